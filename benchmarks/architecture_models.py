@@ -1,4 +1,6 @@
-"""The presets' models scaled down to a ten-thousandth of their size, kinds of models without a preset, and the runs that train them."""
+"""The presets' models scaled down to a ten-thousandth of their size, kinds of models without a
+preset, and the runs that train them.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,9 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Multimodal kinds: the kind of their language part, of which they are trained, and what they see with."""
+"""Multimodal kinds: the kind of their language part, of which they are trained, and what they see
+with.
+"""
 NAMES = (*PRESETS, *KINDS, *MULTIMODAL)
 _COMMON = (
     "vocab_size",
@@ -215,7 +219,9 @@ def scaled_down(original: ModelSpec) -> ModelSpec:
 
 
 def of_kind(kind: str) -> ModelSpec:
-    """Return a small model of a kind with random weights, described as ``so-tui presets add FOLDER`` describes it."""
+    """Return a small model of a kind with random weights, described as
+    ``so-tui presets add FOLDER`` describes it.
+    """
     from so_tui_trainer.tools.describe_model import describe
 
     if kind in KINDS:

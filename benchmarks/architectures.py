@@ -1,15 +1,21 @@
-"""Train every architecture of the presets through the trainer's own entry, with random weights and without a network.
+"""Train every architecture of the presets through the trainer's own entry, with random weights and
+without a network.
 
-    PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --jobs 4       # scaled down: the table
-    PYTHONPATH=.:trainer python benchmarks/architectures.py --out full.json --full qwen3-14b --gpus 4 --set offload.ratio=0.5
-    PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --table        # results so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --jobs 4
+        # scaled down: the table
+    PYTHONPATH=.:trainer python benchmarks/architectures.py --out full.json --full qwen3-14b --gpus
+        4 --set offload.ratio=0.5
+    PYTHONPATH=.:trainer python benchmarks/architectures.py --out architectures.json --table
+        # results so far, as Markdown
 
-Scaled down, on the GPU if there is one, else (or with ``--device cpu``) on the CPU: a run of eight steps, a second one that resumes from a
-copy of the first one's checkpoint of step 4, and the export. The columns: does the loss fall; are the losses from step 5 on and the final
-states on disk bit-identical to the uninterrupted run; does the export load without warnings, with the logits of the checkpoint's weights.
+Scaled down, on the GPU if there is one, else (or with ``--device cpu``) on the CPU: a run of eight
+steps, a second one that resumes from a copy of the first one's checkpoint of step 4, and the
+export. The columns: does the loss fall; are the losses from step 5 on and the final states on disk
+bit-identical to the uninterrupted run; does the export load without warnings, with the logits of
+the checkpoint's weights.
 
-``--full`` trains real shapes for ten steps and compares peak memory with the plan. Rows are appended to the file; existing ones are
-measured again only with ``--again``.
+``--full`` trains real shapes for ten steps and compares peak memory with the plan. Rows are
+appended to the file; existing ones are measured again only with ``--again``.
 """
 
 from __future__ import annotations
@@ -156,7 +162,7 @@ def _done(rows: list[Row], identity: Row) -> bool:
     return any(_same(row, identity) and "error" not in row for row in rows)
 
 
-# -- scaled down ------------------------------------------------------------------------------------------------------------------------
+# -- scaled down -----------------------------------------------------------------------------------
 
 
 def _scaled_down(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
@@ -235,7 +241,7 @@ def _export_is_equal(run: RunDirectory) -> bool:
         return torch.equal(model.eval()(input_ids=ids).logits, other(input_ids=ids).logits)
 
 
-# -- full size --------------------------------------------------------------------------------------------------------------------------
+# -- full size -------------------------------------------------------------------------------------
 
 
 def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
@@ -290,7 +296,7 @@ def _full(name: str, machine: Machine, arguments: argparse.Namespace) -> Row:
     }
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def _run(
@@ -347,14 +353,17 @@ def _launch(
         try:
             process.wait(timeout=limit_s)
         finally:
-            # A rank that receives SIGTERM may save first, or ignore it while it prepares its optimizer. Nothing may hold the GPUs.
+            # A rank that receives SIGTERM may save first, or ignore it while it prepares its
+            # optimizer. Nothing may hold the GPUs.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _fork(run: RunDirectory, attempt: int, env: dict[str, str], log: Path, limit_s: float) -> None:
-    """Run the one rank as a child of a server that has imported torch, DeepSpeed and transformers: a third of the time of a short run."""
+    """Run the one rank as a child of a server that has imported torch, DeepSpeed and transformers:
+    a third of the time of a short run.
+    """
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(
         ["so_tui_trainer.session", "transformers.models.auto.modeling_auto"]

@@ -1,13 +1,18 @@
-"""Measure attention backends: their kernels alone, and whole steps in which every sequence is one document or holds many.
+"""Measure attention backends: their kernels alone, and whole steps in which every sequence is one
+document or holds many.
 
     PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json kernels
-    PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json steps --shapes 4x4096 1x65536
-    PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json table      # or: planned, steps beside their plans
+    PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json steps --shapes 4x4096
+        1x65536
+    PYTHONPATH=.:trainer python benchmarks/attention.py --out attention.json table
+        # or: planned, steps beside their plans
 
-Kernels: causal attention in bf16 over packed documents, 32 query and 8 key heads of 128, each backend that can be used here. Steps: a
-preset's shape with random weights and random tokens, SuperOffload at a ratio of 0.9, the backends one after the other in the same engine.
-``--documents N`` cuts each sequence into documents of N tokens, ``--set`` sets other keys of the preset. Rows are appended to the file.
-``--tiny`` runs the same code on small sizes, also without a GPU, as a test.
+Kernels: causal attention in bf16 over packed documents, 32 query and 8 key heads of 128, each
+backend that can be used here. Steps: a preset's shape with random weights and random tokens,
+SuperOffload at a ratio of 0.9, the backends one after the other in the same engine.
+``--documents N`` cuts each sequence into documents of N tokens, ``--set`` sets other keys of the
+preset. Rows are appended to the file. ``--tiny`` runs the same code on small sizes, also without a
+GPU, as a test.
 """
 
 from __future__ import annotations
@@ -146,7 +151,7 @@ def _host() -> dict[str, Any]:
     return found | ({"gpu_uuid": str(torch.cuda.get_device_properties(0).uuid)} if cuda else {})
 
 
-# -- kernels -------------------------------------------------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 def _kernels(*, tiny: bool) -> list[dict[str, Any]]:
@@ -170,14 +175,17 @@ def _kernels(*, tiny: bool) -> list[dict[str, Any]]:
             row |= {"forward_tflops": forward / 1e12, "backward_tflops": backward / 1e12, **_host()}
             rows.append(row)
             print(
-                f"{backend}, {pack}: {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f} TFLOPS",
+                f"{backend}, {pack}: {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f} "
+                "TFLOPS",
                 flush=True,
             )
     return rows
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return the median time of a run on the GPU, launches not included: a long product keeps the GPU busy while runs are queued."""
+    """Return the median time of a run on the GPU, launches not included: a long product keeps the
+    GPU busy while runs are queued.
+    """
     import torch
 
     run()
@@ -197,7 +205,7 @@ def _seconds(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-# -- steps ---------------------------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 
 def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -354,13 +362,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     lines += [
         "",
-        "| micro-batch | document | recomputed | backend | step | model TFLOPS | forward | backward | exposed optimizer |",
+        (
+            "| micro-batch | document | recomputed | backend | step | model TFLOPS | forward | "
+            "backward | exposed optimizer |"
+        ),
     ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += [
-        f"| {row['micro_batch']} x {row['sequence_length']:,} | {row['document']:,} | {row['policy']} | {row['backend']} |"
-        f" {row['step_s']:.2f} s | {row['model_tflops']:.0f} | {row['forward_s']:.2f} s | {row['backward_s']:.2f} s |"
-        f" {row['optimizer_s']:.2f} s |"
+        (
+            f"| {row['micro_batch']} x {row['sequence_length']:,} | {row['document']:,} | "
+            f"{row['policy']} | {row['backend']} |"
+            f" {row['step_s']:.2f} s | {row['model_tflops']:.0f} | {row['forward_s']:.2f} s | "
+            f"{row['backward_s']:.2f} s |"
+            f" {row['optimizer_s']:.2f} s |"
+        )
         for row in steps
     ]
     return "\n".join(lines)
@@ -369,13 +384,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def planned_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return steps beside their plans as Markdown, without those of reports that have no plans."""
     lines = [
-        "| tokens | documents | backend | recomputed, and other settings | s/step | planned | GPU memory | planned | model TFLOPS |"
+        (
+            "| tokens | documents | backend | recomputed, and other settings | s/step | planned | "
+            "GPU memory | planned | model TFLOPS |"
+        )
     ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += [
-        f"| {row['sequence_length']:,} | {row['document']:,} | {row['backend']} | {', '.join([row['policy'], *row['set']])} |"
-        f" {row['step_s']:.2f} | {row['planned_step_s']:.2f} | {row['gpu_reserved_gib']:.1f} GiB | {row['planned_reserved_gib']:.1f} |"
-        f" {row['model_tflops']:.0f} |"
+        (
+            f"| {row['sequence_length']:,} | {row['document']:,} | {row['backend']} | "
+            f"{', '.join([row['policy'], *row['set']])} |"
+            f" {row['step_s']:.2f} | {row['planned_step_s']:.2f} | {row['gpu_reserved_gib']:.1f} "
+            f"GiB | {row['planned_reserved_gib']:.1f} |"
+            f" {row['model_tflops']:.0f} |"
+        )
         for row in rows
         if row["what"] == "step" and "planned_step_s" in row
     ]

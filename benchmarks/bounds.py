@@ -1,13 +1,18 @@
-"""Measure steps of one GPU beside their bounds: without offload, with each format of the states, and at the ratio that the planner takes.
+"""Measure steps of one GPU beside their bounds: without offload, with each format of the states,
+and at the ratio that the planner takes.
 
-    PYTHONPATH=.:trainer python benchmarks/bounds.py --out bounds.json --layers 18      # an H100: no offload, nothing recomputed
-    PYTHONPATH=.:trainer python benchmarks/bounds.py --out bounds.json                  # the whole Qwen3-4B shape, for an H200
-    PYTHONPATH=.:trainer python benchmarks/bounds.py --out bounds.json --table          # what the file has
+    PYTHONPATH=.:trainer python benchmarks/bounds.py --out bounds.json --layers 18
+        # an H100: no offload, nothing recomputed
+    PYTHONPATH=.:trainer python benchmarks/bounds.py --out bounds.json
+        # the whole Qwen3-4B shape, for an H200
+    PYTHONPATH=.:trainer python benchmarks/bounds.py --out bounds.json --table  # what the file has
 
-Qwen3-4B shape, random weights, 4 x 4096 tokens a step, packed rows. With half the layers a step has half the parameters and takes half as
-long: what Adam has to do, and the time that hides it, keep their proportion. Each setting runs in a process that is forked with everything
-imported, with the trainer's own model, batches, engine and plan; only supervisor and records are missing. The norm never exceeds the limit.
-A row is written as soon as it is measured, so what the time does not suffice for is only missing.
+Qwen3-4B shape, random weights, 4 x 4096 tokens a step, packed rows. With half the layers a step has
+half the parameters and takes half as long: what Adam has to do, and the time that hides it, keep
+their proportion. Each setting runs in a process that is forked with everything imported, with the
+trainer's own model, batches, engine and plan; only supervisor and records are missing. The norm
+never exceeds the limit. A row is written as soon as it is measured, so what the time does not
+suffice for is only missing.
 """
 
 from __future__ import annotations
@@ -157,7 +162,8 @@ def _measured(arguments: argparse.Namespace, done: set[str]) -> Iterator[dict[st
             yield row | {"error": "; ".join(plan.reason_texts)}
         elif (answer := next(found, None)) is None:
             print(
-                f"no time left for {setting.name} and what follows: run it again with the same --out",
+                f"no time left for {setting.name} and what follows: run it again with the same "
+                "--out",
                 file=sys.stderr,
             )
             return
@@ -171,7 +177,9 @@ def _measured(arguments: argparse.Namespace, done: set[str]) -> Iterator[dict[st
 
 
 def in_time(plans: Sequence[Plan], end: float) -> Iterator[RunSpec]:
-    """Yield what is to be measured, of the plans that fit, up to the first that would end too late."""
+    """Yield what is to be measured, of the plans that fit, up to the first that would end too
+    late.
+    """
     for plan in plans:
         if plan.fits and time.monotonic() + seconds_of(plan) > end:
             return
@@ -187,7 +195,9 @@ def _figures(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def seconds_of(plan: Plan) -> float:
-    """Return about how long a fork takes: model and engine, pages of the states, which are what takes the longest, and the steps."""
+    """Return about how long a fork takes: model and engine, pages of the states, which are what
+    takes the longest, and the steps.
+    """
     host = sum(
         term.bytes
         for term in plan.breakdown
@@ -205,7 +215,9 @@ def _plan(setting: Setting, arguments: argparse.Namespace, machine: Machine) -> 
 
 
 def recommended_ratio(spec: RunSpec, machine: Machine) -> float:
-    """Return the offload ratio that the planner takes for a spec that is to offload, whether or not it would fit without."""
+    """Return the offload ratio that the planner takes for a spec that is to offload, whether or not
+    it would fit without.
+    """
     target = target_of(spec, machine, probed=False)
     tried = [
         Candidates(with_policy(spec, policy), target).offloaded for policy in policies(spec, target)
@@ -237,10 +249,15 @@ def _spec(setting: Setting, arguments: argparse.Namespace) -> RunSpec:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Format the last row of each setting as a Markdown table, with its bound and whether it keeps it."""
+    """Format the last row of each setting as a Markdown table, with its bound and whether it keeps
+    it.
+    """
     lines = [
-        "| setting | ratio | recomputed | s/step | planned | forward | backward | exposed | Adam busy |"
-        " x no offload's speed | limit | kept |",
+        (
+            "| setting | ratio | recomputed | s/step | planned | forward | backward | exposed | "
+            "Adam busy |"
+            " x no offload's speed | limit | kept |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     floor = rows.get(FLOOR, {}).get("figures")
@@ -253,8 +270,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         limit, kept = _limit(setting, found, floor) if floor else ("", "")
         speed = f"{floor['step_s'] / found['step_s']:.2f}" if floor else ""
         lines.append(
-            f"| {setting.name} | {row['ratio']:.2f} | {row['activation_checkpointing']} | {found['step_s']:.3f} |"
-            f" {row['planned_step_s']:.3f} | {found['forward_s']:.3f} | {found['backward_s']:.3f} | {found['exposed_optimizer_s']:.3f} |"
+            f"| {setting.name} | {row['ratio']:.2f} | {row['activation_checkpointing']} | "
+            f"{found['step_s']:.3f} |"
+            f" {row['planned_step_s']:.3f} | {found['forward_s']:.3f} | {found['backward_s']:.3f} "
+            f"| {found['exposed_optimizer_s']:.3f} |"
             f" {found['adam_busy_s']:.3f} | {speed} | {limit} | {kept} |"
         )
     return "\n".join(lines)

@@ -1,21 +1,28 @@
-"""Measure what checkpoints cost that are written while training goes on, through the whole program, and whether a kill spoils one.
+"""Measure what checkpoints cost that are written while training goes on, through the whole program,
+and whether a kill spoils one.
 
-    PYTHONPATH=.:trainer python benchmarks/checkpoints.py --gpus 2 --folder /scratch --out checkpoints.json
-    PYTHONPATH=.:trainer python benchmarks/checkpoints.py --shape tiny --gpus 2 --bytes-per-s 2e6     # without a GPU, on a slow disk
+    PYTHONPATH=.:trainer python benchmarks/checkpoints.py --gpus 2 --folder /scratch --out
+        checkpoints.json
+    PYTHONPATH=.:trainer python benchmarks/checkpoints.py --shape tiny --gpus 2 --bytes-per-s 2e6
+        # without a GPU, on a slow disk
 
-One run, random weights, ``keep = 1``. First a few steps without checkpoints, then one checkpoint, whose writing is timed, then one after
-the other at ``--interval`` times that time. While the last one is written, every process of the run is killed with SIGKILL. Two checkpoints
-are on disk at a time.
+One run, random weights, ``keep = 1``. First a few steps without checkpoints, then one checkpoint,
+whose writing is timed, then one after the other at ``--interval`` times that time. While the last
+one is written, every process of the run is killed with SIGKILL. Two checkpoints are on disk at a
+time.
 
-The row has the mean step with and without checkpoints, by the wall clock, pauses included; the longest step; what is on disk after the
-kill; and every step, with what was done for a checkpoint meanwhile:
+The row has the mean step with and without checkpoints, by the wall clock, pauses included; the
+longest step; what is on disk after the kill; and every step, with what was done for a checkpoint
+meanwhile:
 
-    copy      the first step after a checkpoint has begun: the pause, and the Adam worker copies states beside its steps
+    copy      the first step after a checkpoint has begun: the pause, and the Adam worker copies
+              states beside its steps
     write     states are written to disk
     complete  all ranks have written; the checkpoint is verified and the one before removed
     (nothing) no checkpoint is in progress
 
-and how much of the host's page cache waited for the disk then. With ``--out`` it is appended to a file.
+and how much of the host's page cache waited for the disk then. With ``--out`` it is appended to a
+file.
 """
 
 from __future__ import annotations
@@ -79,7 +86,8 @@ class Watched:
     """A run, and the records of it that have been read so far.
 
     Attributes:
-        unwritten_bytes: By step: the most that waited for the disk while it was the last one recorded.
+        unwritten_bytes: By step: the most that waited for the disk while it was the last one
+            recorded.
     """
 
     def __init__(self, run: RunDirectory, limit_s: float) -> None:
@@ -92,7 +100,9 @@ class Watched:
         self._reader, self._end = RunReader(run), time.monotonic() + limit_s
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Follow the run until ``done``. Raises RuntimeError if it ends before, or takes too long."""
+        """Follow the run until ``done``. Raises RuntimeError if it ends before, or takes too
+        long.
+        """
         while not done():
             update = self._reader.poll()
             if self.steps:
@@ -228,7 +238,8 @@ def _spec(arguments: argparse.Namespace) -> RunSpec:
         "gpus": str(arguments.gpus),
         "train.steps": "1000000",
         "offload.mode": "superoffload",
-        "checkpoint.every_minutes": "100000",  # none by the clock, but the plan makes room for copies
+        # none by the clock, but the plan makes room for copies
+        "checkpoint.every_minutes": "100000",
         "checkpoint.keep": "1",
         "benchmark.warmup_steps": "0",
         "benchmark.measured_steps": "0",
@@ -319,7 +330,8 @@ def work_during(
         before: The step before.
         step: The step.
         saved: All checkpoints.
-        begun: When each step's record was written. A checkpoint begins right after that of its step.
+        begun: When each step's record was written. A checkpoint begins right after that of its
+            step.
     """
     shares = {"": 1e-3}
     for record in saved:
@@ -359,12 +371,16 @@ def _unwritten_bytes() -> int:
 
 
 def _step_times(steps: list[StepRecord]) -> list[float]:
-    """Return the time from each step's record to the next one's, by the wall clock: pauses between steps count."""
+    """Return the time from each step's record to the next one's, by the wall clock: pauses between
+    steps count.
+    """
     return [after.time - before.time for before, after in pairwise(steps)]
 
 
 def _left(run: RunDirectory) -> dict[str, int | None]:
-    """Return what the kill left: the step of the newest valid checkpoint, and how many are damaged."""
+    """Return what the kill left: the step of the newest valid checkpoint, and how many are
+    damaged.
+    """
     from so_tui.runs import read_spec
     from so_tui_trainer import checkpoint_folder
 

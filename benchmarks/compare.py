@@ -1,13 +1,18 @@
-"""Compare useful tokens per second of so-tui with other trainers, at one shape, on the same rows, in one run.
+"""Compare useful tokens per second of so-tui with other trainers, at one shape, on the same rows,
+in one run.
 
-    PYTHONPATH=.:trainer python benchmarks/compare.py ROWS --original PATH/finetune_zero3.py --out compare.json
-    PYTHONPATH=.:trainer python benchmarks/compare.py ROWS --original ... --out compare.json --only ours original
-    PYTHONPATH=.:trainer python benchmarks/compare.py --out compare.json --table        # results so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/compare.py ROWS --original PATH/finetune_zero3.py --out
+        compare.json
+    PYTHONPATH=.:trainer python benchmarks/compare.py ROWS --original ... --out compare.json --only
+        ours original
+    PYTHONPATH=.:trainer python benchmarks/compare.py --out compare.json --table
+        # results so far, as Markdown
 
-ROWS: instruction data in the Alpaca layout, JSON or JSONL. The original is DeepSpeedExamples' training/DeepSpeed-SuperOffload, with its
-shell scripts next to the Python file, unchanged. Every part runs in processes of its own, so that a failing part does not affect others.
-Rows are appended to the file; existing ones are measured again only with ``--again``. ``--shape tiny`` runs the same code on a machine
-without GPU, as a test. The method is described in docs/comparison.md.
+ROWS: instruction data in the Alpaca layout, JSON or JSONL. The original is DeepSpeedExamples'
+training/DeepSpeed-SuperOffload, with its shell scripts next to the Python file, unchanged. Every
+part runs in processes of its own, so that a failing part does not affect others. Rows are appended
+to the file; existing ones are measured again only with ``--again``. ``--shape tiny`` runs the same
+code on a machine without GPU, as a test. The method is described in docs/comparison.md.
 """
 
 from __future__ import annotations
@@ -214,7 +219,9 @@ def _child(
 
 
 def _environment(shape: Shape) -> dict[str, str]:
-    """Return the environment of all trainers: no threads are bound from outside, and no allocator is tuned."""
+    """Return the environment of all trainers: no threads are bound from outside, and no allocator
+    is tuned.
+    """
     paths = [str(ROOT), str(ROOT / "trainer"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -9,7 +9,9 @@ from contextlib import suppress
 
 
 class DeviceMemory:
-    """Context manager that records the peak memory of the fullest GPU, read from nvidia-smi once a second."""
+    """Context manager that records the peak memory of the fullest GPU, read from nvidia-smi once a
+    second.
+    """
 
     def __enter__(self) -> DeviceMemory:
         self.peak_bytes = 0

@@ -1,11 +1,14 @@
-"""Train ``tiny`` on one rank for a while, and print every alarm that it gives. A host that does nothing else should give none.
+"""Train ``tiny`` on one rank for a while, and print every alarm that it gives. A host that does
+nothing else should give none.
 
     PYTHONPATH=.:trainer python benchmarks/false_alarms.py --minutes 60
     PYTHONPATH=.:trainer python benchmarks/false_alarms.py --run RUN
 
-Alarms are found again in the records and samples of the run, as its supervisor finds them while it trains: that it is slower than planned
-and why, warnings of the trainer, and alerts. Where a plan does not know how long a step takes, as without GPUs, the run is compared with
-the medians of its own first minute. Prints one line for each alarm, with the minutes since the start, and returns 1 if there was one.
+Alarms are found again in the records and samples of the run, as its supervisor finds them while it
+trains: that it is slower than planned and why, warnings of the trainer, and alerts. Where a plan
+does not know how long a step takes, as without GPUs, the run is compared with the medians of its
+own first minute. Prints one line for each alarm, with the minutes since the start, and returns 1 if
+there was one.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "trainer")]
 FIRST_STEPS = 3
 """Which compile and allocate."""
 USUAL_S = 60.0
-"""From the first of the others on: what the rest is compared with where the plan has no time of a step."""
+"""From the first of the others on: what the rest is compared with where the plan has no time of a
+step.
+"""
 POLL_S = 1.0
 EXPECTED_ALERTS = {"ended", "checkpoint"}
 """That something ordinary happened."""
@@ -105,8 +110,8 @@ def main() -> int:
     hours = (steps[-1].time - begun) / 3600
     slowest = max(step.step_s for step in steps[FIRST_STEPS:])
     print(
-        f"{len(found)} alarms in {hours:.2f} h, {len(steps)} recorded steps and {len(samples)} samples; a step takes "
-        f"{plan.step.total_s:.3f} s, the slowest took {slowest:.3f} s"
+        f"{len(found)} alarms in {hours:.2f} h, {len(steps)} recorded steps and {len(samples)} "
+        f"samples; a step takes {plan.step.total_s:.3f} s, the slowest took {slowest:.3f} s"
     )
     return 1 if found else 0
 
@@ -167,7 +172,9 @@ def slow_moments(
     records: Sequence[MetricRecord],
     samples: Sequence[Sample],
 ) -> Iterator[Alarm]:
-    """Yield when a run became slower than planned, and when the most likely cause changed, as its supervisor sees it."""
+    """Yield when a run became slower than planned, and when the most likely cause changed, as its
+    supervisor sees it.
+    """
     watch, told, rest = SlowWatch(plan, machine, attempt), "", list(records)
     for sample in samples:
         known = next(

@@ -49,7 +49,9 @@ class _Blocks(html.parser.HTMLParser):
 
 
 def paragraphs(folder: Path, unreadable: Callable[[Path, Exception], None]) -> Iterator[str]:
-    """Yield paragraphs of English prose, each one once. ``unreadable`` is told of each file that is left out because it cannot be read."""
+    """Yield paragraphs of English prose, each one once. ``unreadable`` is told of each file that is
+    left out because it cannot be read.
+    """
     seen: set[int] = set()
     for path in sorted(folder.rglob("*")):
         name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
@@ -92,7 +94,9 @@ def _is_prose(text: str) -> bool:
 
 
 def write_text(path: Path, folder: Path, most_bytes: float) -> int:
-    """Write paragraphs as rows in a random but repeatable order, about ``most_bytes`` at most, and return their bytes."""
+    """Write paragraphs as rows in a random but repeatable order, about ``most_bytes`` at most, and
+    return their bytes.
+    """
     broken = []
 
     def skip(file: Path, error: Exception) -> None:
@@ -123,7 +127,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=24)
     given = parser.parse_args()
     print(
-        f"{write_text(given.rows, given.folder, 1e6 * given.megabytes) / 1e6:.1f} MB of text in {given.rows}"
+        f"{write_text(given.rows, given.folder, 1e6 * given.megabytes) / 1e6:.1f} MB of text in "
+        f"{given.rows}"
     )
 
 

@@ -1,11 +1,13 @@
-"""Measure time and peak memory of the trainer's cross-entropy on this machine's first GPU (or CPU), and compare with the plan.
+"""Measure time and peak memory of the trainer's cross-entropy on this machine's first GPU (or CPU),
+and compare with the plan.
 
-    python benchmarks/loss.py [--tokens 16384] [--vocabulary 151936] [--hidden 2560] [--kept LOGITS] [--block LOGITS]
+    python benchmarks/loss.py [--tokens 16384] [--vocabulary 151936] [--hidden 2560] [--kept LOGITS]
+        [--block LOGITS]
 
-Prints one JSON line: seconds of forward and backward (median), peak bytes besides the hidden states, the head's weight and its gradient,
-the
-bytes that ``so_tui.model.flops`` plans (which must be more), FLOP/s, and the relative error of the gradients against float64 on a sample of
-the vocabulary's rows.
+Prints one JSON line: seconds of forward and backward (median), peak bytes besides the hidden
+states, the head's weight and its gradient, the bytes that ``so_tui.model.flops`` plans (which must
+be more), FLOP/s, and the relative error of the gradients against float64 on a sample of the
+vocabulary's rows.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""Measures the offload engines at one shape: Qwen3-4B, random weights, random tokens, full activation checkpointing, SDPA.
+"""Measures the offload engines at one shape: Qwen3-4B, random weights, random tokens, full
+activation checkpointing, SDPA.
 
-    PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json            # the minimal set, most important first
+    PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json
+        # the minimal set, most important first
     PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --only floor ours
     PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --ranks 2 --only floor ours
-    PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --table    # what was measured so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/offload.py --out offload.json --table
+        # what was measured so far, as Markdown
 
-Every configuration runs in a process of its own, so that one that fails or runs out of memory does not affect the others. Rows are appended
-to the file as they are measured, and configurations that are already in it are skipped unless ``--again`` is given. ``--shape tiny`` runs
-the same code on a machine without a GPU, to try it out.
+Every configuration runs in a process of its own, so that one that fails or runs out of memory does
+not affect the others. Rows are appended to the file as they are measured, and configurations that
+are already in it are skipped unless ``--again`` is given. ``--shape tiny`` runs the same code on a
+machine without a GPU, to try it out.
 
-A row has every step of every rank, warm-up included: its times on the GPU, how long the host took to launch each part, page faults,
-preemptions, garbage collection, growth of the GPU's memory and time that the hypervisor took (``step_counters``). ``--steps`` shows them.
+A row has every step of every rank, warm-up included: its times on the GPU, how long the host took
+to launch each part, page faults, preemptions, garbage collection, growth of the GPU's memory and
+time that the hypervisor took (``step_counters``). ``--steps`` shows them.
 """
 
 from __future__ import annotations
@@ -143,7 +148,9 @@ def _size(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure one configuration in processes of its own and return its row, which has an ``error`` if that failed."""
+    """Measure one configuration in processes of its own and return its row, which has an ``error``
+    if that failed.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -163,7 +170,8 @@ def _run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         environment["DS_ACCELERATOR"] = "cpu"
     begin = time.monotonic()
     with ExitStack() as files:
-        # Files instead of pipes, because DeepSpeed's own worker can outlive its rank and would keep a pipe open.
+        # Files instead of pipes, because DeepSpeed's own worker can outlive its rank and would keep
+        # a pipe open.
         outputs = [
             files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(arguments.ranks)
         ]
@@ -230,8 +238,11 @@ def _table(rows: list[dict[str, Any]]) -> str:
         if row.get("mode") == "gpu" and "error" not in row
     }
     lines = [
-        "| configuration | GPUs | s/step | x floor | tokens/s per GPU | forward | backward | optimizer | exposed wait | Adam busy |"
-        " to host | to GPU | GPU memory | first and last loss |",
+        (
+            "| configuration | GPUs | s/step | x floor | tokens/s per GPU | forward | backward | "
+            "optimizer | exposed wait | Adam busy |"
+            " to host | to GPU | GPU memory | first and last loss |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in {(row["name"], row.get("ranks")): row for row in rows}.values():
@@ -239,20 +250,28 @@ def _table(rows: list[dict[str, Any]]) -> str:
             continue
         floor = floors.get((row["ranks"], row["accumulation"]))
         lines.append(
-            f"| {row['name']} | {row['ranks']} | {row['step_s']:.2f} | {row['step_s'] / floor:.2f} |"
+            (
+                f"| {row['name']} | {row['ranks']} | {row['step_s']:.2f} | "
+                f"{row['step_s'] / floor:.2f} |"
+            )
             if floor
             else f"| {row['name']} | {row['ranks']} | {row['step_s']:.2f} | |"
         )
         lines[-1] += (
-            f" {row['tokens_per_s_per_gpu']:.0f} | {row['forward_s']:.2f} | {row['backward_s']:.2f} | {row['optimizer_s']:.2f} |"
-            f" {row['exposed_wait_s']:.2f} | {row['adam_busy_s']:.2f} | {row['to_host_gb_per_s']:.0f} GB/s |"
-            f" {row['to_gpu_gb_per_s']:.0f} GB/s | {row['gpu_peak_gib']:.0f} GiB | {row['losses'][0]:.3f}, {row['losses'][-1]:.3f} |"
+            f" {row['tokens_per_s_per_gpu']:.0f} | {row['forward_s']:.2f} | "
+            f"{row['backward_s']:.2f} | {row['optimizer_s']:.2f} |"
+            f" {row['exposed_wait_s']:.2f} | {row['adam_busy_s']:.2f} | "
+            f"{row['to_host_gb_per_s']:.0f} GB/s |"
+            f" {row['to_gpu_gb_per_s']:.0f} GB/s | {row['gpu_peak_gib']:.0f} GiB | "
+            f"{row['losses'][0]:.3f}, {row['losses'][-1]:.3f} |"
         )
     return "\n".join(lines)
 
 
 def _steps_table(rows: list[dict[str, Any]]) -> str:
-    """Format every step of each configuration's last row, one on a line; those that count are marked with a star."""
+    """Format every step of each configuration's last row, one on a line; those that count are
+    marked with a star.
+    """
     lines = []
     for row in {(row["name"], row.get("ranks")): row for row in rows}.values():
         if "steps" not in row:

@@ -10,11 +10,15 @@ from functools import partial
 from typing import Any
 
 AGED_FRACTION = 0.12
-"""Of the parameters, as many as have had no gradient for a long time, such as embeddings of tokens that the data does not have."""
+"""Of the parameters, as many as have had no gradient for a long time, such as embeddings of tokens
+that the data does not have.
+"""
 
 
 def kernel_rows(numel: int) -> list[dict[str, Any]]:
-    """Measure our kernel (bf16 in, bf16 out, one pass) and DeepSpeed's with the two casts it needs, on this process's cores."""
+    """Measure our kernel (bf16 in, bf16 out, one pass) and DeepSpeed's with the two casts it needs,
+    on this process's cores.
+    """
     import mmap
 
     cores = len(os.sched_getaffinity(0))

@@ -26,7 +26,9 @@ class Configuration:
     engine: str = "so-tui"
     ratio: float = 0.9
     clipping: float | None = 0.0
-    """None: the key is left out of the DeepSpeed config, as in the published scripts, and DeepSpeed uses 1.0."""
+    """None: the key is left out of the DeepSpeed config, as in the published scripts, and DeepSpeed
+    uses 1.0.
+    """
     accumulation: int = 1
     warmup: int = 2
     """Steps that do not count; with several ranks ``SETTLING`` where it is less."""
@@ -60,11 +62,15 @@ CONFIGURATIONS = (
 )
 MINIMAL = tuple(configuration.name for configuration in CONFIGURATIONS[:12])
 SETTLING = 10
-"""Micro-batches after which steps of several ranks were seen to take the same time again and again."""
+"""Micro-batches after which steps of several ranks were seen to take the same time again and
+again.
+"""
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure one configuration as one of its ranks, print its row after ``MARK``, and end the process."""
+    """Measure one configuration as one of its ranks, print its row after ``MARK``, and end the
+    process.
+    """
     configuration = next(
         configuration for configuration in CONFIGURATIONS if configuration.name == arguments.name
     )
@@ -144,7 +150,9 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def _warmup(configuration: Configuration, arguments: argparse.Namespace) -> int:
-    """Return the steps that do not count: those asked for, or as many as the configuration needs."""
+    """Return the steps that do not count: those asked for, or as many as the configuration
+    needs.
+    """
     if arguments.warmup is not None:
         return int(arguments.warmup)
     settling = -(-SETTLING // configuration.accumulation) if arguments.ranks > 1 else 0
@@ -154,7 +162,9 @@ def _warmup(configuration: Configuration, arguments: argparse.Namespace) -> int:
 def _typical(
     measured: list[dict[str, float]], configuration: Configuration, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """Return the medians of the measured steps, their means where some are unlike the others, and the rate of tokens."""
+    """Return the medians of the measured steps, their means where some are unlike the others, and
+    the rate of tokens.
+    """
     average = statistics.fmean if configuration.exceeds_every else statistics.median
     row = {key: average(step[key] for step in measured) for key in measured[0]}
     tokens = arguments.micro_batch * arguments.length * configuration.accumulation

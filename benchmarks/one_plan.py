@@ -7,7 +7,7 @@
 
 The row has the plan's figures, the measured ones and every step. With ``--out`` it is appended to a file. A plan that does not fit is a row
 with its reasons.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ def _measured(spec: RunSpec, plan: Plan, machine: Machine, limit_s: float) -> di
         if isinstance(record, StepRecord):
             steps.append({name: getattr(record, name) for name in _PER_STEP})
             print(
-                f"  step {record.step}: {record.step_s:.3f} s after {time.monotonic() - begun:.0f} s",
+                f"  step {record.step}: {record.step_s:.3f} s after "
+                f"{time.monotonic() - begun:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,10 +1,12 @@
 """Pretrain a small model on free text, export it, and fine-tune the export on instructions.
 
-    python benchmarks/free_text.py text.jsonl        # the documentation that Debian's packages install
-    python benchmarks/own_model.py text.jsonl [--size small] [--instructions rows.json] > own-model.json
+    python benchmarks/free_text.py text.jsonl  # the documentation that Debian's packages install
+    python benchmarks/own_model.py text.jsonl [--size small] [--instructions rows.json] >
+        own-model.json
 
-Prints JSON: the loss on held-out instructions before and after the fine-tuning, that of the same fine-tuning of random weights, and what
-the model answers before and after. Everything is done by the commands that users have.
+Prints JSON: the loss on held-out instructions before and after the fine-tuning, that of the same
+fine-tuning of random weights, and what the model answers before and after. Everything is done by
+the commands that users have.
 """
 
 from __future__ import annotations

@@ -1,17 +1,22 @@
-"""The planner against the trainer: the same settings predicted and measured, through the whole program, on packed real rows.
+"""The planner against the trainer: the same settings predicted and measured, through the whole
+program, on packed real rows.
 
     export PYTHONPATH=.:trainer
-    python benchmarks/planner.py --set fit --gpus 1 --rows alpaca.json --out planner.json     # measure, on one GPU; then with 2 and 4
-    python benchmarks/planner.py --fit --out planner.json                                     # write so_tui/plan/constants.json
-    python benchmarks/planner.py --set check --gpus 1 --rows alpaca.json --out planner.json   # then the other set
-    python benchmarks/planner.py --table --out planner.json                                   # both as Markdown
-    python benchmarks/planner.py --sweep --rows alpaca.json --out sweep.json                  # is the recommendation the best?
+    python benchmarks/planner.py --set fit --gpus 1 --rows alpaca.json --out planner.json
+        # measure, on one GPU; then with 2 and 4
+    python benchmarks/planner.py --fit --out planner.json  # write so_tui/plan/constants.json
+    python benchmarks/planner.py --set check --gpus 1 --rows alpaca.json --out planner.json
+        # then the other set
+    python benchmarks/planner.py --table --out planner.json  # both as Markdown
+    python benchmarks/planner.py --sweep --rows alpaca.json --out sweep.json
+        # is the recommendation the best?
 
-Rows are appended as they come, and what is there is not measured again; ``--minutes`` ends early, between two settings. A row keeps what
-was predicted when it was measured, with the constants of that moment, and in ``host_rates`` how fast CPU Adam was on the ranks' cores right
-before and after, as a share of what was calibrated. A sweep on one GPU forks its settings off a process that
-has imported everything (``planner_sweep.py``), since a start takes longer than the steps. ``--shape tiny`` runs the same code without a
-GPU, to try it.
+Rows are appended as they come, and what is there is not measured again; ``--minutes`` ends early,
+between two settings. A row keeps what was predicted when it was measured, with the constants of
+that moment, and in ``host_rates`` how fast CPU Adam was on the ranks' cores right before and after,
+as a share of what was calibrated. A sweep on one GPU forks its settings off a process that has
+imported everything (``planner_sweep.py``), since a start takes longer than the steps.
+``--shape tiny`` runs the same code without a GPU, to try it.
 """
 
 from __future__ import annotations
@@ -107,7 +112,8 @@ def main() -> int:
         needed_s = planned(setting, machine, arguments)[1]
         if time.monotonic() - begun + needed_s > 60 * arguments.minutes:
             print(
-                f"{arguments.minutes:g} minutes are too few for the next setting: run the same command again for the rest",
+                f"{arguments.minutes:g} minutes are too few for the next setting: run the same "
+                "command again for the rest",
                 flush=True,
             )
             break
@@ -146,14 +152,17 @@ def _wanted(
 
 
 def _listed(settings: list[Setting], machine: Machine, arguments: argparse.Namespace) -> str:
-    """Each setting with its verdict and about how long it takes: on this machine where it has GPUs, else on a host with H200s."""
+    """Each setting with its verdict and about how long it takes: on this machine where it has GPUs,
+    else on a host with H200s.
+    """
     lines, whole_s = [], 0.0
     for setting in settings:
         plan, seconds = planned(setting, machine, arguments)
         whole_s += seconds
         lines.append(
-            f"{setting.size} x {setting.gpus} {settings_text(plan)}: {plan.verdict}, each GPU {plan.gpu_bytes / 2**30:.0f} GiB, "
-            f"host {sum(plan.host_bytes_per_node.values()) / 2**30:.0f} GiB, about {seconds:.0f} s"
+            f"{setting.size} x {setting.gpus} {settings_text(plan)}: {plan.verdict}, each GPU "
+            f"{plan.gpu_bytes / 2**30:.0f} GiB, host "
+            f"{sum(plan.host_bytes_per_node.values()) / 2**30:.0f} GiB, about {seconds:.0f} s"
         )
     return "\n".join([*lines, f"{len(settings)} settings, about {whole_s / 60:.0f} minutes"])
 
@@ -222,7 +231,10 @@ def _arguments() -> argparse.Namespace:
         "--kept",
         choices=policies,
         nargs="+",
-        help="of the sweep's grid; default: what is recommended; others than the first with the largest core fraction alone",
+        help=(
+            "of the sweep's grid; default: what is recommended; others than the first with the "
+            "largest core fraction alone"
+        ),
     )
     parser.add_argument(
         "--limits-gib",
@@ -295,7 +307,9 @@ def _rows_of_runs(
 def _rows_of_forks(
     settings: Sequence[Setting], machine: Machine, arguments: argparse.Namespace
 ) -> Rows:
-    """The same without what only a whole run shows, memory of the host: a start takes longer than the steps."""
+    """The same without what only a whole run shows, memory of the host: a start takes longer than
+    the steps.
+    """
     specs = [spec_of(setting, arguments) for setting in settings]
     plans = [make_plan(spec, machine, probed=False) for spec in specs]
     found = measured_by_forks(
@@ -331,10 +345,11 @@ def _resources(spec: RunSpec, machine: Machine) -> Resources:
 
 
 def host_rate(plan: Plan, machine: Machine) -> float | None:
-    """What CPU Adam moves at this moment on the cores of each rank, all at once, as a share of what ``so-tui calibrate`` found here.
+    """What CPU Adam moves at this moment on the cores of each rank, all at once, as a share of what
+    ``so-tui calibrate`` found here.
 
-    A host whose memory and cores others use too may have halved since, and a step with it. None where nothing is known of the machine, or
-    measuring failed.
+    A host whose memory and cores others use too may have halved since, and a step with it. None
+    where nothing is known of the machine, or measuring failed.
     """
     from so_tui_trainer.tools.calibrate import slowest_together
 
@@ -375,8 +390,9 @@ def _run(
 
 
 def _sweep(arguments: argparse.Namespace, machine: Machine) -> list[tuple[Setting, str]]:
-    """The recommended setting, the original preset's, what is recommended for smaller GPUs, and the grid, all with as many tokens in an
-    optimizer step; the best guess first, so that an early end still says something.
+    """The recommended setting, the original preset's, what is recommended for smaller GPUs, and the
+    grid, all with as many tokens in an optimizer step; the best guess first, so that an early end
+    still says something.
     """
     size = "tiny" if arguments.shape else arguments.model
     tokens = max(SWEEP_MICRO_BATCHES)

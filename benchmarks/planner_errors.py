@@ -1,4 +1,5 @@
-"""How far predicted steps are off, from every report in ``results``: what ``so_tui/plan/rates.py`` holds. No GPU is needed.
+"""How far predicted steps are off, from every report in ``results``: what ``so_tui/plan/rates.py``
+holds. No GPU is needed.
 
 python -m benchmarks.planner_errors
 """
@@ -57,7 +58,9 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Return every setting whose step was measured and is predicted again by today's constants, and those of other reports."""
+    """Return every setting whose step was measured and is predicted again by today's constants, and
+    those of other reports.
+    """
     return [*_planned_again(), *_validated(), *_long(), *_mixtures()]
 
 
@@ -88,7 +91,9 @@ def _planned_again() -> Iterator[Row]:
 
 
 def _validated() -> Iterator[Row]:
-    """Yield the runs of validations as they were planned then, with the rates of the report. Older reports do not say for what data."""
+    """Yield the runs of validations as they were planned then, with the rates of the report. Older
+    reports do not say for what data.
+    """
     for path in REPORTS:
         report = read_json(path, Report)
         described = [
@@ -136,7 +141,9 @@ def _long() -> Iterator[Row]:
 
 
 def _mixtures() -> Iterator[Row]:
-    """Yield steps of mixtures of experts as they were planned when they were measured, at published rates."""
+    """Yield steps of mixtures of experts as they were planned when they were measured, at published
+    rates.
+    """
     for row in json.loads(MIXTURES.read_text()):
         measured_s, planned_s = row["measured"]["figures"]["step_s"], row["predicted"]["step_s"]
         yield _then(
@@ -176,7 +183,9 @@ def _then(
 
 
 def errors(measured: Iterable[Row], *, calibrated: bool) -> list[float]:
-    """Return how far the steps of settings on which no constant rests were from their prediction, as shares of it, ascending."""
+    """Return how far the steps of settings on which no constant rests were from their prediction,
+    as shares of it, ascending.
+    """
     told = (
         (row.calibrated_s if calibrated else row.published_s, row.measured_s)
         for row in measured
@@ -192,7 +201,9 @@ def quantile(ascending: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two settings of one model on one machine, as logarithms of the ratio of their times for as many tokens."""
+    """Two settings of one model on one machine, as logarithms of the ratio of their times for as
+    many tokens.
+    """
 
     predicted: float
     """Not negative: the first setting is the one that is planned to be slower."""
@@ -204,7 +215,9 @@ class Pair:
 
 
 def pairs(measured: Iterable[Row]) -> list[list[Pair]]:
-    """Return the pairs of settings that a search might compare, for each machine with each model on as many GPUs."""
+    """Return the pairs of settings that a search might compare, for each machine with each model on
+    as many GPUs.
+    """
     groups: dict[tuple[str, str, int], list[Row]] = {}
     for row in measured:
         if row.searched:
@@ -223,7 +236,9 @@ def _pair(one: Row, other: Row) -> Pair:
 
 
 def ratio_error(groups: Iterable[Sequence[Pair]]) -> float:
-    """Return the usual error of a predicted ratio: the median of the groups' medians, so that large groups do not decide."""
+    """Return the usual error of a predicted ratio: the median of the groups' medians, so that large
+    groups do not decide.
+    """
     return median(median(pair.error for pair in group) for group in groups)
 
 
@@ -262,7 +277,8 @@ def order_table(groups: Sequence[Sequence[Pair]]) -> str:
             else ""
         )
         lines.append(
-            f"| {name or f'{100 * least:.0f} to {100 * most:.0f} %'} | {len(found):,} | {100 * sum(found) / len(found):.0f} % |"
+            f"| {name or f'{100 * least:.0f} to {100 * most:.0f} %'} | {len(found):,} | "
+            f"{100 * sum(found) / len(found):.0f} % |"
         )
     return "\n".join(lines)
 
@@ -272,7 +288,8 @@ def main() -> None:
     groups = pairs(measured)
     print(table(measured))
     print(
-        f"\nUsual error of a ratio: {100 * ratio_error(groups):.1f} %, of {sum(map(len, groups)):,} pairs in {len(groups)} groups.\n"
+        f"\nUsual error of a ratio: {100 * ratio_error(groups):.1f} %, of "
+        f"{sum(map(len, groups)):,} pairs in {len(groups)} groups.\n"
     )
     print(order_table(groups))
 

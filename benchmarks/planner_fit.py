@@ -60,17 +60,23 @@ STEP = (
     "all_gather_launches_per_layer",
 )
 RESULTS = Path(__file__).with_name("results") / "planner-h200.json"
-"""Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of which, and what is special); every fit of
-memory rests on them too. 0: not measured; ``since_changed`` names the figures that the program's own changes have made obsolete, ``missed``
-those that the constants do not meet."""
+"""Rows that the constants rest on, of this benchmark and of others in its form (``label`` says of
+which, and what is special); every fit of memory rests on them too. 0: not measured;
+``since_changed`` names the figures that the program's own changes have made obsolete, ``missed``
+those that the constants do not meet.
+"""
 CHECKED = RESULTS.with_name("planner-check-h200.json")
-"""Rows of the set ``check``, on which no constant rests: what leads to a change moves to the others. ``since_planned_otherwise`` names the
-figures that today's constants predict nearer to what was measured, ``since_refitted`` those that they predict a little otherwise (steps by
-at most 4 %) since attention has rates of its own and what recomputation leaves out is left out."""
+"""Rows of the set ``check``, on which no constant rests: what leads to a change moves to the
+others. ``since_planned_otherwise`` names the figures that today's constants predict nearer to what
+was measured, ``since_refitted`` those that they predict a little otherwise (steps by at most 4 %)
+since attention has rates of its own and what recomputation leaves out is left out.
+"""
 _UNDER = 4.0
 """How much worse too little memory is than too much, in the fit: too little ends a run."""
 _LEAST_GAIN = 1e-8
-"""The fit ends when less is gained than the square of a hundredth of a percent; most of its time would go into gains that no plan shows."""
+"""The fit ends when less is gained than the square of a hundredth of a percent; most of its time
+would go into gains that no plan shows.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,8 @@ class Case:
 
 def case_of(row: dict[str, Any]) -> Case:
     machine = msgspec.convert(row["machine"], Machine, strict=False)
-    # Rows say what differs from the defaults, and some have changed since: these are the ones of that time.
+    # Rows say what differs from the defaults, and some have changed since: these are the ones of
+    # that time.
     spec = with_values(check_tree(row["spec"]), row.get("defaults", {}))
     resources = resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
     measured = msgspec.convert(row["measured"], Measured)
@@ -94,7 +101,9 @@ def case_of(row: dict[str, Any]) -> Case:
 
 
 def _speed(machine: Machine, noted: dict[str, Any] | None) -> Speed | None:
-    """The machine's rates: its own where they were calibrated when it was measured, filled up with those published for its GPU today."""
+    """The machine's rates: its own where they were calibrated when it was measured, filled up with
+    those published for its GPU today.
+    """
     published = published_speed(machine.gpus[0].name) if noted and machine.gpus else None
     if published is None or noted is None or not noted.get("calibrated"):
         return published
@@ -122,7 +131,9 @@ def predicted(case: Case) -> Figures:
 
 
 def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
-    """Rewrite ``constants.json`` for the rows of the set ``fit`` and the kept ones; returns what changed, as text."""
+    """Rewrite ``constants.json`` for the rows of the set ``fit`` and the kept ones; returns what
+    changed, as text.
+    """
     own = [row for row in rows if row["set"] == "fit" and "measured" in row]
     if len(own) < 6:
         return f"only {len(own)} settings of the set `fit` are measured; a fit needs at least 6"
@@ -132,7 +143,10 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
     best = fitted([case_of(row) for row in own], [case_of(row) for row in kept])
     gpus = sorted({gpu["name"] for row in used for gpu in row["machine"]["gpus"]} or {"no GPU"})
     torch = sorted({str(row["machine"]["software"]["torch"]) for row in used})
-    settings = f"{len(own)} settings of {source} and, for memory, the {len(used) - len(own)} kept beside this benchmark"
+    settings = (
+        f"{len(own)} settings of {source} and, for memory, the {len(used) - len(own)} kept beside "
+        "this benchmark"
+    )
     text = f"Fitted to {settings}, measured on {', '.join(gpus)} with torch {', '.join(torch)}"
     provenance = f"{text}, by benchmarks/planner.py --fit."
     before = constants()
@@ -143,7 +157,10 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
     )
     PATH.write_text(dumped(best))
     changes = [
-        f"{section}.{name}: {getattr(getattr(before, section), name):.4g} -> {getattr(getattr(best, section), name):.4g}"
+        (
+            f"{section}.{name}: {getattr(getattr(before, section), name):.4g} -> "
+            f"{getattr(getattr(best, section), name):.4g}"
+        )
         for section, names in (("memory", MEMORY), ("step", STEP))
         for name in names
     ]
@@ -151,8 +168,9 @@ def fit(rows: Sequence[dict[str, Any]], source: str) -> str:
 
 
 def fitted(cases: Sequence[Case], kept: Sequence[Case] = ()) -> Constants:
-    """The constants with the least error over these cases, each group by itself. ``kept``: for memory alone, since their machine's rates
-    may have been published ones, and what is fitted are shares of the rates.
+    """The constants with the least error over these cases, each group by itself. ``kept``: for
+    memory alone, since their machine's rates may have been published ones, and what is fitted are
+    shares of the rates.
     """
     start = constants()
     memory = _descend(start, "memory", MEMORY, lambda: sum(map(_memory_error, [*cases, *kept])))
@@ -167,7 +185,8 @@ def fitted(cases: Sequence[Case], kept: Sequence[Case] = ()) -> Constants:
 def _memory_error(case: Case) -> float:
     told, found = predicted(case), case.measured.figures
     error = _off(told.gpu_reserved_bytes, found.gpu_reserved_bytes, _UNDER)
-    # What is beside the allocator by itself: contexts are not to make up for what the other terms miss.
+    # What is beside the allocator by itself: contexts are not to make up for what the other terms
+    # miss.
     beside = told.gpu_device_bytes - told.gpu_reserved_bytes
     error += _off(found.gpu_reserved_bytes + beside, found.gpu_device_bytes, _UNDER)
     return (
@@ -183,7 +202,8 @@ def _step_error(case: Case) -> float:
         told.backward_s, found.backward_s, 1.0
     )
     if own_engine(case.spec):
-        # These rows are older than the present division of a step: waits for weights that the GPU's work hid count as the optimizer's.
+        # These rows are older than the present division of a step: waits for weights that the GPU's
+        # work hid count as the optimizer's.
         return error + 0.5 * _off(
             told.forward_s + told.exposed_optimizer_s,
             found.forward_s + found.exposed_optimizer_s,
@@ -194,7 +214,9 @@ def _step_error(case: Case) -> float:
 
 
 def _off(told: float, found: float, under: float) -> float:
-    """Square of the relative error; ``under`` times as bad below the truth. 0 where nothing was measured."""
+    """Square of the relative error; ``under`` times as bad below the truth. 0 where nothing was
+    measured.
+    """
     if not found:
         return 0.0
     error = told / found - 1
@@ -204,7 +226,9 @@ def _off(told: float, found: float, under: float) -> float:
 def _descend(
     start: Constants, section: str, names: Iterable[str], error: Callable[[], float]
 ) -> Constants:
-    """Coordinate by coordinate, up and down by a factor that shrinks: few, nearly independent figures need no more."""
+    """Coordinate by coordinate, up and down by a factor that shrinks: few, nearly independent
+    figures need no more.
+    """
     names = tuple(names)
 
     def cost(candidate: Constants) -> float:
@@ -244,7 +268,9 @@ def dumped(found: Constants) -> str:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Both sets: what constants rest on as they predict it today, the check as it was predicted when it was measured."""
+    """Both sets: what constants rest on as they predict it today, the check as it was predicted
+    when it was measured.
+    """
     parts = []
     for name in ("fit", "check"):
         done = [row for row in rows if row["set"] == name and "measured" in row]
@@ -260,7 +286,10 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
             ]
     failed = [row for row in rows if "error" in row]
     parts += [
-        f"- not measured: {row['setting']['size']} x {row['setting']['gpus']} {row['name']}: {row['error']}"
+        (
+            f"- not measured: {row['setting']['size']} x {row['setting']['gpus']} {row['name']}: "
+            f"{row['error']}"
+        )
         for row in failed
     ]
     return "\n".join(parts)
@@ -281,7 +310,10 @@ Compared = tuple[dict[str, Any], Figures, Figures]
 
 def _table(rows: Sequence[Compared]) -> list[str]:
     lines = [
-        "| model | GPUs | setting | GPU reserved, GB | GPU device, GB | host, GB | host while loading, GB | step, s |",
+        (
+            "| model | GPUs | setting | GPU reserved, GB | GPU device, GB | host, GB | host while "
+            "loading, GB | step, s |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for row, told, found in sorted(
@@ -295,9 +327,8 @@ def _table(rows: Sequence[Compared]) -> list[str]:
         clipping = "" if row["setting"].get("clipping", 1.0) else ", no clipping"
         label = f" ({row['label']})" if row["label"] else ""
         lines.append(
-            f"| {row['setting']['size']} | {row['setting']['gpus']} | {row['name']}{clipping}{label} | "
-            + " | ".join(cells)
-            + " |"
+            f"| {row['setting']['size']} | {row['setting']['gpus']} | "
+            f"{row['name']}{clipping}{label} | " + " | ".join(cells) + " |"
         )
     return [*lines, "", "Each cell: predicted / measured (error)."]
 
@@ -320,7 +351,8 @@ def _summary(rows: Sequence[Compared]) -> str:
         if errors:
             within = sum(abs(error) <= limit for error in errors)
             texts.append(
-                f"{name} within {limit:.0%} on {within} of {len(errors)}, at worst {min(errors):+.1%} and {max(errors):+.1%}"
+                f"{name} within {limit:.0%} on {within} of {len(errors)}, at worst "
+                f"{min(errors):+.1%} and {max(errors):+.1%}"
             )
     digests = sorted(
         {row["constants"] if row["set"] == "check" else "of today" for row, _, _ in rows}
@@ -329,8 +361,9 @@ def _summary(rows: Sequence[Compared]) -> str:
 
 
 def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Fastest first, with the recommended and the original setting marked. Ratios that keep the same sub-groups on the GPU are one and the
-    same work: comparisons below the table take the median of those.
+    """Fastest first, with the recommended and the original setting marked. Ratios that keep the
+    same sub-groups on the GPU are one and the same work: comparisons below the table take the
+    median of those.
     """
     done = [row for row in rows if row["set"] == "sweep" and "measured" in row]
     if not done:
@@ -345,7 +378,10 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
         return median(alike[_work(row)])
 
     lines = [
-        "| setting | core fraction | useful tokens/s | of the best | step predicted / measured, s | |",
+        (
+            "| setting | core fraction | useful tokens/s | of the best | step predicted / "
+            "measured, s | |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     for row in done:
@@ -353,7 +389,8 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
         label = f"**{row['label']}**" if row["label"] else ""
         rate, best = rates[row["key"]], rates[done[0]["key"]]
         lines.append(
-            f"| {row['name']} | {row['setting']['cores']} | {rate:.0f} | {rate / best:.1%} | {told:.2f} / {found:.2f} | {label} |"
+            f"| {row['name']} | {row['setting']['cores']} | {rate:.0f} | {rate / best:.1%} | "
+            f"{told:.2f} / {found:.2f} | {label} |"
         )
     named = {label: row for row in done for label in row["label"].split(", ") if label}
     if "recommended" in named and "original" in named:
@@ -372,7 +409,10 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
             share = usual(row) / usual(fastest)
             lines += [
                 "",
-                f"{label[0].upper()}{label[1:]}: {row['name']}, {share:.1%} of the fastest that fits there, {fastest['name']}.",
+                (
+                    f"{label[0].upper()}{label[1:]}: {row['name']}, {share:.1%} of the fastest "
+                    f"that fits there, {fastest['name']}."
+                ),
             ]
     return "\n".join(lines)
 

@@ -122,7 +122,9 @@ SETS: dict[str, tuple[Setting, ...]] = {
         Setting("8b", ZERO, 4, micro_batch=2, ratio=0.5),
     ),
 }
-"""Small on the host where nothing else is asked of a setting: pages of states are what starting waits for."""
+"""Small on the host where nothing else is asked of a setting: pages of states are what starting
+waits for.
+"""
 
 WITH_LESS = "recommended with {:g} GiB"
 """Label of what is recommended for a GPU with so much memory."""
@@ -135,7 +137,9 @@ _STATES_BYTES_PER_S = 2.6e9
 
 
 def seconds_of(plan: Plan, steps: int) -> float:
-    """About how long a run of so many steps takes from its start to its end, by what three runs took."""
+    """About how long a run of so many steps takes from its start to its end, by what three runs
+    took.
+    """
     named = {term.name: term.bytes for term in plan.breakdown}
     host = sum(
         term.bytes
@@ -151,7 +155,9 @@ def seconds_of(plan: Plan, steps: int) -> float:
 
 
 def h200_host(gpus: int) -> Machine:
-    """A host with so many H200s, for planning without one: 16 cores and 126 GiB of usable memory for each GPU, one NUMA node."""
+    """A host with so many H200s, for planning without one: 16 cores and 126 GiB of usable memory
+    for each GPU, one NUMA node.
+    """
     cpus = tuple(range(16 * gpus))
     memory = 126 * 2**30 * gpus
     name = "NVIDIA H200"

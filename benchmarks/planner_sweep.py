@@ -1,6 +1,8 @@
-"""Settings of a sweep on one GPU, each in a process that is forked with everything imported: a start takes longer than the steps.
+"""Settings of a sweep on one GPU, each in a process that is forked with everything imported: a
+start takes longer than the steps.
 
-The steps are those of ``speed.py``. What only a whole run shows, memory of the host, is not measured.
+The steps are those of ``speed.py``. What only a whole run shows, memory of the host, is not
+measured.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from so_tui.spec import RunSpec
 _IMPORTED = [
     "so_tui_trainer.session",
     "transformers.models.qwen3.modeling_qwen3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # which any engine imports, and torch's compiler with it
+    # which any engine imports, and torch's compiler with it
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "datasets",
     "benchmarks.speed",
 ]
@@ -28,7 +31,9 @@ _IMPORTED = [
 def measured_by_forks(
     specs: Iterable[RunSpec], machine: Machine, *, limit_s: float
 ) -> Iterator[dict[str, Any]]:
-    """For each spec ``measured`` as ``planner.py`` keeps it, or ``error``; ``limit_s``: the longest time for one."""
+    """For each spec ``measured`` as ``planner.py`` keeps it, or ``error``; ``limit_s``: the longest
+    time for one.
+    """
     os.environ |= one_rank(cpu=not machine.gpus)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
         "1"  # what is forked off a process that has looked for GPUs through CUDA cannot use them

@@ -1,4 +1,5 @@
-"""Write ``docs/published.md``: every published figure about SuperOffload (``published.toml``) beside what is planned for the same settings.
+"""Write ``docs/published.md``: every published figure about SuperOffload (``published.toml``)
+beside what is planned for the same settings.
 
 python -m benchmarks.published
 """
@@ -41,7 +42,7 @@ Ours are predictions. so-tui has not run on a Grace machine; what pageable copie
 `so-tui calibrate`. TFLOPS are by the formula of DeepSpeed's example script (`seed_tflops_total` in [metrics](metrics.md)), and "plain
 kernels" are those of the model as transformers has it. What is said of DeepSpeed's versions was read in their sources.
 
-"""
+"""  # noqa: E501
 _HEADINGS = ("published", "figure", "ours", "difference")
 NOTABLE = 0.15
 """A difference above which a figure needs a reason."""
@@ -183,7 +184,9 @@ def _step_s(plan: Plan) -> float:
 
 
 def _gpu_s(figure: Published) -> float:
-    """Return the seconds of a step in which the GPU computes a forward and a backward pass: those without any offload."""
+    """Return the seconds of a step in which the GPU computes a forward and a backward pass: those
+    without any offload.
+    """
     step = _plan(figure, "gpu").step
     assert step is not None
     return step.forward_s + step.backward_s
@@ -201,7 +204,9 @@ def _adam_s(machine: str) -> float:
 
 
 def _largest(figure: Published, use: Setting) -> float:
-    """Return the billions of parameters of the largest model of this shape that fits, with one sequence in a micro-batch."""
+    """Return the billions of parameters of the largest model of this shape that fits, with one
+    sequence in a micro-batch.
+    """
     spec = with_values(_preset(figure.preset), _settings(figure, use, train__micro_batch="1"))
     fits, too_many = 1, _MOST_LAYERS
     while too_many - fits > 1:
@@ -230,7 +235,8 @@ def _exposed_s(figure: Published, use: Setting = "", **changes: str) -> float:
 def _early_step_s(figure: Published) -> float:
     """Return the seconds of a step of DeepSpeed's SuperOffload as the source of 0.18.0 reads.
 
-    It has neither copies of gradients by the training process nor one of the offloaded sub-groups' weights to the GPU.
+    It has neither copies of gradients by the training process nor one of the offloaded sub-groups'
+    weights to the GPU.
     """
     plan = _plan(figure, "deepspeed")
     without = _plan(figure, "gpu").step
@@ -355,7 +361,10 @@ def _command(one: Compared) -> Iterator[str]:
     changes = " ".join(
         f"--set {key}={value}" for key, value in one.settings.items() if key != "gpus"
     )
-    yield f"- {figure.claim}{against}: `so-tui plan {figure.preset} --machine {figure.machine} --as-given --gpus {figure.gpus} {changes}`"
+    yield (
+        f"- {figure.claim}{against}: `so-tui plan {figure.preset} --machine {figure.machine} "
+        f"--as-given --gpus {figure.gpus} {changes}`"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""Measure forward and backward, one optimisation after the other: a preset's shape, random weights, packed rows, 4 x 4096 tokens.
+"""Measure forward and backward, one optimisation after the other: a preset's shape, random weights,
+packed rows, 4 x 4096 tokens.
 
-    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl             # what is not in the file yet
-    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl --table     # results so far, as Markdown
-    PYTHONPATH=.:trainer python benchmarks/speed.py --out speed.jsonl --only "gpu, mixture of experts" --model qwen3-30b-a3b --layers 8
+    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl
+        # what is not in the file yet
+    PYTHONPATH=.:trainer python benchmarks/speed.py --data rows.json --out speed.jsonl --table
+        # results so far, as Markdown
+    PYTHONPATH=.:trainer python benchmarks/speed.py --out speed.jsonl --only "gpu, mixture of
+        experts" --model qwen3-30b-a3b --layers 8
 
-Each setup runs in a process of its own, which adds one lever after the other to the same model and engine; rows are appended to the file.
-``--layers`` uses fewer layers than the preset has, if the whole model does not fit. ``--profile FOLDER`` also writes the GPU's kernel
-times of each row. ``--tiny`` runs the same code with a scaled-down model on a machine without GPU, as a test.
+Each setup runs in a process of its own, which adds one lever after the other to the same model and
+engine; rows are appended to the file. ``--layers`` uses fewer layers than the preset has, if the
+whole model does not fit. ``--profile FOLDER`` also writes the GPU's kernel times of each row.
+``--tiny`` runs the same code with a scaled-down model on a machine without GPU, as a test.
 """
 
 from __future__ import annotations
@@ -133,7 +138,9 @@ def one_rank(*, cpu: bool) -> dict[str, str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file. Old files have rows of the default model, which they do not name."""
+    """Return the rows of a file. Old files have rows of the default model, which they do not
+    name.
+    """
     only: dict[str, Any] = {"model": MODEL, "layers": None}
     return (
         [only | json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -146,18 +153,25 @@ def _shape(row: dict[str, Any]) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | setup | with | s/step | model TFLOPS/GPU | hardware TFLOPS/GPU | forward | backward | optimizer | GPU memory |",
+        (
+            "| model | setup | with | s/step | model TFLOPS/GPU | hardware TFLOPS/GPU | forward | "
+            "backward | optimizer | GPU memory |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {_shape(row)} | {row['setup']} | {row['lever']} | {row['step_s']:.3f} | {row['model_tflops']:.0f} | {row['hw_tflops']:.0f} |"
-        f" {row['forward_s']:.3f} | {row['backward_s']:.3f} | {row['optimizer_s']:.3f} | {row['gpu_reserved_gib']:.0f} GiB |"
+        (
+            f"| {_shape(row)} | {row['setup']} | {row['lever']} | {row['step_s']:.3f} | "
+            f"{row['model_tflops']:.0f} | {row['hw_tflops']:.0f} |"
+            f" {row['forward_s']:.3f} | {row['backward_s']:.3f} | {row['optimizer_s']:.3f} | "
+            f"{row['gpu_reserved_gib']:.0f} GiB |"
+        )
         for row in rows
     ]
     return "\n".join(lines)
 
 
-# -- one setup -----------------------------------------------------------------------------------------------------------------------------
+# -- one setup -------------------------------------------------------------------------------------
 
 
 class Ready(NamedTuple):
@@ -172,7 +186,9 @@ class Ready(NamedTuple):
 
 
 def ready(spec: Any, machine: Any, *, use_gpu: bool) -> Ready:
-    """Bind the process and prepare data, model and engine as the trainer does. Needs the environment of ``one_rank``."""
+    """Bind the process and prepare data, model and engine as the trainer does. Needs the
+    environment of ``one_rank``.
+    """
     from so_tui.launch.launch import prepare
     from so_tui_trainer import binding
 
@@ -406,7 +422,10 @@ def _profile(engine: Any, batches: Any, device: Any, path: Path) -> None:
         whole = time.perf_counter() - begin
     path.parent.mkdir(parents=True, exist_ok=True)
     order = "self_device_time_total" if cuda else "self_cpu_time_total"
-    head = f"one micro-batch with optimizer, under the profiler: {whole:.3f} s, handed over to the GPU after {handed_over:.3f} s\n"
+    head = (
+        f"one micro-batch with optimizer, under the profiler: {whole:.3f} s, handed over to the "
+        f"GPU after {handed_over:.3f} s\n"
+    )
     averages = profiled.key_averages()
     text = head + averages.table(sort_by=order, row_limit=60, max_name_column_width=90)
     text += "\n" + averages.table(

@@ -1,10 +1,13 @@
-"""Compare losses with each format of the moments (``offload.states``), over several seeds, through the whole program.
+"""Compare losses with each format of the moments (``offload.states``), over several seeds, through
+the whole program.
 
-    PYTHONPATH=.:trainer python benchmarks/state_losses.py ROWS --out losses.json --shape 0.6b --steps 200 --seeds 2
+    PYTHONPATH=.:trainer python benchmarks/state_losses.py ROWS --out losses.json --shape 0.6b
+        --steps 200 --seeds 2
     PYTHONPATH=.:trainer python benchmarks/state_losses.py --out losses.json --table
 
-ROWS: instruction data in the Alpaca layout, JSON. Weights are random. Each seed has its own weights and order of the data, so that the
-spread over the seeds shows how much losses differ anyway. Rows are appended to the file; existing ones are not measured again.
+ROWS: instruction data in the Alpaca layout, JSON. Weights are random. Each seed has its own weights
+and order of the data, so that the spread over the seeds shows how much losses differ anyway. Rows
+are appended to the file; existing ones are not measured again.
 """
 
 from __future__ import annotations
@@ -143,7 +146,10 @@ def end(row: dict[str, Any]) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return each format's losses and their difference from fp32, as Markdown."""
     lines = [
-        "| shape | `offload.states` | mean loss of the last 20 steps, by seed | minus that with `fp32` |",
+        (
+            "| shape | `offload.states` | mean loss of the last 20 steps, by seed | minus that "
+            "with `fp32` |"
+        ),
         "|---|---|---|---|",
     ]
     for shape in dict.fromkeys(row["shape"] for row in rows):
@@ -162,7 +168,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{loss - exact[seed]:+.4f}" for seed, loss in found.items() if seed in exact
             )
             lines.append(
-                f"| {shape} | `{states}` | {', '.join(f'{loss:.4f}' for loss in found.values())} | {less} |"
+                f"| {shape} | `{states}` | {', '.join(f'{loss:.4f}' for loss in found.values())} | "
+                f"{less} |"
             )
     return "\n".join(lines)
 

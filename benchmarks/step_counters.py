@@ -1,4 +1,6 @@
-"""What the host and its processes did during a step, besides computing: for finding out why a step of a benchmark was slow."""
+"""What the host and its processes did during a step, besides computing: for finding out why a step
+of a benchmark was slow.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _MINOR_FAULTS, _MAJOR_FAULTS, _USER_TICKS, _SYSTEM_TICKS = 7, 9, 11, 12
 _STEAL = 8
 """Field of ``/proc/stat``'s first line: time in which the hypervisor ran something else."""
 _HOST = ("numa_hint_faults", "pgmigrate_success", "compact_stall", "thp_collapse_alloc")
-"""Counters of ``/proc/vmstat``: balancing, compaction and collapsing of memory, each of which stops a process that uses it."""
+"""Counters of ``/proc/vmstat``: balancing, compaction and collapsing of memory, each of which stops
+a process that uses it.
+"""
 
 
 class StepCounters:
@@ -24,7 +28,8 @@ class StepCounters:
 
     Args:
         worker_pid: The Adam worker; None without one.
-        allocator: Returns counters of the GPU's memory allocator (``torch.cuda.memory_stats``); None without a GPU.
+        allocator: Returns counters of the GPU's memory allocator (``torch.cuda.memory_stats``);
+            None without a GPU.
     """
 
     def __init__(

@@ -1,9 +1,11 @@
 """Train on two simulated nodes of this host and on one node with two ranks, and compare the losses.
 
-    PYTHONPATH=.:trainer python benchmarks/two_nodes.py --accelerator cuda [--preset tiny] [--steps 30]
+    PYTHONPATH=.:trainer python benchmarks/two_nodes.py --accelerator cuda [--preset tiny] [--steps
+        30]
 
-Each node has a launcher of its own, as in a job of Slurm, and with CUDA one GPU. NCCL is told that the nodes are different hosts, so that
-it uses its network. Prints one JSON line: the losses of both, their largest relative difference, and the network that NCCL named.
+Each node has a launcher of its own, as in a job of Slurm, and with CUDA one GPU. NCCL is told that
+the nodes are different hosts, so that it uses its network. Prints one JSON line: the losses of
+both, their largest relative difference, and the network that NCCL named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Write the container files from ``images.toml``: for podman and docker, for apptainer, and for the container engine of CSCS.
+"""Write the container files from ``images.toml``: for podman and docker, for apptainer, and for the
+container engine of CSCS.
 
 python containers/make.py
 """
@@ -18,14 +19,20 @@ def install_packages(common: dict[str, Any]) -> tuple[str, ...]:
     """Return the shell commands that install packages of the distribution."""
     return (
         "apt-get update",
-        f"DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends {' '.join(common['packages'])}",
+        (
+            "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "
+            f"{' '.join(common['packages'])}"
+        ),
         "rm -rf /var/lib/apt/lists/*",
     )
 
 
 def install_so_tui(common: dict[str, Any], image: dict[str, Any]) -> str:
-    """Return the shell command that installs so-tui and its training packages, once its files are there."""
-    # NVIDIA's container pins packages with PIP_CONSTRAINT; ours have versions of their own, in an environment of their own.
+    """Return the shell command that installs so-tui and its training packages, once its files are
+    there.
+    """
+    # NVIDIA's container pins packages with PIP_CONSTRAINT; ours have versions of their own, in an
+    # environment of their own.
     torch = "SYSTEM_TORCH=1 " if image["system_torch"] else ""
     return (
         f"env --unset=PIP_CONSTRAINT PIP_NO_CACHE_DIR=1 make -C {common['folder']} {torch}install"

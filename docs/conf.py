@@ -1,4 +1,6 @@
-"""Settings of the documentation site, which `make docs` builds. The sources are the repository's Markdown files, where they are."""
+"""Settings of the documentation site, which `make docs` builds. The sources are the repository's
+Markdown files, where they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Write ``docs/codes.md``: the exit codes, and every code with the messages and remedies that the program's source gives it.
+"""Write ``docs/codes.md``: the exit codes, and every code with the messages and remedies that the
+program's source gives it.
 
 python docs/make_codes.py
 """
@@ -31,7 +32,7 @@ _INTRODUCTION = """\
 Search this page for a code or for words of a message. Codes stay when wording changes, so scripts should compare codes: the `code` of
 `state.json` and of records in `metrics/`, and of findings in `so-tui doctor --json`. "…" stands for names and numbers that the program
 fills in. [When something fails](failures.md) goes by symptom.
-"""
+"""  # noqa: E501
 
 
 class Entry(NamedTuple):
@@ -93,7 +94,8 @@ _SHAPES = {
         remedy="suggestion",
     ),
     "WarningRecord": _shape("Warning", code="code", message="message", remedy="suggestion"),
-    # ``Recorder.warn`` and the callbacks of that signature, which reach the record through a second function.
+    # ``Recorder.warn`` and the callbacks of that signature, which reach the record through a second
+    # function.
     "warn": _shape(
         "Warning",
         "code",
@@ -182,7 +184,8 @@ def _entries_of(
     for function, calls in module.functions:
         for call in calls:
             if shape := shapes.get(_called(call)):
-                # A code that is written out belongs to the message assigned last; others are chosen together with their messages.
+                # A code that is written out belongs to the message assigned last; others are chosen
+                # together with their messages.
                 fixed = isinstance(_arguments(shape, call).get("code"), ast.Constant)
                 scope = {
                     **public,
@@ -334,7 +337,8 @@ _SECTIONS = (
         "Why a run ended",
         "Outcome",
         "",
-        "The exit code is 1. Reason and remedy are in `state.json`, on the dashboard, and the last lines of `so-tui run --plain`. They\n"
+        "The exit code is 1. Reason and remedy are in `state.json`, on the dashboard, and the "
+        "last lines of `so-tui run --plain`. They\n"
         "go on with the command that resumes the run, and say from which step.",
     ),
     _Section(
@@ -347,7 +351,8 @@ _SECTIONS = (
         "What doctor finds",
         "Finding",
         "",
-        "A finding that blocks makes `so-tui run` refuse (exit code 3), and `so-tui doctor` return 3.",
+        "A finding that blocks makes `so-tui run` refuse (exit code 3), and `so-tui doctor` "
+        "return 3.",
     ),
     _Section(
         "Settings, commands and runs",
@@ -359,19 +364,23 @@ _SECTIONS = (
         "Models, data and checkpoints",
         "Problem",
         "trainer",
-        "Found before the start where possible (exit code 2 or 3), otherwise the run ends with this code.",
+        "Found before the start where possible (exit code 2 or 3), otherwise the run ends with "
+        "this code.",
     ),
     _Section(
         "The engine",
         "Engine",
         "",
-        "In a run they are the reason why it ended; in a script of your own, `superoffload.OffloadError.code`.",
+        "In a run they are the reason why it ended; in a script of your own, "
+        "`superoffload.OffloadError.code`.",
     ),
 )
 
 
 def _outcomes(root: Path) -> Iterator[Entry]:
-    """Yield how the supervisor words what it concludes itself, with examples of what it fills in, and what the other codes mean."""
+    """Yield how the supervisor words what it concludes itself, with examples of what it fills in,
+    and what the other codes mean.
+    """
     described = _described_members(
         ast.parse((root / "so_tui" / "runs" / "records.py").read_text(encoding="utf-8"))
     )

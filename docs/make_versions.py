@@ -1,4 +1,5 @@
-"""Write ``docs/versions.md``: the sets of training packages that are tested together, and how far each package may go.
+"""Write ``docs/versions.md``: the sets of training packages that are tested together, and how far
+each package may go.
 
 python docs/make_versions.py
 """
@@ -19,7 +20,7 @@ _INTRODUCTION = """\
 
 You see which versions of torch, DeepSpeed, transformers and datasets so-tui works with, and which of them are tested together.
 `so-tui doctor` says which tested set you have; versions between the oldest and the newest that are no such set get a note.
-"""
+"""  # noqa: E501
 _SETS = """\
 
 ## Tested sets
@@ -31,17 +32,17 @@ torch 2.11 with Python 3.12 was tested. Only the workflow for GitHub has Python 
 For 3.14 the packages of the light install have wheels on x86_64 and aarch64, torch and pyarrow too, but no test was seen to pass with it,
 so that the package does not claim it yet.
 
-"""
+"""  # noqa: E501
 _INSTALL = """\
 
 `make install STACK=oldest` installs a set. In a container or on a cluster that has its own torch, `make install SYSTEM_TORCH=1` keeps it.
-"""
+"""  # noqa: E501
 _LATER = """
 ## After the newest set
 
 A version that was tested is allowed, and installed where no lock file asks for another one. The others are refused until they are tested.
 
-"""
+"""  # noqa: E501
 _BOUNDS = """\
 
 ## Oldest and newest

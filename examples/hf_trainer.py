@@ -1,7 +1,9 @@
-"""transformers' ``Trainer`` on so-tui's SuperOffload engine, through the Trainer's own DeepSpeed integration. Needs accelerate.
+"""transformers' ``Trainer`` on so-tui's SuperOffload engine, through the Trainer's own DeepSpeed
+integration. Needs accelerate.
 
-    PYTHONPATH=. deepspeed --num_gpus 1 --bind_cores_to_rank examples/hf_trainer.py     # random weights of a small shape, random tokens
-    PYTHONPATH=. DS_ACCELERATOR=cpu python examples/hf_trainer.py                       # the same without a GPU
+    PYTHONPATH=. deepspeed --num_gpus 1 --bind_cores_to_rank examples/hf_trainer.py
+        # random weights of a small shape, random tokens
+    PYTHONPATH=. DS_ACCELERATOR=cpu python examples/hf_trainer.py  # the same without a GPU
 
 Everything but the lines marked ``engine`` is what any script with a Trainer and DeepSpeed has.
 """
@@ -71,7 +73,8 @@ def train(
         max_grad_norm=clipping,
         bf16=True,
         logging_steps=1,
-        lr_scheduler_type="constant",  # so that a run that is resumed with more steps goes on as it was
+        # so that a run that is resumed with more steps goes on as it was
+        lr_scheduler_type="constant",
         save_steps=steps,
         report_to="none",
         disable_tqdm=True,

@@ -1,9 +1,12 @@
-"""A training loop of one's own on so-tui's SuperOffload engine: ``superoffload.initialize`` instead of ``deepspeed.initialize``.
+"""A training loop of one's own on so-tui's SuperOffload engine: ``superoffload.initialize`` instead
+of ``deepspeed.initialize``.
 
-    deepspeed --num_gpus 1 --bind_cores_to_rank examples/own_loop.py            # random weights of a small shape, random tokens
-    DS_ACCELERATOR=cpu python examples/own_loop.py                              # the same without a GPU
+    deepspeed --num_gpus 1 --bind_cores_to_rank examples/own_loop.py
+        # random weights of a small shape, random tokens
+    DS_ACCELERATOR=cpu python examples/own_loop.py  # the same without a GPU
 
-The engine needs neither a run directory nor a plan. Everything but the lines marked ``engine`` is what any DeepSpeed script has.
+The engine needs neither a run directory nor a plan. Everything but the lines marked ``engine`` is
+what any DeepSpeed script has.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ SHAPE = {
 
 
 def ds_config(mode: str, clipping: float) -> dict[str, Any]:
-    """Return the DeepSpeed config of a published SuperOffload script, with small buckets for the small shape."""
+    """Return the DeepSpeed config of a published SuperOffload script, with small buckets for the
+    small shape.
+    """
     offload = {
         "device": "cpu",
         "ratio": 0.9,
@@ -56,7 +61,9 @@ def ds_config(mode: str, clipping: float) -> dict[str, Any]:
 def train(
     steps: int, *, mode: str = "superoffload", clipping: float = 1.0, checkpoint: Path | None = None
 ) -> list[float]:
-    """Train on random tokens, from the checkpoint if there is one, and save one at the end; return the losses."""
+    """Train on random tokens, from the checkpoint if there is one, and save one at the end; return
+    the losses.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3", **SHAPE)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
@@ -97,7 +104,9 @@ def train(
 
 
 def join_process_group(local_rank: int) -> None:
-    """Join the process group of DeepSpeed's launcher; without the launcher, a group of this process alone."""
+    """Join the process group of DeepSpeed's launcher; without the launcher, a group of this process
+    alone.
+    """
     if "RANK" not in os.environ:
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"

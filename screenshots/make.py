@@ -1,11 +1,12 @@
 """Draw the pictures of the README.
 
-Dashboard, Presets and Configure are those of four GH200, with the simulated run of the tests: what a user of such a host will see. Runs and
-Machine are of a real run of the tiny model on this host.
+Dashboard, Presets and Configure are those of four GH200, with the simulated run of the tests: what
+a user of such a host will see. Runs and Machine are of a real run of the tiny model on this host.
 
     make screenshots
-    python screenshots/make.py --simulated                              # only the first three: seconds
-    python screenshots/make.py --run RUN --name dashboard-two-nodes     # only the dashboard, of a run that there is
+    python screenshots/make.py --simulated  # only the first three: seconds
+    python screenshots/make.py --run RUN --name dashboard-two-nodes
+        # only the dashboard, of a run that there is
 
 Everything but the pictures goes to a temporary folder.
 """
@@ -64,7 +65,8 @@ async def draw(runs_dir: Path) -> None:
     while (state := state_with_truth(run)).step < STEPS_BEFORE_THE_PICTURE:
         if state.state in FINAL_STATES or time.monotonic() - waiting_since > GIVE_UP_S:
             sys.exit(
-                f"{run.name} did not get to step {STEPS_BEFORE_THE_PICTURE}: {state.state} {state.reason}"
+                f"{run.name} did not get to step {STEPS_BEFORE_THE_PICTURE}: {state.state} "
+                f"{state.reason}"
             )
         await asyncio.sleep(0.5)
     for suffix, size in SIZES.items():
@@ -72,14 +74,17 @@ async def draw(runs_dir: Path) -> None:
         async with app.run_test(size=size) as pilot:
             for page in ("runs", "machine"):
                 app.action_show(page)
-                # Workers answer, the dashboard sees a few samples, and Machine takes enough for lines.
+                # Workers answer, the dashboard sees a few samples, and Machine takes enough for
+                # lines.
                 await pilot.pause(15.0 if page == "machine" else 4.0)
                 save(app, f"{page}{suffix}")
     stop(run, grace_s=60)
 
 
 async def draw_simulated(runs_dir: Path) -> None:
-    """Save pictures of dashboard, Presets and Configure on a host of four GH200, with a run made from records: nothing is measured."""
+    """Save pictures of dashboard, Presets and Configure on a host of four GH200, with a run made
+    from records: nothing is measured.
+    """
     import pytest
     from msgspec.structs import replace
 
@@ -159,7 +164,8 @@ def main() -> None:
     )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="so-tui-screenshots-") as scratch:
-        # The pictures must not show the settings and runs of the user who draws them, and have colours.
+        # The pictures must not show the settings and runs of the user who draws them, and have
+        # colours.
         os.environ.update(
             XDG_CONFIG_HOME=f"{scratch}/config",
             XDG_STATE_HOME=f"{scratch}/state",

@@ -2,8 +2,9 @@
 
     python screenshots/pretrained.py MODEL
 
-``MODEL`` is a folder such as ``benchmarks/own_model.py --size small --folder F`` leaves in ``F/model``. The hub is on loopback and
-answers the real clients. Writes ``pretrained.cast`` and ``pretrained.svg``, as ``tour.py`` does.
+``MODEL`` is a folder such as ``benchmarks/own_model.py --size small --folder F`` leaves in
+``F/model``. The hub is on loopback and answers the real clients. Writes ``pretrained.cast`` and
+``pretrained.svg``, as ``tour.py`` does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Record the tour of the README: a real session in a real terminal, from a plan for a GH200 to an exported model.
+"""Record the tour of the README: a real session in a real terminal, from a plan for a GH200 to an
+exported model.
 
     make tour
 
-tmux is the terminal: this program types into it, reads its screen, and writes what changed to ``tour.cast`` (asciicast v2).
-svg-term-cli makes ``tour.svg`` of that. Waiting is shortened; nothing else is. The session has a home, a host name and paths of its own,
-so that the recording does not show where it was made. The host name needs a UTS namespace, which most Linux machines let users create.
+tmux is the terminal: this program types into it, reads its screen, and writes what changed to
+``tour.cast`` (asciicast v2). svg-term-cli makes ``tour.svg`` of that. Waiting is shortened; nothing
+else is. The session has a home, a host name and paths of its own, so that the recording does not
+show where it was made. The host name needs a UTS namespace, which most Linux machines let users
+create.
 """
 
 from __future__ import annotations
@@ -255,7 +258,9 @@ def session(terminal: Terminal) -> None:
 def record(
     session: Callable[[Terminal], None], environment: Mapping[str, str] | None = None
 ) -> list[Event]:
-    """Record a session in a home of its own, which is deleted when all went well. ``environment``: more variables of its shell."""
+    """Record a session in a home of its own, which is deleted when all went well. ``environment``:
+    more variables of its shell.
+    """
     HOME.mkdir(mode=0o700)  # fails where anything of this name exists
     terminal = Terminal()
     try:
@@ -297,7 +302,9 @@ def draw(cast: Path) -> Path:
 
 
 def smaller(svg: str) -> str:
-    """Return an SVG of svg-term-cli without blank texts and needless digits of positions, which are a third of it."""
+    """Return an SVG of svg-term-cli without blank texts and needless digits of positions, which are
+    a third of it.
+    """
     svg = re.sub(r" +</text>", "</text>", svg)
     svg = re.sub(r"<text[^>]*></text>", "", svg)
     svg = re.sub(r'(?<= [xy]=")\d+\.\d{3,}', lambda number: f"{float(number[0]):.2f}", svg)
@@ -318,7 +325,8 @@ def write(cast: Path, title: str, events: list[Event]) -> None:
     cast.write_text(recording)
     picture = draw(cast)
     print(
-        f"{len(events)} frames, {events[-1][0]:.0f} s; {cast.stat().st_size:,} bytes; {picture.stat().st_size:,} bytes"
+        f"{len(events)} frames, {events[-1][0]:.0f} s; {cast.stat().st_size:,} bytes; "
+        f"{picture.stat().st_size:,} bytes"
     )
 
 

@@ -1,4 +1,5 @@
-"""The entry point: parses the command line, calls the command, and turns errors into messages and exit codes.
+"""The entry point: parses the command line, calls the command, and turns errors into messages and
+exit codes.
 
 A command's code is imported when it is called.
 """
@@ -85,7 +86,8 @@ def call(arguments: argparse.Namespace) -> int:
     """Call the command of parsed arguments and return its exit code.
 
     Raises:
-        InputError: ``--machine`` is given for a command that ignores it (code ``unused-option``); otherwise as the command.
+        InputError: ``--machine`` is given for a command that ignores it (code ``unused-option``);
+            otherwise as the command.
     """
     from so_tui.spec.errors import InputError, Problem
 
@@ -124,7 +126,9 @@ def _report(*messages: str) -> None:
 
 
 def _problem_of(error: OSError) -> Problem | None:
-    """Return the problem if the user can fix it: a name that is too long, no permission, or a full disk. None for any other error."""
+    """Return the problem if the user can fix it: a name that is too long, no permission, or a full
+    disk. None for any other error.
+    """
     from so_tui.spec.errors import Problem, shown
 
     if error.errno == errno.ENAMETOOLONG:
@@ -163,7 +167,9 @@ def _problem_of(error: OSError) -> Problem | None:
 
 
 def _discard_output() -> None:
-    """Redirect stdout to /dev/null, because Python would fail again when it flushes stdout at exit."""
+    """Redirect stdout to /dev/null, because Python would fail again when it flushes stdout at
+    exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

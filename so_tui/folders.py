@@ -21,7 +21,9 @@ def cache_home() -> Path:
 
 
 def builtin_folder() -> Path:
-    """Return the folder of the built-in presets: ``so_tui/presets`` in a wheel, ``presets`` beside the package in a checkout."""
+    """Return the folder of the built-in presets: ``so_tui/presets`` in a wheel, ``presets`` beside
+    the package in a checkout.
+    """
     package = Path(__file__).resolve().parent
     installed = package / "presets"
     return installed if installed.is_dir() else package.parent / "presets"
@@ -49,7 +51,9 @@ def validation_dir() -> Path:
 
 
 def probes_dir() -> Path:
-    """Return the folder for the runs of ``plan --probe``, which no list shows; a failed one can be found by its path."""
+    """Return the folder for the runs of ``plan --probe``, which no list shows; a failed one can be
+    found by its path.
+    """
     return state_home() / "probes"
 
 
@@ -78,12 +82,16 @@ def kernel_folder(environment: Mapping[str, str]) -> Path:
 
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of what torch, Triton and others compile, for a process with this environment."""
+    """Return the folder of what torch, Triton and others compile, for a process with this
+    environment.
+    """
     return _home("XDG_CACHE_HOME", ".cache", environment) / "compiled"
 
 
 def host_folder() -> Path:
-    """Return the folder for what belongs to this host alone. It is the same in every shell, which XDG_RUNTIME_DIR is not."""
+    """Return the folder for what belongs to this host alone. It is the same in every shell, which
+    XDG_RUNTIME_DIR is not.
+    """
     return Path(f"/tmp/so-tui-{os.getuid()}")
 
 

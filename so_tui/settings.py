@@ -28,7 +28,9 @@ class ScreenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             max_length=80,
-            description="colours: so-tui-dark, -light, -contrast, -colour-blind, or a theme of Textual",
+            description=(
+                "colours: so-tui-dark, -light, -contrast, -colour-blind, or a theme of Textual"
+            ),
         ),
     ] = "so-tui-dark"
     glyphs: Annotated[
@@ -60,7 +62,9 @@ class KeySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class PanelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes of panels that were changed on the screen; those that were not follow from the terminal."""
+    """Sizes of panels that were changed on the screen; those that were not follow from the
+    terminal.
+    """
 
     charts: Annotated[Rows | None, Meta(description="rows of the dashboard's charts")] = None
     nodes: Annotated[NodeRows | None, Meta(description="rows of each NUMA node's history")] = None
@@ -124,7 +128,9 @@ class AlertSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(
             ge=0,
             le=1e9,
-            description="announce less free disk space than this, in GB, for the run or its checkpoints",
+            description=(
+                "announce less free disk space than this, in GB, for the run or its checkpoints"
+            ),
         ),
     ] = 10.0
     command: Annotated[
@@ -147,7 +153,10 @@ class PrometheusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(
             pattern=r"^(/[^\0]*)?\Z",
             max_length=4000,
-            description="folder that node_exporter's textfile collector reads; supervisors keep a file of each live run there",
+            description=(
+                "folder that node_exporter's textfile collector reads; supervisors keep a file of "
+                "each live run there"
+            ),
         ),
     ] = ""
 

@@ -86,7 +86,9 @@ def value_of(settings: Settings, key: str) -> Any:
 
 
 def load_settings(path: Path | None = None) -> Loaded:
-    """Return the settings of this user. A file that is missing, broken or somebody else's leaves the defaults; nothing is raised."""
+    """Return the settings of this user. A file that is missing, broken or somebody else's leaves
+    the defaults; nothing is raised.
+    """
     path = path or settings_file()
     try:
         content = _read(path)
@@ -101,7 +103,9 @@ def load_settings(path: Path | None = None) -> Loaded:
 
 
 def checked(tree: Tree, path: Path) -> Loaded:
-    """Return the settings of a parsed file: each key by itself, so that a wrong one spoils no other."""
+    """Return the settings of a parsed file: each key by itself, so that a wrong one spoils no
+    other.
+    """
     problems: list[Problem] = []
     tables: dict[str, Any] = {}
     for name, value in tree.items():
@@ -132,14 +136,17 @@ def checked(tree: Tree, path: Path) -> Loaded:
 
 
 def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Settings:
-    """Set keys in the file, keep its comments and everything else in it, and return the settings in force.
+    """Set keys in the file, keep its comments and everything else in it, and return the settings in
+    force.
 
     Args:
-        changes: Values by dotted key (``screen.theme``), as TOML would hold them; None returns to the default.
+        changes: Values by dotted key (``screen.theme``), as TOML would hold them; None returns to
+            the default.
         path: The file; the user's own if absent.
 
     Raises:
-        InputError: A key or value is wrong, or the file is broken, somebody else's, or cannot be written.
+        InputError: A key or value is wrong, or the file is broken, somebody else's, or cannot be
+            written.
     """
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
@@ -174,7 +181,9 @@ def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Set
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of the file; None if there is none. A link to a file of one's own elsewhere is followed. Raises InputError."""
+    """Return the content of the file; None if there is none. A link to a file of one's own
+    elsewhere is followed. Raises InputError.
+    """
     try:
         if (
             path.parent.exists()
@@ -186,7 +195,10 @@ def _read(path: Path) -> bytes | None:
         else:
             return None
     except NotOwnError as error:
-        remedy = f"See what is in it, then take it back: `{quoted('chmod', 'go-w', str(error.path))}`, or remove it."
+        remedy = (
+            f"See what is in it, then take it back: `{quoted('chmod', 'go-w', str(error.path))}`, "
+            "or remove it."
+        )
         message = f"is not yours alone ({error.distrust}), so nothing of it is used"
         raise InputError([_problem("settings-not-own", message, remedy, path)]) from None
     except OSError as error:
@@ -232,7 +244,9 @@ def _others_can_read(path: Path) -> bool:
 
 
 def _without_secrets(found: Loaded, path: Path) -> Loaded:
-    """Return the settings without what only the user's own eyes may have seen, and say so if there was any."""
+    """Return the settings without what only the user's own eyes may have seen, and say so if there
+    was any.
+    """
     if not found.settings.alerts.command:
         return found
     alerts = msgspec.structs.replace(found.settings.alerts, command=())
@@ -247,7 +261,9 @@ def _without_secrets(found: Loaded, path: Path) -> Loaded:
 
 
 def _converted(key: str, given: Any, kind: Any) -> Any:
-    """Return a value as its type. Raises msgspec.ValidationError, or _UnusableError with what is wrong."""
+    """Return a value as its type. Raises msgspec.ValidationError, or _UnusableError with what is
+    wrong.
+    """
     value = msgspec.convert(given, kind)
     if isinstance(value, float) and not math.isfinite(value):
         raise _UnusableError("is not a finite number")
@@ -269,12 +285,18 @@ def _problem(code: str, message: str, remedy: str, path: Path) -> Problem:
 
 
 def _not_toml(path: Path, error: Exception) -> Problem:
-    remedy = "Correct that line: text needs quotes, and each key may appear once. Until then the defaults hold."
+    remedy = (
+        "Correct that line: text needs quotes, and each key may appear once. Until then the "
+        "defaults hold."
+    )
     return _problem("settings-invalid-toml", f"is not TOML: {shown(str(error))}", remedy, path)
 
 
 def _unknown(key: str, value: Any, known: tuple[str, ...], path: Path) -> Problem:
-    remedy = f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} {some(known)}."
+    remedy = (
+        f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} "
+        f"{some(known)}."
+    )
     code, message = "unknown-setting", "there is no such setting"
     return Problem(
         code=code,

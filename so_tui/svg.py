@@ -1,4 +1,6 @@
-"""Figures as SVG: bars beside each other, and curves over an axis. They follow the viewer's light or dark colours. Pure."""
+"""Figures as SVG: bars beside each other, and curves over an axis. They follow the viewer's light
+or dark colours. Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#
 """Okabe and Ito's palette, which colour-blind people can tell apart."""
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 """Of curves beyond the number of colours."""
-_STYLE = "<style>text{font:12px sans-serif;fill:#222}.grid{stroke:#8884;fill:none}@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>"
+_STYLE = (
+    "<style>text{font:12px sans-serif;fill:#222}.grid{stroke:#8884;"
+    "fill:none}@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>"
+)
 
 
 class Bar(Struct, frozen=True):
@@ -51,7 +56,8 @@ def bars(title: str, series: Sequence[str], rows: Sequence[Bar], unit: str) -> s
                 length = room * value / most
                 colour = _COLOURS[index % len(_COLOURS)]
                 parts.append(
-                    f'<rect x="{_LABEL}" y="{y + 2}" width="{length:.1f}" height="{_ROW - 4}" fill="{colour}"/>'
+                    f'<rect x="{_LABEL}" y="{y + 2}" width="{length:.1f}" height="{_ROW - 4}" '
+                    f'fill="{colour}"/>'
                 )
                 parts.append(
                     _text(_LABEL + length + 6, y + _ROW - 5, f"{significant(value)} {unit}")
@@ -125,10 +131,15 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def _safe(text: str) -> str:
-    """Return a text without markup, and without what a terminal would obey: names of runs stand in figures."""
+    """Return a text without markup, and without what a terminal would obey: names of runs stand in
+    figures.
+    """
     return escape(printable_line(text)[:_LONGEST_LABEL])
 
 
 def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" role="img"><title>{_safe(title)}</title>{_STYLE}'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
+        f'role="img"><title>{_safe(title)}</title>{_STYLE}'
+    )
     return "\n".join([head, _text(10, 14, title), *parts, "</svg>", ""])

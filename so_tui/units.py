@@ -1,8 +1,8 @@
 """Format quantities for people: always with a unit, never wider than necessary.
 
-Memory is shown in binary units (``memory_size``), because GPU and host memory are sold and reported in GiB, unless the screen's user wants
-decimal ones; a page keeps its KiB. Files, downloads and free disk space are shown in decimal units (``disk_size``), as disk vendors and
-file managers do.
+Memory is shown in binary units (``memory_size``), because GPU and host memory are sold and reported
+in GiB, unless the screen's user wants decimal ones; a page keeps its KiB. Files, downloads and free
+disk space are shown in decimal units (``disk_size``), as disk vendors and file managers do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def plural(number: int, noun: str) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a plain number with about ``digits`` significant digits: ``0.0512``, ``1.48``, ``431``, ``16,000``, ``1e-5``, ``3.4e38``."""
+    """Return a plain number with about ``digits`` significant digits: ``0.0512``, ``1.48``,
+    ``431``, ``16,000``, ``1e-5``, ``3.4e38``.
+    """
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -54,7 +56,9 @@ def percent(share: float) -> str:
 
 
 def count(value: float, decimals: int = 2) -> str:
-    """Return a number of parameters or tokens: ``14.77 B``, ``389 M``, ``16.38 k``; whole below 10,000: ``4,096``."""
+    """Return a number of parameters or tokens: ``14.77 B``, ``389 M``, ``16.38 k``; whole below
+    10,000: ``4,096``.
+    """
     for smallest, unit, suffix in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if value >= smallest:
             scaled = value / unit
@@ -67,7 +71,9 @@ def count(value: float, decimals: int = 2) -> str:
 
 
 def show_memory_in(system: Literal["binary", "decimal"]) -> None:
-    """Choose the units of memory for this process, by its user's settings: the screen does, and commands that print for people."""
+    """Choose the units of memory for this process, by its user's settings: the screen does, and
+    commands that print for people.
+    """
     global _memory_units
     _memory_units = _BINARY if system == "binary" else _DECIMAL
 
@@ -78,7 +84,9 @@ def memory_unit() -> tuple[int, str]:
 
 
 def memory_size(size_bytes: int, decimals: int = 1) -> str:
-    """Return a size of memory: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100 have decimals."""
+    """Return a size of memory: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100
+    have decimals.
+    """
     (giga, gigas), (mega, megas), (kilo, kilos) = _memory_units
     if size_bytes >= 99.5 * giga:
         return f"{thousands(round(size_bytes / giga))} {gigas}"
@@ -94,12 +102,16 @@ def memory_size(size_bytes: int, decimals: int = 1) -> str:
 
 
 def page_size(size_bytes: int) -> str:
-    """Return the size of a page of memory, a power of two, whatever units memory is shown in: ``64 KiB``."""
+    """Return the size of a page of memory, a power of two, whatever units memory is shown in:
+    ``64 KiB``.
+    """
     return f"{size_bytes // KIB} KiB"
 
 
 def memory_of(used_bytes: int, total_bytes: int | None, decimals: int = 1) -> str:
-    """Return used and total memory in the unit of the larger: ``78.4 of 95.0 GiB``. Without a total, return the used memory."""
+    """Return used and total memory in the unit of the larger: ``78.4 of 95.0 GiB``. Without a
+    total, return the used memory.
+    """
     if total_bytes is None:
         return memory_size(used_bytes)
     larger = max(used_bytes, total_bytes)
@@ -131,13 +143,17 @@ def rate(per_s: float) -> str:
 
 
 def bandwidth(bytes_per_s: float) -> str:
-    """Return a rate of copies or memory traffic, in decimal units as vendors do: ``412 GB/s``, ``3.4 GB/s``."""
+    """Return a rate of copies or memory traffic, in decimal units as vendors do: ``412 GB/s``,
+    ``3.4 GB/s``.
+    """
     scaled = bytes_per_s / 1e9
     return f"{thousands(round(scaled))} GB/s" if scaled >= 100 else f"{scaled:.1f} GB/s"
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time in at most two units: ``3 h 12 m``, ``6 m 04 s``, ``3.10 s``, ``45 ms``."""
+    """Return a length of time in at most two units: ``3 h 12 m``, ``6 m 04 s``, ``3.10 s``,
+    ``45 ms``.
+    """
     if seconds < 0 or not math.isfinite(seconds):
         return "unknown"
     if seconds < 1:
@@ -155,7 +171,9 @@ def duration(seconds: float) -> str:
 
 
 def mark_duration(seconds: float, parts: int = 2) -> str:
-    """Return a mark of a time axis in at most ``parts`` units, without zeros: ``45 s``, ``15 m``, ``1 h 30 m``."""
+    """Return a mark of a time axis in at most ``parts`` units, without zeros: ``45 s``, ``15 m``,
+    ``1 h 30 m``.
+    """
     left = round(seconds)
     found = []
     for size, unit in _TIME_UNITS:

@@ -11,7 +11,9 @@ _PACKAGE = Path(__file__).parent
 
 
 def version_text() -> str:
-    """Return name and version, and the commit where it is known: ``so-tui 0.1.0 (98b0ed9c1a2b)``; ``-dirty`` marks changed files."""
+    """Return name and version, and the commit where it is known: ``so-tui 0.1.0 (98b0ed9c1a2b)``;
+    ``-dirty`` marks changed files.
+    """
     commit = _built_from() or _checked_out()
     return f"so-tui {__version__}" + (f" ({commit})" if commit else "")
 

@@ -1,4 +1,5 @@
-"""Give every test its own folders, so that the user's presets, runs and measurements are neither read nor changed.
+"""Give every test its own folders, so that the user's presets, runs and measurements are neither
+read nor changed.
 
 Tests share the cache folder, with compiled kernels and prepared data, with the user.
 """
@@ -38,7 +39,8 @@ def _folders_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def pytest_configure(config: pytest.Config) -> None:
     """Collect garbage rarely, which saves a fifth of the time of the tests of screens.
 
-    Also have processes that tests start react to SIGINT, even if a shell started the tests in the background, which ignores it.
+    Also have processes that tests start react to SIGINT, even if a shell started the tests in the
+    background, which ignores it.
     """
     gc.set_threshold(100_000, 20, 20)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,4 +1,6 @@
-"""Workflows and commit hooks run what everybody can run here: ``make`` targets, which ``.ci/run`` runs too."""
+"""Workflows and commit hooks run what everybody can run here: ``make`` targets, which ``.ci/run``
+runs too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 APT = "sudo apt-get update && sudo apt-get install --yes --no-install-recommends "
 MAKE = re.compile(
-    r"(?:sudo --preserve-env env PATH=\"\$PATH\" )?make (?P<target>[a-z0-9-]+)(?: [A-Z_]+=(?:\"[^\"$]*\"|[^\s\"$]+))*"
+    r"(?:sudo --preserve-env env PATH=\"\$PATH\" )?make (?P<target>[a-z0-9-]+)(?: "
+    r"[A-Z_]+=(?:\"[^\"$]*\"|[^\s\"$]+))*"
 )
 
 

@@ -1,4 +1,6 @@
-"""The container files are current, copy what the installation needs, and are what their tools read."""
+"""The container files are current, copy what the installation needs, and are what their tools
+read.
+"""
 
 from __future__ import annotations
 

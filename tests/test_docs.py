@@ -1,4 +1,6 @@
-"""The documents agree with the code: links lead somewhere, named files exist, every command and exit code is described."""
+"""The documents agree with the code: links lead somewhere, named files exist, every command and
+exit code is described.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +200,8 @@ def test_the_memory_in_the_figure_is_that_of_the_plan(tmp_path: Path) -> None:
     figure = (ROOT / "docs" / "figures" / "memory.svg").read_text()
     printed = planned(tmp_path, "qwen3-14b", "--machine", "gh200-480")
     shown = re.findall(
-        r">(?:bf16 weights|states and gradients|stored activations|fp32 master|fp32 moments|staging|second states)[^<]*? ([\d.]+)<",
+        r">(?:bf16 weights|states and gradients|stored activations|fp32 master|fp32 "
+        r"moments|staging|second states)[^<]*? ([\d.]+)<",
         figure,
     )
     assert len(shown) == 7

@@ -11,8 +11,9 @@ import pytest
 from benchmarks.free_text import write_text
 
 TEXT = (
-    "The reader of this page is told in plain words of the animals that live in the garden, and of the way in which a friend of the house "
-    "cares for them in the evening, when the light of the day is gone and the rain of the night has not begun.\n\n"
+    "The reader of this page is told in plain words of the animals that live in the garden, and of "
+    "the way in which a friend of the house cares for them in the evening, when the light of the "
+    "day is gone and the rain of the night has not begun.\n\n"
 )
 
 

@@ -21,7 +21,10 @@ CORE = [
 
 
 def modules_loaded_by(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys, json\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+    code = (
+        f"{statement}\nimport sys, json\nprint(json.dumps(sorted({{name.partition('.')[0] for name "
+        "in sys.modules})))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 

@@ -1,7 +1,9 @@
-"""One real run of the tiny preset, as a user would have it: the only test of `make test` that launches ranks.
+"""One real run of the tiny preset, as a user would have it: the only test of `make test` that
+launches ranks.
 
-Command line, supervisor, DeepSpeed's launcher, two ranks with their Adam workers, a checkpoint, a rank that is killed, a resume, an export;
-and nothing that the run wrote holds a secret of the environment or can be opened by others.
+Command line, supervisor, DeepSpeed's launcher, two ranks with their Adam workers, a checkpoint, a
+rank that is killed, a resume, an export; and nothing that the run wrote holds a secret of the
+environment or can be opened by others.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def story(run: RunDirectory) -> str:
 def wait_for(
     run: RunDirectory, until: Callable[[RunState], bool], *, attempt: int, timeout_s: float = 240.0
 ) -> RunState:
-    """Return the first state that satisfies ``until``; fail when this attempt ends before, or takes too long."""
+    """Return the first state that satisfies ``until``; fail when this attempt ends before, or takes
+    too long.
+    """
     deadline = time.monotonic() + timeout_s
     while not until(state := read_state(run)):
         assert state.state not in FINAL_STATES or state.attempt < attempt, story(run)

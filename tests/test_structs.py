@@ -36,11 +36,13 @@ for thread in threads:
 for thread in threads:
     thread.join()
 print(len(decoded))
-"""
+"""  # noqa: E501
 
 
 def test_threads_may_decode_the_same_struct_at_the_same_time(tmp_path: Path) -> None:
-    """The dashboard and the list of runs do so when the screen opens, which once crashed the process."""
+    """The dashboard and the list of runs do so when the screen opens, which once crashed the
+    process.
+    """
     spec, machine = find_preset("tiny").spec, inspect_machine()
     for value in (spec, machine, make_plan(spec, machine), RunState(name="run", state="created")):
         (tmp_path / type(value).__name__).write_bytes(msgspec.json.encode(value))

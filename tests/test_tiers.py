@@ -11,7 +11,10 @@ import pytest
 from tests.support.python_path import checkout_path
 from tests.support.tiers import launches_ranks
 
-STARTS = "import subprocess, sys\n{mark}\ndef test_it():\n    subprocess.run([sys.executable, '-c', '', 'deepspeed.launcher.runner'])\n"
+STARTS = (
+    "import subprocess, sys\n{mark}\ndef test_it():\n    subprocess.run([sys.executable, '-c', '', "
+    "'deepspeed.launcher.runner'])\n"
+)
 
 
 @pytest.mark.parametrize(

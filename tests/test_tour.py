@@ -1,4 +1,6 @@
-"""The recordings: they play, end where they should, and show nothing of the machine that made them."""
+"""The recordings: they play, end where they should, and show nothing of the machine that made
+them.
+"""
 
 from __future__ import annotations
 

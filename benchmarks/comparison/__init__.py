@@ -1,1 +1,3 @@
-"""Parts of ``benchmarks/compare.py``: the common inputs of all trainers, one module for each trainer, and the figures."""
+"""Parts of ``benchmarks/compare.py``: the common inputs of all trainers, one module for each
+trainer, and the figures.
+"""

@@ -20,7 +20,8 @@ class Step(TypedDict):
 
 
 def measured(steps: Sequence[Step], warmup: int) -> dict[str, float]:
-    """Return the figures of the steps after the warm-up: totals over totals, so that each step counts by its length.
+    """Return the figures of the steps after the warm-up: totals over totals, so that each step
+    counts by its length.
 
     Raises:
         ValueError: No step is left.
@@ -43,7 +44,9 @@ def measured(steps: Sequence[Step], warmup: int) -> dict[str, float]:
 
 
 def at_mean_row(row: dict[str, Any], sequence_length: int) -> float:
-    """Return the useful tokens per second of a trainer that pads, if its few rows had the mean length of all rows."""
+    """Return the useful tokens per second of a trainer that pads, if its few rows had the mean
+    length of all rows.
+    """
     return float(row["positions_per_s"] * row["data"]["tokens_per_row"] / sequence_length)
 
 
@@ -54,7 +57,9 @@ def newest(rows: Sequence[dict[str, Any]], shape: str) -> dict[str, dict[str, An
 
 
 def table(rows: Sequence[dict[str, Any]], shape: str) -> str:
-    """Return a Markdown table: the results at a shape, and the ratio of so-tui's two rows to each."""
+    """Return a Markdown table: the results at a shape, and the ratio of so-tui's two rows to
+    each.
+    """
     found = newest(rows, shape)
     heads = [name for name in ("ours", "ours-large") if name in found]
     titles = {"ours": "so-tui ×", "ours-large": "so-tui, long steps ×"}
@@ -65,7 +70,8 @@ def table(rows: Sequence[dict[str, Any]], shape: str) -> str:
     ]
     for name, row in found.items():
         line = (
-            f"| {BY_NAME[name].title} | {row['positions_per_step']:,.0f} | {row['padding']:.0%} | {row['step_s']:.2f} |"
+            f"| {BY_NAME[name].title} | {row['positions_per_step']:,.0f} | {row['padding']:.0%} | "
+            f"{row['step_s']:.2f} |"
             f" {row['useful_tokens_per_s']:,.0f}{_aside(row)} |"
         )
         ratios = (found[head]["useful_tokens_per_s"] / row["useful_tokens_per_s"] for head in heads)

@@ -1,4 +1,6 @@
-"""Common inputs of all trainers: the same rows, one tokenizer, and a folder with the model for trainers that load one."""
+"""Common inputs of all trainers: the same rows, one tokenizer, and a folder with the model for
+trainers that load one.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Ground:
     """Paths, and facts about the data."""
 
     rows: str
-    """A JSONL file, by itself in its folder: ``datasets.load_dataset`` takes the folder like a hub id."""
+    """A JSONL file, by itself in its folder: ``datasets.load_dataset`` takes the folder like a hub
+    id.
+    """
     tokenizer: str
     model: str
     """A folder for the model, written by the first trainer that needs it."""
@@ -88,7 +92,9 @@ def read_rows(text: str) -> list[dict[str, str]]:
 
 
 def _train_tokenizer(ground: Ground, shape: Shape) -> dict[str, Any]:
-    """Train a tokenizer on the rows: nothing is downloaded, and its vocabulary size gives pieces of realistic length."""
+    """Train a tokenizer on the rows: nothing is downloaded, and its vocabulary size gives pieces of
+    realistic length.
+    """
     from so_tui_trainer.tools.tokenizer import row_texts, trained, write
 
     texts = list(row_texts(Path(ground.rows)))
@@ -103,7 +109,9 @@ def _train_tokenizer(ground: Ground, shape: Shape) -> dict[str, Any]:
 
 
 def _stub_wandb(folder: Path) -> None:
-    """Write an empty module for wandb if it is missing: the original imports it, but uses it only on request."""
+    """Write an empty module for wandb if it is missing: the original imports it, but uses it only
+    on request.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if find_spec("wandb") is None:
         (folder / "wandb.py").write_text(

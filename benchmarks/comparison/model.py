@@ -1,4 +1,6 @@
-"""The model of the other trainers: random weights, and for packed batches so-tui's attention kernel."""
+"""The model of the other trainers: random weights, and for packed batches so-tui's attention
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def packed_attention(shape: Shape) -> str:
 
 
 def random_model(shape: Shape, implementation: str) -> Any:
-    """Build the model in bf16, on the GPU if there is one: drawing billions of random weights takes minutes on a CPU."""
+    """Build the model in bf16, on the GPU if there is one: drawing billions of random weights takes
+    minutes on a CPU.
+    """
     keys = dict(find_preset(shape.preset).spec.model.config)
     config = AutoConfig.for_model(keys.pop("model_type"), **keys)
     torch.manual_seed(42)

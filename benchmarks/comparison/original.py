@@ -1,4 +1,6 @@
-"""Run the original script, unchanged, through DeepSpeed's launcher: its arguments, and its steps from the lines it prints."""
+"""Run the original script, unchanged, through DeepSpeed's launcher: its arguments, and its steps
+from the lines it prints.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def measure(
 def argv(
     part: Part, shape: Shape, ground: Ground, script: Path, config: Path, folder: Path
 ) -> list[str]:
-    """Return the published command with our model folder, all of our rows, no flash-attn, and the part's number of steps."""
+    """Return the published command with our model folder, all of our rows, no flash-attn, and the
+    part's number of steps.
+    """
     return [
         *(
             sys.executable,
@@ -97,7 +101,8 @@ def row(
         tokens: Useful tokens of each step, in order.
         limit_s: Time limit, for the error message.
     """
-    # Each line comes twice, from the script's own handler and the root logger's. The first one counts.
+    # Each line comes twice, from the script's own handler and the root logger's. The first one
+    # counts.
     by_number = {
         int(match[1]): (line, match)
         for line in reversed(ended.lines)
@@ -123,8 +128,8 @@ def row(
 def steps(
     lines: Sequence[Line], tokens: Sequence[int], positions: int, first_s: float
 ) -> list[Step]:
-    """Return the steps, each from one step's line to the next: the script's own clock stops before the GPU is done, and excludes data
-    loading.
+    """Return the steps, each from one step's line to the next: the script's own clock stops before
+    the GPU is done, and excludes data loading.
 
     The first step has no line before it, so the script's own time is used.
     """

@@ -40,8 +40,8 @@ def main() -> None:
 def useful_tokens(
     script: Path, rows: Path, tokenizer: str, sequence_length: int, steps: int
 ) -> list[int]:
-    """Return the tokens of each step that are not padding, by the script's own preprocessing, in the order of DeepSpeed's loader (epoch 0,
-    one rank).
+    """Return the tokens of each step that are not padding, by the script's own preprocessing, in
+    the order of DeepSpeed's loader (epoch 0, one rank).
     """
     from torch.utils.data import DistributedSampler
     from transformers import AutoTokenizer

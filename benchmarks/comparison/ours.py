@@ -1,4 +1,6 @@
-"""Measure so-tui through the whole program: `plan` chooses the batch, `run` starts it, `watch` waits, the run directory has the figures."""
+"""Measure so-tui through the whole program: `plan` chooses the batch, `run` starts it, `watch`
+waits, the run directory has the figures.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def measure(part: Part, shape: Shape, ground: Ground, job: Job) -> dict[str, Any
         lambda _: False,
     )
     if ended.late or ended.code != 0:
-        # A run that is still going would share the machine with the next part. Has no effect on a run that has ended.
+        # A run that is still going would share the machine with the next part. Has no effect on a
+        # run that has ended.
         subprocess.run(
             [*PROGRAM, "stop", run.name, "--grace", "5", *job.runs],
             env=job.environment,
@@ -95,7 +98,8 @@ def measure(part: Part, shape: Shape, ground: Ground, job: Job) -> dict[str, Any
 
 
 def recommended(part: Part, shape: Shape, ground: Ground, changes: Mapping[str, str]) -> Plan:
-    """Return the plan that fits and is predicted to be the fastest, among all ways to split the part's optimizer step into micro-batches.
+    """Return the plan that fits and is predicted to be the fastest, among all ways to split the
+    part's optimizer step into micro-batches.
 
     Args:
         part: The part.
@@ -143,7 +147,9 @@ def read(run: RunDirectory) -> list[MetricRecord]:
 
 
 def figures(records: list[MetricRecord], part: Part, shape: Shape) -> dict[str, Any]:
-    """Return the steps and medians of a run. Packed sequences are computed at full length, however full they are."""
+    """Return the steps and medians of a run. Packed sequences are computed at full length, however
+    full they are.
+    """
     found = [record for record in records if isinstance(record, StepRecord)]
     counted = found[part.warmup :]
     begin = records[0].time

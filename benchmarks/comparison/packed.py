@@ -1,9 +1,11 @@
-"""Train with the original's configuration and engine calls on so-tui's packed batches: DeepSpeed's SuperOffload without padding.
+"""Train with the original's configuration and engine calls on so-tui's packed batches: DeepSpeed's
+SuperOffload without padding.
 
     python -m benchmarks.comparison.packed JOB
 
-The model, its loss over the whole vocabulary, full activation checkpointing, the optimizer and the DeepSpeed configuration are the
-original's. The batches, and the attention that keeps documents apart, are so-tui's.
+The model, its loss over the whole vocabulary, full activation checkpointing, the optimizer and the
+DeepSpeed configuration are the original's. The batches, and the attention that keeps documents
+apart, are so-tui's.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from typing import Any, Literal
 Trainer = Literal["so-tui", "original", "original-packed", "trl"]
 
 SEQUENCES = 4
-"""Sequences of a micro-batch of trainers that do not choose it themselves: the batch size of the published scripts."""
+"""Sequences of a micro-batch of trainers that do not choose it themselves: the batch size of the
+published scripts.
+"""
 
 
 @dataclass(frozen=True)
@@ -18,13 +20,16 @@ class Shape:
     preset: str
     sequence_length: int
     vocabulary: int
-    """Size of the tokenizer that is trained on the rows. The model's own vocabulary is the preset's."""
+    """Size of the tokenizer that is trained on the rows. The model's own vocabulary is the
+    preset's.
+    """
     sub_group_size: int
     cuda: bool
 
 
 SHAPES = {
-    # 16,384 byte-level tokens split these rows about as finely as the model's own tokenizer splits English: 1.3 tokens a word.
+    # 16,384 byte-level tokens split these rows about as finely as the model's own tokenizer splits
+    # English: 1.3 tokens a word.
     "qwen3-4b": Shape("qwen3-4b-random", 4096, 16_384, 100_000_000, cuda=True),
     "tiny": Shape("tiny", 256, 2048, 400_000, cuda=False),
 }
@@ -39,7 +44,9 @@ class Part:
     title: str
     mode: str = "superoffload"
     accumulation: int = 1
-    """Gradient accumulation steps: optimizer steps are this many times as long as the original's."""
+    """Gradient accumulation steps: optimizer steps are this many times as long as the
+    original's.
+    """
     warmup: int = 3
     measured: int = 5
     limit_s: float = 150.0
@@ -118,7 +125,9 @@ BY_NAME = {part.name: part for part in PARTS}
 
 
 def spec_changes(part: Part, shape: Shape, rows: str, tokenizer: str) -> dict[str, str]:
-    """Return what turns the shape's preset into this part's run, as ``--set`` takes it, without the batch."""
+    """Return what turns the shape's preset into this part's run, as ``--set`` takes it, without the
+    batch.
+    """
     return {
         "gpus": "1",
         "model.tokenizer": tokenizer,
@@ -138,10 +147,11 @@ def spec_changes(part: Part, shape: Shape, rows: str, tokenizer: str) -> dict[st
 def published_ds_config(
     script: str, sequences: int, accumulation: int, shape: Shape
 ) -> dict[str, Any]:
-    """Return the SuperOffload configuration in one of the original's shell scripts: the first JSON that it writes.
+    """Return the SuperOffload configuration in one of the original's shell scripts: the first JSON
+    that it writes.
 
-    Changed are only the batch, with gradient accumulation, and on a machine without GPU what needs one (SuperOffload asserts CUDA; the
-    README's fallback is ZeRO-Offload).
+    Changed are only the batch, with gradient accumulation, and on a machine without GPU what needs
+    one (SuperOffload asserts CUDA; the README's fallback is ZeRO-Offload).
 
     Raises:
         ValueError: The script has no such JSON.

@@ -1,4 +1,6 @@
-"""Run one process at a time with a time limit: record what it prints and when, and kill everything that it leaves behind."""
+"""Run one process at a time with a time limit: record what it prints and when, and kill everything
+that it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,11 @@ def run(
     limit_s: float,
     enough: Callable[[str], bool],
 ) -> Ended:
-    """Run a command until it ends, a line is ``enough``, or the limit is reached; then kill its whole process tree.
+    """Run a command until it ends, a line is ``enough``, or the limit is reached; then kill its
+    whole process tree.
 
-    Some of these processes do not end by themselves when their work is done, and the next part needs the memory that they hold.
+    Some of these processes do not end by themselves when their work is done, and the next part
+    needs the memory that they hold.
     """
     begin = time.monotonic()
     process = subprocess.Popen(

@@ -1,9 +1,11 @@
-"""Train with TRL's SFTTrainer: packed (best-fit-decreasing, padding-free), DeepSpeed ZeRO-3 with the optimizer on the CPU.
+"""Train with TRL's SFTTrainer: packed (best-fit-decreasing, padding-free), DeepSpeed ZeRO-3 with
+the optimizer on the CPU.
 
     python -m benchmarks.comparison.trl_sft JOB
 
-Packing, collator, loss and loop are TRL's own. Attention is torch's variable-length kernel, the one so-tui uses: TRL's collator passes the
-document boundaries, and flash-attn, which TRL's documentation asks for, is not always installed.
+Packing, collator, loss and loop are TRL's own. Attention is torch's variable-length kernel, the one
+so-tui uses: TRL's collator passes the document boundaries, and flash-attn, which TRL's
+documentation asks for, is not always installed.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
         len(trainer.train_dataset) < needed
     ):  # The last step of an epoch has fewer micro-batches, which would be counted wrongly.
         raise ValueError(
-            f"the rows fill {len(trainer.train_dataset)} sequences, and {needed} are needed: give more rows"
+            f"the rows fill {len(trainer.train_dataset)} sequences, and {needed} are needed: give "
+            "more rows"
         )
     counts = _count_tokens(trainer)
     trainer.train()
@@ -97,7 +100,9 @@ def measure(part: Part, shape: Shape, ground: dict[str, Any]) -> dict[str, Any]:
 
 
 def ds_config(shape: Shape) -> dict[str, Any]:
-    """Return ZeRO-3 with the optimizer on the CPU, and the defaults of DeepSpeed and the Trainer."""
+    """Return ZeRO-3 with the optimizer on the CPU, and the defaults of DeepSpeed and the
+    Trainer.
+    """
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -115,7 +120,9 @@ def ds_config(shape: Shape) -> dict[str, Any]:
 
 
 def prompt_and_completion(row: dict[str, str]) -> dict[str, str]:
-    """Return a row in so-tui's layout for a tokenizer without a chat template, with loss on the response only."""
+    """Return a row in so-tui's layout for a tokenizer without a chat template, with loss on the
+    response only.
+    """
     context = f"\n\n{row['input']}" if row["input"].strip() else ""
     return {
         "prompt": f"### Instruction:\n{row['instruction']}{context}\n\n### Response:\n",
@@ -148,7 +155,9 @@ def _timer() -> Any:
 
 
 def _count_tokens(trainer: Any) -> list[int]:
-    """Return a list that collects the tokens of each micro-batch as the collator makes them; padding-free batches have no others."""
+    """Return a list that collects the tokens of each micro-batch as the collator makes them;
+    padding-free batches have no others.
+    """
     counts: list[int] = []
     collate = trainer.data_collator
 

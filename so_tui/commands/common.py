@@ -45,7 +45,8 @@ def chosen_spec(arguments: argparse.Namespace) -> RunSpec:
 
 
 def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the dotted keys and values of ``--set``, ``--gpus``, ``--nodes`` and the options of Slurm.
+    """Return the dotted keys and values of ``--set``, ``--gpus``, ``--nodes`` and the options of
+    Slurm.
 
     Raises:
         InputError: With the codes ``no-equals-sign``, ``not-gpus``, ``contradicting-options``.
@@ -127,7 +128,9 @@ def chosen_machine(arguments: argparse.Namespace) -> Machine:
 
 
 def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
-    """Return the machine to plan a spec for: that of ``--machine FILE``, or of the place where the spec runs."""
+    """Return the machine to plan a spec for: that of ``--machine FILE``, or of the place where the
+    spec runs.
+    """
     from so_tui.launch.places import machine_of
 
     return chosen_machine(arguments) if arguments.machine else machine_of(spec)
@@ -136,7 +139,9 @@ def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
 def note_place(
     arguments: argparse.Namespace, machine: Machine, partition: str, *, site: str = ""
 ) -> None:
-    """Say from what the machine of a partition is known, unless the user has named it, and which site profiles could not be used."""
+    """Say from what the machine of a partition is known, unless the user has named it, and which
+    site profiles could not be used.
+    """
     from so_tui.launch.places import left_out_profiles, source_of
 
     for problem in left_out_profiles(partition, site=site):
@@ -152,18 +157,22 @@ def note_place(
     elif source.profile:
         print_note(
             arguments,
-            f"{nodes}: {machine.label}, as the site profile says ({source.profile}). The first job records what they are.",
+            f"{nodes}: {machine.label}, as the site profile says ({source.profile}). The first "
+            "job records what they are.",
         )
     else:
         measure = so_tui_command("run", "tiny", "--partition", partition)
         print_note(
             arguments,
-            f"{nodes} are not known: this is for the machine you are on. `{measure}` records them in a minute.",
+            f"{nodes} are not known: this is for the machine you are on. `{measure}` records them "
+            "in a minute.",
         )
 
 
 def usable_terminal() -> bool:
-    """Return whether a screen can be shown. Textual does not check, and would write escape codes into a pipe."""
+    """Return whether a screen can be shown. Textual does not check, and would write escape codes
+    into a pipe.
+    """
     return (
         sys.stdin.isatty()
         and sys.stdout.isatty()
@@ -172,7 +181,9 @@ def usable_terminal() -> bool:
 
 
 def print_note(arguments: argparse.Namespace, text: str, *, stderr: bool = False) -> None:
-    """Print a line of progress or a note, unless ``--quiet`` is given. With ``stderr``, stdout has only results."""
+    """Print a line of progress or a note, unless ``--quiet`` is given. With ``stderr``, stdout has
+    only results.
+    """
     if not arguments.quiet:
         print(printable_line(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
@@ -195,7 +206,9 @@ def print_json(value: object) -> None:
 
 
 def print_rich(*renderables: Any, wrap: bool = True) -> None:
-    """Print for people, in colour if the terminal has it and NO_COLOR is not set. Without ``wrap``, lines stay whole, to be copied."""
+    """Print for people, in colour if the terminal has it and NO_COLOR is not set. Without ``wrap``,
+    lines stay whole, to be copied.
+    """
     out = console()
     for renderable in renderables:
         out.print(renderable, soft_wrap=not wrap)

@@ -1,10 +1,11 @@
 """``completion``, and the words that a shell offers when TAB is pressed.
 
-The shell waits for them. So nothing here imports msgspec, and the keys of presets and the machines are read from ``words.json``, which
-``python -m so_tui.commands.words`` generates.
+The shell waits for them. So nothing here imports msgspec, and the keys of presets and the machines
+are read from ``words.json``, which ``python -m so_tui.commands.words`` generates.
 
-Only plain words are offered: those that every shell reads as themselves. No name of a file that others wrote is ever quoted or expanded,
-and of a run's folder only its name is read, and whether it contains a spec.
+Only plain words are offered: those that every shell reads as themselves. No name of a file that
+others wrote is ever quoted or expanded, and of a run's folder only its name is read, and whether it
+contains a spec.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ _NAME_KEY = re.compile(r"""^\s*name\s*=\s*["']([^"'\n]*)["']""", re.MULTILINE)
 
 
 def completion(arguments: argparse.Namespace) -> int:
-    """Print the code with which a shell completes command lines of so-tui. It calls the so-tui of PATH, whichever one is typed."""
+    """Print the code with which a shell completes command lines of so-tui. It calls the so-tui of
+    PATH, whichever one is typed.
+    """
     print(shellcode(["so-tui"], shell=arguments.shell, argcomplete_script="so-tui"), end="")
     return 0
 
 
 def offer_words(parser: argparse.ArgumentParser) -> None:
-    """Write the words that complete the line in ``COMP_LINE`` to file descriptor 8, as argcomplete's shell code expects, and exit."""
+    """Write the words that complete the line in ``COMP_LINE`` to file descriptor 8, as
+    argcomplete's shell code expects, and exit.
+    """
     argcomplete.autocomplete(
         parser, always_complete_options=False, exclude=INTERNAL, default_completer=_Words()
     )
@@ -58,7 +63,9 @@ class _Words(BaseCompleter):
         parser: argparse.ArgumentParser,
         parsed_args: argparse.Namespace,
     ) -> Mapping[str, str]:
-        """Return the plain words, with their descriptions, that an argument may be; those of files if no other one begins so."""
+        """Return the plain words, with their descriptions, that an argument may be; those of files
+        if no other one begins so.
+        """
         metavar = str(action.metavar)
         found = {
             word: text
@@ -77,7 +84,9 @@ class _Words(BaseCompleter):
 
 
 def _words(metavar: str, prefix: str, parsed: argparse.Namespace) -> Iterable[tuple[str, str]]:
-    """Return the words of an argument other than paths; perhaps also some that do not begin with the prefix."""
+    """Return the words of an argument other than paths; perhaps also some that do not begin with
+    the prefix.
+    """
     match metavar:
         case "A.B=VALUE":
             return _settings(prefix)
@@ -96,7 +105,9 @@ def _words(metavar: str, prefix: str, parsed: argparse.Namespace) -> Iterable[tu
 
 
 def _settings(prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys that ``--set`` takes (``offload.ratio=``), or the values of a key that takes only some."""
+    """Yield the keys that ``--set`` takes (``offload.ratio=``), or the values of a key that takes
+    only some.
+    """
     key, equals, _ = prefix.partition("=")
     keys = _described()["keys"]
     if not equals:
@@ -110,7 +121,9 @@ def _described() -> Any:
 
 
 def _presets() -> Iterator[str]:
-    """Yield the names of the built-in presets and the user's, whether or not the rest of their files is valid."""
+    """Yield the names of the built-in presets and the user's, whether or not the rest of their
+    files is valid.
+    """
     yield from (path.stem for path in builtin_folder().glob("*.toml"))
     for path in user_folder().glob("*.toml"):
         with suppress(OSError):
@@ -123,7 +136,9 @@ def _presets() -> Iterator[str]:
 
 
 def _runs(folder: Path, prefix: str) -> Iterator[str]:
-    """Yield the names of the runs of a folder that begin with the prefix; none if it cannot be read."""
+    """Yield the names of the runs of a folder that begin with the prefix; none if it cannot be
+    read.
+    """
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and os.access(f"{entry.path}/spec.json", os.F_OK):

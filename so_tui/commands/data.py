@@ -1,4 +1,6 @@
-"""``data``, ``fetch`` and ``prepare``: show, download and prepare the inputs of a run before it starts."""
+"""``data``, ``fetch`` and ``prepare``: show, download and prepare the inputs of a run before it
+starts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Write a run's last checkpoint for DeepSpeed, or make a run that continues from DeepSpeed's, and say how to go on.
+    """Write a run's last checkpoint for DeepSpeed, or make a run that continues from DeepSpeed's,
+    and say how to go on.
 
     Raises:
         InputError: There is no such run or checkpoint, or the target holds something else.
@@ -53,7 +56,9 @@ _SHADES = "█▒"
 
 
 def data(arguments: argparse.Namespace) -> int:
-    """Print the counts of the data set and a few rows as the model sees them, with trained tokens marked."""
+    """Print the counts of the data set and a few rows as the model sees them, with trained tokens
+    marked.
+    """
     from so_tui.launch.helper_jobs import Progress, preview_data
 
     spec = chosen_spec(arguments)
@@ -161,7 +166,9 @@ def _histogram(preview: DataPreview) -> RenderableType:
 
 
 def _sequence(preview: DataPreview, width: int) -> tuple[RenderableType, ...]:
-    """Draw one packed sequence as a bar that shows where its documents, which do not see each other, begin and end."""
+    """Draw one packed sequence as a bar that shows where its documents, which do not see each
+    other, begin and end.
+    """
     from rich.text import Text
 
     *documents, padding = preview.sequence_cells(min(width, 2 * _BAR))

@@ -31,7 +31,8 @@ from so_tui.units import count, disk_size, duration, plural, rate, significant, 
 
 _LONGEST_LINE = 2000
 POLL_S = 0.5
-# The least time between printed steps: small models make several steps a second, too many for a terminal or a log file.
+# The least time between printed steps: small models make several steps a second, too many for a
+# terminal or a log file.
 STEP_LINE_S = 2.0
 
 
@@ -43,11 +44,13 @@ def exit_code_of(run: RunDirectory) -> int | None:
 
 
 def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
-    """Print progress until the run ends, and return its exit code. ``quiet`` prints only how it ended.
+    """Print progress until the run ends, and return its exit code. ``quiet`` prints only how it
+    ended.
 
-    An interrupt asks the run to stop if this command started it (``owner``), and otherwise only stops watching. SIGUSR1, a scheduler's
-    warning, and SIGTERM, with which containers and schedulers end a job, do the same: both may reach only this process. A lost terminal
-    (SIGHUP) only stops watching.
+    An interrupt asks the run to stop if this command started it (``owner``), and otherwise only
+    stops watching. SIGUSR1, a scheduler's warning, and SIGTERM, with which containers and
+    schedulers end a job, do the same: both may reach only this process. A lost terminal (SIGHUP)
+    only stops watching.
 
     Raises:
         SoTuiError: The run directory was deleted.
@@ -93,7 +96,8 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
                 checked = time.monotonic()
                 if deleted(run):
                     raise SoTuiError(
-                        f"the folder of {run.name} has been deleted; its supervisor ends the processes that are left"
+                        f"the folder of {run.name} has been deleted; its supervisor ends the "
+                        "processes that are left"
                     )
                 ensure_supervised(run)
             time.sleep(POLL_S)
@@ -125,7 +129,9 @@ def _polled(reader: RunReader, last: Update | None, printer: _Printer) -> Update
 
 
 def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printer) -> bool:
-    """Ask a run to stop because of a signal, and return whether that could be written: its disk may be full for a while."""
+    """Ask a run to stop because of a signal, and return whether that could be written: its disk may
+    be full for a while.
+    """
     try:
         control.request(run, "stop", reason=f"so-tui received {received.name}")
     except (OSError, SoTuiError) as error:
@@ -168,7 +174,8 @@ class _Printer:
                 size = f"{count(record.parameters)} parameters on {plural(record.ranks, 'rank')}"
                 self._line(
                     record.time,
-                    f"{record.model}: {size}, {record.mode}, {plural(record.total_steps, 'step')}{_step_size(record)}",
+                    f"{record.model}: {size}, {record.mode}, "
+                    f"{plural(record.total_steps, 'step')}{_step_size(record)}",
                 )
             case PhaseRecord():
                 phase = ENDING if record.stage == ENDING else record.phase
@@ -179,14 +186,16 @@ class _Printer:
                     state = "corrected" if rank.corrected else "bound"
                     self._line(
                         record.time,
-                        f"rank {rank.rank} on {where}: {_cores(rank.cpus)}, memory {rank.memory_policy} ({rank.problem or state})",
+                        f"rank {rank.rank} on {where}: {_cores(rank.cpus)}, memory "
+                        f"{rank.memory_policy} ({rank.problem or state})",
                     )
             case StepRecord():
                 self._step(record)
             case CheckpointRecord():
                 self._line(
                     record.time,
-                    f"checkpoint of step {thousands(record.step)}: {_written(record)}, {record.path}",
+                    f"checkpoint of step {thousands(record.step)}: {_written(record)}, "
+                    f"{record.path}",
                 )
             case EvaluationRecord():
                 self._line(
@@ -196,7 +205,8 @@ class _Printer:
             case WarningRecord():
                 self._line(
                     record.time,
-                    f"warning: {record.message}{'. ' + record.suggestion if record.suggestion else ''}",
+                    "warning: "
+                    f"{record.message}{'. ' + record.suggestion if record.suggestion else ''}",
                 )
             case ResumedRecord():
                 self._line(record.time, f"resumed from step {thousands(record.step)}")
@@ -205,7 +215,9 @@ class _Printer:
                     print(_line(record.time, f"{name}: {value:.6g}"), flush=True)
 
     def compare(self, state: RunState) -> None:
-        """Print that the run is slower than its plan, once for each most likely cause, and that it is no longer."""
+        """Print that the run is slower than its plan, once for each most likely cause, and that it
+        is no longer.
+        """
         from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
 
         found = state.slowdown
@@ -250,8 +262,10 @@ class _Printer:
         step = f"step {thousands(record.step)}/{thousands(self._total_steps)}"
         self._line(
             record.time,
-            f"{step}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  {significant(record.step_s)} s"
-            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  {significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}",
+            f"{step}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  "
+            f"{significant(record.step_s)} s"
+            f"  {rate(record.useful_tokens_per_s_total)} tokens/s  "
+            f"{significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}",
         )
 
     def finish(self, run: RunDirectory, state: RunState) -> int:
@@ -288,7 +302,10 @@ def _written(record: CheckpointRecord) -> str:
 
 def _evaluated(record: EvaluationRecord) -> str:
     perplexity = "" if record.perplexity is None else f", perplexity {record.perplexity:.4g}"
-    return f"loss {record.loss:.4f}{perplexity} on {thousands(record.tokens)} tokens, {duration(record.seconds)}"
+    return (
+        f"loss {record.loss:.4f}{perplexity} on {thousands(record.tokens)} tokens, "
+        f"{duration(record.seconds)}"
+    )
 
 
 def _step_size(record: StartRecord) -> str:

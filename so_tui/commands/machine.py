@@ -59,7 +59,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
         if not machine.gpus:
             print_note(
                 arguments,
-                "This machine has no GPU, so only Adam's rate was measured. Steps on machines without GPUs are not predicted.",
+                "This machine has no GPU, so only Adam's rate was measured. Steps on machines "
+                "without GPUs are not predicted.",
             )
     return 0
 
@@ -83,7 +84,9 @@ class Findings(Struct, frozen=True):
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Print this machine, or the one that ``--machine`` names, for people or as the JSON that ``--machine`` reads back."""
+    """Print this machine, or the one that ``--machine`` names, for people or as the JSON that
+    ``--machine`` reads back.
+    """
     machine = _another_machine(arguments) if arguments.machine else _inspected(arguments)
     if arguments.json:
         print_json(machine)
@@ -163,7 +166,9 @@ def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None
 
 
 def machines(arguments: argparse.Namespace) -> int:
-    """List the machines that ``--machine`` knows by name, or show one as ``inspect`` shows this machine."""
+    """List the machines that ``--machine`` knows by name, or show one as ``inspect`` shows this
+    machine.
+    """
     from so_tui.machine.show import render, render_described
 
     if arguments.name:
@@ -194,12 +199,17 @@ def _fix(arguments: argparse.Namespace) -> None:
         file=sys.stderr if arguments.json else sys.stdout,
     )
     if answer["deepspeed"]:
-        reason = f"DeepSpeed's own kernel, for zerooffload and offload.engine = deepspeed, cannot be compiled: {answer['deepspeed']}"
+        reason = (
+            "DeepSpeed's own kernel, for zerooffload and offload.engine = deepspeed, cannot be "
+            f"compiled: {answer['deepspeed']}"
+        )
         print(reason, file=sys.stderr)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also check what that run needs."""
+    """Print the findings, worst first, and return 3 if one blocks a launch. With a preset, also
+    check what that run needs.
+    """
     from so_tui.commands.mpam import print_mpam_script
     from so_tui.folders import default_runs_dir
     from so_tui.machine.doctor import findings
@@ -244,10 +254,12 @@ BAR_CELLS = 24
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Measure as much as fits into the minutes, continuing an earlier report, and say where the report is.
+    """Measure as much as fits into the minutes, continuing an earlier report, and say where the
+    report is.
 
     Returns:
-        0; 1 if a measurement failed; 4 if the user stopped it, in which case the same command continues.
+        0; 1 if a measurement failed; 4 if the user stopped it, in which case the same command
+        continues.
     """
     from so_tui.folders import validation_dir
     from so_tui.machine import inspect_machine
@@ -292,7 +304,8 @@ def validate(arguments: argparse.Namespace) -> int:
         print_rich(f"report: {folder / 'report.md'}")
         if arguments.share:
             print_rich(
-                f"to share, without names of host, user and folders: {folder / SHARED / 'report.md'}"
+                "to share, without names of host, user and folders: "
+                f"{folder / SHARED / 'report.md'}"
             )
     return 1 if any(outcome.state in reports.FAILURES for outcome in found.outcomes) else 0
 

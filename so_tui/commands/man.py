@@ -1,4 +1,6 @@
-"""Print the manual page, made of the parser's own help: ``python -m so_tui.commands.man > docs/so-tui.1``."""
+"""Print the manual page, made of the parser's own help:
+``python -m so_tui.commands.man > docs/so-tui.1``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from so_tui.commands.parser import EXIT_CODES, INTERNAL, build_parser
 _ENVIRONMENT = {
     "SO_TUI_RUNS_DIR": "folder of the runs, in place of the default",
     "NO_COLOR": "if set and not empty, output has no colours",
-    "XDG_CONFIG_HOME, XDG_STATE_HOME, XDG_CACHE_HOME": "in place of ~/.config, ~/.local/state and ~/.cache",
+    ("XDG_CONFIG_HOME, XDG_STATE_HOME, XDG_CACHE_HOME"): (
+        "in place of ~/.config, ~/.local/state and ~/.cache"
+    ),
 }
 _FILES = {
     "~/.config/so-tui/settings.toml": "your settings",
@@ -109,7 +113,9 @@ def _text(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text that roff prints as it is: no escapes, hyphens that can be copied, and no line that is a request."""
+    """Return text that roff prints as it is: no escapes, hyphens that can be copied, and no line
+    that is a request.
+    """
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped[:1] in (".", "'") else escaped
 

@@ -1,4 +1,6 @@
-"""``generate`` and ``chat``: let a run's newest checkpoint or a model's folder answer, and its base model beside it."""
+"""``generate`` and ``chat``: let a run's newest checkpoint or a model's folder answer, and its base
+model beside it.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,8 @@ class _Printer:
                     print(flush=True)
                 print_note(
                     self._arguments,
-                    f"({plural(event.tokens, 'token')} in {duration(event.seconds)}, {_ENDS[event.ended]})",
+                    f"({plural(event.tokens, 'token')} in {duration(event.seconds)}, "
+                    f"{_ENDS[event.ended]})",
                     stderr=True,
                 )
                 return event

@@ -1,12 +1,16 @@
-"""``doctor --mpam``: a script that partitions memory bandwidth and cache between main and Adam cores, and takes that back.
+"""``doctor --mpam``: a script that partitions memory bandwidth and cache between main and Adam
+cores, and takes that back.
 
-SuperOffload's authors published the split for a Grace: the main cores keep all bandwidth and two thirds of the L3 cache, the Adam cores,
-which stream through memory, get 20 % and the other third. Arm's MPAM, Intel's RDT and AMD's QoS have the same files: ``schemata`` has a
-line for each resource (``MB:1=100;2=100``), by L3 cache. Who may write to resctrl runs the script; so-tui itself writes nothing there.
+SuperOffload's authors published the split for a Grace: the main cores keep all bandwidth and two
+thirds of the L3 cache, the Adam cores, which stream through memory, get 20 % and the other third.
+Arm's MPAM, Intel's RDT and AMD's QoS have the same files: ``schemata`` has a line for each resource
+(``MB:1=100;2=100``), by L3 cache. Who may write to resctrl runs the script; so-tui itself writes
+nothing there.
 
 Problem codes:
     no-resctrl: The kernel has no resctrl file system.
-    no-adam-cores, no-partitions, too-few-partitions, cores-partitioned: Nothing can be partitioned here.
+    no-adam-cores, no-partitions, too-few-partitions, cores-partitioned: Nothing can be partitioned
+    here.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ _PART = re.compile(r"(\d+)=([0-9a-fA-F]+)")
 ADAM_BANDWIDTH = 0.2
 ADAM_CACHE = 1 / 3
 _LEAST_BANDWIDTH = 0.06
-"""Grace's hardware keeps at least 5 % between the least and the most bandwidth of a partition (erratum T241-MPAM-4)."""
+"""Grace's hardware keeps at least 5 % between the least and the most bandwidth of a partition
+(erratum T241-MPAM-4).
+"""
 _GROUPS = 3
 """Both partitions, and the default group."""
 
@@ -46,7 +52,7 @@ Role = Literal["main", "adam"]
 
 _NOT_MOUNTED = """\
 mount -t resctrl resctrl {mount}
-echo 'Mounted. Now run "so-tui doctor --mpam" again: it reads the limits of this hardware and prints the partitions.'"""
+echo 'Mounted. Now run "so-tui doctor --mpam" again: it reads the limits of this hardware and prints the partitions.'"""  # noqa: E501
 
 
 class Resctrl(Struct, frozen=True, kw_only=True):
@@ -56,7 +62,9 @@ class Resctrl(Struct, frozen=True, kw_only=True):
     most_groups: int
     """Partitions that the hardware has, the default group among them."""
     bandwidth: dict[int, int]
-    """L3 cache -> memory bandwidth of the default group, in the unit of this hardware; empty where it cannot be limited by shares."""
+    """L3 cache -> memory bandwidth of the default group, in the unit of this hardware; empty where
+    it cannot be limited by shares.
+    """
     least_bandwidth: int
     bandwidth_step: int
     caches: dict[str, dict[int, int]]
@@ -218,7 +226,9 @@ def _partition(found: Resctrl, role: Role, cpus: set[int]) -> Partition:
 
 
 def _schemata(found: Resctrl, adam: bool, caches: Iterable[int | None]) -> Iterator[str]:
-    """Yield the lines of a partition for the L3 caches of its CPUs; where those are not known, for all."""
+    """Yield the lines of a partition for the L3 caches of its CPUs; where those are not known, for
+    all.
+    """
     own = set(caches)
 
     def line(name: str, values: dict[int, str]) -> Iterator[str]:
@@ -250,7 +260,9 @@ def _bandwidth(found: Resctrl, full: int) -> int:
 
 
 def _cut(mask: int, least_bits: int) -> tuple[int, int]:
-    """Return the masks of main and Adam cores: parts of ``mask``, or all of it for both where it has too few bits."""
+    """Return the masks of main and Adam cores: parts of ``mask``, or all of it for both where it
+    has too few bits.
+    """
     first = mask & -mask
     low = max(least_bits, round(mask.bit_count() * ADAM_CACHE))
     contiguous = (mask + first) & mask == 0  # as all but a few processors have them

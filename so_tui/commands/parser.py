@@ -1,4 +1,6 @@
-"""The command line's arguments. ``handler`` of a parsed command names its function as ``module:function`` in this package."""
+"""The command line's arguments. ``handler`` of a parsed command names its function as
+``module:function`` in this package.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,10 @@ _MACHINE_HELP = (
 _PRESET = "PRESET|FILE"
 _PLAIN = "print progress lines instead of opening the dashboard"
 _FORCE = "start although the plan says it does not fit"
-_ASSUME_DEAD = "the run has ended: its host is down, or restarted. Needed only where its processes cannot be seen from here"
+_ASSUME_DEAD = (
+    "the run has ended: its host is down, or restarted. Needed only where its processes cannot be "
+    "seen from here"
+)
 _DETACH = "start, print the run's name and return"
 
 
@@ -141,7 +146,10 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="so-tui",
-        description="Plan, launch and watch full-parameter fine-tuning with DeepSpeed SuperOffload. Without a command, opens the screen.",
+        description=(
+            "Plan, launch and watch full-parameter fine-tuning with DeepSpeed SuperOffload. "
+            "Without a command, opens the screen."
+        ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -229,7 +237,10 @@ def _add_machine_commands(commands: _Commands) -> None:
         metavar="NAME",
         help="name of the machine of --sysroot, if its files do not contain one",
     )
-    text = "check this machine for problems that slow down or stop a run; with a preset, also for the needs of that run"
+    text = (
+        "check this machine for problems that slow down or stop a run; with a preset, also for the "
+        "needs of that run"
+    )
     doctor = commands.add("doctor", "machine:doctor", text, json, machine, runs_dir, changes)
     doctor.add_argument("preset", nargs="?", metavar=_PRESET)
     doctor.add_argument(
@@ -237,7 +248,10 @@ def _add_machine_commands(commands: _Commands) -> None:
         action="store_true",
         help="fix what can be fixed: compile the CPU Adam kernel ahead of time",
     )
-    text = "print a script with which root partitions memory bandwidth and cache between main and Adam cores, and undoes it"
+    text = (
+        "print a script with which root partitions memory bandwidth and cache between main and "
+        "Adam cores, and undoes it"
+    )
     doctor.add_argument("--mpam", action="store_true", help=text)
     machines = commands.add(
         "machines",
@@ -248,7 +262,10 @@ def _add_machine_commands(commands: _Commands) -> None:
     machines.add_argument("name", nargs="?", metavar="MACHINE")
     text = "measure this machine's rates in under a minute; later plans use them"
     commands.add("calibrate", "machine:calibrate", text, json)
-    text = "measure this machine and training on it beside what plans predict, and write a report; continues one that was stopped"
+    text = (
+        "measure this machine and training on it beside what plans predict, and write a report; "
+        "continues one that was stopped"
+    )
     validate = commands.add("validate", "machine:validate", text, json)
     validate.add_argument(
         "--minutes",
@@ -290,8 +307,11 @@ def _add_plan(commands: _Commands) -> None:
         choices=("random", "spec"),
         const="random",
         metavar="DATA",
-        help="train a few real steps here and correct predictions by them: with random weights and rows made for it (`random`, which "
-        "downloads nothing), or with the preset's own model and data (`spec`)",
+        help=(
+            "train a few real steps here and correct predictions by them: with random weights and "
+            "rows made for it (`random`, which downloads nothing), or with the preset's own model "
+            "and data (`spec`)"
+        ),
     )
     plan.add_argument(
         "--as-given",
@@ -314,7 +334,9 @@ def _add_preset_commands(commands: _Commands) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="for `add`: hub id or local folder, no weights are downloaded; for `delete`: the preset",
+        help=(
+            "for `add`: hub id or local folder, no weights are downloaded; for `delete`: the preset"
+        ),
     )
     presets.add_argument(
         "--name",
@@ -390,7 +412,10 @@ def _add_run(commands: _Commands) -> None:
         metavar="FILE",
         help="submit this batch script, such as one that --edit kept, or edit it first",
     )
-    text = "what to call the run, in place of its preset's name; a date and a random part follow (NAME-0412-a3f09c)"
+    text = (
+        "what to call the run, in place of its preset's name; a date and a random part follow "
+        "(NAME-0412-a3f09c)"
+    )
     run.add_argument("--name", type=_run_name, metavar="NAME", help=text)
     run.add_argument("--force", action="store_true", help=_FORCE)
     run.add_argument(
@@ -422,7 +447,10 @@ def _add_run_commands(commands: _Commands) -> None:
     watch.add_argument("--plain", action="store_true", help=_PLAIN)
     _add_records_commands(commands, add)
     stop = add("stop", "runs:stop", "stop a run after its current step, with a checkpoint")
-    grace = "kill it after this time (default %(default)g, and as long again after a checkpoint that was being written)"
+    grace = (
+        "kill it after this time (default %(default)g, and as long again after a checkpoint that "
+        "was being written)"
+    )
     stop.add_argument(
         "--grace",
         type=number_from(0, 86_400),
@@ -477,7 +505,10 @@ def _add_run_commands(commands: _Commands) -> None:
 
 def _add_convert(commands: _Commands) -> None:
     _, _, runs_dir, changes, *_ = commands.options
-    text = "convert a run's last checkpoint to DeepSpeed's universal format, or a checkpoint of DeepSpeed's ZeRO-3 to a run to resume"
+    text = (
+        "convert a run's last checkpoint to DeepSpeed's universal format, or a checkpoint of "
+        "DeepSpeed's ZeRO-3 to a run to resume"
+    )
     convert = commands.add("convert", "data:convert", text, runs_dir, changes)
     convert.add_argument(
         "source",
@@ -496,7 +527,10 @@ def _add_convert(commands: _Commands) -> None:
 
 def _add_generate(commands: _Commands) -> None:
     json, _, runs_dir, *_ = commands.options
-    text = "let a run's last checkpoint or an exported folder answer prompts, and its base model beside it"
+    text = (
+        "let a run's last checkpoint or an exported folder answer prompts, and its base model "
+        "beside it"
+    )
     generate = commands.add("generate", "models:generate", text, json, runs_dir)
     _add_model_options(generate)
     text = "what to answer; may be repeated (default: standard input)"
@@ -506,7 +540,10 @@ def _add_generate(commands: _Commands) -> None:
         action="store_true",
         help="continue the text as it is, without the layout of a conversation",
     )
-    text = "talk to a run's last checkpoint or an exported folder on a screen, with its base model beside it"
+    text = (
+        "talk to a run's last checkpoint or an exported folder on a screen, with its base model "
+        "beside it"
+    )
     _add_model_options(commands.add("chat", "models:chat", text, runs_dir))
 
 
@@ -530,7 +567,10 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--temperature", type=number_from(0, 5), default=0.7, metavar="T", help=text
     )
-    text = "choose among the most probable tokens that together have this probability (default %(default)g)"
+    text = (
+        "choose among the most probable tokens that together have this probability (default "
+        "%(default)g)"
+    )
     command.add_argument(
         "--top-p", type=number_from(0.001, 1), default=0.95, metavar="P", help=text
     )

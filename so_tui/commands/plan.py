@@ -76,7 +76,8 @@ def plan(arguments: argparse.Namespace) -> int:
                 print_note(arguments, "")
                 print_note(
                     arguments,
-                    "This is the plan as given. To search for better settings, leave out --as-given and --set of what a plan chooses.",
+                    "This is the plan as given. To search for better settings, leave out "
+                    "--as-given and --set of what a plan chooses.",
                 )
         return 0 if chosen.fits else 3
     machine = _machine_of_table(arguments)
@@ -107,9 +108,11 @@ def _note_other_number(
     same += [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     print_note(
         arguments,
-        f"{plural(chosen.gpus, unit)}, as the preset says, would train {rate(chosen.useful_tokens_per_s_total or 0.0)} tokens/s. "
-        f"{plural(best.gpus, unit)} would train {rate(best.useful_tokens_per_s_total or 0.0)}, more or as many per {unit} (★ in the table "
-        f"of all presets): {so_tui_command('plan', arguments.preset, '--gpus', str(best.gpus), *same)}",
+        f"{plural(chosen.gpus, unit)}, as the preset says, would train "
+        f"{rate(chosen.useful_tokens_per_s_total or 0.0)} tokens/s. {plural(best.gpus, unit)} "
+        f"would train {rate(best.useful_tokens_per_s_total or 0.0)}, more or as many per {unit} "
+        "(★ in the table of all presets): "
+        f"{so_tui_command('plan', arguments.preset, '--gpus', str(best.gpus), *same)}",
     )
 
 
@@ -127,7 +130,8 @@ def _counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     """Return the GPU counts of the table; empty for those of the machine.
 
     Raises:
-        InputError: An option needs a preset (code ``preset-needed``), or ``--gpus`` is a list (code ``not-a-count``).
+        InputError: An option needs a preset (code ``preset-needed``), or ``--gpus`` is a list (code
+            ``not-a-count``).
     """
     given = next(
         (
@@ -170,7 +174,9 @@ def _nodes(arguments: argparse.Namespace) -> int:
 
 
 def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int:
-    """Train a few steps of the plan, store the difference from the prediction, and print it with the corrected plan."""
+    """Train a few steps of the plan, store the difference from the prediction, and print it with
+    the corrected plan.
+    """
     import msgspec
 
     from so_tui.folders import probes_dir

@@ -53,7 +53,9 @@ class AddedPreset(Struct, frozen=True, kw_only=True):
 
 
 def presets(arguments: argparse.Namespace) -> int:
-    """Print the catalog or one preset as TOML, or add one. Invalid ones of the user are left out, and named on stderr."""
+    """Print the catalog or one preset as TOML, or add one. Invalid ones of the user are left out,
+    and named on stderr.
+    """
     import tomli_w
 
     if arguments.preset == "add":
@@ -121,7 +123,9 @@ def _delete(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unused(arguments: argparse.Namespace) -> None:
-    """Refuse options that only ``add`` uses (code ``unused-option``), and changes without a preset (code ``preset-needed``)."""
+    """Refuse options that only ``add`` uses (code ``unused-option``), and changes without a preset
+    (code ``preset-needed``).
+    """
     of_add = "unused-option", "has an effect only with `add`", "Write so-tui presets add MODEL."
     of_one = "preset-needed", "needs a preset", "Name one: so-tui presets PRESET."
     given = [
@@ -198,6 +202,7 @@ def _add(arguments: argparse.Namespace) -> int:
     print_note(arguments, f"next: {so_tui_command('plan', spec.name)}    what it needs here")
     print_note(
         arguments,
-        f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on your data",
+        f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on "
+        "your data",
     )
     return 0

@@ -56,7 +56,9 @@ class ScriptChoice:
     """The user's batch script: from a file, from an editor, or from both."""
 
     def __init__(self, *, given: str, edits: bool) -> None:
-        """Begin with the script ``given``; with the generated one if it is empty. If ``edits``, the user changes it in an editor."""
+        """Begin with the script ``given``; with the generated one if it is empty. If ``edits``, the
+        user changes it in an editor.
+        """
         self.script = given
         self._edits = edits
         self._generated = ""
@@ -111,10 +113,12 @@ def read_script(path: Path) -> str:
 def start_with_script(
     launch: Launch, choice: ScriptChoice, arguments: argparse.Namespace
 ) -> RunDirectory:
-    """Start a run with the user's script, again and again while it is refused and the user wants to change it.
+    """Start a run with the user's script, again and again while it is refused and the user wants to
+    change it.
 
     Raises:
-        SoTuiError: As ``start``, once the user gives up. A changed script is in a file, and stderr names it.
+        SoTuiError: As ``start``, once the user gives up. A changed script is in a file, and stderr
+            names it.
     """
     draft: Draft | None = None
     while True:
@@ -128,7 +132,8 @@ def start_with_script(
             if not again:
                 file = quoted(str(draft.path))
                 print(
-                    f"so-tui: your script is kept. To submit it: the same command with --script {file}",
+                    "so-tui: your script is kept. To submit it: the same command with --script "
+                    f"{file}",
                     file=sys.stderr,
                 )
                 raise
@@ -216,7 +221,9 @@ def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
 
 
 def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
-    """Plan a spec for the machine of its place. Raises as ``prepare``, with how to describe a partition's machine."""
+    """Plan a spec for the machine of its place. Raises as ``prepare``, with how to describe a
+    partition's machine.
+    """
     from so_tui.launch.launch import prepare
     from so_tui.launch.places import with_remedy
 
@@ -238,7 +245,9 @@ def _print_launch(launch: Launch, *, as_json: bool) -> None:
 
 
 def _interrupt_on_termination(arguments: argparse.Namespace) -> None:
-    """Let SIGTERM interrupt until there is a run to stop. The first process of a container ignores it by default."""
+    """Let SIGTERM interrupt until there is a run to stop. The first process of a container ignores
+    it by default.
+    """
     if _plain(arguments) and not arguments.detach:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -253,16 +262,17 @@ def _report_warnings(arguments: argparse.Namespace, warnings: tuple[str, ...]) -
 
 
 def resume(arguments: argparse.Namespace) -> int:
-    """Start another attempt of a run from its last checkpoint, with changed settings if some are given."""
+    """Start another attempt of a run from its last checkpoint, with changed settings if some are
+    given.
+    """
     from so_tui.launch.launch import prepare_resume
     from so_tui.launch.lifecycle import current_state
     from so_tui.launch.lifecycle import resume as resume_run
     from so_tui.launch.places import machine_of
 
     target = find_run(arguments.run, arguments.runs_dir)
-    current_state(
-        target
-    )  # records the end of a job whose node has failed, which its heartbeat shows only minutes later
+    # records the end of a job whose node has failed, which its heartbeat shows only minutes later
+    current_state(target)
     _interrupt_on_termination(arguments)
     changes = chosen_changes(arguments)
     spec = read_spec(target)
@@ -293,7 +303,9 @@ def watch(arguments: argparse.Namespace) -> int:
 
 
 def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -> int:
-    """Show the dashboard, progress lines or only the name. Return the run's exit code if it has ended, else 0."""
+    """Show the dashboard, progress lines or only the name. Return the run's exit code if it has
+    ended, else 0.
+    """
     if getattr(arguments, "detach", False):
         if getattr(arguments, "json", False):
             print_json(StartedRun(target.name, str(target.path)))
@@ -334,7 +346,7 @@ so-tui: the screen needs a terminal (stdin or stdout is not one, or TERM is dumb
   so-tui inspect              what this machine has        so-tui run PRESET --plain   train, printing progress lines
   so-tui plan [PRESET]        what fits here, how fast     so-tui watch RUN --plain    follow a run
   so-tui presets              what can be trained          so-tui runs                 every run
-`so-tui --help` lists them all."""
+`so-tui --help` lists them all."""  # noqa: E501
 
 
 def open_screen(arguments: argparse.Namespace) -> int:
@@ -369,7 +381,9 @@ def show_launch(runs_dir: Path | None, launch: Launch) -> RunDirectory | None:
 def show_screen(
     runs_dir: Path | None, open_run: RunDirectory | None = None, *, machine_file: str = ""
 ) -> None:
-    """Run the Textual application until the user leaves it. ``machine_file`` names or describes another machine to plan for."""
+    """Run the Textual application until the user leaves it. ``machine_file`` names or describes
+    another machine to plan for.
+    """
     from so_tui.machine.known import machine_of
     from so_tui.settings_file import load_settings
     from so_tui.ui.app import SoTuiApp

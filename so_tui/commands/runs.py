@@ -201,7 +201,9 @@ class Runs(Struct, frozen=True):
 
 _HEADINGS = ("name", "state", "step", "mean loss", "evaluation loss", "started")
 _ROOM_FOR_REASONS = 110
-"""Width of a terminal in which reasons are a column of the table. In a narrower one they are printed below it."""
+"""Width of a terminal in which reasons are a column of the table. In a narrower one they are
+printed below it.
+"""
 
 
 def runs(arguments: argparse.Namespace) -> int:
@@ -250,7 +252,9 @@ def runs(arguments: argparse.Namespace) -> int:
 def _sorted_column(
     listed: list[tuple[RunDirectory, RunState]], sort: str, measured: dict[Path, RunResults]
 ) -> tuple[str, list[str]] | None:
-    """Return heading and cells of what the runs are sorted by; None where the table has it anyway."""
+    """Return heading and cells of what the runs are sorted by; None where the table has it
+    anyway.
+    """
     if sort in ("model", "host"):
         return sort, [printable_line(_text_of(item, sort)) for item in listed]
     key = result_of_order(sort)
@@ -286,9 +290,11 @@ def _table(
     width: int,
     beside: bool,
 ) -> Table:
-    """Lay out the runs with what they are sorted by (``by``), and with or without their reasons (``beside``).
+    """Lay out the runs with what they are sorted by (``by``), and with or without their reasons
+    (``beside``).
 
-    If the width is not enough, the start time is left out first, then names are wrapped, and last the other cells end in an ellipsis.
+    If the width is not enough, the start time is left out first, then names are wrapped, and last
+    the other cells end in an ellipsis.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -369,11 +375,13 @@ def _listed(run: RunDirectory, state: RunState, results: RunResults) -> ListedRu
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Ask a run to stop, wait for its checkpoint, and print what was saved. Return 1 if it ended otherwise.
+    """Ask a run to stop, wait for its checkpoint, and print what was saved. Return 1 if it ended
+    otherwise.
 
     Raises:
         Refused: It is another user's run.
-        InputError: Its processes cannot be seen from here, and it did not end in time (code ``run-may-be-live``).
+        InputError: Its processes cannot be seen from here, and it did not end in time (code
+            ``run-may-be-live``).
     """
     from so_tui.launch.lifecycle import current_state
     from so_tui.launch.lifecycle import stop as stop_run
@@ -388,7 +396,8 @@ def stop(arguments: argparse.Namespace) -> int:
         state = stop_run(run, assume_dead=True)
         print(
             printable_line(
-                f"{run.name}: {state.state} at step {thousands(state.step)}{'. ' + state.reason if state.reason else ''}"
+                f"{run.name}: {state.state} at step "
+                f"{thousands(state.step)}{'. ' + state.reason if state.reason else ''}"
             )
         )
         return 0
@@ -411,7 +420,8 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 def logs(arguments: argparse.Namespace) -> int:
-    """Print the end of a run's log with progress bars collapsed, and with ``--follow`` all lines until the run ends.
+    """Print the end of a run's log with progress bars collapsed, and with ``--follow`` all lines
+    until the run ends.
 
     Raises:
         InputError: There is no such run (codes of ``listing``) or no such attempt.

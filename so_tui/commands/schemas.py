@@ -76,7 +76,9 @@ def _schemas() -> Iterator[tuple[str, Schema]]:
 
 
 def _with_plan(kind: type[Struct]) -> tuple[tuple[Schema, ...], dict[str, Schema]]:
-    """Return the schemas of a type and of a plan as ``plan_tree`` returns it, with texts for facts and the facts beside them."""
+    """Return the schemas of a type and of a plan as ``plan_tree`` returns it, with texts for facts
+    and the facts beside them.
+    """
     (own, plan, fact), types = msgspec.json.schema_components(
         [kind, Plan, AnyFact], ref_template="#/$defs/{name}"
     )
@@ -115,8 +117,22 @@ def _as_plans_json(types: dict[str, Schema]) -> None:
 
 
 def schema_text(schema: Schema) -> str:
-    """Return a schema as it is published: with the end of a text as JSON Schema's patterns write it, not as Python's do."""
-    return json.dumps(schema, indent=1).replace('\\\\Z"', '$"') + "\n"
+    """Return a schema as it is published: with the end of a text as JSON Schema's patterns write
+    it, not as Python's do.
+    """
+    return json.dumps(_on_one_line(schema), indent=1).replace('\\\\Z"', '$"') + "\n"
+
+
+def _on_one_line(schema: Any) -> Any:
+    """Return a schema whose descriptions, which are docstrings, do not depend on their lines."""
+    if isinstance(schema, dict):
+        return {
+            key: " ".join(value.split())
+            if key == "description" and isinstance(value, str)
+            else _on_one_line(value)
+            for key, value in schema.items()
+        }
+    return [_on_one_line(part) for part in schema] if isinstance(schema, list) else schema
 
 
 if __name__ == "__main__":

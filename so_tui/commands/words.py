@@ -1,4 +1,6 @@
-"""Print the keys of presets and the machines for completion: ``python -m so_tui.commands.words > so_tui/commands/words.json``."""
+"""Print the keys of presets and the machines for completion:
+``python -m so_tui.commands.words > so_tui/commands/words.json``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checks before a start, so that a run fails in the first second and not after the model is loaded."""
+"""Checks before a start, so that a run fails in the first second and not after the model is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _CHECK_TIMEOUT_S = 180.0
 _RECORDS_BYTES = 32 * 10**6
 """A disk with less is full: a run could not even write its records and logs for long."""
 Check = Literal["files", "machine", "inputs"]
-"""A part of ``preflight``: files, software, free space and GPUs; what doctor finds; model, tokenizer and data in a helper process."""
+"""A part of ``preflight``: files, software, free space and GPUs; what doctor finds; model,
+tokenizer and data in a helper process.
+"""
 CHECKS: dict[Check, str] = {
     "files": "files, software, disk, GPUs",
     "machine": "problems of this machine",
@@ -47,10 +51,11 @@ def preflight(
     runs_dir: Path | str | None = None,
     begins: Callable[[Check], object] = lambda _: None,
 ) -> tuple[Launch, tuple[str, ...]]:
-    """Check everything that can be known before the start. Return the launch with how long that took, and warnings.
+    """Check everything that can be known before the start. Return the launch with how long that
+    took, and warnings.
 
-    Model, tokenizer and data need a helper process. Of a run that starts elsewhere, only files and disk are checked: this host may lack the
-    training packages.
+    Model, tokenizer and data need a helper process. Of a run that starts elsewhere, only files and
+    disk are checked: this host may lack the training packages.
 
     Args:
         launch: What is to be started.
@@ -58,8 +63,10 @@ def preflight(
         begins: Is told of each check as it begins.
 
     Raises:
-        InputError: A data file is missing or has the wrong columns, the model is gated or absent, there is no token ...
-        Refused: As for ``quick_checks``, or because doctor finds a blocking problem (code ``doctor-blocks``, forceable).
+        InputError: A data file is missing or has the wrong columns, the model is gated or absent,
+            there is no token ...
+        Refused: As for ``quick_checks``, or because doctor finds a blocking problem (code
+            ``doctor-blocks``, forceable).
     """
     began = time.monotonic()
     warnings = _warnings(launch, runs_dir, begins)
@@ -92,7 +99,9 @@ def _warnings(
 
 
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
-    """Return a problem for each file or folder of the spec that is not on this machine, and each built-in one that does not exist."""
+    """Return a problem for each file or folder of the spec that is not on this machine, and each
+    built-in one that does not exist.
+    """
     problems = list(missing_paths(spec))
     sources = tuple(part.source for part in spec.data.sources)
     for text in (spec.model.id, spec.model.tokenizer, spec.data.evaluation, *sources):
@@ -114,9 +123,11 @@ def quick_checks(
         runs_dir: Folder of runs; of a run that is resumed, its own.
 
     Raises:
-        InputError: A file is missing (``path-not-found``) or a folder cannot be written (``not-writable``).
-        Refused: With the codes ``several-nodes-here``, ``software-missing``, ``torch-without-cuda``, ``torch-without-rocm``,
-            ``tracker-missing``, ``gpu-in-use``; forceable: ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
+        InputError: A file is missing (``path-not-found``) or a folder cannot be written
+            (``not-writable``).
+        Refused: With the codes ``several-nodes-here``, ``software-missing``,
+            ``torch-without-cuda``, ``torch-without-rocm``, ``tracker-missing``, ``gpu-in-use``;
+            forceable: ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
     """
     plan, machine = launch.plan, launch.machine
     _refuse_several_nodes(plan.spec)
@@ -134,11 +145,14 @@ def quick_checks(
 
 
 def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None) -> None:
-    """Run the checks that this host can make of a run that starts on another: files and disk, which both share.
+    """Run the checks that this host can make of a run that starts on another: files and disk, which
+    both share.
 
     Raises:
-        InputError: A file is missing (``path-not-found``), a folder cannot be written (``not-writable``), a model or data set is not in the
-            cache and cannot be downloaded there (``not-cached``), or the interpreter is of another architecture (``foreign-interpreter``).
+        InputError: A file is missing (``path-not-found``), a folder cannot be written
+            (``not-writable``), a model or data set is not in the cache and cannot be downloaded
+            there (``not-cached``), or the interpreter is of another architecture
+            (``foreign-interpreter``).
         Refused: With the code ``disk-too-small``, forceable.
     """
     if problems := missing_inputs(launch.spec) or executor_of(launch.spec).unavailable(launch):
@@ -182,7 +196,10 @@ def writable(wanted: Path, field: str) -> Path:
 
 def _refuse_several_nodes(spec: RunSpec) -> None:
     if spec.nodes > 1:
-        message = f"nodes = {spec.nodes}, and a run on this machine has one. Name a Slurm partition with --partition, or set nodes to 1"
+        message = (
+            f"nodes = {spec.nodes}, and a run on this machine has one. Name a Slurm partition with "
+            "--partition, or set nodes to 1"
+        )
         raise Refused([Refusal("several-nodes-here", message)])
 
 
@@ -199,12 +216,16 @@ def _refuse_missing_software(machine: Machine) -> None:
     ]
     if any(gpu.vendor == "amd" for gpu in machine.gpus):
         if software.torch and software.torch_rocm is None:
-            message = f"torch {software.torch} is a build without ROCm, which the GPUs of {machine.label} need. Install one from pytorch.org"
+            message = (
+                f"torch {software.torch} is a build without ROCm, which the GPUs of "
+                f"{machine.label} need. Install one from pytorch.org"
+            )
             refusals.append(Refusal("torch-without-rocm", message))
     elif machine.gpus and software.torch and software.torch_cuda is None:
         message = (
-            f"torch {software.torch} is a build without CUDA, and {machine.label} has {len(machine.gpus)} GPUs. "
-            "Install a CUDA build of torch (see the README for Grace Hopper)"
+            f"torch {software.torch} is a build without CUDA, and {machine.label} has "
+            f"{len(machine.gpus)} GPUs. Install a CUDA build of torch (see the README for Grace "
+            "Hopper)"
         )
         refusals.append(Refusal("torch-without-cuda", message))
     if refusals:
@@ -213,12 +234,17 @@ def _refuse_missing_software(machine: Machine) -> None:
 
 def _refuse_missing_tracker(spec: RunSpec) -> None:
     if spec.tracking.wandb and find_spec("wandb") is None:
-        message = "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set tracking.wandb to false"
+        message = (
+            "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set "
+            "tracking.wandb to false"
+        )
         raise Refused([Refusal("tracker-missing", message)])
 
 
 def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:
-    """Refuse, forceable, what else would end the run, such as an old driver or a GPU that no process may use."""
+    """Refuse, forceable, what else would end the run, such as an old driver or a GPU that no
+    process may use.
+    """
     blocked = [finding for finding in findings(machine, plan) if finding.severity == "blocks"]
     if blocked:
         refusals = [
@@ -235,12 +261,17 @@ def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
         and machine.software.compiler is None
         and not has_adam_kernel(SystemFiles(), os.environ)
     ):
-        message = "The first run compiles CPU Adam, and there is no C++ compiler here. Install g++ (or set CXX)"
+        message = (
+            "The first run compiles CPU Adam, and there is no C++ compiler here. Install g++ (or "
+            "set CXX)"
+        )
         raise Refused([Refusal("compiler-missing", message)], forceable=True)
 
 
 def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
-    """Refuse GPUs that another run of this user holds. This is only an early check: the supervisor takes them."""
+    """Refuse GPUs that another run of this user holds. This is only an early check: the supervisor
+    takes them.
+    """
     gpus = _chosen_gpus(plan, machine)
     if not gpus:
         return
@@ -271,8 +302,9 @@ def _refuse_too_little_space(
     free_bytes = shutil.disk_usage(writable(runs_dir, "--runs-dir")).free
     if free_bytes < _RECORDS_BYTES:
         message = (
-            f"Records and logs of a run need {disk_size(_RECORDS_BYTES)}, and {runs_dir} has {disk_size(free_bytes)} free. "
-            "Free space there, or choose another folder with --runs-dir"
+            f"Records and logs of a run need {disk_size(_RECORDS_BYTES)}, and {runs_dir} has "
+            f"{disk_size(free_bytes)} free. Free space there, or choose another folder with "
+            "--runs-dir"
         )
         refusals.append(Refusal("disk-too-small", message))
     field = "checkpoint.folder" if plan.spec.checkpoint.folder else "--runs-dir"
@@ -301,8 +333,9 @@ def _refuse_too_little_space(
         and plan.shm_bytes > (free := shutil.disk_usage(shm).free)
     ):
         message = (
-            f"/dev/shm has {memory_size(free)} free, and the run needs {memory_size(plan.shm_bytes)}. "
-            "Remount it larger (in Docker: --shm-size), or use offload.engine = so-tui"
+            f"/dev/shm has {memory_size(free)} free, and the run needs "
+            f"{memory_size(plan.shm_bytes)}. Remount it larger (in Docker: --shm-size), or use "
+            "offload.engine = so-tui"
         )
         refusals.append(Refusal("shared-memory-too-small", message))
     if refusals:

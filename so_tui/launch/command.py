@@ -39,7 +39,9 @@ def log_line(text: str) -> None:
 MARKER = "SO_TUI_ALERT_KIND"
 """In the environment of the command and of all that it starts."""
 TEXT_ARGUMENT = "{text}"
-"""An argument that is exactly this becomes the alert's sentence. Inside of others it stays, so that no name becomes part of a script."""
+"""An argument that is exactly this becomes the alert's sentence. Inside of others it stays, so that
+no name becomes part of a script.
+"""
 _MOST_WAITING = 20
 _KEPT_BYTES = 2000
 _END_S = 60.0
@@ -55,7 +57,9 @@ class AlertCommand:
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._killed: list[subprocess.Popen[bytes]] = []
-        """Not collected yet. One that runs as another user may not be killed, and one that waits for a disk ends when the disk answers."""
+        """Not collected yet. One that runs as another user may not be killed, and one that waits
+        for a disk ends when the disk answers.
+        """
         self._ends_at = 0.0
         self._output = b""
         self._name = ""
@@ -87,11 +91,14 @@ class AlertCommand:
             self.tick()
 
     def tick(self) -> None:
-        """Collect a command that has ended, kill one whose time is over, start the next. Never waits."""
+        """Collect a command that has ended, kill one whose time is over, start the next. Never
+        waits.
+        """
         self._killed = [process for process in self._killed if process.poll() is None]
         if self._process is not None:
             self._read()
-            # Not collected yet: until then no other process can get its number, by which its group is ended.
+            # Not collected yet: until then no other process can get its number, by which its group
+            # is ended.
             ended = (
                 os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 is not None
@@ -132,7 +139,9 @@ class AlertCommand:
         self._ends_at = time.monotonic() + timeout_s
 
     def _read(self) -> None:
-        """Take what the command printed, so that it does not wait for a full pipe, and keep the beginning."""
+        """Take what the command printed, so that it does not wait for a full pipe, and keep the
+        beginning.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BlockingIOError):
@@ -166,7 +175,9 @@ class AlertCommand:
 
 
 class Placeholder(StrEnum):
-    """The text that stands for each value. It is always a whole argument or a whole variable, never part of one."""
+    """The text that stands for each value. It is always a whole argument or a whole variable, never
+    part of one.
+    """
 
     RUN = "{RUN}"
     RUN_ID = "{RUN_ID}"
@@ -183,7 +194,10 @@ MEANINGS: dict[Placeholder, str] = {
     Placeholder.RUN: "the run directory",
     Placeholder.RUN_ID: "the run's id",
     Placeholder.ATTEMPT: "the number of the attempt",
-    Placeholder.RENDEZVOUS: "where the ranks meet: a file that only you can open, or an address on the first of several nodes",
+    Placeholder.RENDEZVOUS: (
+        "where the ranks meet: a file that only you can open, or an address on the first of "
+        "several nodes"
+    ),
     Placeholder.NODE: "the number of the node",
     Placeholder.ADDRESS: "the address of the first node",
     Placeholder.PORT: "a port of the first node",
@@ -202,7 +216,9 @@ TRAINER_MODULE = "so_tui_trainer"
 
 
 def argv(plan: Plan) -> tuple[str, ...]:
-    """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for the host's values."""
+    """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for
+    the host's values.
+    """
     return (
         sys.executable,
         "-m",
@@ -222,7 +238,8 @@ def argv(plan: Plan) -> tuple[str, ...]:
 
 
 def _one_node(plan: Plan) -> Sequence[str]:
-    # A path that is never a regular file: a /job/hostfile of the site would otherwise make this a run over ssh.
+    # A path that is never a regular file: a /job/hostfile of the site would otherwise make this a
+    # run over ssh.
     no_hostfile = ("--hostfile", "/dev/null")
     gpus = [rank.gpu for rank in plan.binding if rank.gpu is not None]
     if not gpus:
@@ -231,7 +248,9 @@ def _one_node(plan: Plan) -> Sequence[str]:
 
 
 def _several_nodes(plan: Plan) -> Sequence[str]:
-    """Return the options of a launcher that a supervisor starts on each node. Launchers over ssh or srun would lose the binding."""
+    """Return the options of a launcher that a supervisor starts on each node. Launchers over ssh or
+    srun would lose the binding.
+    """
     return (
         *("--hostfile", Placeholder.HOSTFILE.value, "--include", Placeholder.DEVICES.value),
         *("--no_ssh", "--node_rank", Placeholder.NODE.value),
@@ -251,11 +270,15 @@ def _binding(plan: Plan) -> Sequence[str]:
 
 
 RUN_MARKER = "SO_TUI_RUN"
-"""Holds the run directory in the environment of every process of a run, so that the supervisor can recognise them."""
+"""Holds the run directory in the environment of every process of a run, so that the supervisor can
+recognise them.
+"""
 
 ATTEMPT_MARKER = "SO_TUI_ATTEMPT"
 RUN_ID_MARKER = "SO_TUI_RUN_ID"
-"""Holds the run's id, which distinguishes it from another run at the same path; empty for a run without one."""
+"""Holds the run's id, which distinguishes it from another run at the same path; empty for a run
+without one.
+"""
 
 NODE_MARKER = "SO_TUI_NODE"
 """Holds the number of the node, of a run on several: the nodes of a test are one host."""
@@ -267,7 +290,9 @@ _PINNED_LIMIT_MB = 64
 
 
 def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Return the changes for a plan on a machine, given the inherited environment; values may be placeholders."""
+    """Return the changes for a plan on a machine, given the inherited environment; values may be
+    placeholders.
+    """
     return (
         Variable(
             name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"
@@ -304,7 +329,9 @@ def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[s
 
 
 def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
-    """Return the changes by name for display and for records, without credentials in their values."""
+    """Return the changes by name for display and for records, without credentials in their
+    values.
+    """
     return {
         change.name: None if change.value is None else without_credentials(change.value)
         for change in changes
@@ -312,18 +339,22 @@ def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
 
 
 def rank_threads(plan: Plan) -> int:
-    """Return the number of OpenMP threads of a rank: its Adam cores, or those of the smallest rank where ranks differ.
+    """Return the number of OpenMP threads of a rank: its Adam cores, or those of the smallest rank
+    where ranks differ.
 
-    Without an Adam worker all cores of the rank count. DeepSpeed's launcher overwrites the variable with all of the rank's cores when it
-    binds, and torchrun-style defaults of 1 would make Adam tens of times slower. The trainer sets its own thread counts from the plan.
+    Without an Adam worker all cores of the rank count. DeepSpeed's launcher overwrites the variable
+    with all of the rank's cores when it binds, and torchrun-style defaults of 1 would make Adam
+    tens of times slower. The trainer sets its own thread counts from the plan.
     """
     return min((len(rank.adam_cpus or rank.cpus) for rank in plan.binding), default=1) or 1
 
 
 def valid_arch_list(value: str) -> str:
-    """Remove the letters from TORCH_CUDA_ARCH_LIST that DeepSpeed cannot parse: ``8.0;9.0a+PTX`` becomes ``8.0;9.0+PTX``.
+    """Remove the letters from TORCH_CUDA_ARCH_LIST that DeepSpeed cannot parse: ``8.0;9.0a+PTX``
+    becomes ``8.0;9.0+PTX``.
 
-    DeepSpeed's op builder parses each entry as ``major.minor`` and fails with ``invalid literal for int() with base 10: '0a'``.
+    DeepSpeed's op builder parses each entry as ``major.minor`` and fails with
+    ``invalid literal for int() with base 10: '0a'``.
     """
     entries = (
         re.sub(r"^(\d+\.\d+)[a-z]+", r"\1", entry) for entry in re.split(r"[;\s]+", value.strip())
@@ -332,12 +363,14 @@ def valid_arch_list(value: str) -> str:
 
 
 def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variable | None:
-    """Return the setting that reduces fragmentation in torch's allocators, or None where it would break something.
+    """Return the setting that reduces fragmentation in torch's allocators, or None where it would
+    break something.
 
-    torch aborts on an unknown key, so each key is set only for versions that have it: ``PYTORCH_ALLOC_CONF`` since 2.10 (the older name
-    still works), limits of the pinned pool since 2.13. Without those limits, pinned blocks are rounded up to powers of two and never
-    freed, which costs tens of GB of host memory for a 20B model. DeepSpeed's own SuperOffload before 0.18.1 passed GPU tensors by CUDA
-    IPC, which does not work with expandable segments.
+    torch aborts on an unknown key, so each key is set only for versions that have it:
+    ``PYTORCH_ALLOC_CONF`` since 2.10 (the older name still works), limits of the pinned pool since
+    2.13. Without those limits, pinned blocks are rounded up to powers of two and never freed, which
+    costs tens of GB of host memory for a 20B model. DeepSpeed's own SuperOffload before 0.18.1
+    passed GPU tensors by CUDA IPC, which does not work with expandable segments.
     """
     torch, deepspeed = version_numbers(software.torch), version_numbers(software.deepspeed)
     options = [] if deepspeed_engine and deepspeed < (0, 18, 1) else ["expandable_segments:True"]
@@ -380,10 +413,12 @@ def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
 
 
 def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    """Let the ranks of one host meet in a file of this user and on the loopback interface, where no other user can join them.
+    """Let the ranks of one host meet in a file of this user and on the loopback interface, where no
+    other user can join them.
 
-    A site's modules often name the cluster's network for NCCL. On one host NCCL only introduces its ranks to each other over it, and
-    listens there; the data goes over NVLink or shared memory. Ranks of several nodes need that network, and meet at the first node.
+    A site's modules often name the cluster's network for NCCL. On one host NCCL only introduces its
+    ranks to each other over it, and listens there; the data goes over NVLink or shared memory.
+    Ranks of several nodes need that network, and meet at the first node.
     """
     if plan.spec.nodes > 1:
         yield Variable(
@@ -446,7 +481,10 @@ def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
             yield Variable(
                 name=name,
                 value=None,
-                reason="conflicts with the binding; DeepSpeed's launcher does not start with KMP_AFFINITY",
+                reason=(
+                    "conflicts with the binding; DeepSpeed's launcher does not start with "
+                    "KMP_AFFINITY"
+                ),
             )
     yield Variable(
         name="TOKENIZERS_PARALLELISM",

@@ -1,4 +1,6 @@
-"""The DeepSpeed configuration of a plan, as plain JSON values. There is no optimizer section: the trainer builds the optimizer itself."""
+"""The DeepSpeed configuration of a plan, as plain JSON values. There is no optimizer section: the
+trainer builds the optimizer itself.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ from so_tui.spec import TrainSpec
 from superoffload.ds_config import engine_config
 
 REUSED_LAYERS = 4
-"""A layer is recomputed and then goes backward, 2 layers' parameters; where modules within it are gathered whole they count twice."""
+"""A layer is recomputed and then goes backward, 2 layers' parameters; where modules within it are
+gathered whole they count twice.
+"""
 
 
 def ds_config(plan: Plan) -> dict[str, Any]:
     """Return the content of ``ds_config.json``, exactly as DeepSpeed reads it.
 
-    For our engine, values that it replaces are listed beside the user's in the section ``superoffload`` (see ``superoffload.ds_config``).
+    For our engine, values that it replaces are listed beside the user's in the section
+    ``superoffload`` (see ``superoffload.ds_config``).
     """
     level = plan.spec.train.log_level
     changes = {} if level == TrainSpec().log_level else {"log_level": level}
@@ -31,8 +36,9 @@ def ds_config(plan: Plan) -> dict[str, Any]:
 def example_config(plan: Plan) -> dict[str, Any]:
     """Return the block of DeepSpeed's SuperOffload examples, key by key, with the run's own sizes.
 
-    ``gradient_clipping`` is absent as there, so that DeepSpeed's default applies, unless ``offload.config`` asks for it. What the
-    examples do not have is left out as well: with several micro-batches, gradients are summed in bf16.
+    ``gradient_clipping`` is absent as there, so that DeepSpeed's default applies, unless
+    ``offload.config`` asks for it. What the examples do not have is left out as well: with several
+    micro-batches, gradients are summed in bf16.
     """
     spec = plan.spec
     config: dict[str, Any] = {
@@ -57,9 +63,9 @@ def example_config(plan: Plan) -> dict[str, Any]:
 def published_config(plan: Plan) -> dict[str, Any]:
     """Return the user's own values under DeepSpeed's published keys.
 
-    ``gradient_clipping`` is always present here: DeepSpeed assumes 1.0 for a missing key (since 0.19.8), which silently costs
-    SuperOffload its overlap. Buckets are as large as sub-groups, as in the published SuperOffload configurations, so that one reduction
-    completes one sub-group.
+    ``gradient_clipping`` is always present here: DeepSpeed assumes 1.0 for a missing key (since
+    0.19.8), which silently costs SuperOffload its overlap. Buckets are as large as sub-groups, as
+    in the published SuperOffload configurations, so that one reduction completes one sub-group.
     """
     spec = plan.spec
     config: dict[str, Any] = {
@@ -87,7 +93,8 @@ def _our_engine(plan: Plan) -> bool:
 
 def _zero_section(plan: Plan) -> dict[str, Any]:
     sub_group_size = plan.spec.offload.sub_group_size
-    # As in DeepSpeed's published SuperOffload configurations. All other modes reduce gradients while backward runs.
+    # As in DeepSpeed's published SuperOffload configurations. All other modes reduce gradients
+    # while backward runs.
     deepspeed_superoffload = plan.mode == "superoffload" and plan.spec.offload.engine == "deepspeed"
     section: dict[str, Any] = {
         "stage": 3,
@@ -101,12 +108,13 @@ def _zero_section(plan: Plan) -> dict[str, Any]:
         layer = profile_of(plan.spec.model).largest_layer
         section["stage3_max_live_parameters"] = live_parameters(layer, plan.gpus)
         if layer:
-            # Layers are all-gathered whole, the next one while the current one computes, so there must be room for both.
+            # Layers are all-gathered whole, the next one while the current one computes, so there
+            # must be room for both.
             section["stage3_prefetch_bucket_size"] = layer
     if on_host:
         section["offload_param"] = {"device": "cpu", "pin_memory": True}
-        # Weights that are needed again so soon stay on the GPU: those of a layer between its recomputation and its backward. DeepSpeed's
-        # default is larger than many models.
+        # Weights that are needed again so soon stay on the GPU: those of a layer between its
+        # recomputation and its backward. DeepSpeed's default is larger than many models.
         section["stage3_max_reuse_distance"] = REUSED_LAYERS * layer
     if plan.mode != "gpu":
         section["offload_optimizer"] = _offload_section(plan)

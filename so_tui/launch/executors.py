@@ -1,7 +1,8 @@
 """Where a run's supervisor is started: on this machine, or through a scheduler's queue.
 
-An executor starts the supervisor of an attempt whose files are written. From then on the run directory says what happens; only what it
-cannot say, such as why a job still waits, is asked of the executor.
+An executor starts the supervisor of an attempt whose files are written. From then on the run
+directory says what happens; only what it cannot say, such as why a job still waits, is asked of the
+executor.
 """
 
 from __future__ import annotations
@@ -103,10 +104,12 @@ class _Process:
 
 
 def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = None) -> bool:
-    """Attach a new supervisor if the run's has died on this host and processes of the run still live. Return whether one was started.
+    """Attach a new supervisor if the run's has died on this host and processes of the run still
+    live. Return whether one was started.
 
-    Only for a run of this user: what belongs to another user, or can be changed by one, is only read. Nothing of the run is started.
-    Concurrent callers are safe: of several new supervisors, the one that gets the lock stays.
+    Only for a run of this user: what belongs to another user, or can be changed by one, is only
+    read. Nothing of the run is started. Concurrent callers are safe: of several new supervisors,
+    the one that gets the lock stays.
 
     Args:
         run: Any run.
@@ -141,7 +144,9 @@ def executor_of(spec: RunSpec) -> Executor:
 
 
 def executor_of_attempt(run: RunDirectory, attempt: int) -> Executor:
-    """Return the executor that an attempt was given to; of a folder that may not be read, this machine's, which decides nothing."""
+    """Return the executor that an attempt was given to; of a folder that may not be read, this
+    machine's, which decides nothing.
+    """
     if os.path.lexists(
         run.submission_path(attempt)
     ):  # unlike Path.exists, False where the folder belongs to another user

@@ -1,4 +1,5 @@
-"""Helper processes for work that needs torch, transformers or datasets: ``python -m so_tui_trainer.tools.<name>``, with JSON in and out.
+"""Helper processes for work that needs torch, transformers or datasets:
+``python -m so_tui_trainer.tools.<name>``, with JSON in and out.
 
 Their imports may take seconds and they may crash; this program stays light and is not affected.
 """
@@ -30,7 +31,9 @@ _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
 class ToolError(SoTuiError):
-    """A helper process could not be started, answered no JSON, ended with an error or took too long."""
+    """A helper process could not be started, answered no JSON, ended with an error or took too
+    long.
+    """
 
 
 def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -> dict[str, Any]:
@@ -61,7 +64,9 @@ def call_tool(name: str, request: dict[str, Any], *, timeout_s: float = 600.0) -
 
 
 class Cancel:
-    """Ends a helper process from another thread than the one that waits for it. It may be called before the start, and repeatedly."""
+    """Ends a helper process from another thread than the one that waits for it. It may be called
+    before the start, and repeatedly.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -86,7 +91,9 @@ class Cancel:
 
 
 class ToolProcess:
-    """A helper process that answers in lines, and may be asked more than once. Close it in the end, with the processes it started."""
+    """A helper process that answers in lines, and may be asked more than once. Close it in the end,
+    with the processes it started.
+    """
 
     def __init__(self, name: str, cancel: Cancel | None = None) -> None:
         """Start the helper.
@@ -112,7 +119,9 @@ class ToolProcess:
             cancel.started(self._process)
 
     def send(self, request: dict[str, Any]) -> None:
-        """Send a request, in ASCII because the helper reads it in its locale's encoding. ``answers`` finds out that a helper has ended."""
+        """Send a request, in ASCII because the helper reads it in its locale's encoding.
+        ``answers`` finds out that a helper has ended.
+        """
         assert self._process.stdin is not None
         line = f"{json.dumps(request)}\n"
         with contextlib.suppress(
@@ -128,7 +137,9 @@ class ToolProcess:
             self._process.stdin.close()
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """Yield the answers as they come, until the helper ends. Raises the errors of ``call_tool``."""
+        """Yield the answers as they come, until the helper ends. Raises the errors of
+        ``call_tool``.
+        """
         assert self._process.stdout is not None
         line = ""
         for line in self._process.stdout:
@@ -162,8 +173,9 @@ def stream_tool(
 ) -> Iterator[dict[str, Any]]:
     """Run a helper process that reports progress, and yield its JSON lines as they come.
 
-    Closing the iterator ends the process and those that it started, as ``cancel`` does; a cancelled iterator just ends. Raises the errors
-    of ``call_tool``; without ``timeout_s`` the helper may take as long as it wants.
+    Closing the iterator ends the process and those that it started, as ``cancel`` does; a cancelled
+    iterator just ends. Raises the errors of ``call_tool``; without ``timeout_s`` the helper may
+    take as long as it wants.
     """
     with (
         contextlib.closing(ToolProcess(name, cancel)) as process,
@@ -226,7 +238,9 @@ def _argv(name: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a helper. Raises ToolError if others can write the folders of compiled code."""
+    """Return the environment of a helper. Raises ToolError if others can write the folders of
+    compiled code.
+    """
     # Progress bars of the libraries would go to stderr and be mistaken for the error.
     fixed = {
         "PYTHONSAFEPATH": "1",
@@ -237,7 +251,10 @@ def _environment() -> dict[str, str]:
     try:
         make_code_folders(environment)
     except OSError as error:
-        message = f"there is no private folder for compiled code: {error}. Set XDG_CACHE_HOME to a folder of your own"
+        message = (
+            f"there is no private folder for compiled code: {error}. Set XDG_CACHE_HOME to a "
+            "folder of your own"
+        )
         raise ToolError(message) from error
     return environment
 

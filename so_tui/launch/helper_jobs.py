@@ -78,13 +78,18 @@ def measure_rates(
 
 @contextmanager
 def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
-    """Hold a machine's GPUs, so that no run begins beside a measurement. Raises Refused (``gpu-in-use``)."""
+    """Hold a machine's GPUs, so that no run begins beside a measurement. Raises Refused
+    (``gpu-in-use``).
+    """
     try:
         held = host_check.take_gpus(
             host_check.lock_folder(), machine.gpus, host_check.Holder(run=by, pid=os.getpid())
         )
     except host_check.LockTakenError as error:
-        busy = f"{error}. A run and a calibration would disturb each other; wait until the run has ended"
+        busy = (
+            f"{error}. A run and a calibration would disturb each other; wait until the run has "
+            "ended"
+        )
         raise Refused([Refusal("gpu-in-use", busy)]) from error
     try:
         yield
@@ -94,10 +99,11 @@ def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
 
 
 def request_of(machine: Machine) -> dict[str, Any]:
-    """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node's cores and its rank's.
+    """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node's
+    cores and its rank's.
 
-    The hardware threads of a core are adjacent, as in the cores that ranks and their Adam workers get, so that the first n represent n
-    cores of a rank.
+    The hardware threads of a core are adjacent, as in the cores that ranks and their Adam workers
+    get, so that the first n represent n cores of a rank.
     """
     allowed = set(machine.allowed_cpus)
     nodes = [
@@ -118,7 +124,9 @@ def request_of(machine: Machine) -> dict[str, Any]:
 
 
 def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
-    """Return the cores of each GPU's rank when all GPUs train; empty if they cannot, which must not prevent the measurement."""
+    """Return the cores of each GPU's rank when all GPUs train; empty if they cannot, which must not
+    prevent the measurement.
+    """
     if not machine.gpus:
         return {}
     try:
@@ -155,7 +163,8 @@ def to_deepspeed(run: RunDirectory, folder: Path, tell: Tell) -> None:
 
 
 def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tell) -> RunDirectory:
-    """Make a run that has stopped where DeepSpeed's ZeRO-3 saved a checkpoint, so that ``resume`` continues from there.
+    """Make a run that has stopped where DeepSpeed's ZeRO-3 saved a checkpoint, so that ``resume``
+    continues from there.
 
     Args:
         source: The folder given to DeepSpeed's ``save_checkpoint``, or that of a step in it.
@@ -164,7 +173,8 @@ def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tel
         tell: Receives what is done, in words.
 
     Raises:
-        InputError: The folder has no such checkpoint, or one of another model; no run is left behind.
+        InputError: The folder has no such checkpoint, or one of another model; no run is left
+            behind.
         ToolError: It cannot be read or written; no run is left behind.
     """
     run = create_run(spec, runs_dir)
@@ -261,7 +271,9 @@ class Tally(Struct, frozen=True, kw_only=True):
 
 
 class SourceView(Tally, frozen=True, kw_only=True):
-    """A source of the mixture. It is the fraction ``share`` of an epoch, which repeats each of its documents ``times_an_epoch``."""
+    """A source of the mixture. It is the fraction ``share`` of an epoch, which repeats each of its
+    documents ``times_an_epoch``.
+    """
 
     source: str
     format: str
@@ -310,7 +322,10 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         share = self.trained_tokens / self.tokens
         used = self.rows - self.dropped
         too_long = (
-            f", {thousands(self.dropped_too_long)} of them because the prompt alone fills a sequence"
+            (
+                f", {thousands(self.dropped_too_long)} of them because the prompt alone fills a "
+                "sequence"
+            )
             if self.dropped_too_long
             else ""
         )
@@ -365,7 +380,9 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         return self.sequence_length - self.sequence.tokens
 
     def sequence_cells(self, width: int) -> list[int]:
-        """Return the cells of each document of the shown sequence, and of its padding, in a bar of ``width`` cells."""
+        """Return the cells of each document of the shown sequence, and of its padding, in a bar of
+        ``width`` cells.
+        """
         ends = list(accumulate(document.tokens for document in self.sequence.documents))
         edges = [0, *(round(end * width / self.sequence_length) for end in ends), width]
         return [stop - start for start, stop in pairwise(edges)]
@@ -373,7 +390,10 @@ class DataPreview(Tally, frozen=True, kw_only=True):
     def sequence_words(self) -> str:
         """Return a heading: ``a packed sequence: 3 documents that do not see each other``."""
         count = len(self.sequence.documents)
-        return f"a packed sequence: {plural(count, 'document')}{' that do not see each other' if count > 1 else ''}"
+        return (
+            "a packed sequence: "
+            f"{plural(count, 'document')}{' that do not see each other' if count > 1 else ''}"
+        )
 
     def sequence_sum(self) -> str:
         """Return a sum: ``44 + 36 + 12 padding = 92 tokens``."""
@@ -382,7 +402,9 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         return f"{' + '.join([*parts, *padding])} = {thousands(self.sequence_length)} tokens"
 
     def histogram_cells(self, width: int) -> list[int]:
-        """Return the cells of each bin's bar: ``width`` for the fullest, and at least one for any that is not empty."""
+        """Return the cells of each bin's bar: ``width`` for the fullest, and at least one for any
+        that is not empty.
+        """
         most = max(entry.documents for entry in self.histogram)
         return [
             max(1, round(width * entry.documents / most)) if entry.documents else 0
@@ -428,11 +450,15 @@ class ExportProgress(Struct, frozen=True, kw_only=True):
         sizes = f"{disk_size(self.done_bytes)} of {disk_size(self.total_bytes)}"
         if self.doing == "writing":
             return f"wrote {sizes}"
-        return f"read {thousands(self.done_tensors)} of {thousands(self.total_tensors)} tensors, {sizes}"
+        return (
+            f"read {thousands(self.done_tensors)} of {thousands(self.total_tensors)} tensors, "
+            f"{sizes}"
+        )
 
 
 def export_model(run: RunDirectory, folder: Path | str) -> Iterator[ExportProgress | str]:
-    """Export a run's newest checkpoint, and yield how far it is, and what is worth saying, in words.
+    """Export a run's newest checkpoint, and yield how far it is, and what is worth saying, in
+    words.
 
     Raises:
         InputError: The run has no checkpoint, or the folder holds something else.
@@ -446,7 +472,9 @@ def export_model(run: RunDirectory, folder: Path | str) -> Iterator[ExportProgre
 
 
 def in_steps(events: Iterator[ExportProgress | str], parts: int) -> Iterator[ExportProgress | str]:
-    """Leave out progress within the same one of ``parts`` equal parts of reading, or of writing, as the one before."""
+    """Leave out progress within the same one of ``parts`` equal parts of reading, or of writing, as
+    the one before.
+    """
     last: tuple[str, int] | None = None
     for event in events:
         if isinstance(event, ExportProgress):
@@ -463,7 +491,9 @@ def in_steps(events: Iterator[ExportProgress | str], parts: int) -> Iterator[Exp
 
 _LONGEST_SEQUENCE = 4096
 _PARAMETERS_PER_GPU = 25_000_000_000
-"""The largest model that one GH200 with 480 GB can train, by the SuperOffload paper (arXiv 2509.21271)."""
+"""The largest model that one GH200 with 480 GB can train, by the SuperOffload paper (arXiv
+2509.21271).
+"""
 _TIMEOUT_S = 300.0
 
 
@@ -482,7 +512,8 @@ def describe_model(
     trust_remote_code: bool = False,
     changes: dict[str, str] | None = None,
 ) -> Described:
-    """Make the spec of a model. Takes seconds, in a helper process that downloads at most config.json.
+    """Make the spec of a model. Takes seconds, in a helper process that downloads at most
+    config.json.
 
     Args:
         model: A hub id or a local folder.
@@ -492,8 +523,8 @@ def describe_model(
         changes: Dotted keys and values, as for ``--set``.
 
     Raises:
-        InputError: There is no such model, it is gated, it is not a causal language model, there is no network ... Codes of this module
-            are ``name-taken`` and ``read-from-the-model``.
+        InputError: There is no such model, it is gated, it is not a causal language model, there is
+            no network ... Codes of this module are ``name-taken`` and ``read-from-the-model``.
         Refused: The training software is not installed.
     """
     chosen = name or preset_name(model)
@@ -511,12 +542,16 @@ def describe_model(
 
 
 def add_preset(described: Described) -> Path:
-    """Save it as a user preset. Raises InputError if the name has been taken since, or the folder cannot be written."""
+    """Save it as a user preset. Raises InputError if the name has been taken since, or the folder
+    cannot be written.
+    """
     return create_preset(described.spec)
 
 
 def preset_name(model: str) -> str:
-    """Return a preset name for a model: ``qwen3-14b`` for ``Qwen/Qwen3-14B``, and a folder's own name, even for ``.``."""
+    """Return a preset name for a model: ``qwen3-14b`` for ``Qwen/Qwen3-14B``, and a folder's own
+    name, even for ``.``.
+    """
     folder = Path(model.strip()).expanduser()
     name = folder.resolve().name if is_folder(folder) else _last_part(model)
     words = re.sub(r"[^a-z0-9._-]+", "-", name.lower())
@@ -546,7 +581,9 @@ def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _gpus(parameters: int) -> int:
-    """Return the smallest number of superchips with 480 GB (1, 2, 4, 8 or 16) that can train this many parameters."""
+    """Return the smallest number of superchips with 480 GB (1, 2, 4, 8 or 16) that can train this
+    many parameters.
+    """
     return next((count for count in (1, 2, 4, 8) if parameters <= count * _PARAMETERS_PER_GPU), 16)
 
 
@@ -555,10 +592,15 @@ def _last_part(model: str) -> str:
 
 
 def _refuse_other_shape(changes: dict[str, str]) -> None:
-    """Refuse changes of the shape, after which the parameter table would belong to another model."""
+    """Refuse changes of the shape, after which the parameter table would belong to another
+    model.
+    """
     for key, value in changes.items():
         if key.startswith(("model.config", "model.parameters")):
-            remedy = "Copy the folder, change its config.json, and add the copy; or use it with model.weights=random."
+            remedy = (
+                "Copy the folder, change its config.json, and add the copy; or use it with "
+                "model.weights=random."
+            )
             raise InputError(
                 [
                     Problem(
@@ -610,7 +652,8 @@ def named_model(
     base: str = "",
     device: Device = "auto",
 ) -> LoadModel:
-    """Return what to load for the text that a user typed: a run's name or folder, or a model's folder.
+    """Return what to load for the text that a user typed: a run's name or folder, or a model's
+    folder.
 
     Args:
         text: What the user typed.
@@ -666,7 +709,9 @@ def named_model(
 
 
 class ModelProcess:
-    """A helper process that has a model, and its base model if that is asked for. Close it in the end."""
+    """A helper process that has a model, and its base model if that is asked for. Close it in the
+    end.
+    """
 
     def __init__(self, load: LoadModel, end: EndProcess | None = None) -> None:
         """Start loading.
@@ -680,7 +725,9 @@ class ModelProcess:
         self._send(load)
 
     def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> int:
-        """Ask for answers, one of each model at most, and return the number by which events name them."""
+        """Ask for answers, one of each model at most, and return the number by which events name
+        them.
+        """
         self._asked += 1
         self._send(Ask(number=self._asked, prompts=tuple(prompts), sampling=sampling))
         return self._asked

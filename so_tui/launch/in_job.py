@@ -1,7 +1,9 @@
-"""The supervisor inside a scheduler's job: it plans for the node that the job got, supervises, and continues in another job if need be.
+"""The supervisor inside a scheduler's job: it plans for the node that the job got, supervises, and
+continues in another job if need be.
 
-A plan's binding means nothing on other hardware, and the submitting host knows its nodes only by a description. So the job inspects its
-node and plans the same settings again; what was submitted stays as it was confirmed.
+A plan's binding means nothing on other hardware, and the submitting host knows its nodes only by a
+description. So the job inspects its node and plans the same settings again; what was submitted
+stays as it was confirmed.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, count: int) -> int:
-    """Return the attempt that a job makes when it starts again: the next one, or its own if that was never begun.
+    """Return the attempt that a job makes when it starts again: the next one, or its own if that
+    was never begun.
 
     Called on the first node, which tells the others.
 
@@ -103,7 +106,8 @@ def attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, coun
         count: How often Slurm has started the job before.
 
     Raises:
-        InputError, Refused: The run is not continued (code ``not-continued``), or cannot be resumed here.
+        InputError, Refused: The run is not continued (code ``not-continued``), or cannot be resumed
+            here.
     """
     attempt = None
     try:
@@ -118,7 +122,9 @@ def attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, coun
 def told_attempt(
     run: RunDirectory, submitted: int, count: int, clock: Callable[[], float] = time.monotonic
 ) -> int:
-    """Return the attempt that the job makes, as the first node says. Called on another one. Raises InputError."""
+    """Return the attempt that the job makes, as the first node says. Called on another one. Raises
+    InputError.
+    """
     path, deadline = run.restart_path(submitted, count), clock() + FIRST_SIGN_S
     while True:
         try:
@@ -190,7 +196,9 @@ def _made_attempt(run: RunDirectory, submitted: int, machine: Machine) -> int:
 
 
 def put_back(run: RunDirectory) -> None:
-    """Put this job back into the queue, and record that. If Slurm refuses, the run stays stopped, and can be resumed."""
+    """Put this job back into the queue, and record that. If Slurm refuses, the run stays stopped,
+    and can be resumed.
+    """
     with run_lock(run) as lock:
         if lock is None:
             return
@@ -217,7 +225,9 @@ def may_continue(run: RunDirectory, state: RunState) -> bool:
 
 
 def _this_job() -> str:
-    """Return the number of the job that this process belongs to, which may not have been recorded."""
+    """Return the number of the job that this process belongs to, which may not have been
+    recorded.
+    """
     return os.environ["SLURM_JOB_ID"]
 
 
@@ -230,7 +240,8 @@ def _leave_queue(run: RunDirectory) -> None:
 
 
 def supervise_in_job(run: RunDirectory, attempt: int) -> int:
-    """Plan the attempt for this node, supervise it to its end, and submit its successor if the time limit ended it.
+    """Plan the attempt for this node, supervise it to its end, and submit its successor if the time
+    limit ended it.
 
     Of a job on several nodes, the first one's supervisor does what concerns the whole run.
 
@@ -282,7 +293,9 @@ def _supervise_run(
     machine: Machine,
     nodes: Nodes,
 ) -> int:
-    """Plan the attempt for the first node, supervise the run, and have it continued. Return the run's exit code."""
+    """Plan the attempt for the first node, supervise the run, and have it continued. Return the
+    run's exit code.
+    """
     before = read_state(run)
     admission.refuse_start(run, attempt, before)
     remember(submission.cluster, submission.partition, machine)
@@ -319,7 +332,9 @@ def _supervise_run(
 
 
 def planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
-    """Return a submitted launch planned again for this host, a node of the job. Raises InputError or Refused, as ``prepare``."""
+    """Return a submitted launch planned again for this host, a node of the job. Raises InputError
+    or Refused, as ``prepare``.
+    """
     here = prepare(submitted.spec, machine, force=submitted.forced)
     return msgspec.structs.replace(
         submitted,
@@ -333,7 +348,8 @@ def planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
 
 
 def needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
-    """Return whether a scheduler's warning ended a run, and no person did, with more saved than before.
+    """Return whether a scheduler's warning ended a run, and no person did, with more saved than
+    before.
 
     A job that saved nothing new would be followed by others like it, without end.
 
@@ -352,9 +368,11 @@ def needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) ->
 
 
 def lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
-    """Return whether a node that gave no sign of life ended a run, with more saved than before; otherwise as ``needs_successor``.
+    """Return whether a node that gave no sign of life ended a run, with more saved than before;
+    otherwise as ``needs_successor``.
 
-    Slurm itself may notice that minutes later. It starts a job again only whose node it has seen fail.
+    Slurm itself may notice that minutes later. It starts a job again only whose node it has seen
+    fail.
     """
     state = read_state(run)
     return (
@@ -369,7 +387,9 @@ def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
 
 
 def _supervise_node(run: RunDirectory, attempt: int, machine: Machine, nodes: Nodes) -> int:
-    """Plan the attempt for another node than the first, and supervise it there. Return 0 if it did not fail here."""
+    """Plan the attempt for another node than the first, and supervise it there. Return 0 if it did
+    not fail here.
+    """
     submitted = read_launch(run, attempt)
     try:
         launch = planned_here(submitted, machine, nodes.node)
@@ -408,7 +428,9 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
 
 
 def _submit_successor(run: RunDirectory, machine: Machine) -> None:
-    """Submit the job that continues. What goes wrong is written to the job's output; the run stays stopped, and can be resumed."""
+    """Submit the job that continues. What goes wrong is written to the job's output; the run stays
+    stopped, and can be resumed.
+    """
     from so_tui.launch.launch import prepare_resume
     from so_tui.launch.lifecycle import resume
 

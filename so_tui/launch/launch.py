@@ -1,4 +1,6 @@
-"""From a spec and a machine to a launch: everything that a start needs, made once and without side effects."""
+"""From a spec and a machine to a launch: everything that a start needs, made once and without side
+effects.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
     Args:
         run: The run.
         attempt: The attempt.
-        own: Accept only files of this user that others cannot write: what they say will be executed.
+        own: Accept only files of this user that others cannot write: what they say will be
+            executed.
 
     Raises:
         NotOwnError: A file is not this user's own.
@@ -76,7 +79,8 @@ def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
         record = decode_json(content, dict[str, Any])
         if record.get("v") != 1:
             raise
-    # Until 0.1.0 plan, machine and DeepSpeed's config had files of their own. A job replaced the machine it was submitted for.
+    # Until 0.1.0 plan, machine and DeepSpeed's config had files of their own. A job replaced the
+    # machine it was submitted for.
     files = {
         "plan": run.plan_path(attempt),
         "ds_config": run.ds_config_path(attempt),
@@ -127,7 +131,9 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     """When the scheduler expects to start a queued job, in seconds since the epoch."""
     nodes: str = ""
     end: OutcomeCode | None = None
-    """How a job ended that the scheduler ended, or that failed by itself; None where only the run directory can say."""
+    """How a job ended that the scheduler ended, or that failed by itself; None where only the run
+    directory can say.
+    """
     output: str = ""
     """The last lines that a job wrote which ended before its supervisor had started."""
 
@@ -137,10 +143,13 @@ class Executor(Protocol):
 
     @property
     def here(self) -> bool:
-        """Whether runs start on this machine, so that what can be seen here decides whether they can."""
+        """Whether runs start on this machine, so that what can be seen here decides whether they
+        can.
+        """
 
     def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle | None:
-        """Start the supervisor of an attempt so that it outlives this program, its terminal and its session.
+        """Start the supervisor of an attempt so that it outlives this program, its terminal and its
+        session.
 
         Args:
             run: The run.
@@ -155,16 +164,22 @@ class Executor(Protocol):
         """
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
-        """Return a problem for each thing that a run could not get, or execute, where it starts, as far as that can be known here."""
+        """Return a problem for each thing that a run could not get, or execute, where it starts, as
+        far as that can be known here.
+        """
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script that a start would submit; empty if there is none."""
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
-        """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap enough to be called every second."""
+        """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap
+        enough to be called every second.
+        """
 
     def cancel(self, run: RunDirectory, attempt: int) -> bool:
-        """Take an attempt out of a queue, or end its job. Return whether there was one. Raises SoTuiError if it cannot be done."""
+        """Take an attempt out of a queue, or end its job. Return whether there was one. Raises
+        SoTuiError if it cannot be done.
+        """
 
 
 _FIXED_FOR_A_RUN = (
@@ -208,7 +223,8 @@ def prepare(
 def launch_of(
     plan: Plan, machine: Machine, *, force: bool = False, inherited: Mapping[str, str] | None = None
 ) -> Launch:
-    """Derive the launch from a plan that was made for this machine; arguments and errors as for ``prepare``.
+    """Derive the launch from a plan that was made for this machine; arguments and errors as for
+    ``prepare``.
 
     Refusal codes: those of the plan's reasons (see ``plan_refused``), and ``gpu-not-visible``.
     """
@@ -222,7 +238,10 @@ def launch_of(
     hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]
     if hidden:
         variable = hiding_variable(machine.gpus, inherited) or "The environment"
-        message = f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones with gpus = [...]"
+        message = (
+            f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones "
+            "with gpus = [...]"
+        )
         raise Refused([Refusal("gpu-not-visible", message)])
     plan = msgspec.structs.replace(plan, spec=with_absolute_paths(plan.spec))
     return Launch(
@@ -236,7 +255,9 @@ def launch_of(
 
 
 def plan_refused(plan: Plan) -> Refused:
-    """Return the error for a plan that does not fit or cannot run. Its codes are those of the plan's reasons (``shortage`` ...)."""
+    """Return the error for a plan that does not fit or cannot run. Its codes are those of the
+    plan's reasons (``shortage`` ...).
+    """
     refusals = [
         Refusal(
             "does-not-fit" if isinstance(reason, str) else str(reason.__struct_config__.tag), text
@@ -249,7 +270,8 @@ def plan_refused(plan: Plan) -> Refused:
 def preview(
     spec: RunSpec, machine: Machine, *, inherited: Mapping[str, str] | None = None
 ) -> tuple[Plan, Launch | None]:
-    """Plan a spec for display: the plan, and its launch unless it is impossible. A plan that does not fit has a forced launch.
+    """Plan a spec for display: the plan, and its launch unless it is impossible. A plan that does
+    not fit has a forced launch.
 
     Raises:
         InputError: As for ``prepare``.
@@ -280,17 +302,21 @@ def prepare_resume(
     Args:
         run: The run to resume.
         machine: Where to resume it.
-        values: Dotted keys to change from now on (``gpus``, ``offload.mode`` ...). States are resharded as they require.
+        values: Dotted keys to change from now on (``gpus``, ``offload.mode`` ...). States are
+            resharded as they require.
         force: Accept a plan that does not fit. A run that was forced once stays forced.
-        start_over: Train from step 0, whatever was saved. Existing checkpoints are renamed, not deleted.
-        assume_dead: Accept the user's statement that the previous attempt has ended, although its host cannot be asked.
+        start_over: Train from step 0, whatever was saved. Existing checkpoints are renamed, not
+            deleted.
+        assume_dead: Accept the user's statement that the previous attempt has ended, although its
+            host cannot be asked.
         inherited: The environment to start from; by default this process's.
 
     Raises:
-        InputError: The run is live (code ``run-is-live``), has nothing left to train (``run-has-finished``, ``length-already-trained``),
-            or a key cannot change during a run (``fixed-for-a-run``); otherwise as for ``prepare``.
-        Refused: The run is not this user's own (see ``so_tui.runs.directory``), or what it saved is missing (``checkpoint-missing``); otherwise
-            as for ``prepare``.
+        InputError: The run is live (code ``run-is-live``), has nothing left to train
+            (``run-has-finished``, ``length-already-trained``), or a key cannot change during a run
+            (``fixed-for-a-run``); otherwise as for ``prepare``.
+        Refused: The run is not this user's own (see ``so_tui.runs.directory``), or what it saved is
+            missing (``checkpoint-missing``); otherwise as for ``prepare``.
     """
     values = values or {}
     refuse_unless_own(run)
@@ -326,14 +352,17 @@ def prepare_resume(
 
 
 def usable_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
-    """Return the machine with the GPUs that this program may use: on this host those that its environment shows, elsewhere all."""
+    """Return the machine with the GPUs that this program may use: on this host those that its
+    environment shows, elsewhere all.
+    """
     return (
         visible_machine(machine, inherited) if machine.hostname == socket.gethostname() else machine
     )
 
 
 def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
-    """Return the machine with only the GPUs that CUDA_VISIBLE_DEVICES, or its like, names (indices or UUIDs, as CUDA reads them).
+    """Return the machine with only the GPUs that CUDA_VISIBLE_DEVICES, or its like, names (indices
+    or UUIDs, as CUDA reads them).
 
     Raises:
         Refused: It names MIG instances, which ZeRO-3 cannot use together (code ``mig-instance``).
@@ -343,14 +372,19 @@ def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
         return machine
     given = inherited[variable]
     if any(entry.strip().startswith("MIG-") for entry in given.split(",")):
-        message = "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a whole GPU"
+        message = (
+            "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a "
+            "whole GPU"
+        )
         raise Refused([Refusal("mig-instance", message)])
     visible, _ = visible_gpus(machine.gpus, given)
     return msgspec.structs.replace(machine, gpus=visible)
 
 
 def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
-    """Return the spec of the next attempt. Refuse keys that would make it another run, or lose its checkpoints."""
+    """Return the spec of the next attempt. Refuse keys that would make it another run, or lose its
+    checkpoints.
+    """
     fixed = [key for key in values if key in _FIXED_FOR_A_RUN or key.startswith("model.config")]
     if fixed:
         message, remedy = (
@@ -373,13 +407,17 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
 
 
 def _given_steps(values: Mapping[str, str]) -> int | None:
-    """Return the number of steps that the changes ask for; None where they do not, or give no number."""
+    """Return the number of steps that the changes ask for; None where they do not, or give no
+    number.
+    """
     given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
     return given if type(given) is int else None
 
 
 def _lengthens(values: Mapping[str, str], steps: int) -> bool:
-    """Return whether the changes may leave something to train after ``steps``. Only the data decides how many steps an epoch has."""
+    """Return whether the changes may leave something to train after ``steps``. Only the data
+    decides how many steps an epoch has.
+    """
     given = _given_steps(values)
     return (
         (given is not None and given > steps)
@@ -391,7 +429,10 @@ def _lengthens(values: Mapping[str, str], steps: int) -> bool:
 def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
     given = _given_steps(values)
     if before.saved_step and given is not None and 0 < given <= before.saved_step:
-        message = f"the run would continue from step {thousands(before.saved_step)} and have nothing to train"
+        message = (
+            f"the run would continue from step {thousands(before.saved_step)} and have nothing to "
+            "train"
+        )
         remedy = (
             f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`."
         )

@@ -1,4 +1,6 @@
-"""Start, resume and stop runs, and make sure that each live run has a supervisor. Commands and screens call these functions."""
+"""Start, resume and stop runs, and make sure that each live run has a supervisor. Commands and
+screens call these functions.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,11 @@ from so_tui.trust.text import printable_line, so_tui_command
 
 
 def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> RunState:
-    """Return the state of a run, as ``state_with_truth`` does, corrected by what the executor of its newest attempt knows.
+    """Return the state of a run, as ``state_with_truth`` does, corrected by what the executor of
+    its newest attempt knows.
 
-    The end of a job that its supervisor could not record is recorded here, if the run is this user's own: schedulers soon forget jobs.
+    The end of a job that its supervisor could not record is recorded here, if the run is this
+    user's own: schedulers soon forget jobs.
 
     Raises:
         InputError: If the state cannot be read.
@@ -86,7 +90,9 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
 def starts_again(
     run: RunDirectory, recorded: RunState, job: JobStatus, watch: HeartbeatWatch | None = None
 ) -> bool:
-    """Return whether Slurm has put a run's job back into the queue. What the scheduler said may be older than the run's state."""
+    """Return whether Slurm has put a run's job back into the queue. What the scheduler said may be
+    older than the run's state.
+    """
     return (
         job.phase is JobPhase.QUEUED
         and sighting(run, recorded, watch).liveness is not Liveness.ALIVE
@@ -94,7 +100,9 @@ def starts_again(
 
 
 def newest_attempt(run: RunDirectory, state: RunState) -> int:
-    """Return the attempt that a state is about: a queued one has no supervisor yet that would have written its number."""
+    """Return the attempt that a state is about: a queued one has no supervisor yet that would have
+    written its number.
+    """
     if state.state != "queued":
         return state.attempt
     return next(
@@ -152,7 +160,9 @@ def _clock(when: float) -> str:
 
 
 def _explained(run: RunDirectory, recorded: RunState) -> RunState:
-    """Return a final state with the scheduler's reason where the supervisor saw only that something ended the processes."""
+    """Return a final state with the scheduler's reason where the supervisor saw only that something
+    ended the processes.
+    """
     recent = (
         recorded.ended is not None and abs(time.time() - recorded.ended) < _EXPLAINED_S
     )  # by its node's clock, which may be ahead
@@ -190,7 +200,9 @@ _EXPLAINED_S = 900.0
 
 
 def _ended(run: RunDirectory, attempt: int, job: JobStatus) -> RunState:
-    """Return the final state of a run whose job has ended: its own, or one that says how the scheduler ended it."""
+    """Return the final state of a run whose job has ended: its own, or one that says how the
+    scheduler ended it.
+    """
     recorded = read_state(
         run
     )  # the supervisor may have written the final state just before the job ended
@@ -205,7 +217,9 @@ def _ended(run: RunDirectory, attempt: int, job: JobStatus) -> RunState:
 
 
 def record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
-    """Write a final state in place of the one that was read, if the run is this user's own, and return it."""
+    """Write a final state in place of the one that was read, if the run is this user's own, and
+    return it.
+    """
     if not_own(run) is None:
         with contextlib.suppress(OSError), run_lock(run) as lock:
             if lock is not None and read_state(run) == recorded:
@@ -241,13 +255,16 @@ _LOG = logging.getLogger(__name__)
 _READY_S = 30.0
 _POLL_S = 0.05
 _AFTER_KILL_S = 60.0
-"""How long a stop waits for the final state after its grace time: for the kill, and until the kernel has freed much memory."""
+"""How long a stop waits for the final state after its grace time: for the kill, and until the
+kernel has freed much memory.
+"""
 
 
 def start(
     launch: Launch, *, runs_dir: Path | str | None = None, executor: Executor | None = None
 ) -> RunDirectory:
-    """Start a new run and return once its supervisor has taken over, or its job is queued. Training continues by itself from there.
+    """Start a new run and return once its supervisor has taken over, or its job is queued. Training
+    continues by itself from there.
 
     Args:
         launch: From ``prepare``.
@@ -271,7 +288,8 @@ def start(
 
 
 def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = None) -> int:
-    """Start another attempt of a run, which continues from the last checkpoint, and return the attempt's number.
+    """Start another attempt of a run, which continues from the last checkpoint, and return the
+    attempt's number.
 
     Args:
         run: A run that has ended.
@@ -280,7 +298,8 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
 
     Raises:
         InputError: The run is live again; otherwise as for ``start``.
-        Refused: The run is not this user's own (see ``so_tui.runs.directory``); otherwise as for ``start``.
+        Refused: The run is not this user's own (see ``so_tui.runs.directory``); otherwise as for
+            ``start``.
     """
     refuse_unless_own(run)
     ended_state(run, assume_dead=launch.assume_dead)
@@ -307,19 +326,23 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
 def stop(
     run: RunDirectory, *, grace_s: float = DEFAULT_GRACE_S, assume_dead: bool = False
 ) -> RunState:
-    """Ask the run to stop with a checkpoint, and wait for its end. After ``grace_s`` seconds the supervisor kills it.
+    """Ask the run to stop with a checkpoint, and wait for its end. After ``grace_s`` seconds the
+    supervisor kills it.
 
-    Returns the final state, or the current one if the run has not ended in time. The request remains if the wait is interrupted.
+    Returns the final state, or the current one if the run has not ended in time. The request
+    remains if the wait is interrupted.
 
     Args:
         run: The run.
         grace_s: After how many seconds it is killed.
-        assume_dead: Take the user's word that it has ended, or that its job will never start, where nobody can be asked.
+        assume_dead: Take the user's word that it has ended, or that its job will never start, where
+            nobody can be asked.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
-        InputError: The request may not be written (code ``control-not-writable``), or the scheduler that has its job cannot be asked
-            (code ``run-may-be-live``); with the user's word as for ``record_end``.
+        InputError: The request may not be written (code ``control-not-writable``), or the scheduler
+            that has its job cannot be asked (code ``run-may-be-live``); with the user's word as for
+            ``record_end``.
         OSError: It cannot be written for another reason, such as a full disk.
     """
     state = current_state(run)
@@ -363,11 +386,13 @@ def stop(
 
 
 def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> RunState:
-    """Take a run out of its scheduler's queue and record that. Should its job start all the same, it is refused.
+    """Take a run out of its scheduler's queue and record that. Should its job start all the same,
+    it is refused.
 
     Raises:
         Refused: It is another user's run.
-        InputError: The scheduler cannot be asked (code ``run-may-be-live``), and the user does not say that the job will never start.
+        InputError: The scheduler cannot be asked (code ``run-may-be-live``), and the user does not
+            say that the job will never start.
         OSError: The run directory cannot be written.
     """
     refuse_unless_own(run)
@@ -376,7 +401,10 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
         executor_of_attempt(run, attempt).cancel(run, attempt)
     except SoTuiError as error:
         if not assume_dead:
-            remedy = "If you know that its job is gone, add --assume-dead. Should it start all the same, it ends at once."
+            remedy = (
+                "If you know that its job is gone, add --assume-dead. Should it start all the "
+                "same, it ends at once."
+            )
             problem = Problem(
                 code="run-may-be-live",
                 field="run",
@@ -430,7 +458,9 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
 def _wait_for_supervisor(
     run: RunDirectory, attempt: int, handle: SupervisorHandle, log: Path
 ) -> None:
-    """Return when the supervisor has written its first state. Raise SoTuiError if it ends first or takes too long."""
+    """Return when the supervisor has written its first state. Raise SoTuiError if it ends first or
+    takes too long.
+    """
     deadline = time.monotonic() + _READY_S
     while read_state(run).attempt != attempt:
         code = handle.exit_code()
@@ -438,7 +468,8 @@ def _wait_for_supervisor(
             code == 0 and read_state(run).attempt != attempt
         ):  # another supervisor holds the run's lock
             raise SoTuiError(
-                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it"
+                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` "
+                "shows it"
             )
         if code is not None and read_state(run).attempt != attempt:
             raise SoTuiError(
@@ -452,7 +483,9 @@ def _wait_for_supervisor(
 
 
 def _never_supervised(run: RunDirectory) -> bool:
-    """Return whether no supervisor has written a state, so that nothing runs and nothing is worth keeping."""
+    """Return whether no supervisor has written a state, so that nothing runs and nothing is worth
+    keeping.
+    """
     try:
         return read_state(run).supervisor is None
     except InputError:  # its file system may be away for a moment

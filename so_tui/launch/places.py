@@ -1,4 +1,6 @@
-"""The machine that a spec's place has: this one, or that of a partition, as its jobs have seen it or its site describes it."""
+"""The machine that a spec's place has: this one, or that of a partition, as its jobs have seen it
+or its site describes it.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,11 @@ def sees_part(machine: Machine) -> bool:
 
 
 def remember(cluster: str, partition: str, machine: Machine) -> None:
-    """Keep the machine of a cluster's partition. Where it cannot be written, the next job tries again.
+    """Keep the machine of a cluster's partition. Where it cannot be written, the next job tries
+    again.
 
-    What a job saw that had a part of a node does not replace what another saw with more GPUs, and a network that was measured is replaced
-    only by another measurement.
+    What a job saw that had a part of a node does not replace what another saw with more GPUs, and a
+    network that was measured is replaced only by another measurement.
     """
     before = seen_machine(cluster, partition)
     if before is not None and sees_part(machine) and len(machine.gpus) < len(before.machine.gpus):
@@ -79,7 +82,9 @@ def seen_machine(cluster: str, partition: str) -> SeenMachine | None:
 
 
 def with_measured_network(cluster: str, partition: str, machine: Machine) -> Machine:
-    """Return a machine of a partition with the network between its nodes as a job measured it, if one has."""
+    """Return a machine of a partition with the network between its nodes as a job measured it, if
+    one has.
+    """
     return _with_network_of(seen_machine(cluster, partition), machine)
 
 
@@ -111,7 +116,7 @@ def keep_network(
 
 def _path(cluster: str, partition: str) -> Path:
     """Return the file of a partition. Slurm's names of clusters need not be names of folders."""
-    folder = f"{re.sub(r'[^A-Za-z0-9_-]', '_', cluster)[:40]}-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
+    folder = f"{re.sub(r'[^A-Za-z0-9_-]', '_', cluster)[:40]}-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"  # noqa: E501
     return state_home() / "partitions" / folder / f"{partition}.json"
 
 
@@ -119,7 +124,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class PlaceSource(Struct, frozen=True, kw_only=True):
-    """Where the description of a partition's machine comes from: a job, a site profile, or nowhere, and this machine stands for it."""
+    """Where the description of a partition's machine comes from: a job, a site profile, or nowhere,
+    and this machine stands for it.
+    """
 
     partition: str
     seen: float | None = None
@@ -147,7 +154,8 @@ def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
 
 
 def machine_of_partition(partition: str, here: Machine | None = None, *, site: str = "") -> Machine:
-    """Return the machine of a partition: the one that a job saw there, else the one that the site profile describes, else this one.
+    """Return the machine of a partition: the one that a job saw there, else the one that the site
+    profile describes, else this one.
 
     Args:
         partition: Its name; empty for this machine.
@@ -183,7 +191,9 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
 
 
 def source_of(partition: str, *, site: str = "") -> PlaceSource:
-    """Return where the description of a partition's machine comes from; arguments and errors as for ``machine_of_partition``."""
+    """Return where the description of a partition's machine comes from; arguments and errors as for
+    ``machine_of_partition``.
+    """
     seen, described, profile = _known(partition, site)
     if seen is not None:
         return PlaceSource(partition=partition, seen=seen.seen)
@@ -191,7 +201,9 @@ def source_of(partition: str, *, site: str = "") -> PlaceSource:
 
 
 def left_out_profiles(partition: str, *, site: str = "") -> tuple[Problem, ...]:
-    """Return what is wrong with site profiles among which that of a partition's cluster was looked for; arguments as for ``source_of``."""
+    """Return what is wrong with site profiles among which that of a partition's cluster was looked
+    for; arguments as for ``source_of``.
+    """
     from so_tui.launch.slurm.script import wrong_sites
 
     return wrong_sites() if partition and not site else ()
@@ -230,7 +242,8 @@ def _described(profile: Site, partition: str) -> Machine | None:
 
 
 def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
-    """Return why a spec was refused, with how to get to know the partition's machine if only this one was known.
+    """Return why a spec was refused, with how to get to know the partition's machine if only this
+    one was known.
 
     Args:
         error: Why the plan was refused.
@@ -242,8 +255,8 @@ def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
     message = (
-        f"the nodes of partition {partition} are not known yet, so this plan is for the machine you are on. "
-        f"`{measure}` records them in a minute; --machine names or describes them"
+        f"the nodes of partition {partition} are not known yet, so this plan is for the machine "
+        f"you are on. `{measure}` records them in a minute; --machine names or describes them"
     )
     return Refused(
         [*error.refusals, Refusal("partition-unknown", message)], forceable=error.forceable

@@ -85,7 +85,9 @@ def write_rows(spec: RunSpec, workload: Workload, folder: Path) -> Path:
 
 
 def rows_for(spec: RunSpec, workload: Workload) -> Iterator[Row]:
-    """Yield enough documents for a step, each of as many tokens as attention's cost of the data follows; of a whole sequence if unknown."""
+    """Yield enough documents for a step, each of as many tokens as attention's cost of the data
+    follows; of a whole sequence if unknown.
+    """
     length = spec.data.sequence_length
     tokens = min(length, round(workload.attended_tokens) or length)
     characters = round(tokens * _CHARACTERS_PER_TOKEN * (_ROOM if tokens == length else 1))
@@ -122,7 +124,9 @@ _GRACE_S = 20.0
 """What a run that is given up may take to stop before it is killed. It saves nothing."""
 
 Data = Literal["random", "spec"]
-"""What a probe trains on: random weights and rows made of the embedded ones, so that nothing is downloaded, or the spec's own."""
+"""What a probe trains on: random weights and rows made of the embedded ones, so that nothing is
+downloaded, or the spec's own.
+"""
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -138,9 +142,11 @@ class Measured(Struct, frozen=True, kw_only=True):
 def probe_spec(
     spec: RunSpec, data: Data, *, rows: Path | None = None, measured_steps: int = MEASURED_STEPS
 ) -> RunSpec:
-    """Return the spec of a short run with the same settings, without checkpoints, evaluation and trackers, that records every step.
+    """Return the spec of a short run with the same settings, without checkpoints, evaluation and
+    trackers, that records every step.
 
-    ``rows`` is what a probe with random weights trains on (``write_rows``); without it the embedded rows.
+    ``rows`` is what a probe with random weights trains on (``write_rows``); without it the embedded
+    rows.
     """
     model, source = spec.model, replace(spec.data, held_out=0.0, evaluation="", evaluation_split="")
     if data == "random":
@@ -203,7 +209,8 @@ def run_to_end(
             if time.monotonic() - begun > limit_s:
                 stop(run, grace_s=_GRACE_S)
                 raise SoTuiError(
-                    f"{run.name} took longer than {limit_s:,.0f} s; `{so_tui_command('logs', str(run.path))}` shows what it did"
+                    f"{run.name} took longer than {limit_s:,.0f} s; "
+                    f"`{so_tui_command('logs', str(run.path))}` shows what it did"
                 )
             ensure_supervised(run)
             time.sleep(poll_s)
@@ -213,13 +220,16 @@ def run_to_end(
     state = update.state
     if state.state != "finished":
         raise SoTuiError(
-            f"{run.name} {state.state}: {state.reason}. `{so_tui_command('logs', str(run.path))}` shows what its processes wrote"
+            f"{run.name} {state.state}: {state.reason}. `{so_tui_command('logs', str(run.path))}` "
+            "shows what its processes wrote"
         )
     return run
 
 
 def measured_of(run: RunDirectory, plan: Plan) -> Measured:
-    """Return what a finished run measured of its steps after the warm-up. Raises SoTuiError if it recorded no step."""
+    """Return what a finished run measured of its steps after the warm-up. Raises SoTuiError if it
+    recorded no step.
+    """
     records, samples = records_and_samples(run)
     steps = [record for record in records if isinstance(record, StepRecord)]
     counted = [step for step in steps if step.step > plan.spec.benchmark.warmup_steps] or steps
@@ -230,7 +240,8 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
         gpu.memory_used_bytes or 0 for sample in samples for gpu in sample.gpus if gpu.index in used
     ]
     reserved = max(step.gpu_memory_peak_bytes or 0 for step in steps)
-    # The first step's own record does not mark its start: it is written late, after the memory of all processes was measured.
+    # The first step's own record does not mark its start: it is written late, after the memory of
+    # all processes was measured.
     began = (
         record.time
         for record in records
@@ -267,7 +278,9 @@ def _held_back(steps: Sequence[StepRecord], counted: Collection[int]) -> int:
 
 
 def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
-    """Return the workload of these steps, from their counts, the attention FLOPs that they executed, and what the run saw of its data."""
+    """Return the workload of these steps, from their counts, the attention FLOPs that they
+    executed, and what the run saw of its data.
+    """
     positions = len(steps) * plan.tokens_per_step
     useful = sum(step.useful_tokens for step in steps)
     executed = sum(step.model_tflops_per_gpu * 1e12 * step.step_s for step in steps) * plan.gpus
@@ -291,7 +304,9 @@ def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
 
 
 def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[Plan, Figures]:
-    """Return the plan of a spec for this workload without any probe's correction, and its figures as a probe measures them."""
+    """Return the plan of a spec for this workload without any probe's correction, and its figures
+    as a probe measures them.
+    """
     plan = make_plan(spec, machine, workload=workload, probed=False)
     step = plan.step
     return plan, Figures(
@@ -307,7 +322,9 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
 
 
 def probe_of(found: Measured, plan: Plan, machine: Machine) -> Probe:
-    """Return the record of a finished probe: measured, and predicted for the same data and as many steps that waited for the norm."""
+    """Return the record of a finished probe: measured, and predicted for the same data and as many
+    steps that waited for the norm.
+    """
     return Probe(
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
         model=model_key(plan.spec.model),
@@ -325,7 +342,9 @@ def probe_of(found: Measured, plan: Plan, machine: Machine) -> Probe:
 
 
 def _computing(spec: RunSpec, machine: Machine, workload: Workload) -> Passes | None:
-    """Return what is predicted of passes that fetch weights as if the GPU had them; None where it has."""
+    """Return what is predicted of passes that fetch weights as if the GPU had them; None where it
+    has.
+    """
     target = target_of(spec, machine, workload=workload, probed=False)
     model = step_model(assess(spec, target).placement, target)
     fetching = fetching_of(model) if model else None
@@ -333,7 +352,8 @@ def _computing(spec: RunSpec, machine: Machine, workload: Workload) -> Passes | 
 
 
 def predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
-    """Return the predicted figures; times are medians over the measured steps, each predicted as it was taken.
+    """Return the predicted figures; times are medians over the measured steps, each predicted as it
+    was taken.
 
     A step whose norm exceeds the limit takes longer, though the plan is right.
     """
@@ -361,9 +381,11 @@ def predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
 
 
 def settings_text(plan: Plan) -> str:
-    """Return a plan's settings in words: ``superoffload 0.90, micro-batch 4 x 4,096, full, gradient_clipping 1``.
+    """Return a plan's settings in words: ``superoffload 0.90, micro-batch 4 x 4,096, full,
+    gradient_clipping 1``.
 
-    Probes whose steps take other time or memory have other settings: a probe replaces one of the same settings.
+    Probes whose steps take other time or memory have other settings: a probe replaces one of the
+    same settings.
     """
     spec = plan.spec
     mode = plan.mode if plan.mode == "gpu" else f"{plan.mode} {plan.ratio:.2f}"
@@ -378,7 +400,9 @@ def settings_text(plan: Plan) -> str:
 
 
 def _beside_the_first(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield the other settings that decide what a step does, by their keys; empty where they are what most runs have."""
+    """Yield the other settings that decide what a step does, by their keys; empty where they are
+    what most runs have.
+    """
     model, train, offload = spec.model, spec.train, spec.offload
     yield "gradient_clipping", f"{train.gradient_clipping:g}" if train.gradient_clipping else ""
     yield (
@@ -399,7 +423,9 @@ def _beside_the_first(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
-    """Yield name, predicted, measured and relative error (predicted / measured - 1) of each figure that was measured."""
+    """Yield name, predicted, measured and relative error (predicted / measured - 1) of each figure
+    that was measured.
+    """
     names: dict[str, Any] = {
         "step_s": 1.0,
         "forward_s": 1.0,

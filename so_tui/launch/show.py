@@ -1,4 +1,6 @@
-"""A launch as ``run --dry-run`` shows it: verdict, binding, environment with reasons, overridden settings and the command; or as JSON."""
+"""A launch as ``run --dry-run`` shows it: verdict, binding, environment with reasons, overridden
+settings and the command; or as JSON.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class ShownLaunch(Struct, frozen=True, kw_only=True):
     env: dict[str, str | None]
     """Changes of the environment; None removes a variable."""
     placeholders: dict[str, str]
-    """What stands in ``argv`` and ``env`` for values that are known at the start, and their meanings."""
+    """What stands in ``argv`` and ``env`` for values that are known at the start, and their
+    meanings.
+    """
     ds_config: dict[str, Any]
     binding: tuple[ShownBinding, ...]
     plan: dict[str, Any]
@@ -76,7 +80,9 @@ def render_launch(launch: Launch) -> RenderableType:
 
 
 def render_start(launch: Launch) -> RenderableType:
-    """Return the command and the batch script of ``run --dry-run``: to be copied, so it must not be wrapped."""
+    """Return the command and the batch script of ``run --dry-run``: to be copied, so it must not be
+    wrapped.
+    """
     script = executor_of(launch.spec).preview(launch)
     return Group(
         Text("the command", style="bold"),

@@ -1,4 +1,6 @@
-"""Find GPUs through NVML, or the PCI devices and AMD's topology in sysfs, with the CPU node of each and the NUMA node of its memory."""
+"""Find GPUs through NVML, or the PCI devices and AMD's topology in sysfs, with the CPU node of each
+and the NUMA node of its memory.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ _MOST_BYTES = 1 << 50
 _NODE = re.compile(r"0|[1-9][0-9]{0,4}")
 _LINE = re.compile(r"^(\w+) ([0-9]{1,20})$", re.MULTILINE)
 _GPU_HEAPS = (1, 2)
-"""``HSA_MEM_HEAP_TYPE_FB_PUBLIC`` and ``_PRIVATE``: memory of the GPU that the CPU can address, and that it cannot."""
+"""``HSA_MEM_HEAP_TYPE_FB_PUBLIC`` and ``_PRIVATE``: memory of the GPU that the CPU can address, and
+that it cannot.
+"""
 _SAME_SOCKET = 13
-"""Weight of the link between CPU and GPU of one socket (``KFD_CRAT_INTRA_SOCKET_WEIGHT``), by which ROCm too knows an APU."""
+"""Weight of the link between CPU and GPU of one socket (``KFD_CRAT_INTRA_SOCKET_WEIGHT``), by which
+ROCm too knows an APU.
+"""
 
 
 class KfdGpu(Struct, frozen=True, kw_only=True):
@@ -113,7 +119,9 @@ def _gpu(
 
 
 def _bus_id(properties: dict[str, int]) -> str:
-    """Return the PCI address as sysfs writes it. The function number counts partitions; the device itself has 0."""
+    """Return the PCI address as sysfs writes it. The function number counts partitions; the device
+    itself has 0.
+    """
     location = properties.get("location_id", 0)
     return (
         f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
@@ -138,7 +146,9 @@ def names_by_amd_smi() -> dict[str, str]:
 
 
 def names_in(output: str) -> dict[str, str]:
-    """Return the product names in the tool's output, by bus id as sysfs writes it. What is not of that form is left out."""
+    """Return the product names in the tool's output, by bus id as sysfs writes it. What is not of
+    that form is left out.
+    """
     try:
         content: Any = decode_json(output.encode(), object)
     except msgspec.DecodeError:
@@ -205,7 +215,9 @@ class GpuHealth(Struct, frozen=True, kw_only=True):
 
 
 class Asker:
-    """Calls NVML functions. An error returns None; an unexpected one is also recorded in ``errors``."""
+    """Calls NVML functions. An error returns None; an unexpected one is also recorded in
+    ``errors``.
+    """
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
@@ -217,7 +229,9 @@ class Asker:
         }
 
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
-        """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py does not have it."""
+        """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py
+        does not have it.
+        """
         call = getattr(self.nvml, function, None)
         if call is None:
             return None
@@ -230,7 +244,9 @@ class Asker:
 
 
 def query_nvml() -> NvmlAnswer:
-    """Return every GPU that the driver shows to this process; empty and without errors if there is no driver."""
+    """Return every GPU that the driver shows to this process; empty and without errors if there is
+    no driver.
+    """
     import pynvml
 
     try:
@@ -414,7 +430,8 @@ def read_gpus(
         files: System files of the machine.
         nodes: NUMA nodes of the machine.
         nvml: Answer of NVML; its list is used if NVML started.
-        coherent: Whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may be GPU memory.
+        coherent: Whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may
+            be GPU memory.
     """
     on_bus = pci_gpus(files)
     notes = list(nvml.errors)
@@ -425,7 +442,8 @@ def read_gpus(
         usable = tuple(gpu for gpu in on_bus if not files.live or _driver_loaded(files, gpu.vendor))
         if len(usable) < len(on_bus):
             notes.append(
-                f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left out."
+                f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left "
+                "out."
             )
         gpus = _from_pci(usable)
     if any(gpu.vendor == "amd" for gpu in gpus) and (amd := kfd_gpus(files, nodes)) is not None:
@@ -441,7 +459,8 @@ def read_gpus(
         if assumed:
             listed = ", ".join(str(gpu.index) for gpu in assumed)
             notes.append(
-                f"The memory size of GPU {listed} is unknown here; the published size of {assumed[0].name} is assumed."
+                f"The memory size of GPU {listed} is unknown here; the published size of "
+                f"{assumed[0].name} is assumed."
             )
     if files.live and (variable := hiding_variable(gpus, os.environ)):
         gpus, hidden = visible_gpus(gpus, os.environ[variable])
@@ -511,7 +530,9 @@ def _from_pci(found: Iterable[PciGpu]) -> tuple[Gpu, ...]:
 
 
 def _with_kfd(gpus: tuple[Gpu, ...], amd: dict[str, KfdGpu]) -> tuple[Gpu, ...]:
-    """Return the GPUs with what AMD's driver says of them, and without those that it withholds. AMD's are numbered as ROCm does."""
+    """Return the GPUs with what AMD's driver says of them, and without those that it withholds.
+    AMD's are numbered as ROCm does.
+    """
     order = list(amd)
     kept = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
     kept.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
@@ -553,7 +574,9 @@ def _from_nvml(gpu: NvmlGpu, on_bus: tuple[PciGpu, ...]) -> Gpu:
 def _with_nodes(
     gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent: bool
 ) -> tuple[Gpu, ...]:
-    """Fill in what the bus does not report: the CPU node (if there is only one), its CPUs, the GPU's memory node and size."""
+    """Fill in what the bus does not report: the CPU node (if there is only one), its CPUs, the
+    GPU's memory node and size.
+    """
     cpu_nodes = {node.id: node for node in nodes if node.kind == "cpu"}
     only_node = next(iter(cpu_nodes)) if len(cpu_nodes) == 1 else None
     attached = tuple(
@@ -608,8 +631,8 @@ def _with_published_memory(
 def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[str, int]:
     """Return the memory node of each GPU, by bus id.
 
-    The memory nodes nearest to a CPU node belong to the GPUs attached to it, in PCI order. If their numbers differ (memory that is not
-    online, for example), they are left out.
+    The memory nodes nearest to a CPU node belong to the GPUs attached to it, in PCI order. If their
+    numbers differ (memory that is not online, for example), they are left out.
     """
     hbm = [node for node in nodes if node.kind == "gpu-memory"]
     in_bus_order = sorted(gpus, key=lambda gpu: gpu.pci_bus_id)
@@ -630,7 +653,9 @@ def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[st
 
 
 def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None:
-    """Return the CPU node at the smallest distance; None if two are equally near or no distance is known."""
+    """Return the CPU node at the smallest distance; None if two are equally near or no distance is
+    known.
+    """
     known = [
         (far, other.id)
         for other in nodes
@@ -645,7 +670,8 @@ def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None
 def hiding_variable(gpus: Iterable[Gpu], environment: Mapping[str, str]) -> str | None:
     """Return the variable that decides which of these GPUs a process sees; None if none is set.
 
-    ROCm has three, and each counts within what the ones before it show. Schedulers set one, or several alike, so the first is taken.
+    ROCm has three, and each counts within what the ones before it show. Schedulers set one, or
+    several alike, so the first is taken.
     """
     names = (
         ROCM_VISIBLE_DEVICES
@@ -658,7 +684,9 @@ def hiding_variable(gpus: Iterable[Gpu], environment: Mapping[str, str]) -> str 
 def visible_gpus(
     gpus: tuple[Gpu, ...], shown_devices: str
 ) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """Return the GPUs that a list such as CUDA_VISIBLE_DEVICES shows, and the others. As in CUDA, it ends at the first unknown entry."""
+    """Return the GPUs that a list such as CUDA_VISIBLE_DEVICES shows, and the others. As in CUDA,
+    it ends at the first unknown entry.
+    """
     shown: set[int] = set()
     for entry in shown_devices.split(","):
         match = next((gpu.index for gpu in gpus if _names(entry.strip(), gpu)), None)

@@ -22,7 +22,9 @@ _LAST = (1 << 16) - 1
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Parse the kernel's list format (``0-3,8``) to ascending numbers. Raises ValueError for any other text."""
+    """Parse the kernel's list format (``0-3,8``) to ascending numbers. Raises ValueError for any
+    other text.
+    """
     cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -98,7 +100,9 @@ def memory_limit_bytes(files: SystemFiles) -> int | None:
 
 
 def memory_left_bytes(files: SystemFiles) -> int | None:
-    """Return the smallest distance of the group and its ancestors from their memory limits. File cache counts as free."""
+    """Return the smallest distance of the group and its ancestors from their memory limits. File
+    cache counts as free.
+    """
     left = [
         room
         for folder in _folders(files, "memory")
@@ -153,7 +157,9 @@ def _quota(files: SystemFiles, folder: str) -> float | None:
 
 
 def _folders(files: SystemFiles, controller: str) -> Iterator[str]:
-    """Yield the folders of this process's group and its ancestors, nearest first. Folders that a container hides do not exist."""
+    """Yield the folders of this process's group and its ancestors, nearest first. Folders that a
+    container hides do not exist.
+    """
     for line in (files.text("/proc/self/cgroup") or "").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -191,7 +197,9 @@ def online_cpus(files: SystemFiles) -> tuple[int, ...]:
 
 
 def allowed_cpus(files: SystemFiles, online: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the CPUs this process may run on: its affinity within its cpuset. For copied system files, all online CPUs."""
+    """Return the CPUs this process may run on: its affinity within its cpuset. For copied system
+    files, all online CPUs.
+    """
     if not files.live:
         return online
     allowed = set(os.sched_getaffinity(0))
@@ -199,7 +207,9 @@ def allowed_cpus(files: SystemFiles, online: tuple[int, ...]) -> tuple[int, ...]
 
 
 def smt_siblings(files: SystemFiles, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the CPUs of each physical core with several threads; empty if no core has, or if it is not reported."""
+    """Return the CPUs of each physical core with several threads; empty if no core has, or if it is
+    not reported.
+    """
     cores = set()
     for cpu in online:
         folder = f"/sys/devices/system/cpu/cpu{cpu}/topology"
@@ -213,7 +223,9 @@ def smt_siblings(files: SystemFiles, online: tuple[int, ...]) -> tuple[tuple[int
 
 
 def allowed_memory_nodes(files: SystemFiles) -> tuple[int, ...] | None:
-    """Return the NUMA nodes that this process may allocate on; None if unknown, and for copied system files."""
+    """Return the NUMA nodes that this process may allocate on; None if unknown, and for copied
+    system files.
+    """
     found = re.search(
         r"^Mems_allowed_list:\s*(\S+)", files.text("/proc/self/status") or "", re.MULTILINE
     )
@@ -229,7 +241,10 @@ def memory_allowance_notes(
         return ()
     mine = cpu_ranges(set(with_memory) & set(allowed)) or "none"
     return (
-        f"This process may allocate on CPU nodes {mine} of {cpu_ranges(with_memory)} (Mems_allowed): plans count only these.",
+        (
+            f"This process may allocate on CPU nodes {mine} of {cpu_ranges(with_memory)} "
+            "(Mems_allowed): plans count only these."
+        ),
     )
 
 
@@ -247,7 +262,8 @@ def allowance_notes(
     quota = cpu_quota(files)
     if quota is not None and quota < len(allowed):
         notes.append(
-            f"The control group limits CPU time to {quota:g} of {len(allowed)} allowed CPUs: bound threads will be throttled."
+            f"The control group limits CPU time to {quota:g} of {len(allowed)} allowed CPUs: bound "
+            "threads will be throttled."
         )
     if job := os.environ.get("SLURM_JOB_ID"):
         given = [
@@ -260,7 +276,9 @@ def allowance_notes(
 
 
 def processor(files: SystemFiles) -> Processor:
-    """Return name and architecture from /proc/cpuinfo or the identification register in sysfs; from py-cpuinfo (slow) as a last resort."""
+    """Return name and architecture from /proc/cpuinfo or the identification register in sysfs; from
+    py-cpuinfo (slow) as a last resort.
+    """
     text = files.text("/proc/cpuinfo") or ""
     fields = _cpuinfo_fields(text)
     arm = _arm_core(fields, files)
@@ -299,7 +317,9 @@ def _cpuinfo_processors(files: SystemFiles) -> tuple[int, ...]:
 
 
 def _arm_core(fields: dict[str, str], files: SystemFiles) -> tuple[int, int] | None:
-    """Return the Arm implementer and part number, which replace the model name in /proc/cpuinfo; None if not an Arm CPU."""
+    """Return the Arm implementer and part number, which replace the model name in /proc/cpuinfo;
+    None if not an Arm CPU.
+    """
     try:
         return int(fields["CPU implementer"], 16), int(fields["CPU part"], 16)
     except (KeyError, ValueError):
@@ -363,7 +383,9 @@ def page_size_bytes(files: SystemFiles) -> int | None:
 
 
 def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> HostMemory:
-    """Return the memory of the CPU nodes, corrected if the kernel's per-node figures lag behind memory that is being added."""
+    """Return the memory of the CPU nodes, corrected if the kernel's per-node figures lag behind
+    memory that is being added.
+    """
     whole = meminfo(files.text("/proc/meminfo"))
     nodes = _caught_up_nodes(nodes, whole)
     total = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
@@ -384,7 +406,8 @@ def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> HostMemory:
 
 
 def pss_bytes(pid: int) -> int | None:
-    """Return the proportional set size (PSS) of a process: pages it shares count in part. None if it has ended or is not readable.
+    """Return the proportional set size (PSS) of a process: pages it shares count in part. None if
+    it has ended or is not readable.
 
     Reading it walks the page tables of the process, which takes long for hundreds of gigabytes.
     """
@@ -396,7 +419,9 @@ def pss_bytes(pid: int) -> int | None:
 
 
 def available_bytes(files: SystemFiles) -> int | None:
-    """Return the bytes that this control group can allocate without swapping or being killed; None if unknown."""
+    """Return the bytes that this control group can allocate without swapping or being killed; None
+    if unknown.
+    """
     sizes = (
         meminfo(files.text("/proc/meminfo")).get("MemAvailable"),
         memory_left_bytes(files),
@@ -405,13 +430,17 @@ def available_bytes(files: SystemFiles) -> int | None:
 
 
 def sole_memory_node(nodes: tuple[NumaNode, ...]) -> int | None:
-    """Return the CPU node with all of the host's memory, which /proc/meminfo then describes; None if several nodes have memory."""
+    """Return the CPU node with all of the host's memory, which /proc/meminfo then describes; None
+    if several nodes have memory.
+    """
     with_memory = [node for node in nodes if node.memory_total_bytes > 0]
     return with_memory[0].id if len(with_memory) == 1 and with_memory[0].kind == "cpu" else None
 
 
 def caught_up(sizes: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
-    """Return the meminfo sizes of the only node with memory, with total and free of /proc/meminfo if that shows more."""
+    """Return the meminfo sizes of the only node with memory, with total and free of /proc/meminfo
+    if that shows more.
+    """
     if whole.get("MemTotal", 0) <= sizes.get("MemTotal", 0):
         return sizes
     return sizes | {name: whole[name] for name in ("MemTotal", "MemFree") if name in whole}
@@ -440,12 +469,17 @@ def _gpu_memory_note(
         ", which includes GPU memory" if any(node.kind == "gpu-memory" for node in nodes) else ""
     )
     return [
-        f"MemTotal is {memory_size(whole_bytes)}{reason}; plans count the {memory_size(host_bytes)} of the CPU nodes."
+        (
+            f"MemTotal is {memory_size(whole_bytes)}{reason}; plans count the "
+            f"{memory_size(host_bytes)} of the CPU nodes."
+        )
     ]
 
 
 def _grows(files: SystemFiles) -> bool:
-    """Return whether this is a virtual machine with variable memory: a memory or balloon device is bound, or DMI names Firecracker."""
+    """Return whether this is a virtual machine with variable memory: a memory or balloon device is
+    bound, or DMI names Firecracker.
+    """
     devices = [
         name
         for driver in ("virtio_mem", "virtio_balloon")
@@ -468,7 +502,9 @@ _NODES = "/sys/devices/system/node"
 
 
 def read_nodes(files: SystemFiles, online: tuple[int, ...]) -> tuple[NumaNode, ...]:
-    """Return all online nodes in ascending order; a single node 0 with every CPU if the kernel has no NUMA support."""
+    """Return all online nodes in ascending order; a single node 0 with every CPU if the kernel has
+    no NUMA support.
+    """
     ids = sorted(
         int(name[4:])
         for name in files.names(_NODES)
@@ -507,7 +543,9 @@ def _node(
 
 
 def distance(nodes: tuple[NumaNode, ...], from_node: NumaNode, to_id: int) -> int | None:
-    """Return the kernel's distance between two nodes; None if unknown. Distances are listed in the order of online nodes."""
+    """Return the kernel's distance between two nodes; None if unknown. Distances are listed in the
+    order of online nodes.
+    """
     position = next((index for index, node in enumerate(nodes) if node.id == to_id), None)
     return (
         from_node.distances[position]

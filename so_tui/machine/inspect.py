@@ -121,7 +121,9 @@ def machine_json(machine: Machine) -> bytes:
 
 
 def load_machine(path: Path | str) -> Machine:
-    """Read a machine file. Raises InputError if it cannot be read or does not contain a Machine of this schema."""
+    """Read a machine file. Raises InputError if it cannot be read or does not contain a Machine of
+    this schema.
+    """
     try:
         machine = read_json(Path(path), Machine)
     except UnfitFileError as error:
@@ -140,7 +142,9 @@ def load_machine(path: Path | str) -> Machine:
 
 
 def checked_machine(machine: Machine, path: Path | str) -> Machine:
-    """Return a machine that a file describes, unless no machine can be so. Raises InputError, which names the file."""
+    """Return a machine that a file describes, unless no machine can be so. Raises InputError, which
+    names the file.
+    """
     if (size := _too_large(machine)) is not None:
         raise _problem("out-of-range", path, f"has {size}, more than any machine")
     if machine.schema != SCHEMA:
@@ -153,7 +157,8 @@ def checked_machine(machine: Machine, path: Path | str) -> Machine:
             raise _problem(
                 "not-a-machine",
                 path,
-                f"is not a machine file (GPU {gpu.index} has its memory on node {gpu.memory_node}, which is not listed)",
+                f"is not a machine file (GPU {gpu.index} has its memory on node "
+                f"{gpu.memory_node}, which is not listed)",
             )
     if not machine.cpu_nodes:
         raise _problem("no-cpu-node", path, "has no NUMA node with CPUs")

@@ -1,6 +1,8 @@
-"""Whether an interpreter can train on a node: the architecture that it is built for, and the packages that it has.
+"""Whether an interpreter can train on a node: the architecture that it is built for, and the
+packages that it has.
 
-``python -m so_tui.machine.interpreter GPUS`` is the first thing that a job executes with the interpreter it was given.
+``python -m so_tui.machine.interpreter GPUS`` is the first thing that a job executes with the
+interpreter it was given.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _ARCHITECTURES = {0x3E: "x86_64", 0xB7: "aarch64"}
 def architecture_of(interpreter: str) -> str:
     """Return the architecture that an interpreter is built for, as ``uname -m`` names it.
 
-    Empty where that cannot be seen: it is no path, no file on this host, a script, or for another architecture than those known here.
+    Empty where that cannot be seen: it is no path, no file on this host, a script, or for another
+    architecture than those known here.
     """
     path = Path(interpreter)
     if not path.is_absolute():
@@ -38,13 +41,17 @@ def architecture_of(interpreter: str) -> str:
 
 
 def faults(gpus: int) -> Iterator[str]:
-    """Yield what this interpreter lacks to train on that many GPUs of this host, without importing torch, which takes seconds."""
+    """Yield what this interpreter lacks to train on that many GPUs of this host, without importing
+    torch, which takes seconds.
+    """
     torch, deepspeed = package_version("torch"), package_version("deepspeed")
     found = {"so_tui_trainer": find_spec("so_tui_trainer"), "torch": torch, "deepspeed": deepspeed}
     if missing := [name for name, version in found.items() if version is None]:
         yield f"{', '.join(missing)} not installed"
     if gpus and torch is not None and not torch_build():
-        yield f"torch {torch} is a build for the CPU only, and the run uses {gpus} GPUs of each node"
+        yield (
+            f"torch {torch} is a build for the CPU only, and the run uses {gpus} GPUs of each node"
+        )
     bound = bound_of("deepspeed")
     if deepspeed is not None and not bound.admits(deepspeed):
         yield f"DeepSpeed {deepspeed} is not supported; {bound.oldest} to {bound.newest} are"
@@ -53,5 +60,6 @@ def faults(gpus: int) -> Iterator[str]:
 if __name__ == "__main__":
     if problems := tuple(faults(int(sys.argv[1]))):
         sys.exit(
-            f"so-tui: {sys.executable} on {platform.node()} ({platform.machine()}): {'; '.join(problems)}"
+            f"so-tui: {sys.executable} on {platform.node()} ({platform.machine()}): "
+            f"{'; '.join(problems)}"
         )

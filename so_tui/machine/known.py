@@ -165,7 +165,8 @@ def named_machine(name: str) -> Machine:
         "--machine",
         shown(name),
         "is no machine that is known by name, and no file",
-        f"{nearest(name, tuple(MACHINES))}Names: {', '.join(MACHINES)}. Or give a file that `so-tui inspect --json > FILE` wrote there.",
+        f"{nearest(name, tuple(MACHINES))}Names: {', '.join(MACHINES)}. Or give a file that "
+        "`so-tui inspect --json > FILE` wrote there.",
     )
 
 
@@ -200,7 +201,9 @@ def _machine(name: str, of: Description) -> Machine:
 
 
 def _cpu_nodes(of: Description) -> Iterator[NumaNode]:
-    """Yield the CPU nodes; second threads of the cores follow those of all nodes, as Linux numbers them."""
+    """Yield the CPU nodes; second threads of the cores follow those of all nodes, as Linux numbers
+    them.
+    """
     for node in range(of.nodes):
         first = range(node * of.cores, (node + 1) * of.cores)
         cpus = tuple(

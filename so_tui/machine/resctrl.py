@@ -1,7 +1,8 @@
 """Detect memory bandwidth partitioning (MPAM), as far as an unprivileged user can see it.
 
-A mounted resctrl file system counts on any processor: Intel's RDT and AMD's QoS speak the same interface. Where it is not mounted, it takes
-a kernel with MPAM and firmware that describes the hardware, in this order.
+A mounted resctrl file system counts on any processor: Intel's RDT and AMD's QoS speak the same
+interface. Where it is not mounted, it takes a kernel with MPAM and firmware that describes the
+hardware, in this order.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
         if firmware:
             return Mpam(
                 state="firmware",
-                evidence=f"{seen}; the firmware has an MPAM table; resctrl is not mounted (needs root)",
+                evidence=(
+                    f"{seen}; the firmware has an MPAM table; resctrl is not mounted (needs root)"
+                ),
             )
         return Mpam(state="kernel", evidence=f"{seen}; no MPAM table of the firmware is visible")
     if config is None and filesystems is None:

@@ -46,7 +46,10 @@ def render_described(machines: Mapping[str, Description]) -> RenderableType:
             f"{memory} of host memory",
             Text(description.source, style="dim"),
         )
-    told = "so-tui --machine NAME plans for one of them, and so do plan, doctor and run --dry-run. None was measured."
+    told = (
+        "so-tui --machine NAME plans for one of them, and so do plan, doctor and run --dry-run. "
+        "None was measured."
+    )
     return Group(table, Text(), Text(told, style="dim"))
 
 

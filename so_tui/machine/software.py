@@ -1,4 +1,6 @@
-"""Find the versions of required software without importing it: from package metadata, files and quick commands."""
+"""Find the versions of required software without importing it: from package metadata, files and
+quick commands.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,21 @@ _NAMES = {
 _WRITTEN_WHILE_TRAINING = frozenset(
     ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NUMBA_CACHE_DIR")
 )
-"""Their programs expect a file system that shows every write at once, which a network's may not do."""
+"""Their programs expect a file system that shows every write at once, which a network's may not
+do.
+"""
 
 
 def code_folders(environment: Mapping[str, str], *, several_hosts: bool = False) -> dict[str, str]:
     """Return the variables to set, so that each of these folders is private to this user.
 
-    A folder that the user chose stays if only this user can open it (mode 0700): what is inside may have any mode then.
+    A folder that the user chose stays if only this user can open it (mode 0700): what is inside may
+    have any mode then.
 
     Args:
         environment: What is set already.
-        several_hosts: The processes run on several hosts, each of which gets folders of its own for what is compiled while they run.
+        several_hosts: The processes run on several hosts, each of which gets folders of its own for
+            what is compiled while they run.
     """
     chosen = (name for name in _NAMES if not _is_private(environment.get(name, "")))
     return {
@@ -66,15 +72,19 @@ def code_folders(environment: Mapping[str, str], *, several_hosts: bool = False)
 
 
 def extensions_folder(environment: Mapping[str, str]) -> str:
-    """Return the folder in which a process with this environment finds and compiles extensions of torch."""
+    """Return the folder in which a process with this environment finds and compiles extensions of
+    torch.
+    """
     return code_folders(environment).get(EXTENSIONS) or environment[EXTENSIONS]
 
 
 def make_code_folders(environment: Mapping[str, str]) -> None:
-    """Make the folders that an environment names, or check that existing ones are private. Call it right before they are used.
+    """Make the folders that an environment names, or check that existing ones are private. Call it
+    right before they are used.
 
     Raises:
-        NotOwnError: Something else has the name of one: a link, another user's folder, or one that others can write.
+        NotOwnError: Something else has the name of one: a link, another user's folder, or one that
+            others can write.
         OSError: One cannot be made.
     """
     for folder in (Path(environment[name]) for name in _NAMES if environment.get(name)):
@@ -101,7 +111,9 @@ def _default(name: str, environment: Mapping[str, str], *, local: bool = False) 
 
 
 def _torch() -> str:
-    """Return a name for what extensions are compiled against. The version tells CUDA's, too (``2.13.0+cu130``)."""
+    """Return a name for what extensions are compiled against. The version tells CUDA's, too
+    (``2.13.0+cu130``).
+    """
     from importlib import (
         metadata,
     )  # imports the email package, which who looks at a run does not need
@@ -116,7 +128,9 @@ def _torch() -> str:
 INSTALL_TRAINING = (
     "Install so-tui's wheel with the extra `train`, or run `make install` in its checkout"
 )
-"""What to do where training packages are missing. Never a name for pip alone: anybody could register it."""
+"""What to do where training packages are missing. Never a name for pip alone: anybody could
+register it.
+"""
 _LOG = logging.getLogger(__name__)
 _COMMAND_TIMEOUT_S = 5.0
 _TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=]*=\s*['\"]([^'\"]+)", re.MULTILINE)
@@ -156,7 +170,9 @@ def read_software(
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed distribution from its metadata; None if it is not installed."""
+    """Return the version of an installed distribution from its metadata; None if it is not
+    installed.
+    """
     from importlib import metadata
 
     try:
@@ -176,12 +192,16 @@ def trial_binding(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tupl
 
 @functools.cache
 def numactl_trial(node: int, cpus: str) -> bool:
-    """Return whether ``numactl -m NODE -C CPUS true`` works here; containers may forbid set_mempolicy."""
+    """Return whether ``numactl -m NODE -C CPUS true`` works here; containers may forbid
+    set_mempolicy.
+    """
     return output_of("numactl", "-m", str(node), "-C", cpus, "true") is not None
 
 
 def torch_build() -> dict[str, str]:
-    """Return the versions of ``cuda`` or of ``hip`` (ROCm) from torch's version.py; empty for a CPU build."""
+    """Return the versions of ``cuda`` or of ``hip`` (ROCm) from torch's version.py; empty for a CPU
+    build.
+    """
     from importlib.util import find_spec
 
     spec = find_spec("torch")
@@ -196,7 +216,9 @@ def torch_build() -> dict[str, str]:
 
 @functools.cache
 def _numactl_version() -> str | None:
-    """Return the version of numactl. Releases before 2.0.17 have no --version, so the package manager is tried next."""
+    """Return the version of numactl. Releases before 2.0.17 have no --version, so the package
+    manager is tried next.
+    """
     if shutil.which("numactl") is None:
         return None
     asked = (
@@ -210,7 +232,9 @@ def _numactl_version() -> str | None:
 
 
 def _mempolicy_works() -> bool | None:
-    """Return whether get_mempolicy(2) succeeds. libc has no wrapper for it; the call number is from asm/unistd_64.h."""
+    """Return whether get_mempolicy(2) succeeds. libc has no wrapper for it; the call number is from
+    asm/unistd_64.h.
+    """
     import ctypes
 
     number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
@@ -224,7 +248,9 @@ def _mempolicy_works() -> bool | None:
 
 @functools.cache
 def _cuda_toolkit() -> str | None:
-    """Return the version of nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from the usual folder."""
+    """Return the version of nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from the usual
+    folder.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     match = re.search(r"release (\d+\.\d+)", output_of(nvcc, "--version") or "")
@@ -306,7 +332,9 @@ class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why a newer version is refused; empty if it only was not tested."""
 
     def admits(self, version: str) -> bool:
-        """Return whether a version lies within; of the newest, only as many numbers count as the bound has."""
+        """Return whether a version lies within; of the newest, only as many numbers count as the
+        bound has.
+        """
         found, newest = version_numbers(version), version_numbers(self.newest)
         return version_numbers(self.oldest) <= found and found[: len(newest)] <= newest
 
@@ -352,7 +380,9 @@ def bound_of(package: str) -> Bound:
 
 
 def installed_set(software: Software) -> VersionSet | None:
-    """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``, ``+cu130``) count as that version."""
+    """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``,
+    ``+cu130``) count as that version.
+    """
     found = {package: version_numbers(getattr(software, package)) for package in PACKAGES}
     matching = (
         each

@@ -35,7 +35,8 @@ class SystemFiles:
     def text(self, name: str) -> str | None:
         """Return the content of a regular file without its trailing newline."""
         try:
-            # Lenient on purpose: a stray byte in a vendor string must not hide the rest of the file.
+            # Lenient on purpose: a stray byte in a vendor string must not hide the rest of the
+            # file.
             return read_bounded(self.path(name), _MOST_BYTES).decode(errors="replace").rstrip("\n")
         except OSError:
             return None
@@ -79,7 +80,8 @@ _SLINGSHOT = re.compile(r"hsn\d+")
 
 
 def read_network(files: SystemFiles) -> Network | None:
-    """Return the adapters whose link is up, as far as they belong to a cluster's network; None if there are none.
+    """Return the adapters whose link is up, as far as they belong to a cluster's network; None if
+    there are none.
 
     Ethernet is left out: that it would be used cannot be seen.
     """

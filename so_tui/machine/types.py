@@ -23,7 +23,9 @@ NodeKind = Literal["cpu", "gpu-memory", "empty"]
 
 
 class NumaNode(Struct, frozen=True, kw_only=True):
-    """One NUMA node: CPUs with their memory, the memory of a GPU, or an empty node reserved for one."""
+    """One NUMA node: CPUs with their memory, the memory of a GPU, or an empty node reserved for
+    one.
+    """
 
     id: int
     kind: NodeKind
@@ -45,7 +47,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
     numa_node: int | None = None
     """CPU node that the GPU is attached to."""
     memory_node: int | None = None
-    """NUMA node of the GPU's memory, if the driver exposes one: a node of its own, or on an APU its CPU node."""
+    """NUMA node of the GPU's memory, if the driver exposes one: a node of its own, or on an APU its
+    CPU node.
+    """
     cpus: tuple[int, ...] = ()
     memory_total_bytes: Size | None = None
     memory_used_bytes: Size | None = None
@@ -59,7 +63,9 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its memory is that of its CPU node, as on an APU: what one of them takes, the other lacks."""
+        """Whether its memory is that of its CPU node, as on an APU: what one of them takes, the
+        other lacks.
+        """
         return self.memory_node is not None and self.memory_node == self.numa_node
 
 
@@ -67,14 +73,20 @@ class Network(Struct, frozen=True, kw_only=True):
     """What joins a host with others like it."""
 
     gbit_per_s: Annotated[float, Meta(gt=0, le=1e6)]
-    """Each way, of all adapters together: their line rate, or if ``measured`` what collectives reach."""
+    """Each way, of all adapters together: their line rate, or if ``measured`` what collectives
+    reach.
+    """
     source: str
-    """The adapters that were read, where the figure is published, or when and on what it was measured; empty where it is assumed."""
+    """The adapters that were read, where the figure is published, or when and on what it was
+    measured; empty where it is assumed.
+    """
     measured: bool = False
 
 
 class Mpam(Struct, frozen=True, kw_only=True):
-    """Support for memory bandwidth partitioning (MPAM) on this host, as far as an unprivileged user can see."""
+    """Support for memory bandwidth partitioning (MPAM) on this host, as far as an unprivileged user
+    can see.
+    """
 
     state: Literal["off", "kernel", "firmware", "mounted", "unknown"]
     evidence: str
@@ -100,7 +112,9 @@ class Software(Struct, frozen=True, kw_only=True):
     numactl_works: bool | None = None
     """Whether a trial ``numactl -m NODE -C CPUS true`` succeeded here."""
     mempolicy_works: bool | None = None
-    """Whether get_mempolicy(2) succeeds: containers without CAP_SYS_NICE forbid it together with set_mempolicy(2)."""
+    """Whether get_mempolicy(2) succeeds: containers without CAP_SYS_NICE forbid it together with
+    set_mempolicy(2).
+    """
     nvidia_driver: str | None = None
     amd_driver: str | None = None
     """Version of amdgpu, where it does not come with the kernel."""
@@ -154,11 +168,15 @@ class Machine(Struct, frozen=True, kw_only=True):
     memory_limit_bytes: Size | None = None
     """Memory limit of the control group, if it is below the host's memory."""
     smt_siblings: tuple[tuple[int, ...], ...] = ()
-    """CPUs of each physical core with several threads; empty if cores have one thread, or if the kernel does not report it."""
+    """CPUs of each physical core with several threads; empty if cores have one thread, or if the
+    kernel does not report it.
+    """
     allowed_memory_nodes: tuple[int, ...] | None = None
     """NUMA nodes that this process may allocate on (``Mems_allowed``)."""
     live: bool = True
-    """Whether this was read on the host itself, not from a copy of its system files (``--sysroot``)."""
+    """Whether this was read on the host itself, not from a copy of its system files
+    (``--sysroot``).
+    """
     notes: tuple[str, ...] = ()
     """Explanations of the figures for people (memory that grows, a driver that did not respond)."""
     hidden_gpus: tuple[int, ...] = ()
@@ -189,6 +207,8 @@ prepare(Machine)
 
 
 def version_numbers(text: str | None) -> tuple[int, ...]:
-    """Return the leading numbers of a version for comparison: ``2.13.0+cpu`` gives ``(2, 13, 0)``, and None ``()``, below all others."""
+    """Return the leading numbers of a version for comparison: ``2.13.0+cpu`` gives ``(2, 13, 0)``,
+    and None ``()``, below all others.
+    """
     match = re.match(r"\d+(\.\d+)*", text or "")
     return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -1,1 +1,3 @@
-"""What a model is in numbers: architecture, parameter layout, FLOPs, activations, sizes of the loss. Shared by plan and trainer."""
+"""What a model is in numbers: architecture, parameter layout, FLOPs, activations, sizes of the
+loss. Shared by plan and trainer.
+"""

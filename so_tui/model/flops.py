@@ -1,10 +1,13 @@
-"""Floating-point operations of a training step, three ways of counting them, and what GPUs can do at most.
+"""Floating-point operations of a training step, three ways of counting them, and what GPUs can do
+at most.
 
-- model: 6 per active matmul parameter and token, plus causal attention within each document. No recompute. MFU is this over the peak.
-- hardware: what is executed; activation checkpointing runs the forward of every block again (8 per parameter and token), but for the last
-  product of a dense feed-forward block, since only the sum after it needs the result.
-- seed: the formula of the DeepSpeedExamples SuperOffload script, for comparison with published figures. It counts padding, recompute,
-  the embedding table and full attention on ``hidden_size``.
+- model: 6 per active matmul parameter and token, plus causal attention within each document. No
+  recompute. MFU is this over the peak.
+- hardware: what is executed; activation checkpointing runs the forward of every block again (8 per
+  parameter and token), but for the last product of a dense feed-forward block, since only the sum
+  after it needs the result.
+- seed: the formula of the DeepSpeedExamples SuperOffload script, for comparison with published
+  figures. It counts padding, recompute, the embedding table and full attention on ``hidden_size``.
 
 A multiply-add counts as two. Backward counts as twice the forward.
 """
@@ -21,7 +24,8 @@ from so_tui.model.shape import Architecture, architecture
 from so_tui.spec.run_spec import ModelSpec, ParameterBlock, TensorKind
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
-    # Dense bf16, tensor cores, no sparsity; data sheets of NVIDIA and AMD. The first pattern found in the name counts.
+    # Dense bf16, tensor cores, no sparsity; data sheets of NVIDIA and AMD. The first pattern found
+    # in the name counts.
     (r"GB300|GB200", 2500e12),
     (r"B300|B200", 2250e12),
     (r"GH200", 989.5e12),
@@ -44,7 +48,9 @@ class Flops(Struct, frozen=True, kw_only=True):
     """What one token costs in a model."""
 
     active_parameters: int
-    """Parameters that one token is multiplied with: of experts the chosen ones; a tied head counts, the embedding look-up does not."""
+    """Parameters that one token is multiplied with: of experts the chosen ones; a tied head counts,
+    the embedding look-up does not.
+    """
     head_parameters: int
     """Those of ``active_parameters`` in the output head (vocabulary x hidden)."""
     attention_width: int
@@ -61,7 +67,9 @@ class Flops(Struct, frozen=True, kw_only=True):
 
     @property
     def attention_layers(self) -> tuple[tuple[int, int, int | None], ...]:
-        """How many layers have which width and window, for each kind of attention that the model has."""
+        """How many layers have which width and window, for each kind of attention that the model
+        has.
+        """
         windowed = self.windowed_attention_width or self.attention_width
         kinds = (
             (self.full_layers, self.attention_width, None),
@@ -70,9 +78,11 @@ class Flops(Struct, frozen=True, kw_only=True):
         return tuple(kind for kind in kinds if kind[0])
 
     def repeated(self, *, tiled: bool = False) -> int:
-        """Return the parameters whose products backward computes again where layers are checkpointed.
+        """Return the parameters whose products backward computes again where layers are
+        checkpointed.
 
-        A feed-forward block in tiles computes its last product again for each tile, or all three where a norm needs the result before that.
+        A feed-forward block in tiles computes its last product again for each tile, or all three
+        where a norm needs the result before that.
         """
         blocks = self.active_parameters - self.head_parameters
         if self.norm_after_mlp:
@@ -80,7 +90,9 @@ class Flops(Struct, frozen=True, kw_only=True):
         return blocks - (0 if tiled else self.last_products)
 
     def attention_forward(self, document_lengths: Iterable[int]) -> float:
-        """Return the FLOPs of QK^T and AV in one forward over documents of these lengths (tokens): 4 x width x pairs, all layers."""
+        """Return the FLOPs of QK^T and AV in one forward over documents of these lengths (tokens):
+        4 x width x pairs, all layers.
+        """
         lengths = tuple(document_lengths)
         return sum(
             4.0 * layers * width * sum(attention_pairs(length, window) for length in lengths)
@@ -89,7 +101,9 @@ class Flops(Struct, frozen=True, kw_only=True):
 
 
 def flops_of(model: ModelSpec) -> Flops:
-    """Return the FLOPs of a model. Raises InputError when ``model.config`` does not describe its shape."""
+    """Return the FLOPs of a model. Raises InputError when ``model.config`` does not describe its
+    shape.
+    """
     return flops_for(model.parameters, architecture(model.config))
 
 
@@ -116,7 +130,8 @@ def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
 
 
 def _last_product(block: ParameterBlock) -> int:
-    """Return the parameters of the product that ends a layer: the last of its feed-forward block, beside another block; else 0.
+    """Return the parameters of the product that ends a layer: the last of its feed-forward block,
+    beside another block; else 0.
 
     Some layers list their attention after it (Falcon-H1), or a projection of their own (Gemma 4).
     """
@@ -136,9 +151,11 @@ def _last_product(block: ParameterBlock) -> int:
 
 
 def active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
-    """Return the matmul parameters that one token uses: ``linear`` ones, and ``experts_per_token`` of those stacked in ``expert`` ones.
+    """Return the matmul parameters that one token uses: ``linear`` ones, and ``experts_per_token``
+    of those stacked in ``expert`` ones.
 
-    A tied head multiplies too, whatever it shares its storage with; norms, biases and the embedding look-up do not count.
+    A tied head multiplies too, whatever it shares its storage with; norms, biases and the embedding
+    look-up do not count.
     """
     blocks = tuple(blocks)
     return _of_kind(blocks, "linear") + _of_kind(blocks, "expert") - idle_parameters(blocks, shape)
@@ -161,14 +178,18 @@ def _of_kind(blocks: Iterable[ParameterBlock], kind: TensorKind) -> int:
 
 
 def attention_pairs(length: int, window: int | None = None) -> float:
-    """Return the query-key pairs of causal attention in a document: length^2 / 2, fewer with a sliding window."""
+    """Return the query-key pairs of causal attention in a document: length^2 / 2, fewer with a
+    sliding window.
+    """
     if window is None or length <= window:
         return length * length / 2
     return window * length - window * window / 2
 
 
 def model_flops(flops: Flops, tokens: int, document_lengths: Iterable[int]) -> float:
-    """Return the FLOPs of forward and backward over documents of these lengths, without recomputation: 6 N T + 3 x attention."""
+    """Return the FLOPs of forward and backward over documents of these lengths, without
+    recomputation: 6 N T + 3 x attention.
+    """
     return 6.0 * flops.active_parameters * tokens + 3.0 * flops.attention_forward(document_lengths)
 
 
@@ -183,8 +204,9 @@ def hw_flops(
 ) -> float:
     """Return the FLOPs that the GPU executes for ``tokens`` positions, padding included.
 
-    6 N T + 3 x attention, and with ``checkpointing`` 2 T for each parameter that is repeated, and attention once more. The output head is
-    not repeated: the loss forms gradients in the forward, and multiplies again only what ``so_tui.model.flops`` counts.
+    6 N T + 3 x attention, and with ``checkpointing`` 2 T for each parameter that is repeated, and
+    attention once more. The output head is not repeated: the loss forms gradients in the forward,
+    and multiplies again only what ``so_tui.model.flops`` counts.
 
     Args:
         flops: What one token costs.
@@ -204,7 +226,8 @@ def hw_flops(
 def seed_flops_per_sequence(
     parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool
 ) -> float:
-    """Return the original script's count for one sequence padded to ``sequence_length``; ``parameters`` are all of the model's.
+    """Return the original script's count for one sequence padded to ``sequence_length``;
+    ``parameters`` are all of the model's.
 
     2 c P L + 4 c layers hidden L^2 with c = 4 when activations are recomputed, else 3.
     """
@@ -224,7 +247,9 @@ def seed_tflops_total(
     *,
     checkpointing: bool,
 ) -> float:
-    """Return TFLOPS as the original script prints them: ``sequences`` of all ranks in one step of ``step_s`` seconds, summed over GPUs."""
+    """Return TFLOPS as the original script prints them: ``sequences`` of all ranks in one step of
+    ``step_s`` seconds, summed over GPUs.
+    """
     per_sequence = seed_flops_per_sequence(
         parameters, shape.layers, shape.hidden, sequence_length, checkpointing=checkpointing
     )
@@ -232,7 +257,9 @@ def seed_tflops_total(
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by its product name (``NVIDIA GH200 480GB``); None when unknown."""
+    """Return the dense bf16 FLOP/s of a GPU by its product name (``NVIDIA GH200 480GB``); None when
+    unknown.
+    """
     for pattern, flops in PEAK_BF16_FLOPS:
         if re.search(rf"\b(?:{pattern})\b", gpu_name, re.IGNORECASE):
             return flops
@@ -258,7 +285,9 @@ _MULTIPLE = 128
 
 
 def block_columns(tokens: int, vocabulary: int) -> int:
-    """Return the width of a block: as many columns of the vocabulary as ``LOSS_BLOCK_LOGITS`` allow."""
+    """Return the width of a block: as many columns of the vocabulary as ``LOSS_BLOCK_LOGITS``
+    allow.
+    """
     columns = LOSS_BLOCK_LOGITS // max(1, tokens)
     return max(1, min(vocabulary, columns // _MULTIPLE * _MULTIPLE or columns))
 
@@ -276,10 +305,12 @@ def recomputed_logits(tokens: int, vocabulary: int) -> int:
 
 
 def loss_bytes(tokens: int, vocabulary: int, hidden: int) -> int:
-    """Return the peak bytes of the loss on one rank, beyond the hidden states, the head's weight and that weight's bf16 gradient.
+    """Return the peak bytes of the loss on one rank, beyond the hidden states, the head's weight
+    and that weight's bf16 gradient.
 
-    2 x stored + 6 x block (bf16, and its fp32 form, which the GPU does not need) + 6 T h: the trained tokens' hidden states, and
-    the fp32 sum of their gradient. Forming a block's share of that gradient takes 2 x block + 2 T h instead of 6 x block.
+    2 x stored + 6 x block (bf16, and its fp32 form, which the GPU does not need) + 6 T h: the
+    trained tokens' hidden states, and the fp32 sum of their gradient. Forming a block's share of
+    that gradient takes 2 x block + 2 T h instead of 6 x block.
     """
     block = tokens * block_columns(tokens, vocabulary)
     stored = min(tokens * vocabulary, kept_blocks(tokens, vocabulary) * block)

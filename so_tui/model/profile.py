@@ -37,19 +37,27 @@ from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock
 
 
 Policy = Literal["full", "attention", "selective", "none"]
-"""What backward recomputes: every block; a block except its attention; norms, rotary positions and activation functions; nothing."""
+"""What backward recomputes: every block; a block except its attention; norms, rotary positions and
+activation functions; nothing.
+"""
 POLICIES: tuple[Policy, ...] = ("none", "selective", "attention", "full")
 """The fastest first."""
 
 TILED_POLICIES: tuple[Policy, ...] = ("attention", "full")
-"""Those with which feed-forward blocks can be cut into tiles: a block keeps nothing but its input."""
+"""Those with which feed-forward blocks can be cut into tiles: a block keeps nothing but its
+input.
+"""
 MLP_TILE_TOKENS = 8192
 
 SINKS = frozenset({"gpt_oss"})
-"""Model types whose attention has sinks: backward briefly holds one more tensor of the size of a layer's attention result. The gate of
-their experts is clamped and shifted, and each of these operations stores a copy where they are not one kernel."""
+"""Model types whose attention has sinks: backward briefly holds one more tensor of the size of a
+layer's attention result. The gate of their experts is clamped and shifted, and each of these
+operations stores a copy where they are not one kernel.
+"""
 _ROTATED_AS_THEY_COME = frozenset({"gpt_oss", "llama", "mistral", "qwen2", "seed_oss"})
-"""Model types whose queries and keys are not stored before rotation: no norm comes before it, and values do not share their memory."""
+"""Model types whose queries and keys are not stored before rotation: no norm comes before it, and
+values do not share their memory.
+"""
 
 
 def policy_of(model: ModelSpec) -> Policy:
@@ -58,12 +66,16 @@ def policy_of(model: ModelSpec) -> Policy:
 
 
 def offloads_inputs(model: ModelSpec) -> bool:
-    """Return whether layer inputs are in host memory between forward and backward; ``auto`` counts as not."""
+    """Return whether layer inputs are in host memory between forward and backward; ``auto`` counts
+    as not.
+    """
     return model.activation_offload in ("on", "inputs") and policy_of(model) != "none"
 
 
 def offloads_results(model: ModelSpec) -> bool:
-    """Return whether attention's results are in host memory between forward and backward; ``auto`` counts as not."""
+    """Return whether attention's results are in host memory between forward and backward; ``auto``
+    counts as not.
+    """
     return model.activation_offload in ("on", "attention") and policy_of(model) == "attention"
 
 
@@ -79,12 +91,16 @@ def offloaded_bytes(shape: Architecture, model: ModelSpec) -> int:
 
 
 def tiles_mlp(model: ModelSpec) -> bool:
-    """Return whether dense feed-forward blocks compute ``MLP_TILE_TOKENS`` at a time; ``auto`` counts as not."""
+    """Return whether dense feed-forward blocks compute ``MLP_TILE_TOKENS`` at a time; ``auto``
+    counts as not.
+    """
     return model.tiled_mlp == "on" and policy_of(model) in TILED_POLICIES
 
 
 def in_tiles(model: ModelSpec, shape: Architecture, tokens: int) -> bool:
-    """Return whether dense feed-forward blocks compute a micro-batch of ``tokens`` in more than one tile."""
+    """Return whether dense feed-forward blocks compute a micro-batch of ``tokens`` in more than one
+    tile.
+    """
     return tiles_mlp(model) and not shape.experts and tokens > MLP_TILE_TOKENS
 
 
@@ -96,12 +112,13 @@ def block_input_bytes(shape: Architecture) -> int:
 def stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     """Return what one block stores per token for backward, in bf16.
 
-    full: its input. attention: that, and attention's result with 4 B a head (its log-sum-exp). selective: that, and the results of matrix
-    products. none: 2 (4 h + 3 q + 3 kv + 3 f), which are the
-    inputs of the block, of its norms and of its products, queries and keys before and after rotation, values, the attention's result, gate,
-    up and their product; experts by those that a token uses (see ``expert_stored_bytes``). Where queries and keys are not stored before
-    rotation it is 2 (q + kv) less. Fused experts store 16 B for each expert that a token uses whatever the policy: the index of its row in
-    both directions.
+    full: its input. attention: that, and attention's result with 4 B a head (its log-sum-exp).
+    selective: that, and the results of matrix products. none: 2 (4 h + 3 q + 3 kv + 3 f), which are
+    the inputs of the block, of its norms and of its products, queries and keys before and after
+    rotation, values, the attention's result, gate, up and their product; experts by those that a
+    token uses (see ``expert_stored_bytes``). Where queries and keys are not stored before rotation
+    it is 2 (q + kv) less. Fused experts store 16 B for each expert that a token uses whatever the
+    policy: the index of its row in both directions.
     """
     h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
     row_indices = 16 * shape.experts_per_token if fused else 0
@@ -119,11 +136,13 @@ def stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
 
 
 def expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what a layer's experts store per token where nothing is recomputed, k of them of width f / k.
+    """Return what a layer's experts store per token where nothing is recomputed, k of them of width
+    f / k.
 
-    2 k h + 6 f with fused kernels (rows, first products, second products' inputs), 4 k h + 8 f in transformers' path, 14 f with gpt-oss's
-    clamped gate. The router stores its logits in bf16, their softmax and its fp32 copy, 8 B an expert. transformers' figures are what
-    torch's memory profiler shows.
+    2 k h + 6 f with fused kernels (rows, first products, second products' inputs), 4 k h + 8 f in
+    transformers' path, 14 f with gpt-oss's clamped gate. The router stores its logits in bf16,
+    their softmax and its fp32 copy, 8 B an expert. transformers' figures are what torch's memory
+    profiler shows.
     """
     h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
     return (
@@ -134,9 +153,9 @@ def expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
 def expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return the most that a layer's experts hold per token in backward, recomputation included.
 
-    Fused: in the second product's backward 4 k h + 8 f (rows and their gradient; products, inputs and the gradient of these), or in the
-    gate's 2 k h + 10 f, once the products' gradient has arrived. In transformers' path 6 k h on top of what is stored, as torch's memory
-    profiler shows.
+    Fused: in the second product's backward 4 k h + 8 f (rows and their gradient; products, inputs
+    and the gradient of these), or in the gate's 2 k h + 10 f, once the products' gradient has
+    arrived. In transformers' path 6 k h on top of what is stored, as torch's memory profiler shows.
     """
     h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
     own = (
@@ -153,7 +172,9 @@ def _plain_gate(shape: Architecture) -> int:
 
 
 def attention_bytes(shape: Architecture) -> int:
-    """Return the bytes of attention's result per token and layer, with its log-sum-exp: 2 q + 4 heads."""
+    """Return the bytes of attention's result per token and layer, with its log-sum-exp: 2 q + 4
+    heads.
+    """
     return sum(result_bytes(shape))
 
 
@@ -165,8 +186,8 @@ def result_bytes(shape: Architecture) -> tuple[int, int]:
 def product_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return what ``selective`` stores per token and layer beside the layer's input.
 
-    2 B for every element of q, k, v, the attention's result, the output projection, gate and up, and 4 B a head. Gate and up of experts
-    are stored by fused kernels only.
+    2 B for every element of q, k, v, the attention's result, the output projection, gate and up,
+    and 4 B a head. Gate and up of experts are stored by fused kernels only.
     """
     feed_forward = 0 if shape.experts and not fused else 2 * shape.active_intermediate
     return (
@@ -176,10 +197,12 @@ def product_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def block_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what recomputation and backward of one block hold per token beside its input, at the end of the feed-forward's backward.
+    """Return what recomputation and backward of one block hold per token beside its input, at the
+    end of the feed-forward's backward.
 
-    With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate, up and their product (itself freed by
-    then), and two of width h. That is what torch's memory history shows on an H200. Without, norms store fp32 copies:
+    With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate, up
+    and their product (itself freed by then), and two of width h. That is what torch's memory
+    history shows on an H200. Without, norms store fp32 copies:
     24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of the last.
     """
     feed_forward = (
@@ -195,18 +218,21 @@ def mlp_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def tiled_block_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what ``block_bytes`` is where feed-forward block and norms are cut into tiles, without one tile's ``tile_bytes``.
+    """Return what ``block_bytes`` is where feed-forward block and norms are cut into tiles, without
+    one tile's ``tile_bytes``.
 
-    Then attention's backward holds the most: 6 h + 14 q + 10 kv, which are queries, keys and values before and after rotation, the result,
-    the gradients of all these, and a kernel's fp32 sum of the queries' gradient. Derived, not measured. Norms that are not one kernel hold
-    no more than fused ones outside their tile: 10 h, which counting live tensors on a CPU confirms.
+    Then attention's backward holds the most: 6 h + 14 q + 10 kv, which are queries, keys and values
+    before and after rotation, the result, the gradients of all these, and a kernel's fp32 sum of
+    the queries' gradient. Derived, not measured. Norms that are not one kernel hold no more than
+    fused ones outside their tile: 10 h, which counting live tensors on a CPU confirms.
     """
     h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
     return max(10 * h + _head_bytes(shape, fused=fused), 6 * h + 14 * q + 10 * kv)
 
 
 def tile_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the most that backward of a tile holds per token of it: in the feed-forward block, or 28 h in a norm of several kernels.
+    """Return the most that backward of a tile holds per token of it: in the feed-forward block, or
+    28 h in a norm of several kernels.
 
     The norm's is what counting live tensors on a CPU shows.
     """
@@ -224,10 +250,12 @@ def _head_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the GPU memory traffic per token of one block's forward beside matrix products: norms, residuals, rotary positions, SwiGLU.
+    """Return the GPU memory traffic per token of one block's forward beside matrix products: norms,
+    residuals, rotary positions, SwiGLU.
 
-    20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q + kv) + 10 f without. For each expert
-    that a token uses 6 h: its row is read and written, and the result is read; 20 h without.
+    20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q + kv) +
+    10 f without. For each expert that a token uses 6 h: its row is read and written, and the result
+    is read; 20 h without.
     """
     h, heads, f = shape.hidden, shape.query_width + shape.key_value_width, shape.active_intermediate
     routing = (6 if fused else 20) * h * shape.experts_per_token
@@ -235,7 +263,9 @@ def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def norm_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the part of ``elementwise_bytes`` that the two norms of a block move: 8 h, or 68 h without fused kernels."""
+    """Return the part of ``elementwise_bytes`` that the two norms of a block move: 8 h, or 68 h
+    without fused kernels.
+    """
     return (8 if fused else 68) * shape.hidden
 
 
@@ -245,7 +275,9 @@ def fused_kernels(model: ModelSpec) -> bool:
 
 
 def score_bytes(shape: Architecture, sequence_length: int, sequences: int) -> int:
-    """Return the bytes of one layer's attention scores with eager attention: 6 bytes per head and pair of tokens."""
+    """Return the bytes of one layer's attention scores with eager attention: 6 bytes per head and
+    pair of tokens.
+    """
     return 6 * shape.heads * sequence_length**2 * sequences
 
 
@@ -265,7 +297,9 @@ class ActivationSizes(Struct, frozen=True, kw_only=True):
 
 
 class ModelProfile:
-    """What planning needs to know of a model, whatever the run's other settings. Computed on demand and shared; nothing here changes."""
+    """What planning needs to know of a model, whatever the run's other settings. Computed on demand
+    and shared; nothing here changes.
+    """
 
     def __init__(
         self,
@@ -281,8 +315,8 @@ class ModelProfile:
         """Whether norms, rotary positions and gates are one kernel each."""
         self.eager_attention = eager_attention
         """Whether attention scores exist as whole matrices."""
-        # A search over GPU counts, ratios and sub-group sizes asks for the same layouts again. `_store` bounds each cache, since a screen
-        # may stay open for days.
+        # A search over GPU counts, ratios and sub-group sizes asks for the same layouts again.
+        # `_store` bounds each cache, since a screen may stay open for days.
         self._rows: dict[tuple[int, int], tuple[UnplacedSubGroup, ...]] = {}
         self._layouts: dict[tuple[int, int, float, str], StateLayout] = {}
         self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
@@ -290,7 +324,7 @@ class ModelProfile:
     @cached_property
     def key(self) -> str:
         """Name of the model's shape, whatever its weights: a digest of its parameter table."""
-        return f"{self.architecture.model_type}-{hashlib.sha256(msgspec.json.encode(self.blocks)).hexdigest()[:12]}"
+        return f"{self.architecture.model_type}-{hashlib.sha256(msgspec.json.encode(self.blocks)).hexdigest()[:12]}"  # noqa: E501
 
     @cached_property
     def flops(self) -> Flops:
@@ -342,7 +376,9 @@ class ModelProfile:
 
     @cached_property
     def tied_head(self) -> bool:
-        """Whether the output head is the embedding, whose gradient is complete only at the end of backward."""
+        """Whether the output head is the embedding, whose gradient is complete only at the end of
+        backward.
+        """
         return any(tensor.tied for block in self.blocks for tensor in block.tensors)
 
     @cached_property
@@ -360,7 +396,9 @@ class ModelProfile:
         return elementwise_bytes(self.architecture, fused=self.fused)
 
     def score_bytes(self, sequence_length: int, sequences: int) -> int:
-        """Return the bytes of one layer's attention scores where they exist as whole matrices, else 0."""
+        """Return the bytes of one layer's attention scores where they exist as whole matrices,
+        else 0.
+        """
         return (
             score_bytes(self.architecture, sequence_length, sequences)
             if self.eager_attention
@@ -372,7 +410,9 @@ class ModelProfile:
         return loss_bytes(tokens, self.architecture.vocabulary, self.architecture.hidden)
 
     def recomputed_logits(self, tokens: int) -> int:
-        """Return how many logits the loss over ``tokens`` trained tokens multiplies a second time."""
+        """Return how many logits the loss over ``tokens`` trained tokens multiplies a second
+        time.
+        """
         return recomputed_logits(tokens, self.architecture.vocabulary)
 
     def layout(self, ranks: int, offload: OffloadSpec) -> StateLayout:
@@ -432,7 +472,8 @@ def profile_of(model: ModelSpec) -> ModelProfile:
     """Return the profile of a model.
 
     Raises:
-        InputError: The model has no parameter table (``missing-parameter-table``), or its shape is not described (see ``architecture``).
+        InputError: The model has no parameter table (``missing-parameter-table``), or its shape is
+            not described (see ``architecture``).
     """
     if not model.parameters:
         raise InputError(
@@ -442,7 +483,10 @@ def profile_of(model: ModelSpec) -> ModelProfile:
                     field="model.parameters",
                     value="",
                     message="the ordered parameter list of this model is not known",
-                    remedy="`python -m so_tui_trainer.tools.presets FILE` writes it from `[model.config]`; built-in presets have it",
+                    remedy=(
+                        "`python -m so_tui_trainer.tools.presets FILE` writes it from "
+                        "`[model.config]`; built-in presets have it"
+                    ),
                 )
             ]
         )
@@ -458,5 +502,6 @@ def profile_of(model: ModelSpec) -> ModelProfile:
 def _profile(
     blocks: tuple[ParameterBlock, ...], shape: Architecture, fused: bool, eager_attention: bool
 ) -> ModelProfile:
-    # The screen plans a spec again at every key press: expanding a table of a thousand tensors each time would be felt.
+    # The screen plans a spec again at every key press: expanding a table of a thousand tensors each
+    # time would be felt.
     return ModelProfile(blocks, shape, fused=fused, eager_attention=eager_attention)

@@ -1,10 +1,13 @@
-"""Where a rank's optimizer states are stored: which parameter in which sub-group, on which device, in how many bytes.
+"""Where a rank's optimizer states are stored: which parameter in which sub-group, on which device,
+in how many bytes.
 
-Pure functions on plain numbers. The planner and the engine that trains use the same ones. ``deepspeed_gpu_sub_groups`` repeats what
-DeepSpeed decides by itself, for the modes in which its code runs.
+Pure functions on plain numbers. The planner and the engine that trains use the same ones.
+``deepspeed_gpu_sub_groups`` repeats what DeepSpeed decides by itself, for the modes in which its
+code runs.
 
-P is a model's parameter count and n = ceil(p / ranks) the part of one parameter on one rank. A sub-group is a run of such parts that is
-stepped together. All sizes are per rank unless they say otherwise.
+P is a model's parameter count and n = ceil(p / ranks) the part of one parameter on one rank. A
+sub-group is a run of such parts that is stepped together. All sizes are per rank unless they say
+otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from so_tui.spec.run_spec import ParameterBlock, Tensor
 # to.
 
 
-# What transformers assumes where a config.json is silent; elsewhere it is hidden_size / num_attention_heads.
+# What transformers assumes where a config.json is silent; elsewhere it is hidden_size /
+# num_attention_heads.
 _DEFAULT_HEAD_DIM = {"qwen3": 128, "gpt_oss": 64, "seed_oss": 128}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
@@ -59,7 +63,9 @@ class Architecture(Struct, frozen=True, kw_only=True):
     windowed_layers: int = 0
     """Layers with a window, or with attention in chunks of that many positions."""
     windowed_head_dim: int = 0
-    """Width of their heads where it is not ``head_dim``, which is then that of the other layers (Gemma 4)."""
+    """Width of their heads where it is not ``head_dim``, which is then that of the other layers
+    (Gemma 4).
+    """
     other_layers: int = 0
     """Layers without attention over pairs of tokens: recurrences, or a feed-forward block alone."""
 
@@ -90,7 +96,8 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the shape that ``[model.config]`` describes.
 
     Raises:
-        InputError: Names every key that is missing (``missing-model-key``) or not a positive whole number (``invalid-model-key``).
+        InputError: Names every key that is missing (``missing-model-key``) or not a positive whole
+            number (``invalid-model-key``).
     """
     problems: list[Problem] = []
 
@@ -146,14 +153,18 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _head_dim(config: Mapping[str, Any], number: Callable[..., int]) -> int:
-    """Return the width of a head, 0 where the config has none. In latent attention ``head_dim`` is only the rotated part."""
+    """Return the width of a head, 0 where the config has none. In latent attention ``head_dim`` is
+    only the rotated part.
+    """
     if config.get("qk_nope_head_dim") and config.get("qk_rope_head_dim"):
         return number("qk_nope_head_dim") + number("qk_rope_head_dim")
     return number("head_dim") if config.get("head_dim") else 0
 
 
 def _widest_head(config: Mapping[str, Any]) -> int:
-    """Return the widest head of layers that have heads of their own size (``per_layer_config``); 0 where none has."""
+    """Return the widest head of layers that have heads of their own size (``per_layer_config``); 0
+    where none has.
+    """
     layers = config.get("per_layer_config")
     own = (
         [layer.get("head_dim") for layer in layers.values() if isinstance(layer, dict)]
@@ -193,7 +204,9 @@ def _problem(code: str, key: str, value: str, message: str) -> Problem:
 Device = Literal["gpu", "cpu"]
 Group = Literal["decay", "no-decay"]
 DeviceRule = Literal["so-tui", "deepspeed", "gpu"]
-"""How many sub-groups stay on the GPU: by ``gpu_sub_groups``, by ``deepspeed_gpu_sub_groups``, or all of them."""
+"""How many sub-groups stay on the GPU: by ``gpu_sub_groups``, by ``deepspeed_gpu_sub_groups``, or
+all of them.
+"""
 
 WEIGHT_BYTES = 2
 MASTER_BYTES = 4
@@ -264,7 +277,9 @@ class StateLayout(Struct, frozen=True):
 
 
 def expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
-    """Yield every tensor of the model in the order of its parameter list, with ``{i}`` replaced by the layer's index."""
+    """Yield every tensor of the model in the order of its parameter list, with ``{i}`` replaced by
+    the layer's index.
+    """
     for block in blocks:
         for index in range(block.first, block.first + block.repeat):
             for tensor in block.tensors:
@@ -282,7 +297,9 @@ UnplacedSubGroup = tuple[Group, tuple[str, ...], int]
 
 
 def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
-    """Return the parameters in the optimizer's order: those with weight decay, then those without. Tied tensors have no states."""
+    """Return the parameters in the optimizer's order: those with weight decay, then those without.
+    Tied tensors have no states.
+    """
     own = [
         Parameter(tensor.name, prod(tensor.shape), tensor.decay)
         for tensor in expand(blocks)
@@ -297,7 +314,9 @@ def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
 def cut(
     parameters: Sequence[Parameter], ranks: int, sub_group_size: int
 ) -> tuple[UnplacedSubGroup, ...]:
-    """Return the sub-groups of one rank in the optimizer's order; none spans the two parameter groups."""
+    """Return the sub-groups of one rank in the optimizer's order; none spans the two parameter
+    groups.
+    """
     rows: list[UnplacedSubGroup] = []
     groups: tuple[tuple[Group, bool], ...] = (("decay", True), ("no-decay", False))
     for group, decay in groups:
@@ -317,7 +336,9 @@ def cut(
 def layout_of(
     parameters: Sequence[Parameter], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule
 ) -> StateLayout:
-    """Return the layout of a parameter list in the optimizer's order; ``ModelProfile.layout`` is this for a model."""
+    """Return the layout of a parameter list in the optimizer's order; ``ModelProfile.layout`` is
+    this for a model.
+    """
     numels = [parameter.numel for parameter in parameters]
     return assign_devices(
         cut(parameters, ranks, sub_group_size), sum(numels), max(numels), ranks, ratio, rule
@@ -343,7 +364,9 @@ def assign_devices(
     ratio: float,
     rule: DeviceRule,
 ) -> StateLayout:
-    """Return the layout of sub-groups that are cut already: the first ones stay on the GPU, as ``rule`` says."""
+    """Return the layout of sub-groups that are cut already: the first ones stay on the GPU, as
+    ``rule`` says.
+    """
     numels = [numel for _, _, numel in rows]
     on_gpu = sub_groups_on_gpu(numels, ratio, rule)
     return StateLayout(
@@ -361,11 +384,15 @@ def assign_devices(
 
 
 Span = tuple[float, float]
-"""Shares of a forward pass over the blocks: how much is done before the first parameter is needed, and after the last was used."""
+"""Shares of a forward pass over the blocks: how much is done before the first parameter is needed,
+and after the last was used.
+"""
 
 
 def tensor_spans(blocks: Sequence[ParameterBlock]) -> dict[str, Span]:
-    """Return when a forward pass uses each tensor, by the matrix products before it. Embeddings take no time."""
+    """Return when a forward pass uses each tensor, by the matrix products before it. Embeddings
+    take no time.
+    """
     ends: list[tuple[str, float, float]] = []
     done = 0.0
     for tensor in expand(blocks):
@@ -380,7 +407,9 @@ def tensor_spans(blocks: Sequence[ParameterBlock]) -> dict[str, Span]:
 
 
 def device_rule(mode: str, engine: str) -> DeviceRule:
-    """Return the rule of an offload mode; ``auto`` counts as ``superoffload``, which it becomes where states are offloaded."""
+    """Return the rule of an offload mode; ``auto`` counts as ``superoffload``, which it becomes
+    where states are offloaded.
+    """
     if mode == "gpu":
         return "gpu"
     return "deepspeed" if mode == "zerooffload" or engine == "deepspeed" else "so-tui"
@@ -391,13 +420,17 @@ def device_rule(mode: str, engine: str) -> DeviceRule:
 
 
 _BUCKETS = 64
-"""Sizes of a micro-batch at most. The padding at its end is less than this part of it, half of that on average."""
+"""Sizes of a micro-batch at most. The padding at its end is less than this part of it, half of that
+on average.
+"""
 _SMALLEST = 8
 """Tokens of the smallest bucket: sizes that are a multiple of it suit matrix products."""
 
 
 def bucket_tokens(capacity: int) -> int:
-    """Return the multiple to which the computed positions of a micro-batch of ``capacity`` positions are rounded up."""
+    """Return the multiple to which the computed positions of a micro-batch of ``capacity``
+    positions are rounded up.
+    """
     return max(_SMALLEST, -(-capacity // _BUCKETS // _SMALLEST) * _SMALLEST)
 
 

@@ -1,7 +1,7 @@
 """How parameters are sharded over ranks and cut into sub-groups, as arithmetic on plain numbers.
 
-The engine cuts its states with these functions, and the planner predicts memory and time with the same ones. Nothing here depends on a
-spec, a plan or torch.
+The engine cuts its states with these functions, and the planner predicts memory and time with the
+same ones. Nothing here depends on a spec, a plan or torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import Literal
 OWN_LARGEST_BUCKET = 100_000_000
 """Most parameters in a reduce bucket of the project's own engine."""
 PERSISTENCE_THRESHOLD = 100_000
-"""ZeRO-3 stores parameters smaller than this whole on every rank (DeepSpeed's default); the project's own engine stores none whole."""
+"""ZeRO-3 stores parameters smaller than this whole on every rank (DeepSpeed's default); the
+project's own engine stores none whole.
+"""
 GATHERED_AHEAD = 400_000_000
-"""Parameters that several ranks all-gather ahead of the layer that computes, and by which the host may run ahead of the GPU; a layer where
-a layer is larger. One rank that fetches its weights from host memory waits for no other, so a layer is enough."""
+"""Parameters that several ranks all-gather ahead of the layer that computes, and by which the host
+may run ahead of the GPU; a layer where a layer is larger. One rank that fetches its weights from
+host memory waits for no other, so a layer is enough.
+"""
 
 
 def partition_numel(numel: int, ranks: int) -> int:
@@ -26,20 +30,25 @@ def partition_numel(numel: int, ranks: int) -> int:
 
 
 def live_parameters(largest_layer: int, ranks: int) -> int:
-    """Return how many all-gathered parameters ZeRO-3 may hold before it stops: this layer and the next, more where they are small."""
+    """Return how many all-gathered parameters ZeRO-3 may hold before it stops: this layer and the
+    next, more where they are small.
+    """
     return max(2 * largest_layer, GATHERED_AHEAD if ranks > 1 else 0)
 
 
 def run_ahead_parameters(largest_layer: int, ranks: int) -> int:
-    """Return by how many parameters the host may run ahead of the GPU. They stay all-gathered until the GPU has used them."""
+    """Return by how many parameters the host may run ahead of the GPU. They stay all-gathered until
+    the GPU has used them.
+    """
     return max(largest_layer, GATHERED_AHEAD if ranks > 1 else 0)
 
 
 def sub_group_slices(numels: Sequence[int], sub_group_size: int) -> tuple[tuple[int, int], ...]:
     """Return the index ranges ``(start, stop)`` of the sub-groups of one parameter group.
 
-    Greedy, as DeepSpeed's ``_create_fp16_sub_groups``: append parameters until their sum reaches ``sub_group_size``. Every sub-group but
-    the last holds at least ``sub_group_size`` elements, and none as much as that plus its last parameter.
+    Greedy, as DeepSpeed's ``_create_fp16_sub_groups``: append parameters until their sum reaches
+    ``sub_group_size``. Every sub-group but the last holds at least ``sub_group_size`` elements, and
+    none as much as that plus its last parameter.
     """
     slices: list[tuple[int, int]] = []
     start = total = 0
@@ -54,9 +63,11 @@ def sub_group_slices(numels: Sequence[int], sub_group_size: int) -> tuple[tuple[
 
 
 def gpu_sub_groups(numels: Sequence[int], ratio: float) -> int:
-    """Return how many of the first sub-groups stay on the GPU: as many parameters as possible, but no more than ``1 - ratio``.
+    """Return how many of the first sub-groups stay on the GPU: as many parameters as possible, but
+    no more than ``1 - ratio``.
 
-    The first ones, because backward reaches them last: what it reaches first has the longest time to be stepped on the CPU.
+    The first ones, because backward reaches them last: what it reaches first has the longest time
+    to be stepped on the CPU.
     """
     total = sum(numels)
     # The slack is for (1 - 0.9) * 10, which is a little less than 1 in floating point.
@@ -72,17 +83,22 @@ MOMENT_BLOCK = 128
 
 
 def moments_bytes(states: StatesFormat) -> float:
-    """Return the bytes per parameter of both moments, with a byte for every block of 8-bit moments."""
+    """Return the bytes per parameter of both moments, with a byte for every block of 8-bit
+    moments.
+    """
     return {"fp32": 8.0, "bf16-moments": 4.0, "int8-moments": 2 + 2 / MOMENT_BLOCK}[states]
 
 
 def state_bytes(weight_bytes: int, states: StatesFormat, *, accumulates: bool) -> float:
-    """Return the host memory per parameter of the engine's states: master weight, two moments, staging buffer, summed gradient."""
+    """Return the host memory per parameter of the engine's states: master weight, two moments,
+    staging buffer, summed gradient.
+    """
     return 4 + moments_bytes(states) + weight_bytes + (4 if accumulates else 0)
 
 
 def speculation_bytes(weight_bytes: int, states: StatesFormat, *, host_weights: bool) -> float:
-    """Return the host memory per parameter of a second set of states: master weight, two moments, and the new weight.
+    """Return the host memory per parameter of a second set of states: master weight, two moments,
+    and the new weight.
 
     Weights in host memory take the new weight themselves.
     """
@@ -90,10 +106,11 @@ def speculation_bytes(weight_bytes: int, states: StatesFormat, *, host_weights: 
 
 
 def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return which CPU sub-groups are stepped before the gradient norm is known, where not all can have a second set of states.
+    """Return which CPU sub-groups are stepped before the gradient norm is known, where not all can
+    have a second set of states.
 
-    They are spread evenly: the worker has something to do from the start of backward to its end, and what is held back is stepped while
-    the next forward computes the layers before it.
+    They are spread evenly: the worker has something to do from the start of backward to its end,
+    and what is held back is stepped while the next forward computes the layers before it.
 
     Args:
         numels: Their elements, in the order in which a forward pass first uses them.
@@ -114,15 +131,18 @@ def speculating(numels: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def copy_bytes(states: StatesFormat) -> float:
-    """Return the host memory per parameter of a copy of the states, from which a checkpoint is written: master weight and two moments."""
+    """Return the host memory per parameter of a copy of the states, from which a checkpoint is
+    written: master weight and two moments.
+    """
     return 4 + moments_bytes(states)
 
 
 def copied(sizes: Sequence[float], second: Collection[int], budget: float) -> tuple[int, ...]:
     """Return which sub-groups have room for a copy of their states, where not all can.
 
-    First those without second states, because training waits until what has no copy at all is written. The others' second states can hold
-    the copy, and then they cannot speculate until it is written.
+    First those without second states, because training waits until what has no copy at all is
+    written. The others' second states can hold the copy, and then they cannot speculate until it is
+    written.
 
     Args:
         sizes: The bytes of each sub-group's copy.
@@ -138,8 +158,10 @@ def copied(sizes: Sequence[float], second: Collection[int], budget: float) -> tu
 
 
 def deepspeed_gpu_sub_groups(sub_groups: int, ratio: float) -> int:
-    """Return DeepSpeed 0.19.8's decision (``stage3.py``, ``subgroup_to_device``): by count, rounded down.
+    """Return DeepSpeed 0.19.8's decision (``stage3.py``, ``subgroup_to_device``): by count, rounded
+    down.
 
-    At ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in floating point.
+    At ratio 0.9 ten sub-groups leave none on the GPU, since ``(1 - 0.9) * 10`` is less than 1 in
+    floating point.
     """
     return int((1 - ratio) * sub_groups)

@@ -1,7 +1,8 @@
-"""Cores and memory of each rank, and what DeepSpeed's launcher would do by itself and with the core list that so-tui passes to it.
+"""Cores and memory of each rank, and what DeepSpeed's launcher would do by itself and with the core
+list that so-tui passes to it.
 
-A rank's cores are those of the CPU node that its GPU is attached to, divided evenly among the ranks of that node. Launcher, trainer and
-dashboard all use these figures.
+A rank's cores are those of the CPU node that its GPU is attached to, divided evenly among the ranks
+of that node. Launcher, trainer and dashboard all use these figures.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ NodeCpus = Sequence[tuple[int, ...]]
 
 
 def numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return CPUs per node as DeepSpeed reads them from ``numactl --hardware``: it counts the nodes, then looks for ids below that."""
+    """Return CPUs per node as DeepSpeed reads them from ``numactl --hardware``: it counts the
+    nodes, then looks for ids below that.
+    """
     by_id = {node.id: node.cpus for node in nodes}
     return tuple(by_id[number] for number in range(len(nodes)) if number in by_id)
 
@@ -34,11 +37,13 @@ def numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
 def numactl_prefix(
     nodes: NodeCpus, core_list: Sequence[int], ranks: int, rank: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the cores and the numactl command prefix of a rank. ``OMP_NUM_THREADS`` is the number of those cores.
+    """Return the cores and the numactl command prefix of a rank. ``OMP_NUM_THREADS`` is the number
+    of those cores.
 
-    The ascending core list is cut into equal slices; the remainder is not used. The slice's memory is the first node that holds
-    all of it, if there is one: bound to that node; or, where there are as many nodes without CPUs as with, taken for a CPU with
-    flat high-bandwidth memory, *preferring* the memory of the node without CPUs.
+    The ascending core list is cut into equal slices; the remainder is not used. The slice's memory
+    is the first node that holds all of it, if there is one: bound to that node; or, where there are
+    as many nodes without CPUs as with, taken for a CPU with flat high-bandwidth memory,
+    *preferring* the memory of the node without CPUs.
 
     Raises ValueError when there are fewer cores than ranks (DeepSpeed raises AssertionError).
     """
@@ -100,14 +105,16 @@ def bind_ranks(
 
     Args:
         machine: Its nodes, GPUs and allowed CPUs.
-        gpus: A count (the first ones) or host indices; ranks follow ascending indices, because DeepSpeed sorts its ``--include`` list. On a
-            machine without GPUs it is the number of ranks, spread over the CPU nodes.
-        mode: Only ``superoffload`` divides a rank's cores between the training process and its Adam worker.
+        gpus: A count (the first ones) or host indices; ranks follow ascending indices, because
+            DeepSpeed sorts its ``--include`` list. On a machine without GPUs it is the number of
+            ranks, spread over the CPU nodes.
+        mode: Only ``superoffload`` divides a rank's cores between the training process and its Adam
+            worker.
         cpu_adam_cores_fraction: The Adam worker's share.
 
     Raises:
-        InputError: The machine lacks a GPU that was asked for (``unavailable-gpu``, ``duplicate-gpu``), or none of its CPUs may be used
-            (``no-usable-cpu``).
+        InputError: The machine lacks a GPU that was asked for (``unavailable-gpu``,
+            ``duplicate-gpu``), or none of its CPUs may be used (``no-usable-cpu``).
     """
     wanted = _wanted(machine, gpus)
     groups = _cpu_groups(machine)
@@ -142,7 +149,9 @@ def bind_ranks(
 
 
 def core_list(bindings: Sequence[RankBinding]) -> str:
-    """Return the cores for DeepSpeed's ``--bind_core_list``, ascending as required: cut into equal slices, they are ``deepspeed.cpus``."""
+    """Return the cores for DeepSpeed's ``--bind_core_list``, ascending as required: cut into equal
+    slices, they are ``deepspeed.cpus``.
+    """
     return cpu_ranges({cpu for binding in bindings for cpu in binding.deepspeed.cpus})
 
 
@@ -154,9 +163,11 @@ def uses_numactl(bindings: Sequence[RankBinding]) -> bool:
 def split_cores(
     cpus: Sequence[int], cpu_adam_cores_fraction: float
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the cores of the training process and of its Adam worker, which gets the fraction, rounded down, from the end of ``cpus``.
+    """Return the cores of the training process and of its Adam worker, which gets the fraction,
+    rounded down, from the end of ``cpus``.
 
-    The training process gets at least 3 of 8 or more cores, else at least 1; a single core is shared.
+    The training process gets at least 3 of 8 or more cores, else at least 1; a single core is
+    shared.
     """
     count = len(cpus)
     if count == 1:
@@ -168,7 +179,9 @@ def split_cores(
 
 
 def whole_gpus(machine: Machine) -> tuple[Gpu, ...]:
-    """Return the GPUs that a rank can use, in index order: those that are not partitioned, of which a rank would see one part."""
+    """Return the GPUs that a rank can use, in index order: those that are not partitioned, of which
+    a rank would see one part.
+    """
     return tuple(sorted((gpu for gpu in machine.gpus if not gpu.mig), key=lambda gpu: gpu.index))
 
 
@@ -237,7 +250,9 @@ def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:
 
 
 def _homes(groups: tuple[_CpuGroup, ...], wanted: tuple[Gpu | None, ...]) -> tuple[_CpuGroup, ...]:
-    """Return the CPUs of each rank: those its GPU is attached to; ranks without a GPU fill up the groups evenly, in ascending order."""
+    """Return the CPUs of each rank: those its GPU is attached to; ranks without a GPU fill up the
+    groups evenly, in ascending order.
+    """
     by_node = {node: group for group in groups for node in group.nodes}
     known = [
         by_node.get(gpu.numa_node) if gpu is not None and gpu.numa_node is not None else None
@@ -255,7 +270,9 @@ def _homes(groups: tuple[_CpuGroup, ...], wanted: tuple[Gpu | None, ...]) -> tup
 
 
 def _divided(machine: Machine, homes: tuple[_CpuGroup, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return each rank's share of its CPUs, in rank order; with more ranks than cores a core is shared."""
+    """Return each rank's share of its CPUs, in rank order; with more ranks than cores a core is
+    shared.
+    """
     seats: dict[_CpuGroup, int] = {}
     shares = []
     for home in homes:
@@ -266,7 +283,9 @@ def _divided(machine: Machine, homes: tuple[_CpuGroup, ...]) -> tuple[tuple[int,
 
 
 def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[int, ...]:
-    """Return the seat-th of ``ranks`` nearly equal slices, of whole physical cores where there are enough."""
+    """Return the seat-th of ``ranks`` nearly equal slices, of whole physical cores where there are
+    enough.
+    """
     if len(cores) < ranks:
         cores = tuple((cpu,) for core in cores for cpu in core)
     first = len(cores) * seat // ranks
@@ -277,8 +296,9 @@ def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[i
 def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return CPUs by physical core: as the kernel reports them, else as far as their numbers show.
 
-    Linux on x86 mostly numbers the second threads in a range of their own, of the same length as the first threads' (0-55,112-167): the
-    n-th CPU of each range is then one core. Arm servers have one thread per core.
+    Linux on x86 mostly numbers the second threads in a range of their own, of the same length as
+    the first threads' (0-55,112-167): the n-th CPU of each range is then one core. Arm servers have
+    one thread per core.
     """
     if machine.smt_siblings:
         core_of = {cpu: core for core in machine.smt_siblings for cpu in core}
@@ -298,12 +318,16 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]
 
 
 def by_core(machine: Machine, cpus: Sequence[int]) -> tuple[int, ...]:
-    """Return CPUs with the threads of a core side by side, so that a cut splits at most one core."""
+    """Return CPUs with the threads of a core side by side, so that a cut splits at most one
+    core.
+    """
     return tuple(cpu for core in _cores(machine, cpus) for cpu in core)
 
 
 def _memory_policy(machine: Machine, home: _CpuGroup) -> MemoryPolicy:
-    """Return a policy bound to the rank's own CPU nodes, never to a GPU's memory; the default where only one node has memory."""
+    """Return a policy bound to the rank's own CPU nodes, never to a GPU's memory; the default where
+    only one node has memory.
+    """
     with_memory = [node for node in machine.numa_nodes if node.memory_total_bytes > 0]
     own = tuple(
         node.id for node in with_memory if node.id in home.nodes and _may_use(machine, node.id)
@@ -316,7 +340,9 @@ def _memory_policy(machine: Machine, home: _CpuGroup) -> MemoryPolicy:
 def _deepspeed(
     machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
-    """Return what the launcher does for each rank with our core list. Where it would fail with one, it gets none and binds nothing."""
+    """Return what the launcher does for each rank with our core list. Where it would fail with one,
+    it gets none and binds nothing.
+    """
     bound = _launched(machine, _listed(machine, cores), cores, policies)
     if not any(binding.error for binding in bound):
         return bound
@@ -333,10 +359,12 @@ def _deepspeed(
 
 
 def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Return the list whose equal slices, ascending, lie within each rank's cores, so that DeepSpeed binds each rank to its node at least.
+    """Return the list whose equal slices, ascending, lie within each rank's cores, so that
+    DeepSpeed binds each rank to its node at least.
 
-    All cores where that works; else as many of each rank's as the smallest share has; else of their first threads. Where nothing works
-    (GPUs that are not in node order) all cores, and each rank rebinds itself.
+    All cores where that works; else as many of each rank's as the smallest share has; else of their
+    first threads. Where nothing works (GPUs that are not in node order) all cores, and each rank
+    rebinds itself.
     """
     firsts = [sorted(core[0] for core in _cores(machine, cpus)) for cpus in cores]
     for shares in (cores, _cut(cores), _cut(firsts)):
@@ -358,7 +386,9 @@ def _cut(shares: Sequence[Sequence[int]]) -> list[Sequence[int]]:
 def _deepspeed_unlisted(
     machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
-    """Return what the launcher does without a list: it takes the numbers below the count of physical cores, allowed or not."""
+    """Return what the launcher does without a list: it takes the numbers below the count of
+    physical cores, allowed or not.
+    """
     physical = sum(len(_cores(machine, cpus)) for cpus in {node.cpus for node in machine.cpu_nodes})
     return _launched(machine, list(range(physical)), cores, policies)
 
@@ -369,7 +399,9 @@ def _launched(
     cores: tuple[tuple[int, ...], ...],
     policies: tuple[MemoryPolicy, ...],
 ) -> tuple[DeepSpeedBinding, ...]:
-    """Return what the launcher does for each rank under a core list. Where numactl was not tried (a machine file), it counts as working."""
+    """Return what the launcher does for each rank under a core list. Where numactl was not tried (a
+    machine file), it counts as working.
+    """
     if machine.software.numactl_works is False:
         return (
             DeepSpeedBinding(
@@ -418,7 +450,9 @@ def _numactl_error(machine: Machine, cpus: tuple[int, ...], numactl: tuple[str, 
 
 
 def _same_memory(numactl: tuple[str, ...], policy: MemoryPolicy) -> bool:
-    """Return whether the prefix allocates memory as the policy does. With one memory node, ``-m`` of it changes nothing."""
+    """Return whether the prefix allocates memory as the policy does. With one memory node, ``-m``
+    of it changes nothing.
+    """
     if "-p" in numactl:
         return False
     if policy.mode == "default":
@@ -438,7 +472,9 @@ def _may_use(machine: Machine, node: int) -> bool:
 
 
 def deepspeed_text(binding: DeepSpeedBinding) -> str:
-    """Return what DeepSpeed's launcher does, for a table: ``the same``, the numactl prefix, or why it fails."""
+    """Return what DeepSpeed's launcher does, for a table: ``the same``, the numactl prefix, or why
+    it fails.
+    """
     if binding.error:
         return f"fails: {binding.error}"
     return (

@@ -53,7 +53,8 @@ STATE_BYTES = 16
 
 
 def smallest_ratio(profile: ModelProfile, ranks: int, offload: OffloadSpec, room: int) -> float:
-    """Return the smallest offload ratio whose states on the GPU fit into ``room``, or 1.0 where none does.
+    """Return the smallest offload ratio whose states on the GPU fit into ``room``, or 1.0 where
+    none does.
 
     Args:
         profile: Model to train.
@@ -86,7 +87,9 @@ class Demand(Struct, frozen=True):
 
 
 def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
-    """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host allocate."""
+    """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host
+    allocate.
+    """
     on_nodes = [term for term in terms if term.location == "node"]
     common = sum(term.bytes for term in on_nodes if term.rank is None)
     node_bytes: dict[int, int] = {}
@@ -101,7 +104,9 @@ def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
 
 
 def host_room(demand: Demand, resources: Resources) -> int:
-    """Return the host memory that each rank may take beyond this demand, with the margin left free."""
+    """Return the host memory that each rank may take beyond this demand, with the margin left
+    free.
+    """
     supply = resources.supply
     ranks_on = {node: max(1, resources.nodes.count(node)) for node in demand.node_bytes}
     usable = 1 - node_margin(supply)
@@ -143,12 +148,16 @@ def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]
 
 
 def node_margin(supply: Supply) -> float:
-    """Return the share of a CPU node that stays free; where it is the GPU's memory too, as much as of a GPU's."""
+    """Return the share of a CPU node that stays free; where it is the GPU's memory too, as much as
+    of a GPU's.
+    """
     return GPU_MARGIN if supply.one_memory else HOST_MARGIN
 
 
 def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
-    """Return what CPU nodes need and have; nodes whose figures are written the same share one entry."""
+    """Return what CPU nodes need and have; nodes whose figures are written the same share one
+    entry.
+    """
     groups: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
     for node, needs in sorted(demand.node_bytes.items()):
         has = supply.node_bytes.get(node, 0)
@@ -223,7 +232,9 @@ def target_of(
 
 
 def _corrects(probe: Probe, key: str) -> bool:
-    """Return whether a probe is of the model with this key, and measured the error of today's predictions."""
+    """Return whether a probe is of the model with this key, and measured the error of today's
+    predictions.
+    """
     tells_fetching_apart = not probe.host_weights or probe.computing is not None
     return (
         probe.model == key
@@ -249,7 +260,9 @@ class Assessment:
     copies: Copies | None = None
     """Of states, for checkpoints that are written behind training."""
     speculation_gains_nothing: bool = False
-    """Whether there was memory for second sets of states, but they would make the step no faster."""
+    """Whether there was memory for second sets of states, but they would make the step no
+    faster.
+    """
     known_step: StepTime | None = None
     """Of this placement, where the judgement needed it."""
 
@@ -278,7 +291,9 @@ class Assessment:
 
     @cached_property
     def step(self) -> StepTime | None:
-        """None where the speed is not known. Computed on demand: most settings that are tried are judged by memory alone."""
+        """None where the speed is not known. Computed on demand: most settings that are tried are
+        judged by memory alone.
+        """
         return self.known_step or _step(self.placement, self.target)
 
     @property
@@ -330,12 +345,16 @@ def _speculating(placement: Placement, second: SecondStates | None) -> Placement
 
 
 def step_with(found: Assessment, spec: RunSpec, target: Target) -> StepTime | None:
-    """Return the step of ``spec``, which differs from the assessed one only in what takes no memory."""
+    """Return the step of ``spec``, which differs from the assessed one only in what takes no
+    memory.
+    """
     return _step(replace(found.placement, spec=spec), target)
 
 
 def held_back_step(found: Assessment) -> StepTime | None:
-    """Return the step of an assessed spec where the gradient norm exceeds the limit, so that Adam waits for it."""
+    """Return the step of an assessed spec where the gradient norm exceeds the limit, so that Adam
+    waits for it.
+    """
     return _step(replace(found.placement, speculating=()), found.target)
 
 
@@ -348,35 +367,44 @@ def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
 
 
 def mode_without_gpu(spec: RunSpec) -> Mode:
-    """Return the offload mode for a machine without GPUs: DeepSpeed's own SuperOffload needs one, its ZeRO-Offload does not."""
+    """Return the offload mode for a machine without GPUs: DeepSpeed's own SuperOffload needs one,
+    its ZeRO-Offload does not.
+    """
     return "zerooffload" if spec.offload.engine == "deepspeed" else "superoffload"
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """One batch and one recomputation, with the states in different locations. Each is assessed once, on demand."""
+    """One batch and one recomputation, with the states in different locations. Each is assessed
+    once, on demand.
+    """
 
     spec: RunSpec
     target: Target
 
     @cached_property
     def on_gpu(self) -> Assessment | None:
-        """Without offload; None where the bare states are larger than the GPUs, or weights are to be in host memory."""
+        """Without offload; None where the bare states are larger than the GPUs, or weights are to
+        be in host memory.
+        """
         if self.spec.offload.parameters == "cpu" or not states_fit(self.spec, self.target):
             return None
         return assess(in_mode(self.spec, "gpu"), self.target)
 
     @cached_property
     def offloaded(self) -> Assessment:
-        """SuperOffload at the smallest ratio that leaves the margin of each GPU free; at ratio 1 when none does."""
+        """SuperOffload at the smallest ratio that leaves the margin of each GPU free; at ratio 1
+        when none does.
+        """
         return _at_smallest_ratio(self._whole, GPU_MARGIN)
 
     @cached_property
     def best(self) -> Assessment:
         """The fastest location: the more stays on the GPU, the faster.
 
-        Without offload where that fits with a margin, else SuperOffload at the smallest ratio that does; else what at least may fit; else
-        what is least short. Where the GPU's memory is not known, what takes the least of it.
+        Without offload where that fits with a margin, else SuperOffload at the smallest ratio that
+        does; else what at least may fit; else what is least short. Where the GPU's memory is not
+        known, what takes the least of it.
         """
         if not self.target.resources.has_gpu:
             return assess(in_mode(self.spec, mode_without_gpu(self.spec)), self.target)
@@ -410,7 +438,9 @@ def states_fit(spec: RunSpec, target: Target) -> bool:
 
 
 def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
-    """Return a spec that was assessed at ratio 1 at the smallest ratio that leaves ``margin`` of each GPU free, else as it is."""
+    """Return a spec that was assessed at ratio 1 at the smallest ratio that leaves ``margin`` of
+    each GPU free, else as it is.
+    """
     target, offload = whole.target, whole.spec.offload
     if target.resources.supply.one_memory:
         return _at_smallest_ratio_in_one_memory(whole, margin)
@@ -423,7 +453,9 @@ def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
 
 
 def _at_smallest_ratio_in_one_memory(whole: Assessment, margin: float) -> Assessment:
-    """Return the same where the GPU's memory is the host's: the states take about as much of it wherever they are stepped."""
+    """Return the same where the GPU's memory is the host's: the states take about as much of it
+    wherever they are stepped.
+    """
     accepted: tuple[Verdict, ...] = ("fits",) if margin == GPU_MARGIN else ("fits", "tight")
 
     def at(ratio: float) -> Assessment:
@@ -478,7 +510,9 @@ def _step(placement: Placement, target: Target) -> StepTime | None:
 
 
 def fetching_of(model: StepModel) -> Fetching | None:
-    """Return what is predicted of fetching weights from host memory; None where the GPU has them."""
+    """Return what is predicted of fetching weights from host memory; None where the GPU has
+    them.
+    """
     passes = model.passes
     if not passes.placement.host_weights:
         return None
@@ -490,7 +524,9 @@ def fetching_of(model: StepModel) -> Fetching | None:
 
 
 def step_model(placement: Placement, target: Target) -> StepModel | None:
-    """Return what predicts the step of a placed spec; None where the speed is not known, or it cannot run."""
+    """Return what predicts the step of a placed spec; None where the speed is not known, or it
+    cannot run.
+    """
     resources = target.resources
     if (passes := pass_model(placement, target)) is None:
         return None

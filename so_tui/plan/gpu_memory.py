@@ -1,10 +1,12 @@
 """Peak bytes of a run, term by term: on each GPU, on the host beside it, in /dev/shm and on disk.
 
-Model states are exact: they follow from the parameter table. Memory of libraries, contexts and the allocator is calibrated: measured and
-stored as data (``constants.json``). The rest is derived from what the trainer does, and marked as an estimate. Some terms exist in one
-phase of a step only; the fullest phase counts, and only its terms are listed. For DeepSpeed 0.19.8 ZeRO-3 with bf16 weights.
+Model states are exact: they follow from the parameter table. Memory of libraries, contexts and the
+allocator is calibrated: measured and stored as data (``constants.json``). The rest is derived from
+what the trainer does, and marked as an estimate. Some terms exist in one phase of a step only; the
+fullest phase counts, and only its terms are listed. For DeepSpeed 0.19.8 ZeRO-3 with bf16 weights.
 
-Symbols: T tokens of a micro-batch, h hidden width, V vocabulary; n, Pc, Pg parameters of one rank, on the CPU, on the GPU.
+Symbols: T tokens of a micro-batch, h hidden width, V vocabulary; n, Pc, Pg parameters of one rank,
+on the CPU, on the GPU.
 """
 
 from __future__ import annotations
@@ -43,16 +45,24 @@ from so_tui.plan.terms import ACTIVATION_STACK, Formula, Location, MemoryTerm, P
 
 
 BUCKETS_AHEAD = 3
-"""Buckets of gradients by which the host may run ahead of the GPU: ZeRO-3 waits for all but two reductions before it begins another."""
+"""Buckets of gradients by which the host may run ahead of the GPU: ZeRO-3 waits for all but two
+reductions before it begins another.
+"""
 ZEROOFFLOAD_BUCKETS_AHEAD = 2
 """The same where DeepSpeed casts and copies every gradient for its CPU optimizer."""
 OWN_BUCKETS_IN_FLIGHT = BUCKETS_AHEAD + 3
-"""Reduced buckets that exist at the same time in the project's own engine: launched ahead of the GPU, being copied to the host, and between
-the two. Torch's memory history shows 5.4 to 5.8 on an H200."""
+"""Reduced buckets that exist at the same time in the project's own engine: launched ahead of the
+GPU, being copied to the host, and between the two. Torch's memory history shows 5.4 to 5.8 on an
+H200.
+"""
 SHARED_BUCKETS_IN_FLIGHT = 4
-"""The same on several ranks, each of which copies its shard of a bucket to the host. The history shows 3.3 to 3.6 on two H200s."""
+"""The same on several ranks, each of which copies its shard of a bucket to the host. The history
+shows 3.3 to 3.6 on two H200s.
+"""
 NORM_CHUNK = 250_000_000
-"""Elements that DeepSpeed casts to double precision at a time for the norm of a gradient that its CPU optimizer takes."""
+"""Elements that DeepSpeed casts to double precision at a time for the norm of a gradient that its
+CPU optimizer takes.
+"""
 
 
 def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
@@ -76,7 +86,8 @@ def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
         small = 0 if own_engine(placement.spec) else profile.small_parameters
         formula = Formula("2 B x {} (below {})", (small, PERSISTENCE_THRESHOLD))
         yield MemoryTerm(TermKind.SMALL_PARAMETERS, gpu, 2 * small, "exact", formula)
-        # Several parameters arrive in one flat buffer from which each is copied, the embedding and the head included.
+        # Several parameters arrive in one flat buffer from which each is copied, the embedding and
+        # the head included.
         in_use = max(live_parameters(layer, ranks) + layer, 2 * layout.largest_parameter)
         live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
         yield MemoryTerm(
@@ -95,7 +106,8 @@ def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
             TermKind.ALL_GATHER_POOLS, gpu, int(pools * 2 * live), "calibrated", formula
         )
     yield from _fetched_weights(placement)
-    # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward is over.
+    # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward
+    # is over.
     yield MemoryTerm(
         TermKind.GRADIENTS_IN_FLIGHT,
         gpu,
@@ -119,7 +131,8 @@ def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
 def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield what the GPU holds of weights that are in host memory.
 
-    One rank computes with the copies themselves. Several gather them, and each holds copies of its own shards until it has.
+    One rank computes with the copies themselves. Several gather them, and each holds copies of its
+    own shards until it has.
     """
     layout, layer = placement.layout, placement.profile.largest_layer
     if not placement.host_weights or not placement.has_gpu:
@@ -146,7 +159,9 @@ def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
 
 
 def _in_reduction(placement: Placement) -> MemoryTerm:
-    """Return the flat copies of buckets that ZeRO-3 reduces on its own stream. Their memory stays reserved for it in every phase."""
+    """Return the flat copies of buckets that ZeRO-3 reduces on its own stream. Their memory stays
+    reserved for it in every phase.
+    """
     spec, layout = placement.spec, placement.layout
     bucket = min(placement.reduce_bucket, layout.parameters)
     in_flight = OWN_BUCKETS_IN_FLIGHT if layout.ranks == 1 else SHARED_BUCKETS_IN_FLIGHT
@@ -170,8 +185,9 @@ def _in_reduction(placement: Placement) -> MemoryTerm:
 def gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_bytes: int) -> int:
     """Return what gradients that wait for their reduction add to the peak of backward.
 
-    They are the buckets by which the host runs ahead, less the activations (``layer_bytes`` each) of the layers that filled them.
-    DeepSpeed's SuperOffload keeps the host waiting, and its buckets fill up between two layers.
+    They are the buckets by which the host runs ahead, less the activations (``layer_bytes`` each)
+    of the layers that filled them. DeepSpeed's SuperOffload keeps the host waiting, and its buckets
+    fill up between two layers.
     """
     spec, layout, block = placement.spec, placement.layout, placement.profile.largest_layer
     bucket = min(placement.reduce_bucket, layout.parameters)
@@ -188,16 +204,21 @@ def gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_byte
 
 
 LOST_EXPERT_TENSORS = 3
-"""GPU memory lost between activations as large as the gradients of a layer's experts, in multiples of the largest of these tensors.
-Measured in mixtures of experts on an H200."""
+"""GPU memory lost between activations as large as the gradients of a layer's experts, in multiples
+of the largest of these tensors. Measured in mixtures of experts on an H200.
+"""
 LOST_BETWEEN_RESULTS = 0.3
-"""GPU memory lost between attention's results where a layer keeps nothing else, as a share of them. Measured on an H200 (4 billion
-parameters, one sequence of 65,536 tokens): 5.3 GiB beside 18.3."""
+"""GPU memory lost between attention's results where a layer keeps nothing else, as a share of them.
+Measured on an H200 (4 billion parameters, one sequence of 65,536 tokens): 5.3 GiB beside 18.3.
+"""
 MOST_LOST_BETWEEN_RESULTS_BYTES = 6 << 30
-"""It does not grow with the length: of 131,072 tokens 4.4 GiB were lost beside 36.6, and with 8 billion parameters 1.7 GiB beside 32.5."""
+"""It does not grow with the length: of 131,072 tokens 4.4 GiB were lost beside 36.6, and with 8
+billion parameters 1.7 GiB beside 32.5.
+"""
 HELD: dict[Phase, int] = {"loss": 1, "backward": 2}
-"""Layers whose input, or attention's results, the GPU holds where the others' are on the host: the last one, and in backward also the one
-whose are being fetched."""
+"""Layers whose input, or attention's results, the GPU holds where the others' are on the host: the
+last one, and in backward also the one whose are being fetched.
+"""
 GRADIENT_SUM_BYTES = 6
 """Per parameter of a feed-forward block in tiles: the fp32 sum of its gradient, and one tile's."""
 _MOMENTS: dict[StatesFormat, str] = {
@@ -210,7 +231,9 @@ _STORED_PHASES: tuple[Phase, ...] = ("loss", "backward")
 
 
 def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
-    """Return the terms of the peak: those of the fullest phase, and those that are there in every phase."""
+    """Return the terms of the peak: those of the fullest phase, and those that are there in every
+    phase.
+    """
     terms = all_terms(placement)
     fullest = {location: _fullest(terms, location) for location in ("gpu", "node")}
     return tuple(
@@ -429,7 +452,9 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
 
 
 def _working_set(placement: Placement, stored: int) -> MemoryTerm:
-    """Return what recomputation and backward of one block hold beyond the ``stored`` bytes per token."""
+    """Return what recomputation and backward of one block hold beyond the ``stored`` bytes per
+    token.
+    """
     profile, tokens, share = placement.profile, placement.tokens, constants().memory.block_share
     shape, fused = profile.architecture, profile.fused
     if not placement.tiled:
@@ -460,7 +485,9 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
 def _on_host(
     placement: Placement, each: int, layers: int, on_host: TermKind, on_gpu: TermKind
 ) -> Iterator[MemoryTerm]:
-    """Yield what layers keep in host memory, ``each`` bytes a token, and the few that the GPU holds meanwhile."""
+    """Yield what layers keep in host memory, ``each`` bytes a token, and the few that the GPU holds
+    meanwhile.
+    """
     tokens = placement.tokens
     formula = Formula("{} tokens x {} B x {} layers, pinned", (tokens, each, layers))
     yield MemoryTerm(on_host, "node", tokens * each * layers, "exact", formula)
@@ -504,7 +531,8 @@ def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
         TermKind.LOSS, gpu, placement.profile.loss_bytes(tokens), "estimate", formula, phase="loss"
     )
     head = shape.vocabulary * shape.hidden
-    # On one GPU the head's gradient is one of the buckets that wait; on several there are fewer of these, and it comes beside them.
+    # On one GPU the head's gradient is one of the buckets that wait; on several there are fewer of
+    # these, and it comes beside them.
     beside_buckets = (
         placement.spec.offload.mode != "gpu"
         or placement.layout.ranks > 1

@@ -1,4 +1,6 @@
-"""Host memory that holds no model states: processes, loading, saving, /dev/shm; and what checkpoints take on disk."""
+"""Host memory that holds no model states: processes, loading, saving, /dev/shm; and what
+checkpoints take on disk.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Copies(Struct, frozen=True):
 
 
 def makes_copies(spec: RunSpec) -> bool:
-    """Return whether a run that trains with these settings writes checkpoints behind its training."""
+    """Return whether a run that trains with these settings writes checkpoints behind its
+    training.
+    """
     return own_engine(spec) and spec.checkpoint.background and spec.checkpoint.repeats
 
 
@@ -64,23 +68,29 @@ def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
 
 
 STATE_BYTES = 12
-"""Of a checkpoint, per parameter: fp32 master weight and two moments. The bf16 weights are a cast of the master weights."""
+"""Of a checkpoint, per parameter: fp32 master weight and two moments. The bf16 weights are a cast
+of the master weights.
+"""
 
 _READING_BYTES = 64 * 2**20
 _MESSAGES_SHM_BYTES = 16_000_000
 
 
 def steady_bytes(terms: Sequence[MemoryTerm], ranks: int) -> int:
-    """Return the host memory of the training processes and Adam workers of ``ranks`` on one host while they train."""
+    """Return the host memory of the training processes and Adam workers of ``ranks`` on one host
+    while they train.
+    """
     node = [found for found in terms if found.location == "node"]
     each = sum(found.bytes for found in node if found.rank is None and found.kind not in NOT_STEADY)
     return each * ranks + sum(found.bytes for found in node if found.kind is TermKind.LIBRARIES)
 
 
 def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
-    """Return the peak host memory of a run of ``ranks`` on one host before its first step, launcher included.
+    """Return the peak host memory of a run of ``ranks`` on one host before its first step, launcher
+    included.
 
-    DeepSpeed's optimizers allocate their moments in that step, ours before. NCCL's memory comes with the first collectives.
+    DeepSpeed's optimizers allocate their moments in that step, ours before. NCCL's memory comes
+    with the first collectives.
     """
     node = [found for found in terms if found.location == "node"]
     kinds = {found.kind for found in node}
@@ -105,7 +115,9 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
 
 
 class GradientBlocks(Struct, frozen=True, kw_only=True):
-    """Bytes beside the pinned blocks of one rank's gradients: those for DeepSpeed's optimizers and its gradient partition."""
+    """Bytes beside the pinned blocks of one rank's gradients: those for DeepSpeed's optimizers and
+    its gradient partition.
+    """
 
     allocating: int
     """Peak while they are allocated, beyond all blocks that stay."""
@@ -116,11 +128,13 @@ class GradientBlocks(Struct, frozen=True, kw_only=True):
 def gradient_blocks(
     layout: StateLayout, partition_bytes: int, pinned_rounded: bool
 ) -> GradientBlocks:
-    """Return what DeepSpeed's optimizers need to allocate their gradients (``stage3.py`` of 0.19.8).
+    """Return what DeepSpeed's optimizers need to allocate their gradients (``stage3.py`` of
+    0.19.8).
 
-    Each block is allocated in ordinary memory and then copied into pinned memory: sub-group by sub-group in fp32, beside a buffer as large
-    as the largest of them, and finally the partition. Where a sub-group's gradients move on to the GPU, torch retains the block for the
-    next one of its size.
+    Each block is allocated in ordinary memory and then copied into pinned memory: sub-group by
+    sub-group in fp32, beside a buffer as large as the largest of them, and finally the partition.
+    Where a sub-group's gradients move on to the GPU, torch retains the block for the next one of
+    its size.
     """
     peak = pinned = 0
     free: list[int] = []
@@ -144,7 +158,9 @@ def gradient_blocks(
 
 
 def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[MemoryTerm]:
-    """Yield the terms of processes, of loading and of saving; ``states`` are the terms of the model states."""
+    """Yield the terms of processes, of loading and of saving; ``states`` are the terms of the model
+    states.
+    """
     memory, layout, has_gpu = constants().memory, placement.layout, placement.has_gpu
     libraries = memory.shared_libraries_bytes if has_gpu else 0
     process = (memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes) - libraries
@@ -238,7 +254,8 @@ def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
                 "exact",
                 "to the next power of two by torch before 2.13",
             )
-        # The first step sends them to the worker, which copies each into shared memory; torch retains its pinned block.
+        # The first step sends them to the worker, which copies each into shared memory; torch
+        # retains its pinned block.
         cpu_numel = placement.layout.cpu_numel
         formula = Formula("4 B x {} (gradients, which moved into shared memory)", (cpu_numel,))
         yield MemoryTerm(
@@ -249,7 +266,8 @@ def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
 def _loading(
     layout: StateLayout, later: Mapping[TermKind, int], allocating: int, process_later: int
 ) -> Iterator[MemoryTerm]:
-    """Yield what loading needs beyond what the states need later: a rank's share of the weights passes through the host as one array.
+    """Yield what loading needs beyond what the states need later: a rank's share of the weights
+    passes through the host as one array.
 
     Args:
         layout: States of one rank.

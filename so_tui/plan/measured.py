@@ -1,8 +1,10 @@
-"""How far predictions were off by probes of the same model, taken into account: of a step, part by part, and of GPU memory.
+"""How far predictions were off by probes of the same model, taken into account: of a step, part by
+part, and of GPU memory.
 
-Alternatives that share a part of the step share its correction, so that they can be compared. Forward and backward are the GPU's work in
-any mode, and whether it fetches weights or has them. How long fetching takes is corrected by probes that waited for it, and the exposed
-optimizer by those of the same mode.
+Alternatives that share a part of the step share its correction, so that they can be compared.
+Forward and backward are the GPU's work in any mode, and whether it fetches weights or has them. How
+long fetching takes is corrected by probes that waited for it, and the exposed optimizer by those of
+the same mode.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from so_tui.trust.decoding import prepare
 SCHEMA = 1
 
 STEP_PARTS = 2
-"""Version of how a step is divided. In 1, waits for weights that the GPU's work hid were counted as the optimizer's."""
+"""Version of how a step is divided. In 1, waits for weights that the GPU's work hid were counted as
+the optimizer's.
+"""
 
 Positive = Annotated[float, Meta(gt=0, le=1e30)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
@@ -48,7 +52,9 @@ Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
-    """What ``so-tui calibrate`` measured; None where the machine lacks it, or it was not measured."""
+    """What ``so-tui calibrate`` measured; None where the machine lacks it, or it was not
+    measured.
+    """
 
     measured: str
     """Date, ISO 8601."""
@@ -61,20 +67,28 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     pageable_d2h_bytes_per_s: Positive | None = None
     pageable_h2d_bytes_per_s: Positive | None = None
     cast_h2d_bytes_per_s: Positive | None = None
-    """bf16 weights from fp32 ones in pageable memory, cast on the host, as DeepSpeed returns them."""
+    """bf16 weights from fp32 ones in pageable memory, cast on the host, as DeepSpeed returns
+    them.
+    """
     both_ways_bytes_per_s: tuple[Positive, Positive] | None = None
     """d2h and h2d while both run at the same time."""
     peer_bytes_per_s: Positive | None = None
     layer_launch_overhead_s: Positive | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
     layer_launch_overhead_by_ranks: tuple[tuple[Count, Positive], ...] = ()
-    """(ranks, the same where that many synchronise after every 32 of them, about once in a layer of a model)."""
+    """(ranks, the same where that many synchronise after every 32 of them, about once in a layer of
+    a model).
+    """
     adam: tuple[tuple[Count, Positive], ...] = ()
     """(cores, bytes of host memory traffic per second)."""
     adam_remote: tuple[tuple[Count, Positive], ...] = ()
-    """(NUMA node, the same on all cores of the first GPU's node while the states lie in that node's memory). Plans keep states near."""
+    """(NUMA node, the same on all cores of the first GPU's node while the states lie in that node's
+    memory). Plans keep states near.
+    """
     adam_together: tuple[tuple[Count, Positive], ...] = ()
-    """(ranks, bytes of host memory traffic per second of each) with that many Adam workers on the first GPU's node."""
+    """(ranks, bytes of host memory traffic per second of each) with that many Adam workers on the
+    first GPU's node.
+    """
     attention: tuple[tuple[AttentionBackend, AttentionRates], ...] = ()
     """FLOP/s of the attention backends that the first GPU can use."""
     node_bytes_per_s: tuple[tuple[Count, Positive], ...] = ()
@@ -104,7 +118,9 @@ class Passes(Struct, frozen=True, kw_only=True):
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """A few real steps of one setting on this machine, and what was predicted for them without any probe."""
+    """A few real steps of one setting on this machine, and what was predicted for them without any
+    probe.
+    """
 
     measured: str
     model: str
@@ -123,7 +139,9 @@ class Probe(Struct, frozen=True, kw_only=True):
     host_weights: bool = False
     """Whether weights were in host memory, so that both passes fetched them."""
     computing: Passes | None = None
-    """What was predicted of these passes as if the GPU had the weights; None where it did, and in older probes."""
+    """What was predicted of these passes as if the GPU had the weights; None where it did, and in
+    older probes.
+    """
 
 
 class Calibration(Struct, frozen=True, kw_only=True):
@@ -143,7 +161,9 @@ _DEEPSPEEDS = {"pageable_d2h_bytes_per_s", "cast_h2d_bytes_per_s"}
 
 
 def model_key(model: ModelSpec) -> str:
-    """Return the name of a model's shape, whatever its weights. Raises InputError as ``profile_of``."""
+    """Return the name of a model's shape, whatever its weights. Raises InputError as
+    ``profile_of``.
+    """
     return profile_of(model).key
 
 
@@ -172,7 +192,9 @@ def path_of(machine: Machine) -> Path:
 
 
 def calibration_of(machine: Machine) -> Calibration | None:
-    """Return what was measured on this machine, else on another of its kind; None when nothing was. An unreadable file counts as none."""
+    """Return what was measured on this machine, else on another of its kind; None when nothing was.
+    An unreadable file counts as none.
+    """
     own = path_of(machine)
     if (found := state_files.read_state_file(own, Calibration)) is not None:
         return found
@@ -193,7 +215,9 @@ def calibration_of(machine: Machine) -> Calibration | None:
 
 
 def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None = None) -> Path:
-    """Add to this machine's file; a probe replaces the one of the same model, mode, ranks and settings. Raises OSError."""
+    """Add to this machine's file; a probe replaces the one of the same model, mode, ranks and
+    settings. Raises OSError.
+    """
     path = path_of(machine)
     known = state_files.read_state_file(path, Calibration) or empty(machine)
     if rates is not None:
@@ -208,7 +232,8 @@ def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None =
 
 
 def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Speed | None:
-    """Return the machine's own rates, completed by those published for its GPU; None where that leaves any of them unknown.
+    """Return the machine's own rates, completed by those published for its GPU; None where that
+    leaves any of them unknown.
 
     A machine without GPUs has no prediction: how fast its cores train is not calibrated.
     """
@@ -260,7 +285,9 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
 PassName = Literal["forward_s", "backward_s"]
 _NAMES: tuple[PassName, ...] = ("forward_s", "backward_s")
 _WAITS = 1.001
-"""Predicted seconds of a pass that fetches weights, over those without fetching, from which on it waits for them: more than rounding."""
+"""Predicted seconds of a pass that fetches weights, over those without fetching, from which on it
+waits for them: more than rounding.
+"""
 
 
 class Fetching(NamedTuple):
@@ -275,7 +302,8 @@ class Fetching(NamedTuple):
 def correcting(
     mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool = False
 ) -> list[Probe]:
-    """Return the probes by which a plan is corrected: those that kept weights where it does, else the others.
+    """Return the probes by which a plan is corrected: those that kept weights where it does, else
+    the others.
 
     Of them those with as many ranks if there are any, and of these those of its mode if there are.
     """
@@ -333,13 +361,15 @@ def _fetching_pass_s(
     having: Sequence[Probe],
     fetched: Sequence[Probe],
 ) -> float:
-    """Return the corrected seconds of a pass that fetches weights: it takes as long as computing, or as fetching if that takes longer.
+    """Return the corrected seconds of a pass that fetches weights: it takes as long as computing,
+    or as fetching if that takes longer.
 
     Args:
         name: The pass.
         step: As predicted.
         fetching: What is predicted of fetching.
-        having: Probes whose GPUs had the weights, which correct what is computed where no other one does.
+        having: Probes whose GPUs had the weights, which correct what is computed where no other one
+            does.
         fetched: Probes whose passes fetched them.
     """
     waited = [probe for probe in fetched if _waited(name, probe)]
@@ -357,20 +387,25 @@ def _waited(name: PassName, probe: Probe) -> bool:
 
 
 def _tells_computing(probe: Probe) -> bool:
-    """Return whether a pass of a probe was predicted to take as long as its computation, whatever it fetched."""
+    """Return whether a pass of a probe was predicted to take as long as its computation, whatever
+    it fetched.
+    """
     return not all(_waited(name, probe) for name in _NAMES)
 
 
 def corrects_passes(near: Sequence[Probe], *, host_weights: bool) -> bool:
-    """Return whether these probes say anything of the passes of a plan, which keeps its weights in host memory or not."""
+    """Return whether these probes say anything of the passes of a plan, which keeps its weights in
+    host memory or not.
+    """
     return host_weights or any(_tells_computing(probe) for probe in near)
 
 
 def _shared_error(fetched: Sequence[Probe]) -> float:
-    """Return what probes that fetched weights say of passes that do not: measured over predicted seconds of what is computed.
+    """Return what probes that fetched weights say of passes that do not: measured over predicted
+    seconds of what is computed.
 
-    A pass takes at least as long as its computation, so that each of the two is a bound from above, and the lower one counts. Where both
-    passes were predicted to wait, nothing is known.
+    A pass takes at least as long as its computation, so that each of the two is a bound from above,
+    and the lower one counts. Where both passes were predicted to wait, nothing is known.
     """
     bounds = []
     for probe in fetched:
@@ -387,8 +422,9 @@ def _shared_error(fetched: Sequence[Probe]) -> float:
 def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) -> float:
     """Return the exposed optimizer corrected by probes of the same mode.
 
-    What SuperOffload exposes is what is left of Adam when other work has hidden the rest, so that a small error of Adam can multiply it.
-    There it is scaled too, but not changed by more seconds than the probe was off.
+    What SuperOffload exposes is what is left of Adam when other work has hidden the rest, so that a
+    small error of Adam can multiply it. There it is scaled too, but not changed by more seconds
+    than the probe was off.
     """
     corrected = []
     for actual, predicted in (
@@ -406,7 +442,9 @@ def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) 
 
 
 def _error(name: PassName, probes: Sequence[Probe]) -> float:
-    """Return measured over predicted seconds of a pass (median); 1 where there is nothing to compare."""
+    """Return measured over predicted seconds of a pass (median); 1 where there is nothing to
+    compare.
+    """
     pairs = ((getattr(probe.actual, name), getattr(probe.predicted, name)) for probe in probes)
     ratios = [actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0]
     return median(ratios) if ratios else 1.0
@@ -415,11 +453,13 @@ def _error(name: PassName, probes: Sequence[Probe]) -> float:
 def corrected_terms(
     terms: Sequence[MemoryTerm], mode: Mode, ranks: int, probes: Sequence[Probe]
 ) -> tuple[MemoryTerm, ...]:
-    """Return GPU memory terms corrected by probes of the same model, as ``correcting`` returns them.
+    """Return GPU memory terms corrected by probes of the same model, as ``correcting`` returns
+    them.
 
-    What the allocator reserved beyond the prediction becomes a term, and what it reserved less is taken off its slack. The share of the
-    driver and NCCL is as measured. Where no probe was of this mode, all that carries over is what every probed mode took beyond its
-    prediction: that is most likely of parts that they share, such as activations.
+    What the allocator reserved beyond the prediction becomes a term, and what it reserved less is
+    taken off its slack. The share of the driver and NCCL is as measured. Where no probe was of this
+    mode, all that carries over is what every probed mode took beyond its prediction: that is most
+    likely of parts that they share, such as activations.
     """
     near = [probe for probe in probes if probe.ranks == ranks and probe.actual.gpu_reserved_bytes]
     same = [probe for probe in near if probe.mode == mode]

@@ -1,7 +1,8 @@
-"""What a plan says, as values with words: what memory it needs, why it fits or not, what would change that, why settings were chosen, and
-what is worth knowing.
+"""What a plan says, as values with words: what memory it needs, why it fits or not, what would
+change that, why settings were chosen, and what is worth knowing.
 
-``plan.reasons`` and ``plan.remedies`` find them. In JSON each fact carries its ``code``, and its ``message`` beside its values.
+``plan.reasons`` and ``plan.remedies`` find them. In JSON each fact carries its ``code``, and its
+``message`` beside its values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Fact(Struct, frozen=True, tag_field="code", tag=_code):
 # What memory a plan needs, and where it runs short
 
 MemoryPool = Literal["gpu", "node", "limit", "shm", "unknown"]
-"""Memory that may run short: of each GPU, of CPU nodes, within the session's limit, /dev/shm. ``unknown`` in older files."""
+"""Memory that may run short: of each GPU, of CPU nodes, within the session's limit, /dev/shm.
+``unknown`` in older files.
+"""
 _POOLS = {
     "gpu": "each GPU",
     "limit": "the host, within its memory limit,",
@@ -122,7 +125,10 @@ class AmdGpu(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        return f"GPU {self.gpu} ({self.name}) is an AMD GPU, and of these so-tui plans for MI300A only. Use a machine with NVIDIA GPUs"
+        return (
+            f"GPU {self.gpu} ({self.name}) is an AMD GPU, and of these so-tui plans for MI300A "
+            "only. Use a machine with NVIDIA GPUs"
+        )
 
 
 class ModeNeedsGpu(Fact, frozen=True):
@@ -142,7 +148,10 @@ class EngineNeedsGpu(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        return "DeepSpeed's SuperOffload needs a CUDA GPU, and this machine has none. Use offload.engine = so-tui"
+        return (
+            "DeepSpeed's SuperOffload needs a CUDA GPU, and this machine has none. Use "
+            "offload.engine = so-tui"
+        )
 
 
 class TooFewGpus(Fact, frozen=True):
@@ -165,7 +174,10 @@ class NoSuchGpu(Fact, frozen=True):
     @property
     def message(self) -> str:
         there = _has(self.machine, len(self.present))
-        return f"gpus = {list(self.asked)}: there is no GPU {self.missing}, {there}. Choose from {list(self.present)}"
+        return (
+            f"gpus = {list(self.asked)}: there is no GPU {self.missing}, {there}. Choose from "
+            f"{list(self.present)}"
+        )
 
 
 def _has(machine: str, gpus: int) -> str:
@@ -173,7 +185,9 @@ def _has(machine: str, gpus: int) -> str:
 
 
 class SequencesNotShareable(Fact, frozen=True):
-    """``train.sequence_parallel`` with attention that takes no document boundaries, or with heads that the ranks do not divide."""
+    """``train.sequence_parallel`` with attention that takes no document boundaries, or with heads
+    that the ranks do not divide.
+    """
 
     ranks: int
     backend: AttentionBackend
@@ -184,11 +198,15 @@ class SequencesNotShareable(Fact, frozen=True):
     def message(self) -> str:
         if self.backend in MASKED_BACKENDS:
             return (
-                f"train.sequence_parallel = {self.ranks} needs attention that takes document boundaries, and {self.backend} takes a mask. "
-                "Set it to 1, or run on GPUs with another backend"
+                f"train.sequence_parallel = {self.ranks} needs attention that takes document "
+                f"boundaries, and {self.backend} takes a mask. Set it to 1, or run on GPUs with "
+                "another backend"
             )
         heads = f"{self.heads} heads and {self.key_heads} key heads"
-        return f"train.sequence_parallel = {self.ranks} cannot divide the model's {heads}. Choose a divisor of both"
+        return (
+            f"train.sequence_parallel = {self.ranks} cannot divide the model's {heads}. Choose a "
+            "divisor of both"
+        )
 
 
 class NotBindable(Fact, frozen=True):
@@ -240,7 +258,9 @@ class FitsHere(Fact, frozen=True):
 
 
 class CompactStatesFit(Fact, frozen=True):
-    """A format of the moments in host memory with which the run fits on the same GPUs. Losses differ slightly from those with fp32."""
+    """A format of the moments in host memory with which the run fits on the same GPUs. Losses
+    differ slightly from those with fp32.
+    """
 
     states: StatesFormat
     saved_bytes: int
@@ -298,7 +318,10 @@ class MoreMachinesFit(Fact, frozen=True):
     @property
     def message(self) -> str:
         machines = f"{self.machines} hosts like this one ({self.gpus} GPUs)"
-        return f"{machines} would fit the run{_with_micro_batch(self.micro_batch)}; --nodes {self.machines} plans for them"
+        return (
+            f"{machines} would fit the run{_with_micro_batch(self.micro_batch)}; --nodes "
+            f"{self.machines} plans for them"
+        )
 
 
 def _with_micro_batch(micro_batch: int | None) -> str:
@@ -331,7 +354,9 @@ class MemorySaving(Struct, frozen=True, kw_only=True):
 
 
 class MemoryAdvice(Fact, frozen=True):
-    """After memory ran out: what would need less, the least painful first; on each GPU, or on the host for each rank."""
+    """After memory ran out: what would need less, the least painful first; on each GPU, or on the
+    host for each rank.
+    """
 
     pool: Literal["gpu", "node"]
     savings: tuple[MemorySaving, ...]
@@ -370,7 +395,9 @@ def _general(value: str | int | float) -> str:
 
 _RECOMPUTES: dict[Policy, str] = {
     "none": "all activations fit, so backward recomputes nothing",
-    "selective": "results of matrix products and attention are stored, and only what is cheap is recomputed",
+    "selective": (
+        "results of matrix products and attention are stored, and only what is cheap is recomputed"
+    ),
     "attention": "attention's results are stored, and everything else is recomputed",
     "full": "storing more than each layer's input would not fit, or cost more time than it saves",
 }
@@ -386,7 +413,10 @@ class ModeWithoutGpu(Fact, frozen=True):
     @property
     def message(self) -> str:
         if self.mode == "superoffload":
-            return "superoffload: on a machine without GPUs the optimizer runs beside the model, on cores of its own"
+            return (
+                "superoffload: on a machine without GPUs the optimizer runs beside the model, on "
+                "cores of its own"
+            )
         own = "with offload.engine = so-tui the optimizer would have cores of its own"
         return f"{self.mode}: DeepSpeed's SuperOffload needs a GPU; {own}"
 
@@ -396,7 +426,10 @@ class AllOnGpu(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        return "gpu: everything fits on the GPU, and offloading would not make steps noticeably shorter"
+        return (
+            "gpu: everything fits on the GPU, and offloading would not make steps noticeably "
+            "shorter"
+        )
 
 
 class NothingOffloaded(Fact, frozen=True):
@@ -404,7 +437,10 @@ class NothingOffloaded(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        return "ratio 0.00: everything stays on the GPU; SuperOffload needs less of it than mode gpu with its bf16 gradients"
+        return (
+            "ratio 0.00: everything stays on the GPU; SuperOffload needs less of it than mode gpu "
+            "with its bf16 gradients"
+        )
 
 
 class LeastGpuMemory(Fact, frozen=True):
@@ -418,7 +454,9 @@ class LeastGpuMemory(Fact, frozen=True):
 
 
 class SmallestRatio(Fact, frozen=True):
-    """The smallest ratio that leaves the margin, or at least fits; with what the given ratio would be."""
+    """The smallest ratio that leaves the margin, or at least fits; with what the given ratio would
+    be.
+    """
 
     ratio: float
     keeps_margin: bool
@@ -431,23 +469,36 @@ class SmallestRatio(Fact, frozen=True):
     @property
     def message(self) -> str:
         margin = "leaves a margin on each GPU" if self.keeps_margin else "each GPU can hold"
-        text = f"ratio {self.ratio:.2f} is the smallest that {margin} with this micro-batch and recomputation"
+        text = (
+            f"ratio {self.ratio:.2f} is the smallest that {margin} with this micro-batch and "
+            "recomputation"
+        )
         if self.given_shortage is not None:
-            return f"{text}; the given {self.given_ratio:.2f} would not fit: {self.given_shortage.message}"
+            return (
+                f"{text}; the given {self.given_ratio:.2f} would not fit: "
+                f"{self.given_shortage.message}"
+            )
         if self.given_step_s is not None:
-            return f"{text}; the given {self.given_ratio:.2f} would take {self.given_step_s:.2f} s a step instead of {self.step_s:.2f} s"
+            return (
+                f"{text}; the given {self.given_ratio:.2f} would take {self.given_step_s:.2f} s a "
+                f"step instead of {self.step_s:.2f} s"
+            )
         return text
 
 
 class FasterRatio(Fact, frozen=True):
-    """A larger ratio than the smallest that fits: Adam on the host is hidden, and the GPU has less to step."""
+    """A larger ratio than the smallest that fits: Adam on the host is hidden, and the GPU has less
+    to step.
+    """
 
     ratio: float
     step_s: float
     smallest_ratio: float
     smallest_step_s: float
     alike: bool = False
-    """Whether the two are about as fast: the difference is smaller than the error of such predictions."""
+    """Whether the two are about as fast: the difference is smaller than the error of such
+    predictions.
+    """
     more_gpu_bytes: int = 0
     """Memory of each GPU that it leaves beyond what the smallest does."""
 
@@ -456,8 +507,14 @@ class FasterRatio(Fact, frozen=True):
         both = f"{self.step_s:.2f} s a step instead of {self.smallest_step_s:.2f} s"
         if self.alike and self.more_gpu_bytes > 0:
             alike = f"about as fast as {self.smallest_ratio:.2f}, which would fit too ({both})"
-            return f"ratio {self.ratio:.2f}: {alike}, and leaves {memory_size(self.more_gpu_bytes)} more of each GPU"
-        return f"ratio {self.ratio:.2f}: {self.smallest_ratio:.2f} would fit too, but the GPU would step more itself; {both}"
+            return (
+                f"ratio {self.ratio:.2f}: {alike}, and leaves {memory_size(self.more_gpu_bytes)} "
+                "more of each GPU"
+            )
+        return (
+            f"ratio {self.ratio:.2f}: {self.smallest_ratio:.2f} would fit too, but the GPU would "
+            f"step more itself; {both}"
+        )
 
 
 class CheckpointingChosen(Fact, frozen=True):
@@ -471,7 +528,10 @@ class CheckpointingChosen(Fact, frozen=True):
         text = f"activation checkpointing {self.policy}: {_RECOMPUTES[self.policy]}"
         if self.step_s is None or self.full_step_s is None:
             return text
-        return f"{text}; recomputing whole layers would take {self.full_step_s:.2f} s a step instead of {self.step_s:.2f} s"
+        return (
+            f"{text}; recomputing whole layers would take {self.full_step_s:.2f} s a step instead "
+            f"of {self.step_s:.2f} s"
+        )
 
 
 class MicroBatchChosen(Fact, frozen=True):
@@ -484,13 +544,19 @@ class MicroBatchChosen(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        text = f"micro-batch {self.micro_batch} with accumulation {self.accumulation} keeps the tokens of a step"
+        text = (
+            f"micro-batch {self.micro_batch} with accumulation {self.accumulation} keeps the "
+            "tokens of a step"
+        )
         if self.given_shortage is not None:
             return (
                 f"{text}; with micro-batch {self.given_micro_batch} {self.given_shortage.message}"
             )
         if self.given_slower is not None:
-            return f"{text}; micro-batch {self.given_micro_batch} would be {_slower(self.given_slower)}"
+            return (
+                f"{text}; micro-batch {self.given_micro_batch} would be "
+                f"{_slower(self.given_slower)}"
+            )
         return text
 
 
@@ -503,10 +569,16 @@ class AdamCoresChosen(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        cores = f"{self.adam_cores} of {self.cores} cores a rank run CPU Adam (fraction {self.fraction:.2f})"
+        cores = (
+            f"{self.adam_cores} of {self.cores} cores a rank run CPU Adam (fraction "
+            f"{self.fraction:.2f})"
+        )
         if self.raised:
             return f"{cores}: a step waits for Adam"
-        return f"{cores}: more would not make it faster, because a step waits for the node's memory or the GPU"
+        return (
+            f"{cores}: more would not make it faster, because a step waits for the node's memory "
+            "or the GPU"
+        )
 
 
 class SequencesShared(Fact, frozen=True):
@@ -517,7 +589,10 @@ class SequencesShared(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        return f"{self.ranks} ranks share each sequence: with train.sequence_parallel = {self.given} it would not fit"
+        return (
+            f"{self.ranks} ranks share each sequence: with train.sequence_parallel = {self.given} "
+            "it would not fit"
+        )
 
 
 class SpeedUnknown(Fact, frozen=True):
@@ -529,7 +604,9 @@ class SpeedUnknown(Fact, frozen=True):
 
 
 Preference = Literal["no-offload", "given-micro-batch", "memory"]
-"""What settings that are about as fast as others are preferred for: the first of these in which they differ."""
+"""What settings that are about as fast as others are preferred for: the first of these in which
+they differ.
+"""
 _PREFERRED = {"no-offload": "offloads nothing", "given-micro-batch": "keeps the given micro-batch"}
 _NOTICEABLE_BYTES = 1 << 29
 """From here on a difference in memory is worth saying."""
@@ -545,7 +622,9 @@ class NextBest(Fact, frozen=True):
     slower: float
     """How much longer its step takes, as a share; negative where it is the shorter one."""
     alike: bool = False
-    """Whether the two are about as fast: the difference is smaller than the error of such predictions."""
+    """Whether the two are about as fast: the difference is smaller than the error of such
+    predictions.
+    """
     chosen_for: Preference | None = None
     """Where both are, why the chosen ones are preferred; None where that is their speed."""
     more_gpu_bytes: int = 0
@@ -555,13 +634,21 @@ class NextBest(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        """``next best: SETTINGS, 7.2% slower``, or what they are about as fast as and what speaks for those that were chosen."""
+        """``next best: SETTINGS, 7.2% slower``, or what they are about as fast as and what speaks
+        for those that were chosen.
+        """
         where = "no offload" if self.mode == "gpu" else f"{self.mode} at ratio {self.ratio:.2f}"
         on_host = " in host memory" if self.on_host else ""
-        settings = f"{where}, micro-batch {self.micro_batch}, activation checkpointing {self.policy}{on_host}"
+        settings = (
+            f"{where}, micro-batch {self.micro_batch}, activation checkpointing "
+            f"{self.policy}{on_host}"
+        )
         if not self.alike:
             return f"next best: {settings}, {_slower(self.slower)}"
-        difference = f"planned {abs(self.slower):.1%} {'slower' if self.slower > 0 else 'faster'}, less than plans are off"
+        difference = (
+            f"planned {abs(self.slower):.1%} {'slower' if self.slower > 0 else 'faster'}, less "
+            "than plans are off"
+        )
         text = f"about as fast as {settings} ({difference})"
         offers = [_PREFERRED[self.chosen_for]] if self.chosen_for in _PREFERRED else []
         if abs(self.more_gpu_bytes) >= _NOTICEABLE_BYTES:
@@ -576,7 +663,10 @@ class NoNextBest(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        return f"next best: none; {'no other' if self.fits else 'no'} checkpointing policy or micro-batch leaves the margin"
+        return (
+            f"next best: none; {'no other' if self.fits else 'no'} checkpointing policy or "
+            "micro-batch leaves the margin"
+        )
 
 
 # What became of what any spec leaves open, and what follows from it
@@ -594,9 +684,13 @@ AutoReason = Literal[
 _WHY_MODE: dict[AutoReason, str] = {
     "gpu-memory-unknown": "the GPU's memory is not known",
     "weights-on-host": 'offload.parameters = "cpu" needs an optimizer in host memory',
-    "fits-on-gpu": "everything fits on the GPU, and offloading would not make steps noticeably shorter",
+    "fits-on-gpu": (
+        "everything fits on the GPU, and offloading would not make steps noticeably shorter"
+    ),
     "overlaps": "the CPU steps beside backward, which leaves less of a step to wait for",
-    "less-recomputation": "the GPU memory that offloading frees saves more recomputation than the offload costs",
+    "less-recomputation": (
+        "the GPU memory that offloading frees saves more recomputation than the offload costs"
+    ),
 }
 
 
@@ -644,16 +738,27 @@ class TokensReached(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        each = f"{thousands(self.tokens)}, {thousands(self.tokens_per_pass)} in each micro-batch of all ranks"
-        return f"accumulation {self.accumulation} comes nearest to {thousands(self.target)} tokens a step: {each}"
+        each = (
+            f"{thousands(self.tokens)}, {thousands(self.tokens_per_pass)} in each micro-batch of "
+            "all ranks"
+        )
+        return (
+            f"accumulation {self.accumulation} comes nearest to {thousands(self.target)} tokens a "
+            f"step: {each}"
+        )
 
 
 class OneMemory(Fact, frozen=True):
-    """CPU and GPU have the same memory: what one of them holds counts once, and offloading frees none."""
+    """CPU and GPU have the same memory: what one of them holds counts once, and offloading frees
+    none.
+    """
 
     @property
     def message(self) -> str:
-        return "CPU and GPU have one memory: states count once wherever they are stepped, and offloading frees none"
+        return (
+            "CPU and GPU have one memory: states count once wherever they are stepped, and "
+            "offloading frees none"
+        )
 
 
 _WHY_NOTHING_EARLY = {
@@ -671,7 +776,9 @@ class StepsEarly(Fact, frozen=True):
     bytes: int
     """Host memory per rank for that."""
     why_none: Literal["memory", "budget", "slower"] = "memory"
-    """If nothing is: the host has no memory left, ``offload.speculation_gib`` is less than a sub-group needs, or it would gain nothing."""
+    """If nothing is: the host has no memory left, ``offload.speculation_gib`` is less than a
+    sub-group needs, or it would gain nothing.
+    """
     held_back_step_s: float | None = None
     """How long a step takes whose norm exceeds the limit; None where no speed is known."""
 
@@ -683,7 +790,10 @@ class StepsEarly(Fact, frozen=True):
             )
         share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
         of = "" if self.share == 1 else f" for {share} of what is offloaded"
-        text = f"clipping: Adam does not wait{of} for the gradient norm; second states take {memory_size(self.bytes)} a rank"
+        text = (
+            f"clipping: Adam does not wait{of} for the gradient norm; second states take "
+            f"{memory_size(self.bytes)} a rank"
+        )
         if not self.held_back_step_s:
             return text
         return f"{text}. Steps above the limit take {self.held_back_step_s:.2f} s"
@@ -700,7 +810,10 @@ class SavesBehind(Fact, frozen=True):
     @property
     def message(self) -> str:
         if not self.share:
-            return "checkpoints: training waits while they are written; the host has no memory left for copies of the states"
+            return (
+                "checkpoints: training waits while they are written; the host has no memory left "
+                "for copies of the states"
+            )
         much, rest = "the states", ""
         if self.share != 1:
             much = f"{self.share:.0%} of the states"
@@ -722,14 +835,18 @@ class MlpTiled(Fact, frozen=True):
 
 
 class InputsOnHost(Fact, frozen=True):
-    """Inputs of checkpointed layers are in host memory between forward and backward, and attention's results where they are kept."""
+    """Inputs of checkpointed layers are in host memory between forward and backward, and
+    attention's results where they are kept.
+    """
 
     bytes: int
     """Host memory per rank for the inputs."""
     results_bytes: int = 0
     """Host memory per rank for attention's results."""
     out_s: float | None = None
-    """Seconds of copying both to the host in the forward pass of a micro-batch, where the speed is known."""
+    """Seconds of copying both to the host in the forward pass of a micro-batch, where the speed is
+    known.
+    """
     back_s: float | None = None
     """Seconds of copying both back in its backward pass."""
     exposed_s: float = 0.0
@@ -746,7 +863,10 @@ class InputsOnHost(Fact, frozen=True):
         hidden = "beside the computation"
         if self.exposed_s:
             hidden = f"which makes a step {duration(self.exposed_s)} longer"
-        return f"{text}. Copying them takes {duration(self.out_s)} in forward and {duration(self.back_s)} in backward, {hidden}"
+        return (
+            f"{text}. Copying them takes {duration(self.out_s)} in forward and "
+            f"{duration(self.back_s)} in backward, {hidden}"
+        )
 
 
 class WeightsOnHost(Fact, frozen=True):
@@ -765,7 +885,10 @@ class WeightsOnHost(Fact, frozen=True):
         if self.fetched_s is None or self.pass_s is None:
             return text
         hidden = ", which hides it" if self.fetched_s < self.pass_s else ""
-        return f"{text}. Copying them takes {duration(self.fetched_s)} of the {duration(self.pass_s)} of each pass{hidden}"
+        return (
+            f"{text}. Copying them takes {duration(self.fetched_s)} of the {duration(self.pass_s)} "
+            f"of each pass{hidden}"
+        )
 
 
 class AttentionFallsBack(Fact, frozen=True):
@@ -781,7 +904,9 @@ class AttentionFallsBack(Fact, frozen=True):
 
 
 class AcrossHosts(Fact, frozen=True):
-    """Weights, gradients and optimizer states are sharded over the ranks of several hosts, and travel between them."""
+    """Weights, gradients and optimizer states are sharded over the ranks of several hosts, and
+    travel between them.
+    """
 
     machines: int
     ranks: int
@@ -796,11 +921,20 @@ class AcrossHosts(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        spread = f"{self.machines} hosts: weights, gradients and optimizer states are sharded over all {self.ranks} GPUs"
-        moved = f"{self.bytes_per_step / 1e9:.0f} GB enter and leave each host in a step, over a network of {network_rate_text(self.network)}"
+        spread = (
+            f"{self.machines} hosts: weights, gradients and optimizer states are sharded over all "
+            f"{self.ranks} GPUs"
+        )
+        moved = (
+            f"{self.bytes_per_step / 1e9:.0f} GB enter and leave each host in a step, over a "
+            f"network of {network_rate_text(self.network)}"
+        )
         if self.seconds is None or self.longer_s is None:
             return f"{spread}; {moved}"
-        return f"{spread}; {moved}: {self.seconds:.1f} s, which makes the step {self.longer_s:.1f} s longer than if the GPUs were in one"
+        return (
+            f"{spread}; {moved}: {self.seconds:.1f} s, which makes the step {self.longer_s:.1f} s "
+            "longer than if the GPUs were in one"
+        )
 
 
 class CheckpointInterval(Fact, frozen=True):
@@ -819,10 +953,19 @@ class CheckpointInterval(Fact, frozen=True):
     def message(self) -> str:
         minutes = max(1, round(self.minutes))
         held_up = f"each holds training up for about {duration(self.pause_s)}"
-        failures = f"{plural(self.gpus, 'GPU')} can be expected to fail once in {plural(max(1, round(self.failure_hours / 24)), 'day')}"
-        best = f"checkpoints: one in {duration(60 * minutes)} costs the least time (Young and Daly): {held_up}, and {failures}"
+        failures = (
+            f"{plural(self.gpus, 'GPU')} can be expected to fail once in "
+            f"{plural(max(1, round(self.failure_hours / 24)), 'day')}"
+        )
+        best = (
+            f"checkpoints: one in {duration(60 * minutes)} costs the least time (Young and Daly): "
+            f"{held_up}, and {failures}"
+        )
         if self.given_minutes is None:
-            return f"{best}. Nothing is saved before the end; checkpoint.every_minutes={minutes} changes that"
+            return (
+                f"{best}. Nothing is saved before the end; checkpoint.every_minutes={minutes} "
+                "changes that"
+            )
         return f"{best}; these settings save one in {duration(60 * self.given_minutes)}"
 
 
@@ -860,7 +1003,9 @@ Choice = (
 
 
 class NeverRun(Fact, frozen=True):
-    """A kind of GPU on which the project has run nothing: what is said of it follows from publications."""
+    """A kind of GPU on which the project has run nothing: what is said of it follows from
+    publications.
+    """
 
     name: str
 
@@ -875,7 +1020,10 @@ class DeepSpeedNvidiaOnly(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        return "DeepSpeed says of its SuperOffload that it supports NVIDIA GPUs only; offload.engine = so-tui makes no such demand"
+        return (
+            "DeepSpeed says of its SuperOffload that it supports NVIDIA GPUs only; offload.engine "
+            "= so-tui makes no such demand"
+        )
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -893,7 +1041,10 @@ class RemoteCode(Fact, frozen=True):
         where = f"the folder {printable_line(self.model)}"
         if self.revision:
             where = f"{printable_line(self.model)}, revision {printable_line(self.revision)},"
-        text = f"model.trust_remote_code is on: Python code of {where} runs with your rights; launch it only if you have read that code"
+        text = (
+            f"model.trust_remote_code is on: Python code of {where} runs with your rights; launch "
+            "it only if you have read that code"
+        )
         if not self.revision or _COMMIT.fullmatch(self.revision):
             return text
         return f"{text}. Set model.revision to a commit: a branch or tag can change"
@@ -908,8 +1059,14 @@ class BeyondPositions(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        longest = f"documents of more than {thousands(self.positions)} tokens are longer than the model was made for"
-        remedy = "its rotary positions are not scaled for them, so quality may suffer; model.rope_scaling = yarn scales them"
+        longest = (
+            f"documents of more than {thousands(self.positions)} tokens are longer than the model "
+            "was made for"
+        )
+        remedy = (
+            "its rotary positions are not scaled for them, so quality may suffer; "
+            "model.rope_scaling = yarn scales them"
+        )
         return f"sequences of {thousands(self.sequence_length)} tokens: {longest}; {remedy}"
 
 
@@ -920,8 +1077,14 @@ class IndexersUntrained(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        size = f"{self.parameters / 1e6:.1f} M parameters of the indexers, which choose what attention reads"
-        return f"{size}, get no gradient: they stay as they are, without weight decay, and are exported so"
+        size = (
+            f"{self.parameters / 1e6:.1f} M parameters of the indexers, which choose what "
+            "attention reads"
+        )
+        return (
+            f"{size}, get no gradient: they stay as they are, without weight decay, and are "
+            "exported so"
+        )
 
 
 class ClippingWaits(Fact, frozen=True):
@@ -934,7 +1097,8 @@ class ClippingWaits(Fact, frozen=True):
     def message(self) -> str:
         waits = "" if self.seconds is None else f" (about {self.seconds:.1f} s a step)"
         return (
-            "gradient_clipping above 0 makes DeepSpeed's SuperOffload wait for the norm: nothing overlaps with backward"
+            "gradient_clipping above 0 makes DeepSpeed's SuperOffload wait for the norm: nothing "
+            "overlaps with backward"
             f"{waits}. offload.engine = so-tui clips exactly"
         )
 
@@ -950,24 +1114,37 @@ class FasterOffload(Fact, frozen=True):
     @property
     def message(self) -> str:
         what = "offload.mode = gpu" if self.mode == "gpu" else f"offload.ratio = {self.ratio:.2f}"
-        return f"{what} fits too and would take {self.step_s:.2f} s a step instead of {self.given_step_s:.2f} s"
+        return (
+            f"{what} fits too and would take {self.step_s:.2f} s a step instead of "
+            f"{self.given_step_s:.2f} s"
+        )
 
 
 class FasterStates(Fact, frozen=True):
-    """A smaller format of the moments makes steps faster: the host has memory for more second states then. Losses differ slightly."""
+    """A smaller format of the moments makes steps faster: the host has memory for more second
+    states then. Losses differ slightly.
+    """
 
     states: StatesFormat
     step_s: float
     given_step_s: float
     early_share: float
-    """Of the offloaded parameters, those that would be stepped before the gradient norm is known."""
+    """Of the offloaded parameters, those that would be stepped before the gradient norm is
+    known.
+    """
     given_early_share: float
 
     @property
     def message(self) -> str:
         steps = f"{self.step_s:.2f} s a step instead of {self.given_step_s:.2f} s (predicted)"
-        early = f"{self.early_share:.0%} of what is offloaded, not {self.given_early_share:.0%}, is stepped before the gradient norm is known"
-        return f'offload.states = "{self.states}" would take {steps}, since {early}; its price: {_price(self.states)}'
+        early = (
+            f"{self.early_share:.0%} of what is offloaded, not {self.given_early_share:.0%}, is "
+            "stepped before the gradient norm is known"
+        )
+        return (
+            f'offload.states = "{self.states}" would take {steps}, since {early}; its price: '
+            f"{_price(self.states)}"
+        )
 
 
 class FasterAttention(Fact, frozen=True):
@@ -1001,18 +1178,27 @@ class SlowWithoutGpu(Fact, frozen=True):
 
 
 class PackingOff(Fact, frozen=True):
-    """Each document is a sequence of its own, and attention takes a mask, so that padding is computed."""
+    """Each document is a sequence of its own, and attention takes a mask, so that padding is
+    computed.
+    """
 
     padding_share: float | None
-    """Padding of all computed positions; of all positions where rows are not known; None where the data are not known."""
+    """Padding of all computed positions; of all positions where rows are not known; None where the
+    data are not known.
+    """
     mixing: tuple[str, ...]
-    """Kinds of the model's layers because of which its documents cannot be packed; none where they could be."""
+    """Kinds of the model's layers because of which its documents cannot be packed; none where they
+    could be.
+    """
 
     @property
     def message(self) -> str:
         why, of = "", ""
         if self.mixing:
-            why = f", since layers of {', '.join(map(printable_line, self.mixing))} would mix the documents"
+            why = (
+                f", since layers of {', '.join(map(printable_line, self.mixing))} would mix the "
+                "documents"
+            )
         if self.padding_share is not None:
             of = f", up to {self.padding_share:.0%} of all positions with these data,"
         return f"packing is off{why}: padding{of} is computed but counts for nothing"
@@ -1032,9 +1218,18 @@ class LargerSteps(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        waits = f"a step of {self.step_s:.2f} s waits {self.exposed_optimizer_s:.2f} s for the optimizer"
-        larger = f"{self.times} times the tokens in a step ({thousands(self.tokens)}; {self.key} = {self.value})"
-        return f"{waits}: with {larger} {self.faster:.1f} times as many tokens a second would be trained"
+        waits = (
+            f"a step of {self.step_s:.2f} s waits {self.exposed_optimizer_s:.2f} s for the "
+            "optimizer"
+        )
+        larger = (
+            f"{self.times} times the tokens in a step ({thousands(self.tokens)}; {self.key} = "
+            f"{self.value})"
+        )
+        return (
+            f"{waits}: with {larger} {self.faster:.1f} times as many tokens a second would be "
+            "trained"
+        )
 
 
 class GpuMemoryUnknown(Fact, frozen=True):

@@ -55,19 +55,25 @@ class Placement:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes per parameter of ZeRO-3's flat gradient partition: bf16, or fp32 where it sums over several micro-batches."""
+        """Bytes per parameter of ZeRO-3's flat gradient partition: bf16, or fp32 where it sums over
+        several micro-batches.
+        """
         return 4 if self.spec.gradient_accumulation_steps > 1 else 2
 
     @property
     def host_weights(self) -> int:
-        """Parameters of one rank whose weights are in host memory: with our engine those whose optimizer states are there."""
+        """Parameters of one rank whose weights are in host memory: with our engine those whose
+        optimizer states are there.
+        """
         if not keeps_weights_on_host(self.spec):
             return 0
         return self.layout.cpu_numel if own_engine(self.spec) else self.layout.numel
 
     @property
     def early_share(self) -> float:
-        """Share of the offloaded parameters with a second set of states, which are stepped before the gradient norm is known."""
+        """Share of the offloaded parameters with a second set of states, which are stepped before
+        the gradient norm is known.
+        """
         early = sum(
             group.numel for group in self.layout.sub_groups if group.index in self.speculating
         )
@@ -77,19 +83,24 @@ class Placement:
     def reduce_bucket(self) -> int:
         """Parameters whose gradients are reduced together.
 
-        The project's own engine uses small buckets: a gradient leaves for the host when its bucket is full, so copies and Adam start early.
+        The project's own engine uses small buckets: a gradient leaves for the host when its bucket
+        is full, so copies and Adam start early.
         """
         size = self.spec.offload.sub_group_size
         return min(size, OWN_LARGEST_BUCKET) if own_engine(self.spec) else size
 
 
 def own_engine(spec: RunSpec) -> bool:
-    """Return whether the project's own SuperOffload runs, rather than one of DeepSpeed's CPU optimizers."""
+    """Return whether the project's own SuperOffload runs, rather than one of DeepSpeed's CPU
+    optimizers.
+    """
     return spec.offload.mode == "superoffload" and spec.offload.engine == "so-tui"
 
 
 def keeps_weights_on_host(spec: RunSpec) -> bool:
-    """Return whether weights are in host memory, and copied to the GPU layer by layer; ``auto`` counts as not."""
+    """Return whether weights are in host memory, and copied to the GPU layer by layer; ``auto``
+    counts as not.
+    """
     return spec.offload.parameters == "cpu" and spec.offload.mode != "gpu"
 
 

@@ -1,4 +1,6 @@
-"""Results of planning: frozen and JSON-ready, the same for the table, the Configure screen, the dry run and the trainer."""
+"""Results of planning: frozen and JSON-ready, the same for the table, the Configure screen, the dry
+run and the trainer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ GPU_MARGIN = 0.08
 HOST_MARGIN = 0.06
 """The same for host memory, beyond what the operating system needs."""
 TIGHT_MARGIN = 0.015
-"""Share that must stay free for a plan to be worth trying: the estimates are not better than that."""
+"""Share that must stay free for a plan to be worth trying: the estimates are not better than
+that.
+"""
 
 
 class MemoryPolicy(Struct, frozen=True, kw_only=True):
@@ -52,12 +56,16 @@ class RankBinding(Struct, frozen=True, kw_only=True, rename={"deepspeed_unlisted
     main_cpus: tuple[int, ...]
     """Cores of the training process; part of ``cpus``."""
     adam_cpus: tuple[int, ...]
-    """Cores of the Adam worker (superoffload); empty in the other modes, where ``main_cpus`` is all of ``cpus``."""
+    """Cores of the Adam worker (superoffload); empty in the other modes, where ``main_cpus`` is all
+    of ``cpus``.
+    """
     memory_policy: MemoryPolicy
     deepspeed: DeepSpeedBinding
     """With the core list that so-tui passes to it."""
     deepspeed_unlisted: DeepSpeedBinding | None = None
-    """Without a core list, as its own users start it: all physical cores of the machine, cut into equal slices."""
+    """Without a core list, as its own users start it: all physical cores of the machine, cut into
+    equal slices.
+    """
 
 
 class StepTime(Struct, frozen=True, kw_only=True):
@@ -74,7 +82,9 @@ class StepTime(Struct, frozen=True, kw_only=True):
 
 
 class PlannedRates(Struct, frozen=True, kw_only=True):
-    """What a prediction of time with our engine rests on, for each rank, so that a run can be compared with it."""
+    """What a prediction of time with our engine rests on, for each rank, so that a run can be
+    compared with it.
+    """
 
     adam_bytes_per_s: float
     """Host memory traffic of Adam beside the work that it overlaps with."""
@@ -90,7 +100,9 @@ class OptionalMemory(Struct, frozen=True, kw_only=True):
     """Host memory of each rank that a run does without where other processes hold it."""
 
     second_states_bytes: int = 0
-    """What second states may take, and what they were chosen for: with the same budget, the engine chooses the same."""
+    """What second states may take, and what they were chosen for: with the same budget, the engine
+    chooses the same.
+    """
     copies_bytes: int = 0
     """The same for the copies from which checkpoints are written while training goes on."""
 
@@ -120,7 +132,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     fits: bool
     verdict: Verdict
     possible: bool = True
-    """False when it cannot run here whatever the memory (no such GPU, a mode this machine lacks): forcing it does not help."""
+    """False when it cannot run here whatever the memory (no such GPU, a mode this machine lacks):
+    forcing it does not help.
+    """
     recommended: bool = False
     reasons: tuple[Reason, ...]
     """Why the verdict is what it is, most important first, remedies included."""
@@ -135,13 +149,18 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Of these, what torch's allocator reserves: all but the driver's and NCCL's share."""
     gpu_capacity_bytes: int | None
     one_memory: bool = False
-    """Whether CPU and GPU have the same memory (APUs): all of it is counted on the CPU nodes, and ``gpu_bytes`` is 0."""
+    """Whether CPU and GPU have the same memory (APUs): all of it is counted on the CPU nodes, and
+    ``gpu_bytes`` is 0.
+    """
     host_bytes_per_node: dict[int, int]
     host_optional_bytes: int = 0
-    """Of these, over all nodes, what a run does without where other processes hold it: second states, and copies for checkpoints."""
+    """Of these, over all nodes, what a run does without where other processes hold it: second
+    states, and copies for checkpoints.
+    """
     optional: OptionalMemory = NOTHING_OPTIONAL
-    """The budgets of these on each rank. They hold for one attempt: the spec keeps the user's own limits, so that a later one gets what its
-    host has then."""
+    """The budgets of these on each rank. They hold for one attempt: the spec keeps the user's own
+    limits, so that a later one gets what its host has then.
+    """
     host_capacity_bytes_per_node: dict[int, int]
     shm_bytes: int
     disk_bytes: int
@@ -152,7 +171,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     step: StepTime | None
     """None where this machine's speed is not known."""
     rates: PlannedRates | None = None
-    """None also where nothing is offloaded, or DeepSpeed steps it, which does not report its rates."""
+    """None also where nothing is offloaded, or DeepSpeed steps it, which does not report its
+    rates.
+    """
     step_s: float | None
     step_error: StepError | None = None
     """How far ``step_s`` can be expected to be off; None without it."""
@@ -208,7 +229,9 @@ class PlanRow(Struct, frozen=True, kw_only=True):
     """Used by one token; fewer than ``parameters`` in mixture-of-experts models."""
     sequence_length: int
     cells: dict[int, Plan]
-    """GPU count of each host (ranks on a machine without GPUs) -> the best plan there; ``recommended`` marks at most one of them."""
+    """GPU count of each host (ranks on a machine without GPUs) -> the best plan there;
+    ``recommended`` marks at most one of them.
+    """
     nodes: int = 1
     """Hosts."""
 
@@ -222,9 +245,11 @@ class Variable(Struct, frozen=True, kw_only=True):
 
 
 class Launch(Struct, frozen=True, kw_only=True):
-    """Everything that a start needs: shown and confirmed, written as ``launch.json``, read by supervisor and trainer.
+    """Everything that a start needs: shown and confirmed, written as ``launch.json``, read by
+    supervisor and trainer.
 
-    ``argv`` and ``environment`` contain placeholders for values that exist only on the host (see ``so_tui.launch.command``).
+    ``argv`` and ``environment`` contain placeholders for values that exist only on the host (see
+    ``so_tui.launch.command``).
     """
 
     v: int = 2
@@ -243,7 +268,9 @@ class Launch(Struct, frozen=True, kw_only=True):
     start_over: bool = False
     """For a resume: train from step 0, whatever was saved."""
     assume_dead: bool = False
-    """For a resume: the user says that the previous attempt has ended, although its host cannot be asked."""
+    """For a resume: the user says that the previous attempt has ended, although its host cannot be
+    asked.
+    """
     called: str = ""
     """What the user calls the run; empty: the name of its preset."""
     checks_s: float | None = None
@@ -255,7 +282,9 @@ class Launch(Struct, frozen=True, kw_only=True):
         return self.plan.spec
 
     def resolved(self, values: Mapping[str, str]) -> Launch:
-        """Return the launch with the host's values in place of the placeholders, which ``values`` maps to them."""
+        """Return the launch with the host's values in place of the placeholders, which ``values``
+        maps to them.
+        """
         environment = tuple(
             replace(change, value=values.get(change.value or "", change.value))
             for change in self.environment

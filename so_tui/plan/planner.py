@@ -1,7 +1,8 @@
 """A RunSpec on a Machine: whether it fits, how fast it will be, and which settings to choose.
 
-Pure functions. They raise InputError for a model that is not described well enough (``model.config``, ``model.parameters``); whatever else
-speaks against a run is a reason in its plan.
+Pure functions. They raise InputError for a model that is not described well enough
+(``model.config``, ``model.parameters``); whatever else speaks against a run is a reason in its
+plan.
 """
 
 from __future__ import annotations
@@ -64,14 +65,16 @@ def make_plan(
 ) -> Plan:
     """Plan the spec as given, and decide only what it leaves open.
 
-    Mode ``auto`` becomes ``gpu`` when that fits with a margin and is about as fast or faster, else ``superoffload`` at the spec's ratio.
-    Activation checkpointing ``auto`` becomes the fastest that fits. Feed-forward blocks are cut into tiles, and layer inputs and weights
-    move to the host, where nothing fits otherwise.
+    Mode ``auto`` becomes ``gpu`` when that fits with a margin and is about as fast or faster, else
+    ``superoffload`` at the spec's ratio. Activation checkpointing ``auto`` becomes the fastest that
+    fits. Feed-forward blocks are cut into tiles, and layer inputs and weights move to the host,
+    where nothing fits otherwise.
 
     Args:
         spec: What to run.
         machine: Where.
-        workload: What is known of the data; else what was seen of it, else a probe's of this model, else full sequences.
+        workload: What is known of the data; else what was seen of it, else a probe's of this model,
+            else full sequences.
         probed: Whether probes of this model on this machine correct the prediction.
     """
     spec = as_read(spec, machine)
@@ -91,10 +94,11 @@ def _target(
 
 
 def recommend(spec: RunSpec, machine: Machine, gpus: int | None = None) -> Plan:
-    """Return the fastest settings that fit on this machine with a margin, or simpler ones that are about as fast, each with its reason.
+    """Return the fastest settings that fit on this machine with a margin, or simpler ones that are
+    about as fast, each with its reason.
 
-    Mode, ratio, recomputation, micro-batch with accumulation, and the cores of CPU Adam are chosen. Tokens of a step and sequence length
-    stay.
+    Mode, ratio, recomputation, micro-batch with accumulation, and the cores of CPU Adam are chosen.
+    Tokens of a step and sequence length stay.
 
     Args:
         spec: What to run.
@@ -129,10 +133,11 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
 def plan_table(
     presets: Sequence[Preset], machine: Machine, gpu_counts: Sequence[int] = (), nodes: int = 1
 ) -> tuple[PlanRow, ...]:
-    """Return the recommended plan of every preset on every GPU count, by default ``rank_counts``, of each of ``nodes`` hosts.
+    """Return the recommended plan of every preset on every GPU count, by default ``rank_counts``,
+    of each of ``nodes`` hosts.
 
-    In each row the count with the most tokens/s per GPU is marked, or the smallest of those that are alike. Presets that cannot be planned
-    (``unplannable``) are left out.
+    In each row the count with the most tokens/s per GPU is marked, or the smallest of those that
+    are alike. Presets that cannot be planned (``unplannable``) are left out.
     """
     counts = gpu_counts or rank_counts(machine)
     return tuple(
@@ -143,7 +148,9 @@ def plan_table(
 
 
 def best_number_of_gpus(spec: RunSpec, machine: Machine) -> Plan | None:
-    """Return the plan that the table marks in the row of this spec; None where none fits with a margin."""
+    """Return the plan that the table marks in the row of this spec; None where none fits with a
+    margin.
+    """
     return next(
         (
             plan
@@ -155,7 +162,9 @@ def best_number_of_gpus(spec: RunSpec, machine: Machine) -> Plan | None:
 
 
 def unplannable(spec: RunSpec) -> str:
-    """Return why a model cannot be planned: its shape or its parameters are not known. Empty where they are."""
+    """Return why a model cannot be planned: its shape or its parameters are not known. Empty where
+    they are.
+    """
     try:
         profile_of(spec.model)
     except InputError as error:
@@ -183,7 +192,8 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
 
 
 def _best_count(cells: dict[int, Plan]) -> int | None:
-    """Return the GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest where speeds are unknown or about alike.
+    """Return the GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest where
+    speeds are unknown or about alike.
 
     What is tight is never recommended: the margin covers the error of the estimates.
     """
@@ -313,7 +323,9 @@ def _needs(found: Assessment, *, blocked: bool) -> tuple[Need, ...]:
 
 
 def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
-    """Yield what became of a target of tokens per optimizer step, rounding included, of memory, of speculation, and of checkpoints."""
+    """Yield what became of a target of tokens per optimizer step, rounding included, of memory, of
+    speculation, and of checkpoints.
+    """
     if found.target.resources.supply.one_memory:
         yield OneMemory()
     if can_speculate(found.spec) and found.layout.cpu_numel:
@@ -402,7 +414,9 @@ def _named(term: MemoryTerm) -> MemoryTerm:
 
 
 def _resolved(found: Assessment, resources: Resources) -> RunSpec:
-    """Return the spec as it will run: with host indices for a mere count of GPUs, and nothing left to choose."""
+    """Return the spec as it will run: with host indices for a mere count of GPUs, and nothing left
+    to choose.
+    """
     spec = with_policy(found.spec, policy_of(found.spec.model))
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec

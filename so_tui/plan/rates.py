@@ -1,7 +1,7 @@
 """Figures that no formula gives: measured or published, stored as data with where each comes from.
 
-``constants.json`` is their one file. ``benchmarks/planner.py --fit`` rewrites its ``memory`` and ``step`` from measured runs;
-``so-tui calibrate`` replaces ``machines`` by a machine's own figures.
+``constants.json`` is their one file. ``benchmarks/planner.py --fit`` rewrites its ``memory`` and
+``step`` from measured runs; ``so-tui calibrate`` replaces ``machines`` by a machine's own figures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     fitted: bool
     """Whether the figures were fitted to many settings, rather than taken from few."""
     cuda_context_bytes: int
-    """Per GPU, outside torch's allocator: what the driver holds before anything runs, the process's context, kernels, libraries."""
+    """Per GPU, outside torch's allocator: what the driver holds before anything runs, the process's
+    context, kernels, libraries.
+    """
     offload_context_bytes: int
     """In addition with SuperOffload, whose host memory is mapped for the GPU."""
     second_context_bytes: int
@@ -57,7 +59,9 @@ class MemoryConstants(Struct, frozen=True, kw_only=True):
     block_share: float
     """What one block's recomputation and backward hold, as a multiple of the formula's figure."""
     stream_pool_share: float
-    """With several GPUs: what the allocator holds for all-gathers beyond the gathered parameters, as a multiple of them."""
+    """With several GPUs: what the allocator holds for all-gathers beyond the gathered parameters,
+    as a multiple of them.
+    """
     slack_share: float
     """What the allocator cannot use, as a share of what is allocated and freed within a layer."""
 
@@ -72,7 +76,9 @@ _STEP_JSON_NAMES = {
 
 
 class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
-    """How the trainer uses the hardware. Seconds, shares of the hardware's own rates, and bytes of host memory traffic per parameter."""
+    """How the trainer uses the hardware. Seconds, shares of the hardware's own rates, and bytes of
+    host memory traffic per parameter.
+    """
 
     provenance: str
     fitted: bool
@@ -81,15 +87,17 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     expert_efficiency: float
     """The same in mixture-of-experts models."""
     elementwise_bytes_per_flop: float
-    """Rate of norms, activations and residuals over that of bare matrix products: they wait for instructions more than for memory, so GPUs
-    that differ in their memory alone take as long."""
+    """Rate of norms, activations and residuals over that of bare matrix products: they wait for
+    instructions more than for memory, so GPUs that differ in their memory alone take as long.
+    """
     elementwise_efficiency: float
     """Their highest rate over that of a bare copy."""
     loss_bytes_per_logit: float
     """GPU memory traffic of the loss."""
     forward_launches_per_layer: float
-    """Python, hooks and kernel launches of one layer, as a multiple of ``Speed.layer_launch_overhead_s``: the floor for
-    models too small to keep a GPU busy."""
+    """Python, hooks and kernel launches of one layer, as a multiple of
+    ``Speed.layer_launch_overhead_s``: the floor for models too small to keep a GPU busy.
+    """
     backward_launches_per_layer: float
     data_s: float
     """Per micro-batch."""
@@ -98,34 +106,50 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     all_gather_launches_per_layer: float
     """The same for all-gathering a layer from several ranks and releasing it, in each direction."""
     all_gather_share: float
-    """What ZeRO-3's all-gathers of the weights add to the computation they overlap with, as a share of their own time, over NVLink."""
+    """What ZeRO-3's all-gathers of the weights add to the computation they overlap with, as a share
+    of their own time, over NVLink.
+    """
     gpu_step_bytes_per_parameter: float
     """GPU memory traffic of an optimizer step on the GPU, with ZeRO-3's norms and casts."""
     gpu_step_tensor_s: float
-    """Seconds that ZeRO-3 takes for each tensor there, whatever its size, where nothing is offloaded."""
+    """Seconds that ZeRO-3 takes for each tensor there, whatever its size, where nothing is
+    offloaded.
+    """
     clipped_adam_share: float
-    """CPU Adam's rate where clipping moves all of it beside the forward that waits for its weights, over its undisturbed rate."""
+    """CPU Adam's rate where clipping moves all of it beside the forward that waits for its weights,
+    over its undisturbed rate.
+    """
     speculative_adam_share: float
-    """CPU Adam's rate beside backward where it steps out of place, before the norm is known, over its rate in place."""
+    """CPU Adam's rate beside backward where it steps out of place, before the norm is known, over
+    its rate in place.
+    """
     norm_s: float
     """From the end of backward until the gradient norm is known and acted upon."""
     weight_copy_latency_s: float
     """From the end of a sub-group's Adam until the copy of its weights begins."""
     zerooffload_copies: float
-    """How long Python waits for ZeRO-Offload's copies of gradients to the host, as a share of their time on the bus."""
+    """How long Python waits for ZeRO-Offload's copies of gradients to the host, as a share of their
+    time on the bus.
+    """
     zerooffload_step_bytes: float
-    """Host memory traffic of ZeRO-Offload's step per parameter, including its kernel's, where ``cast_h2d_bytes_per_s`` is not known."""
+    """Host memory traffic of ZeRO-Offload's step per parameter, including its kernel's, where
+    ``cast_h2d_bytes_per_s`` is not known.
+    """
     deepspeed_copies: float
-    """How long Python waits for the copies of gradients in DeepSpeed's SuperOffload, as a share of their time on the link."""
+    """How long Python waits for the copies of gradients in DeepSpeed's SuperOffload, as a share of
+    their time on the link.
+    """
     deepspeed_clipped_adam_bytes: float
-    """Host memory traffic per parameter that takes as long as one sub-group's Adam in DeepSpeed's SuperOffload with clipping, both ways
-    between its processes included."""
+    """Host memory traffic per parameter that takes as long as one sub-group's Adam in DeepSpeed's
+    SuperOffload with clipping, both ways between its processes included.
+    """
 
 
 class AttentionRate(Struct, frozen=True, array_like=True):
     """How fast a backend attends within documents of one length: causal, without a window.
 
-    FLOP/s, or shares of ``Speed.matrix_flops``; backward counts 2.5 times the FLOPs of forward, with the scores that it computes again.
+    FLOP/s, or shares of ``Speed.matrix_flops``; backward counts 2.5 times the FLOPs of forward,
+    with the scores that it computes again.
     """
 
     document: Annotated[int, Meta(gt=0, le=1 << 30)]
@@ -146,7 +170,9 @@ class AttentionConstants(Struct, frozen=True, kw_only=True):
 
 
 def rate_at(rates: AttentionRates, document: float) -> AttentionRate:
-    """Interpolate between rates, linearly in the logarithm of the length; flat before the first and after the last."""
+    """Interpolate between rates, linearly in the logarithm of the length; flat before the first and
+    after the last.
+    """
     shorter = [rate for rate in rates if rate.document <= document] or [rates[0]]
     longer = [rate for rate in rates if rate.document > document] or [rates[-1]]
     one, other = shorter[-1], longer[0]
@@ -189,11 +215,17 @@ class SpeedSource(Struct, frozen=True, kw_only=True):
     probed: bool = False
     """Whether a probe of the same model corrected the prediction."""
     probed_modes: tuple[str, ...] = ()
-    """Offload modes of the probes that did. Of another mode than the plan's, they say nothing of its optimizer."""
+    """Offload modes of the probes that did. Of another mode than the plan's, they say nothing of
+    its optimizer.
+    """
     probed_weights: Literal["", "gpu", "host"] = ""
-    """Where those probes kept the weights, if the plan keeps them in the other memory: they say nothing of fetching them."""
+    """Where those probes kept the weights, if the plan keeps them in the other memory: they say
+    nothing of fetching them.
+    """
     probed_passes: bool = True
-    """Whether those probes say anything of forward and backward. Where both waited for weights, they do not of a plan without fetching."""
+    """Whether those probes say anything of forward and backward. Where both waited for weights,
+    they do not of a plan without fetching.
+    """
 
 
 class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
@@ -207,22 +239,32 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """GPU memory to pinned host memory."""
     h2d_bytes_per_s: float
     pageable_d2h_bytes_per_s: float
-    """GPU memory to host memory that is not pinned. DeepSpeed's SuperOffload copies fp32 gradients so; nothing of ours does."""
+    """GPU memory to host memory that is not pinned. DeepSpeed's SuperOffload copies fp32 gradients
+    so; nothing of ours does.
+    """
     peer_bytes_per_s: float
     """One GPU to the others, each way."""
     layer_launch_overhead_s: float
     """Host time of a small layer's forward and backward: Python, hooks and kernel launches."""
     adam: tuple[tuple[int, float], ...]
-    """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat after the last."""
+    """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat
+    after the last.
+    """
     node_bytes_per_s: float
     """Highest bandwidth of a NUMA node's memory, whatever the number of cores."""
     cast_h2d_bytes_per_s: float | None = None
-    """Bytes of bf16 weights that reach the GPU when fp32 ones in pageable memory are cast on the host and copied, as DeepSpeed does.
-    None where only ``zerooffload_step_bytes`` says what that costs."""
+    """Bytes of bf16 weights that reach the GPU when fp32 ones in pageable memory are cast on the
+    host and copied, as DeepSpeed does. None where only ``zerooffload_step_bytes`` says what that
+    costs.
+    """
     adam_together: tuple[tuple[int, float], ...] = ()
-    """(ranks, rate of each rank's Adam) where that many share a node, its cores and its memory; ascending."""
+    """(ranks, rate of each rank's Adam) where that many share a node, its cores and its memory;
+    ascending.
+    """
     layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
-    """(ranks, ``layer_launch_overhead_s`` where that many synchronise about once a layer), ascending: all wait for the slowest."""
+    """(ranks, ``layer_launch_overhead_s`` where that many synchronise about once a layer),
+    ascending: all wait for the slowest.
+    """
     attention: dict[str, AttentionRates] = {}
     """FLOP/s of the attention backends that were measured on this machine."""
     source: str = ""
@@ -231,7 +273,9 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """Set where figures were measured on this machine or one of its kind."""
 
     def attention_at(self, backend: str, document: float) -> AttentionRate:
-        """Return a backend's FLOP/s within documents of a length: measured here, else as elsewhere in proportion to matrix products."""
+        """Return a backend's FLOP/s within documents of a length: measured here, else as elsewhere
+        in proportion to matrix products.
+        """
         if measured := self.attention.get(backend):
             return rate_at(measured, document)
         shares = rate_at(constants().attention.rates[backend], document)
@@ -242,7 +286,9 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
         )
 
     def layer_launch_overhead_of(self, ranks: int) -> float:
-        """Return the host time of a small layer where ``ranks`` all-gather weights. More ranks than were measured take no less time."""
+        """Return the host time of a small layer where ``ranks`` all-gather weights. More ranks than
+        were measured take no less time.
+        """
         return max(
             [
                 self.layer_launch_overhead_s,
@@ -255,7 +301,8 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
         )
 
     def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
-        """Return the rate of Adam on ``cores`` cores with ``ranks_per_node`` of them running at the same time on one node.
+        """Return the rate of Adam on ``cores`` cores with ``ranks_per_node`` of them running at the
+        same time on one node.
 
         Together they move no more than one Adam on as many cores, and less where that was measured.
         """
@@ -306,12 +353,16 @@ def using(other: Constants) -> Iterator[None]:
 
 
 def digest() -> str:
-    """Return the name of the constants that came with the program, recorded with whatever was predicted from them."""
+    """Return the name of the constants that came with the program, recorded with whatever was
+    predicted from them.
+    """
     return _DIGEST
 
 
 def published_speed(gpu_name: str) -> Speed | None:
-    """Return the rates of a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is known of it."""
+    """Return the rates of a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is
+    known of it.
+    """
     return next(
         (
             kind
@@ -343,11 +394,15 @@ CALIBRATED = 0.12
 PUBLISHED = 0.15
 """The same with rates that are published for the GPU."""
 ALIKE = 0.04
-"""Settings of one run whose predicted speeds differ by less count as equally fast: half of the ratios between measured settings of a model
-on one machine were off by more. It is less than the error of a step, since whatever all settings share cancels out."""
+"""Settings of one run whose predicted speeds differ by less count as equally fast: half of the
+ratios between measured settings of a model on one machine were off by more. It is less than the
+error of a step, since whatever all settings share cancels out.
+"""
 SURE = 0.10
-"""Share from which on a planned difference is worth a price. Where 10 to 20 % were planned, the setting that was planned to be faster was
-faster in nine of ten pairs; where 4 to 10 % were, in three of four."""
+"""Share from which on a planned difference is worth a price. Where 10 to 20 % were planned, the
+setting that was planned to be faster was faster in nine of ten pairs; where 4 to 10 % were, in
+three of four.
+"""
 CHECKED_GPUS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 """On which steps were measured beside their plans."""
 
@@ -360,11 +415,15 @@ class StepError(Struct, frozen=True, kw_only=True):
     alike: float = ALIKE
     """Settings whose predicted speeds differ by less than this share count as equally fast."""
     checked: bool
-    """Whether plans were held to measurements on GPUs of this kind, on one host. Elsewhere the error may be larger."""
+    """Whether plans were held to measurements on GPUs of this kind, on one host. Elsewhere the
+    error may be larger.
+    """
 
 
 def step_error(speed: Speed, gpu_name: str, hosts: int) -> StepError:
-    """Return the error of a step that is predicted with these rates for so many hosts with this GPU."""
+    """Return the error of a step that is predicted with these rates for so many hosts with this
+    GPU.
+    """
     return StepError(
         share=CALIBRATED if speed.calibrated else PUBLISHED,
         checked=hosts == 1 and _is_checked(gpu_name),
@@ -378,7 +437,9 @@ def _is_checked(gpu_name: str) -> bool:
 
 
 def about_as_fast(rate: float, other: float) -> bool:
-    """Return whether the predicted speeds of two settings of one run differ by less than their ratio may be off."""
+    """Return whether the predicted speeds of two settings of one run differ by less than their
+    ratio may be off.
+    """
     return abs(rate - other) <= ALIKE * max(rate, other)
 
 
@@ -388,7 +449,9 @@ def clearly_faster(rate: float, other: float) -> bool:
 
 
 def surely_faster(rate: float, other: float) -> bool:
-    """Return whether the first of two predicted speeds is higher by so much that it may be worth a price."""
+    """Return whether the first of two predicted speeds is higher by so much that it may be worth a
+    price.
+    """
     return rate >= (1 + SURE) * other
 
 
@@ -401,9 +464,13 @@ def surely_faster(rate: float, other: float) -> bool:
 
 
 LINE_RATE_SHARE = 0.9
-"""What collectives of many megabytes reach of the adapters' line rate. Not measured: published figures are between 0.8 and 0.95."""
+"""What collectives of many megabytes reach of the adapters' line rate. Not measured: published
+figures are between 0.8 and 0.95.
+"""
 ASSUMED_GBIT_PER_S = 200
-"""Of each GPU where nothing is known of the network: what Alps, Isambard-AI, JUPITER and DeltaAI have, and half of what Vista has."""
+"""Of each GPU where nothing is known of the network: what Alps, Isambard-AI, JUPITER and DeltaAI
+have, and half of what Vista has.
+"""
 _BYTES_PER_GBIT = 1e9 / 8
 
 
@@ -417,14 +484,17 @@ def between_hosts_bytes_per_s(network: Network, share: float) -> float:
 
     Args:
         network: Of each host.
-        share: Of the host's GPUs that take part. Adapters belong to GPUs, so the others' stay unused.
+        share: Of the host's GPUs that take part. Adapters belong to GPUs, so the others' stay
+            unused.
     """
     reached = 1.0 if network.measured else LINE_RATE_SHARE
     return network.gbit_per_s * _BYTES_PER_GBIT * reached * share
 
 
 def measured_network(bytes_per_s: float, share: float, source: str) -> Network:
-    """Return the network of a host whose collectives were measured; the inverse of ``between_hosts_bytes_per_s``."""
+    """Return the network of a host whose collectives were measured; the inverse of
+    ``between_hosts_bytes_per_s``.
+    """
     return Network(
         gbit_per_s=float(f"{bytes_per_s / _BYTES_PER_GBIT / share:.3g}"),
         source=source,
@@ -434,7 +504,10 @@ def measured_network(bytes_per_s: float, share: float, source: str) -> Network:
 
 def network_text(machine: Machine) -> str:
     """Return how fast a host's network is, for the head of a plan."""
-    return f"network of {network_rate_text(machine.network or assumed_network(len(machine.gpus)))} each"
+    return (
+        f"network of {network_rate_text(machine.network or assumed_network(len(machine.gpus)))} "
+        "each"
+    )
 
 
 def network_rate_text(network: Network) -> str:

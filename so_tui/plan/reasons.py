@@ -1,4 +1,6 @@
-"""Why a run can never start, why its settings were chosen, what follows from them, and what is worth knowing. Pure functions."""
+"""Why a run can never start, why its settings were chosen, what follows from them, and what is
+worth knowing. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,9 @@ def _runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | 
 
 
 def _preference(given: RunSpec, chosen: Assessment, other: Assessment) -> Preference | None:
-    """Return why settings are preferred to others that are about as fast and planned to be faster; None where they are not."""
+    """Return why settings are preferred to others that are about as fast and planned to be faster;
+    None where they are not.
+    """
     if rate(chosen) >= rate(other) or not about_as_fast(rate(chosen), rate(other)):
         return None
     if (chosen.spec.offload.mode == "gpu") != (other.spec.offload.mode == "gpu"):
@@ -242,11 +246,15 @@ def _mode(found: Assessment) -> Mode:
 
 
 _COLLECTIVES = 3
-"""For each micro-batch: weights are all-gathered for forward and for backward, and gradients are reduced."""
+"""For each micro-batch: weights are all-gathered for forward and for backward, and gradients are
+reduced.
+"""
 
 
 def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
-    """Yield what travels between the hosts of a run in a step, and how long that takes; nothing for one host."""
+    """Yield what travels between the hosts of a run in a step, and how long that takes; nothing for
+    one host.
+    """
     target, layout = found.target, found.layout
     if target.hosts == 1:
         return
@@ -269,15 +277,17 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
 
 
 GPU_HOURS_BETWEEN_FAILURES = 50_000
-"""Hours that one GPU with its share of a host runs, on average, until something ends the run. Meta's training of Llama 3 405B: 419
-unexpected interruptions in 54 days on 16,384 GPUs."""
+"""Hours that one GPU with its share of a host runs, on average, until something ends the run.
+Meta's training of Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 GPUs.
+"""
 DISK_BYTES_PER_S = 1e9
 """Rate at which a shared file system takes a checkpoint, until one has been measured."""
 _USUAL_MINUTES = 60.0
 
 
 def best_interval_s(cost_s: float, failure_s: float) -> float:
-    """Return the seconds of training between checkpoints that lose the least time, by Daly's formula of higher order.
+    """Return the seconds of training between checkpoints that lose the least time, by Daly's
+    formula of higher order.
 
     Args:
         cost_s: How long training stands still for a checkpoint.
@@ -290,7 +300,9 @@ def best_interval_s(cost_s: float, failure_s: float) -> float:
 
 
 def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
-    """Yield the best interval for a run that a failure would cost much: in a job, on several hosts, or longer than the interval."""
+    """Yield the best interval for a run that a failure would cost much: in a job, on several hosts,
+    or longer than the interval.
+    """
     spec, target, speed = found.spec, found.target, found.target.resources.speed
     if (
         not target.resources.has_gpu
@@ -415,9 +427,11 @@ def _clipping(found: Assessment) -> ClippingWaits:
 
 
 def _faster_states(found: Assessment) -> Iterator[FasterStates]:
-    """Yield the most exact smaller format of the moments that is about as fast as the fastest, where that makes steps much faster.
+    """Yield the most exact smaller format of the moments that is about as fast as the fastest,
+    where that makes steps much faster.
 
-    A format takes no time of its own in a plan: it leaves memory to second states, which hide what the optimizer adds to a step.
+    A format takes no time of its own in a plan: it leaves memory to second states, which hide what
+    the optimizer adds to a step.
     """
     step = found.step
     if found.verdict == "does not fit" or step is None:
@@ -446,7 +460,9 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
 
 
 def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
-    """Yield the fastest attention backend that is not installed, where it would make steps noticeably faster."""
+    """Yield the fastest attention backend that is not installed, where it would make steps
+    noticeably faster.
+    """
     chosen = attention_of(found.spec, found.target.profile, found.target.resources)
     missing = next(
         (passed.backend for passed in chosen.passed_over if passed.obstacle == "not-installed"),
@@ -469,7 +485,9 @@ def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
 
 
 def _needless_offload(found: Assessment) -> Iterator[FasterOffload]:
-    """Yield the smaller ratio that fits too, where the CPU does noticeable work for which the GPU has memory."""
+    """Yield the smaller ratio that fits too, where the CPU does noticeable work for which the GPU
+    has memory.
+    """
     smaller = best(found.spec, found.target)
     if (
         found.verdict == "does not fit"

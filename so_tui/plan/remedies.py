@@ -1,4 +1,6 @@
-"""What would make a run fit that does not, leave the margin where it is tight, or need less memory after that ran out. Pure functions."""
+"""What would make a run fit that does not, leave the margin where it is tight, or need less memory
+after that ran out. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def _fitting_when_shared(spec: RunSpec, target: Target) -> FitsHere | None:
 
 
 def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[CompactStatesFit]:
-    """Yield the most exact format of the moments with which it fits on the same GPUs, where fp32 moments do not."""
+    """Yield the most exact format of the moments with which it fits on the same GPUs, where fp32
+    moments do not.
+    """
     for alternative in compact_states(spec):
         found, states = best(alternative.spec, target), alternative.spec.offload.states
         if found.verdict != "does not fit":
@@ -134,7 +138,9 @@ def _offload_changes(spec: RunSpec, found: Assessment) -> tuple[Change, ...]:
 
 
 def _recomputing(spec: RunSpec) -> RunSpec:
-    """Return the spec with the recomputation that takes the least memory, and with what saves some beside it."""
+    """Return the spec with the recomputation that takes the least memory, and with what saves some
+    beside it.
+    """
     recomputing = with_policy(spec, "full")
     return [recomputing, *smaller_activations(recomputing)][-1]
 
@@ -160,7 +166,9 @@ def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
 
 
 def _fitting_batch(spec: RunSpec, target: Target) -> Assessment | None:
-    """Return the largest smaller micro-batch that fits with the same tokens in a step, else the largest that is tight."""
+    """Return the largest smaller micro-batch that fits with the same tokens in a step, else the
+    largest that is tight.
+    """
     tight = None
     for alternative in smaller_batches(spec, exact=True):
         found = best(alternative.spec, target)
@@ -172,7 +180,9 @@ def _fitting_batch(spec: RunSpec, target: Target) -> Assessment | None:
 
 
 def _fits(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
-    """Return whether ``spec`` fits on a target, and the smaller micro-batch with which it does where the given one is too large."""
+    """Return whether ``spec`` fits on a target, and the smaller micro-batch with which it does
+    where the given one is too large.
+    """
     if best(spec, target).verdict != "does not fit":
         return True, None
     smaller = _fitting_batch(spec, target)
@@ -206,7 +216,9 @@ def gpus_with_margin(spec: RunSpec, target: Target) -> Iterator[MoreGpusKeepMarg
 
 
 def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
-    """Yield the machines that would fit the run: GH200 parts with more host memory, or several machines like this one."""
+    """Yield the machines that would fit the run: GH200 parts with more host memory, or several
+    machines like this one.
+    """
     whole = target.on(
         max(rank_counts(target.resources.machine)), spec.offload.cpu_adam_cores_fraction
     )
@@ -220,7 +232,8 @@ def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
     def hosts(count: int) -> Target:
         return replace(whole, hosts=count)
 
-    # The more machines share a model, the less each of them holds, so the fewest are found by bisection.
+    # The more machines share a model, the less each of them holds, so the fewest are found by
+    # bisection.
     found = bisect_left(counts, True, key=lambda count: _fits(spec, hosts(count))[0])
     if found < len(counts):
         shared = hosts(counts[found])
@@ -258,7 +271,8 @@ def memory_advice(
 
     Args:
         spec: The run's.
-        pool: The memory of which it had too little; where CPU and GPU have one memory, it does not matter which of them asked.
+        pool: The memory of which it had too little; where CPU and GPU have one memory, it does not
+            matter which of them asked.
         given: What its plan had to give.
     """
     sides: tuple[Literal["gpu", "node"], ...] = ("gpu", "node") if given.one_memory else (pool,)
@@ -278,7 +292,9 @@ def memory_advice(
 
 
 def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[MemorySaving]:
-    """Yield what a run saves without copies, and without second states where the plan chose them."""
+    """Yield what a run saves without copies, and without second states where the plan chose
+    them.
+    """
     if optional.copies_bytes:
         yield MemorySaving(
             changes=(Change("checkpoint.background", "true", "false"),),

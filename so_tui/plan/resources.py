@@ -53,7 +53,9 @@ class Supply(Struct, frozen=True):
     limit_bytes: int | None
     """For all ranks together, where a cgroup sets a limit."""
     one_memory: bool = False
-    """Whether the memory of the CPU nodes is that of the GPUs too (APUs). ``gpu_bytes`` is None then: the nodes have all there is."""
+    """Whether the memory of the CPU nodes is that of the GPUs too (APUs). ``gpu_bytes`` is None
+    then: the nodes have all there is.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,9 @@ class Resources:
     calibration: Calibration | None
     """What was measured of the machine."""
     pinned_rounded: bool
-    """Whether torch rounds pinned memory up to powers of two; assumed where its version is not known."""
+    """Whether torch rounds pinned memory up to powers of two; assumed where its version is not
+    known.
+    """
     bound: tuple[RankBinding, ...]
     """Bindings of the ranks, with cores for an Adam worker."""
     problem: Blocker | None
@@ -101,16 +105,20 @@ class Resources:
 
 
 def rank_counts(machine: Machine) -> tuple[int, ...]:
-    """Return the GPU counts worth planning for: 1, 2, 4, ... and all of them; ranks on a machine without GPUs."""
+    """Return the GPU counts worth planning for: 1, 2, 4, ... and all of them; ranks on a machine
+    without GPUs.
+    """
     most = len(whole_gpus(machine)) or (1 if machine.gpus else min(2, len(machine.allowed_cpus)))
     doubled = tuple(2**power for power in range(most.bit_length()))
     return doubled if doubled[-1] == most else (*doubled, most)
 
 
 def resources_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -> Resources:
-    """Return what a run on these GPUs may use (a count or indices; ranks where the machine has none).
+    """Return what a run on these GPUs may use (a count or indices; ranks where the machine has
+    none).
 
-    Rates are those calibrated on the machine or one of its kind, else published ones. ``problem`` says why ranks cannot run.
+    Rates are those calibrated on the machine or one of its kind, else published ones. ``problem``
+    says why ranks cannot run.
     """
     return _resources(
         machine, gpus, cpu_adam_cores_fraction, calibration_of(machine) if machine.gpus else None
@@ -126,7 +134,8 @@ def other_resources(known: Resources, gpus: Gpus, cpu_adam_cores_fraction: float
 def _resources(
     machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, calibration: Calibration | None
 ) -> Resources:
-    # A table plans every model on the same few GPU counts, and binding ranks to cores is most of a plan's time.
+    # A table plans every model on the same few GPU counts, and binding ranks to cores is most of a
+    # plan's time.
     problem, bound = _bound(machine, gpus, cpu_adam_cores_fraction)
     chosen = (
         whole_gpus(machine)[:gpus]
@@ -190,7 +199,9 @@ def _absent_gpu(machine: Machine, gpus: Gpus) -> Blocker | None:
 
 
 def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
-    """Return the memory of these GPUs and of the CPU nodes, less what the operating system needs: totals, not what is free now."""
+    """Return the memory of these GPUs and of the CPU nodes, less what the operating system needs:
+    totals, not what is free now.
+    """
     sizes = [gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes is not None]
     one_memory = any(gpu.shares_memory for gpu in gpus)
     return Supply(
@@ -205,14 +216,18 @@ def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
 
 
 def memory_nodes(machine: Machine) -> tuple[NumaNode, ...]:
-    """Return the CPU nodes on which a run may allocate. The cpuset of a job on a part of a node may leave some out."""
+    """Return the CPU nodes on which a run may allocate. The cpuset of a job on a part of a node may
+    leave some out.
+    """
     allowed = machine.allowed_memory_nodes
     mine = tuple(node for node in machine.cpu_nodes if allowed is None or node.id in allowed)
     return mine or machine.cpu_nodes
 
 
 def memory_node(machine: Machine, node_id: int) -> int:
-    """Return where the kernel allocates for a rank on this node's cores: there, else on the nearest node that is allowed."""
+    """Return where the kernel allocates for a rank on this node's cores: there, else on the nearest
+    node that is allowed.
+    """
     nodes = memory_nodes(machine)
     if not nodes or any(node.id == node_id for node in nodes):
         return node_id
@@ -224,7 +239,9 @@ def memory_node(machine: Machine, node_id: int) -> int:
 
 
 def usable_bytes(total: int) -> int:
-    """Return how much of a node's memory a run may use: the operating system and its page tables need the rest."""
+    """Return how much of a node's memory a run may use: the operating system and its page tables
+    need the rest.
+    """
     return max(0, total - max(_RESERVE_BYTES, int(_RESERVE_SHARE * total)))
 
 
@@ -232,7 +249,9 @@ def usable_bytes(total: int) -> int:
 
 
 def attention_of(spec: RunSpec, profile: ModelProfile, resources: Resources) -> Chosen:
-    """Return the backend of a run: the one that was asked for, else the fastest that its GPUs and installed packages allow."""
+    """Return the backend of a run: the one that was asked for, else the fastest that its GPUs and
+    installed packages allow.
+    """
     asked = FORMER_NAMES.get(spec.model.attention) or spec.model.attention
     if asked != "auto":
         return Chosen(asked)  # type: ignore[arg-type]
@@ -265,11 +284,14 @@ def present_in(resources: Resources) -> Present:
 
 
 _CLIPS_BY_DEFAULT = (0, 19, 8)
-"""The DeepSpeed version since which a missing ``gradient_clipping`` means 1.0; before, it meant 0."""
+"""The DeepSpeed version since which a missing ``gradient_clipping`` means 1.0; before, it
+meant 0.
+"""
 
 
 def example_tflops(plan: Plan, step_s: float | None = None) -> float | None:
-    """Return TFLOPS of a plan by the formula of DeepSpeed's example script, summed over GPUs; None without a prediction of time.
+    """Return TFLOPS of a plan by the formula of DeepSpeed's example script, summed over GPUs; None
+    without a prediction of time.
 
     Args:
         plan: The plan.
@@ -291,7 +313,8 @@ def example_tflops(plan: Plan, step_s: float | None = None) -> float | None:
 
 
 def as_read(spec: RunSpec, machine: Machine) -> RunSpec:
-    """Return the spec as DeepSpeed reads its config: with its default where the clipping key is left out.
+    """Return the spec as DeepSpeed reads its config: with its default where the clipping key is
+    left out.
 
     Args:
         spec: What to run.
@@ -309,7 +332,9 @@ def as_read(spec: RunSpec, machine: Machine) -> RunSpec:
 
 
 def not_shareable(spec: RunSpec, resources: Resources) -> SequencesNotShareable | None:
-    """Return why the ranks of a spec cannot share sequences as it asks; None if they can, or it does not ask."""
+    """Return why the ranks of a spec cannot share sequences as it asks; None if they can, or it
+    does not ask.
+    """
     ranks = spec.train.sequence_parallel
     if ranks == 1:
         return None
@@ -347,7 +372,9 @@ def more_sharing(spec: RunSpec) -> Iterator[RunSpec]:
 
 
 def exchanged_bytes(shape: Architecture, ranks: int) -> float:
-    """Return what a rank sends, and receives, for one token of its part in one layer's forward pass: queries, keys, values and results."""
+    """Return what a rank sends, and receives, for one token of its part in one layer's forward
+    pass: queries, keys, values and results.
+    """
     copies = max(1, ranks // shape.kv_heads)
     return 4.0 * (shape.query_width + copies * shape.key_value_width) * (ranks - 1) / ranks
 

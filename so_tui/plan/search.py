@@ -1,9 +1,10 @@
 """The settings that are tried for a run, and the best of those that fit. Pure functions.
 
-Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that leaves the margin; what is chosen also at
-larger ones), what is recomputed, how an optimizer step is split into micro-batches, and, where nothing fits, feed-forward blocks in tiles,
-layer inputs and weights on the host, and ranks that share sequences; attention's results on the host also where that is faster. The tokens
-of an optimizer step and the sequence length stay as given.
+Tried are: where the states live (without offload, else SuperOffload at the smallest ratio that
+leaves the margin; what is chosen also at larger ones), what is recomputed, how an optimizer step is
+split into micro-batches, and, where nothing fits, feed-forward blocks in tiles, layer inputs and
+weights on the host, and ranks that share sequences; attention's results on the host also where that
+is faster. The tokens of an optimizer step and the sequence length stay as given.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ from so_tui.spec.run_spec import ModelSpec, RunSpec, StatesFormat
 
 _FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
 _ON_HOST: tuple[Literal["attention", "on"], ...] = ("attention", "on")
-"""Where attention's results are kept, what may be in host memory: they alone, which takes the least of it, or layer inputs too."""
+"""Where attention's results are kept, what may be in host memory: they alone, which takes the least
+of it, or layer inputs too.
+"""
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
 ADVICE_RATIO_STEP = 0.2
@@ -69,7 +72,9 @@ class Alternative(Struct, frozen=True):
 
 
 def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Alternative]:
-    """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec whose mode is decided."""
+    """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec
+    whose mode is decided.
+    """
     if pool == "gpu":
         yield from islice(smaller_batches(spec), 1)
         yield from more_recomputation(spec)
@@ -87,7 +92,9 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
 
 
 def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[Alternative]:
-    """Yield halved micro-batches with twice the accumulation; with ``exact`` only as long as the tokens of a step stay the same."""
+    """Yield halved micro-batches with twice the accumulation; with ``exact`` only as long as the
+    tokens of a step stay the same.
+    """
     train = spec.train
     size, accumulation = train.micro_batch, train.gradient_accumulation
     while size > 1 and not (exact and size % 2):
@@ -100,7 +107,9 @@ def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[Alternati
 
 
 def batch_splits(spec: RunSpec) -> tuple[int, ...]:
-    """Return the micro-batches, ascending, that split the same step (nearly, where it is a target) into whole micro-batches."""
+    """Return the micro-batches, ascending, that split the same step (nearly, where it is a target)
+    into whole micro-batches.
+    """
     train = spec.train
     sequences = train.micro_batch * spec.gradient_accumulation_steps
     if train.tokens_per_step:
@@ -150,9 +159,11 @@ def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
 
 
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield a spec with feed-forward blocks in tiles, with what layers keep on the host, and with both, as far as it leaves them open.
+    """Yield a spec with feed-forward blocks in tiles, with what layers keep on the host, and with
+    both, as far as it leaves them open.
 
-    Where attention's results are kept, they are moved alone first. The same follow with weights on the host.
+    Where attention's results are kept, they are moved alone first. The same follow with weights on
+    the host.
     """
     activations = tuple(smaller_activations(spec))
     yield from activations
@@ -178,7 +189,8 @@ def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
 
 
 def results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
-    """Yield a spec that keeps attention's results in host memory, where it leaves that open, then layer inputs too; both also with tiles.
+    """Yield a spec that keeps attention's results in host memory, where it leaves that open, then
+    layer inputs too; both also with tiles.
 
     Args:
         spec: As given.
@@ -203,7 +215,9 @@ def results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
 
 
 def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield the spec with weights on the host, where it leaves them open and its optimizer can have them there."""
+    """Yield the spec with weights on the host, where it leaves them open and its optimizer can have
+    them there.
+    """
     offload = spec.offload
     if offload.parameters == "auto" and (
         offload.engine == "so-tui" or offload.mode == "zerooffload"
@@ -233,7 +247,9 @@ def less_offload(spec: RunSpec) -> Iterator[Alternative]:
 
 
 def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[Alternative]:
-    """Yield second states as far as the host has memory, or none, where the spec asks for them whatever the host has."""
+    """Yield second states as far as the host has memory, or none, where the spec asks for them
+    whatever the host has.
+    """
     if can_speculate(spec) and spec.offload.speculation == "on":
         yield _changed(spec, "offload", speculation=instead)
 
@@ -303,13 +319,17 @@ def _changed(spec: RunSpec, section: str, **values: str | int | float) -> Altern
 _COARSE = 3
 """Every third ratio is tried first."""
 _SLOWER = 0.8
-"""CPU Adam on a slow host over that on a fast one with the same processors: 3.9 and 4.7 G parameters a second on 16 cores."""
+"""CPU Adam on a slow host over that on a fast one with the same processors: 3.9 and 4.7 G
+parameters a second on 16 cores.
+"""
 _ALIKE = 0.001
 """Two ratios of the same settings whose speeds differ by less than this count as equally fast."""
 
 
 def rate(found: Assessment) -> float:
-    """Return the sequences per second of one rank, of a shared one its part; 0 where no speed is known."""
+    """Return the sequences per second of one rank, of a shared one its part; 0 where no speed is
+    known.
+    """
     train = found.spec.train
     return (
         train.micro_batch
@@ -324,12 +344,14 @@ def rate(found: Assessment) -> float:
 def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
     """Return the chosen settings at the ratio at which they are the fastest, of those that fit.
 
-    The chosen ratio is the smallest that fits. A larger one is a little faster as long as Adam on the host is hidden, since the GPU then
-    has less to step itself; from there on every sub-group more makes the step longer, and by much. Where that is depends on the rate of
-    Adam: if it was not measured here, ratios are judged by the mean of a step at the rate of another host and of one at a slower host's.
+    The chosen ratio is the smallest that fits. A larger one is a little faster as long as Adam on
+    the host is hidden, since the GPU then has less to step itself; from there on every sub-group
+    more makes the step longer, and by much. Where that is depends on the rate of Adam: if it was
+    not measured here, ratios are judged by the mean of a step at the rate of another host and of
+    one at a slower host's.
 
-    The ratios in between are tried coarsely, then closely around the best. Of ratios that are as good, the smallest stays, which takes the
-    least host memory; otherwise the given one.
+    The ratios in between are tried coarsely, then closely around the best. Of ratios that are as
+    good, the smallest stays, which takes the least host memory; otherwise the given one.
     """
     if (
         chosen.spec.offload.mode != "superoffload"
@@ -360,7 +382,9 @@ def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
 
 
 def _expected_s(found: Assessment) -> float:
-    """Return the seconds of a step; where Adam's rate is that of another host, the mean of these and of those on a slower one."""
+    """Return the seconds of a step; where Adam's rate is that of another host, the mean of these
+    and of those on a slower one.
+    """
     target, speed = found.target, found.target.resources.speed
     if found.step is None:
         return float("inf")
@@ -406,8 +430,9 @@ _Search = Callable[[RunSpec, Target], Found]
 def best_settings(spec: RunSpec, target: Target) -> Found:
     """Return the best settings for ``spec``, and everything that was tried, fastest first.
 
-    What fits with a margin comes before what is tight, and that before what does not fit; then the most tokens per second. Of settings that
-    are about as fast as the fastest, the simplest and safest are the best.
+    What fits with a margin comes before what is tight, and that before what does not fit; then the
+    most tokens per second. Of settings that are about as fast as the fastest, the simplest and
+    safest are the best.
     """
     found = _with_savings(_best_of_variants, spec, target)
     for shared in more_sharing(spec):
@@ -427,7 +452,8 @@ def _order(found: Found) -> int:
 
 
 def _with_savings(search: _Search, spec: RunSpec, target: Target) -> Found:
-    """Return what is found for a spec, or for one with feed-forward tiles, layer inputs on the host, weights there, or several of these.
+    """Return what is found for a spec, or for one with feed-forward tiles, layer inputs on the
+    host, weights there, or several of these.
 
     Each is tried only where nothing fits before, and taken only where it helps.
     """
@@ -445,10 +471,11 @@ def _with_savings(search: _Search, spec: RunSpec, target: Target) -> Found:
 
 
 def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: Found) -> Found:
-    """Return what was found, or what is found with attention's results on the host, where that is faster.
+    """Return what was found, or what is found with attention's results on the host, where that is
+    faster.
 
-    It is where they have no room on the GPU, so that attention would be computed again, or where they would drive states to the host whose
-    steps nothing hides.
+    It is where they have no room on the GPU, so that attention would be computed again, or where
+    they would drive states to the host whose steps nothing hides.
     """
     best, policy = found.best, policy_of(found.best.spec.model)
     if best.verdict != "fits" or target.resources.supply.one_memory or not rate(best):
@@ -538,13 +565,17 @@ class _Variants:
 
 
 def fastest_policy(spec: RunSpec, target: Target) -> Assessment:
-    """Return a spec whose mode and ratio are decided, with the fastest recomputation where it is left open."""
+    """Return a spec whose mode and ratio are decided, with the fastest recomputation where it is
+    left open.
+    """
     found = [assess(with_policy(spec, policy), target) for policy in policies(spec, target)]
     return min(found, key=lambda found: (_ORDER[found.verdict], -rate(found)))
 
 
 def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
-    """Return the recomputation to try: the given one; all where it is left open and speeds are known; else ``full``."""
+    """Return the recomputation to try: the given one; all where it is left open and speeds are
+    known; else ``full``.
+    """
     given = spec.model.activation_checkpointing
     if given != "auto":
         return (given,)
@@ -562,7 +593,9 @@ def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
 
 
 def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
-    """Return the spec with the smallest share of cores for CPU Adam that makes no step longer: the training process can use the others."""
+    """Return the spec with the smallest share of cores for CPU Adam that makes no step longer: the
+    training process can use the others.
+    """
     spec = chosen.spec
     if (
         spec.offload.mode != "superoffload"
@@ -582,7 +615,9 @@ def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
 
 
 def _least_memory(variants: _Variants) -> list[Assessment]:
-    """Assess what takes the least memory: on the GPU the smallest micro-batch; on the host the largest, with fewest gradients to sum."""
+    """Assess what takes the least memory: on the GPU the smallest micro-batch; on the host the
+    largest, with fewest gradients to sum.
+    """
     sizes = batch_splits(variants.spec)
     return [
         variants.of("full", size).best
@@ -607,10 +642,12 @@ def _tried(variants: _Variants) -> Iterator[Assessment]:
 
 
 def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
-    """Return the simplest and safest settings that are about as fast as the first, each at its fastest ratio.
+    """Return the simplest and safest settings that are about as fast as the first, each at its
+    fastest ratio.
 
-    What does not offload comes first, then what keeps the given micro-batch, then what leaves twice the margin of each GPU (what offloads
-    leaves as much as its ratio), then the fastest. The format of the states is always the given one.
+    What does not offload comes first, then what keeps the given micro-batch, then what leaves twice
+    the margin of each GPU (what offloads leaves as much as its ratio), then the fastest. The format
+    of the states is always the given one.
     """
     fastest = at_fastest_ratio(spec, tried[0])
 
@@ -633,7 +670,9 @@ def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
 
 
 def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
-    """Yield what more tokens in a step would gain, where much of it waits for the optimizer. It changes training, so the user decides."""
+    """Yield what more tokens in a step would gain, where much of it waits for the optimizer. It
+    changes training, so the user decides.
+    """
     if (
         chosen.verdict != "fits"
         or not chosen.step

@@ -29,7 +29,9 @@ from so_tui.units import disk_size, memory_size, memory_unit, thousands
 
 
 def speed_source_text(source: SpeedSource, mode: str) -> str:
-    """Return what a prediction of time for a mode rests on: rates, data, and a probe where one corrected it."""
+    """Return what a prediction of time for a mode rests on: rates, data, and a probe where one
+    corrected it.
+    """
     text = f"{rates_text(source)}; {workload_text(source.workload)}"
     if not source.probed:
         return text
@@ -42,7 +44,10 @@ def speed_source_text(source: SpeedSource, mode: str) -> str:
         else f"a probe of this model here with {' and '.join(source.probed_modes)}"
     )
     if not source.probed_passes:
-        return f"{text}; the optimizer corrected by {probe} that waited for weights from host memory, the rest as predicted"
+        return (
+            f"{text}; the optimizer corrected by {probe} that waited for weights from host memory, "
+            "the rest as predicted"
+        )
     memory = "" if source.probed_weights == "host" else " and memory"
     fetched = {
         "": "",
@@ -70,7 +75,10 @@ def error_source_text(error: StepError) -> str:
     return (
         text
         if error.checked
-        else f"{text}, on H100 and H200 GPUs of one host; others, and several hosts, were not checked"
+        else (
+            f"{text}, on H100 and H200 GPUs of one host; others, and several hosts, were not "
+            "checked"
+        )
     )
 
 
@@ -99,7 +107,10 @@ def workload_text(workload: Workload | None) -> str:
     """Return the data that a prediction is for."""
     if workload is None:
         return "for whole sequences with every token trained, the most that data can cost"
-    documents = f"for documents of {thousands(round(workload.attended_tokens))} tokens, {workload.trained_share:.0%} of all trained"
+    documents = (
+        f"for documents of {thousands(round(workload.attended_tokens))} tokens, "
+        f"{workload.trained_share:.0%} of all trained"
+    )
     return f"{documents}, as measured on this data"
 
 
@@ -120,8 +131,8 @@ def plans_json(plans: Iterable[Plan]) -> dict[str, Any]:
 def plan_tree(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain values.
 
-    ``reasons``, ``remedies``, ``warnings`` and ``speed_source`` are texts. ``facts`` and ``speed`` have the same as values: each fact with
-    its ``role``, ``code``, values and ``message``.
+    ``reasons``, ``remedies``, ``warnings`` and ``speed_source`` are texts. ``facts`` and ``speed``
+    have the same as values: each fact with its ``role``, ``code``, values and ``message``.
     """
     row: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
     facts = [
@@ -209,11 +220,15 @@ _POOLS: dict[MemoryPool, str] = {
 _BAR_WIDTH = 28
 _NONE = "—"
 _NAME, _WITH_FACTS, _CELL, _WIDE_CELL = 18, 44, 19, 22
-"""Columns of a model's name, of its name and facts, of a cell, and of a cell that says where memory is short."""
+"""Columns of a model's name, of its name and facts, of a cell, and of a cell that says where memory
+is short.
+"""
 
 
 def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
-    """Render what this machine can train: a line per model, a column per GPU count, and a legend. Narrow terminals get less detail."""
+    """Render what this machine can train: a line per model, a column per GPU count, and a legend.
+    Narrow terminals get less detail.
+    """
     parts: list[RenderableType] = [
         _machine_line(machine),
         Text(),
@@ -228,14 +243,17 @@ def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     if not any(plan.recommended for row in rows for plan in row.cells.values()):
         parts.append(
             Text(
-                "No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what would."
+                "No preset is sure to fit this machine. `so-tui plan PRESET` says why, and what "
+                "would."
             )
         )
     return Group(*parts)
 
 
 class _Grid:
-    """The table at the width of the terminal. Model names and verdicts are never cut; other columns are left out."""
+    """The table at the width of the terminal. Model names and verdicts are never cut; other columns
+    are left out.
+    """
 
     def __init__(self, rows: Sequence[PlanRow], machine: Machine) -> None:
         self._rows, self._machine = rows, machine
@@ -272,7 +290,9 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
 
 
 def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
-    """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact ``✓★0.15  16.0k``."""
+    """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact
+    ``✓★0.15  16.0k``.
+    """
     sign, style = _SIGNS[plan.verdict]
     star = "★" if plan.recommended else " "
     text = (
@@ -290,7 +310,9 @@ def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
 
 
 def render_plan(plan: Plan, machine: Machine) -> RenderableType:
-    """Render the verdict with its reasons, memory term by term, the step, the binding, and the warnings."""
+    """Render the verdict with its reasons, memory term by term, the step, the binding, and the
+    warnings.
+    """
     parts: list[RenderableType] = [_headline(plan), Text()]
     for reason in plan.reasons:
         sign, style = ("→", "green") if reason in plan.remedies else ("·", "cyan")
@@ -324,7 +346,9 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
 def render_comparison(
     settings: str, rows: Sequence[tuple[str, float, float, float | None]]
 ) -> RenderableType:
-    """Render what a probe measured beside what was predicted without it; ``rows``: (name with unit, predicted, measured, error)."""
+    """Render what a probe measured beside what was predicted without it; ``rows``: (name with unit,
+    predicted, measured, error).
+    """
     table = Table(
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -349,7 +373,10 @@ def render_comparison(
 def _headline(plan: Plan) -> Text:
     sign, style = _SIGNS[plan.verdict]
     how = "everything on the GPU" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
-    how += f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing {plan.spec.model.activation_checkpointing}"
+    how += (
+        f", micro-batch {plan.spec.train.micro_batch}, activation checkpointing "
+        f"{plan.spec.model.activation_checkpointing}"
+    )
     ranks = f"{plan.gpus} {'GPU' if plan.on_gpus else 'rank'}" + ("s" if plan.gpus > 1 else "")
     ranks += f" of {plan.spec.nodes} nodes" if plan.spec.nodes > 1 else ""
     text = Text.assemble(
@@ -363,7 +390,8 @@ def _headline(plan: Plan) -> Text:
 
 
 def _locations(plan: Plan, machine: Machine) -> tuple[tuple[Location, str, int | None], ...]:
-    # Several ranks may share a node: only where each has its own is a rank's memory compared with the node's.
+    # Several ranks may share a node: only where each has its own is a rank's memory compared with
+    # the node's.
     own_nodes = len(plan.host_bytes_per_node) == plan.spec.ranks_per_host
     node = min(plan.host_capacity_bytes_per_node.values(), default=None) if own_nodes else None
     return (
@@ -412,12 +440,14 @@ def _step(plan: Plan) -> RenderableType:
     )
     said = Text(f"{step_text(plan)}:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
     said.append(
-        f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, {thousands(plan.tokens_per_step)} tokens a step"
+        f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, "
+        f"{thousands(plan.tokens_per_step)} tokens a step"
     )
     if plan.model_tflops_per_gpu:
         said.append(f", {thousands(round(plan.model_tflops_per_gpu))} model TFLOPS per GPU")
         said.append(
-            f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of DeepSpeed's example)",
+            f" ({thousands(round(example_tflops(plan) or 0))} in all by the formula of "
+            "DeepSpeed's example)",
             "dim",
         )
     said.append(
@@ -465,7 +495,10 @@ def _machine_line(machine: Machine) -> Text:
         else ""
     )
     plural = "s" if len(nodes) > 1 else ""
-    host = f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, {memory_size(machine.host_memory_bytes)}{each}"
+    host = (
+        f"{len(nodes)} CPU node{plural}, {len(machine.allowed_cpus)} cores, "
+        f"{memory_size(machine.host_memory_bytes)}{each}"
+    )
     return Text.assemble((machine.label, "bold"), printable_line(f"   {gpus} · {host}"))
 
 
@@ -485,7 +518,8 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     )
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
         text.append(
-            f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; {network_text(machine)}"
+            f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; "
+            f"{network_text(machine)}"
         )
     return text.append(
         "".join(f"\nspeeds are predictions: {source}" for source in _sources(rows)), "dim"
@@ -493,7 +527,9 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
 
 
 def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
-    """Yield each source of rates once: the data of most models, other models' data by name, and the models that a probe corrects."""
+    """Yield each source of rates once: the data of most models, other models' data by name, and the
+    models that a probe corrects.
+    """
     users: dict[str, dict[Workload | None, list[str]]] = {}
     probed: dict[str, list[str]] = {}
     for row in rows:

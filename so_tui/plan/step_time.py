@@ -1,7 +1,7 @@
 """Predicts how long the GPU takes for one micro-batch, forward and backward.
 
-Both are matrix products at the rate that the GPU reaches in models, attention at its backend's rate within documents of their length, plus
-what moves through the GPU's memory beside them.
+Both are matrix products at the rate that the GPU reaches in models, attention at its backend's rate
+within documents of their length, plus what moves through the GPU's memory beside them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ from so_tui.spec.run_spec import RunSpec
 
 
 UNSCALE_BYTES = 8
-"""Host memory traffic per parameter of multiplying the fp32 gradient by the loss scale and the clipping factor."""
+"""Host memory traffic per parameter of multiplying the fp32 gradient by the loss scale and the
+clipping factor.
+"""
 SELF_COPY_BYTES = 8
-"""The same of copying a master weight onto itself, which it does for each result that it did not wait for."""
+"""The same of copying a master weight onto itself, which it does for each result that it did not
+wait for.
+"""
 WORKER_BYTES = 36
 """The same of its Adam worker: a copy of the fp32 gradient, then AdamW in fp32."""
 
@@ -60,13 +64,16 @@ class OffloadedStates(Struct, frozen=True, kw_only=True):
 
 
 def gradient_copies_s(states: OffloadedStates, speed: Speed) -> float:
-    """Return how long the copies of one backward's gradients take on the link; Python waits for each of them."""
+    """Return how long the copies of one backward's gradients take on the link; Python waits for
+    each of them.
+    """
     there_and_back = 2 * states.parameters * (1 / speed.d2h_bytes_per_s + 1 / speed.h2d_bytes_per_s)
     return there_and_back + 4 * states.on_cpu / speed.pageable_d2h_bytes_per_s
 
 
 def exposed_adam_s(states: OffloadedStates, adam_bytes_per_s: float, backward_s: float) -> float:
-    """Return how long a step without clipping waits for Adam, and then passes over gradients and master weights.
+    """Return how long a step without clipping waits for Adam, and then passes over gradients and
+    master weights.
 
     Args:
         states: What to step.
@@ -84,13 +91,16 @@ def clipped_adam_s(states: OffloadedStates, adam_bytes_per_s: float, waited_byte
     Args:
         states: What to step.
         adam_bytes_per_s: Host memory traffic of the worker.
-        waited_bytes: Host memory traffic per parameter that takes as long as the worker and both ways to it.
+        waited_bytes: Host memory traffic per parameter that takes as long as the worker and both
+            ways to it.
     """
     return states.on_cpu * (UNSCALE_BYTES + waited_bytes) / adam_bytes_per_s
 
 
 BACKWARD_ATTENTION = 2.5
-"""FLOPs of attention's backward pass over those of its forward pass: five products instead of two."""
+"""FLOPs of attention's backward pass over those of its forward pass: five products instead of
+two.
+"""
 
 
 class _Layers(NamedTuple):
@@ -107,7 +117,9 @@ class Pass(Struct, frozen=True, kw_only=True):
     forward_s: float
     backward_s: float
     backward_python_s: float
-    """Of backward, the time Python needs to launch it. It is hidden while the GPU computes for longer."""
+    """Of backward, the time Python needs to launch it. It is hidden while the GPU computes for
+    longer.
+    """
     exposed_copies_s: float = 0.0
     """Of both, the time by which copies of what layers keep in host memory make them longer."""
 
@@ -128,7 +140,9 @@ class PassModel:
 
     @cached_property
     def all_gather_s(self) -> float:
-        """Seconds of one all-gather of all weights; backward all-gathers them again, and reduces as much."""
+        """Seconds of one all-gather of all weights; backward all-gathers them again, and reduces as
+        much.
+        """
         rates = [self.between_hosts_bytes_per_s] if self.between_hosts_bytes_per_s else []
         if self.between_hosts_bytes_per_s is None or self.placement.local_ranks > 1:
             rates.append(self.speed.peer_bytes_per_s)
@@ -142,10 +156,11 @@ class PassModel:
 
     @cached_property
     def one_pass(self) -> Pass:
-        """Forward with the loss, which forms its gradients there, and backward with what it recomputes.
+        """Forward with the loss, which forms its gradients there, and backward with what it
+        recomputes.
 
-        All-gathers take part of the GPU from the computation they overlap with. Where layers are small the GPU waits for Python, and has
-        time for both.
+        All-gathers take part of the GPU from the computation they overlap with. Where layers are
+        small the GPU waits for Python, and has time for both.
         """
         use, layers, gather_s = (
             self.use,
@@ -174,7 +189,8 @@ class PassModel:
             2 * gather_s + fetched_s,
             python,
         )
-        # What layers keep on the host is copied beside all that, in backward behind weights from there.
+        # What layers keep on the host is copied beside all that, in backward behind weights from
+        # there.
         waits = max(0.0, self.kept_copies_s(self.speed.d2h_bytes_per_s) - forward)
         waits_back = max(0.0, self.kept_copies_s(self.speed.h2d_bytes_per_s) + fetched_s - backward)
         return Pass(
@@ -229,7 +245,8 @@ class PassModel:
         return self._computed_tokens * shape.layers * norms / self._moved_bytes_per_s
 
     def _exchange_s(self) -> float:
-        """Return the seconds of trading tokens for heads and back in one pass over all layers, where ranks share sequences.
+        """Return the seconds of trading tokens for heads and back in one pass over all layers,
+        where ranks share sequences.
 
         Attention waits for it, so nothing hides it.
         """
@@ -247,7 +264,9 @@ class PassModel:
         )
 
     def kept_copies_s(self, bytes_per_s: float) -> float:
-        """Return the seconds of copying in one direction what layers keep in host memory between the passes of one micro-batch."""
+        """Return the seconds of copying in one direction what layers keep in host memory between
+        the passes of one micro-batch.
+        """
         placement = self.placement
         return (
             self._computed_tokens
@@ -257,12 +276,16 @@ class PassModel:
 
     @property
     def fetched_weights_s(self) -> float:
-        """Seconds of copying this rank's weights in host memory to the GPU, once for each of the two passes. Computation hides them."""
+        """Seconds of copying this rank's weights in host memory to the GPU, once for each of the
+        two passes. Computation hides them.
+        """
         return 2 * self.placement.host_weights / self.speed.h2d_bytes_per_s if self.fetches else 0.0
 
     @cached_property
     def _computed_tokens(self) -> float:
-        """Positions of a micro-batch that are computed: backends that take boundaries see little padding, others rows of one width."""
+        """Positions of a micro-batch that are computed: backends that take boundaries see little
+        padding, others rows of one width.
+        """
         positions = self.placement.tokens
         if self.attention in MASKED_BACKENDS:
             return positions * self._row_share
@@ -276,8 +299,8 @@ class PassModel:
     def _attention_s(self) -> tuple[float, float]:
         """Return the seconds of attention in all layers' forward and backward.
 
-        Backends that take boundaries attend within documents, masked ones to all pairs of a row. A sliding window makes a document
-        as slow as one of twice its length.
+        Backends that take boundaries attend within documents, masked ones to all pairs of a row. A
+        sliding window makes a document as slow as one of twice its length.
         """
         flops, length = self.placement.profile.flops, self.placement.spec.data.sequence_length
         if self.attention in MASKED_BACKENDS:
@@ -347,7 +370,8 @@ class Update(NamedTuple):
 def arrivals(
     updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float
 ) -> list[tuple[float, float]]:
-    """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of each sub-group.
+    """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
+    each sub-group.
 
     Of the sub-groups that are ready, the worker takes the one that a forward uses first.
 
@@ -379,7 +403,9 @@ def weight_wait_s(
     forward_s: float,
     forward_begins_s: float,
 ) -> float:
-    """Return how long the forward after a step waits for weights that are still to be updated or copied. Arguments as ``arrivals``."""
+    """Return how long the forward after a step waits for weights that are still to be updated or
+    copied. Arguments as ``arrivals``.
+    """
     found = arrivals(updates, h2d_bytes_per_s, copy_latency_s)
     return max(0.0, *(at - forward_begins_s - begin * forward_s for begin, at in found))
 
@@ -391,11 +417,13 @@ def weight_wait_s(
 
 
 ADAM_BYTES = 28
-"""Host memory traffic of AdamW per parameter: master weight and moments read and written, bf16 gradient read, bf16 weight written; fp32
-gradients where they were accumulated, 4 more."""
+"""Host memory traffic of AdamW per parameter: master weight and moments read and written, bf16
+gradient read, bf16 weight written; fp32 gradients where they were accumulated, 4 more.
+"""
 ZEROOFFLOAD_ADAM_BYTES = 34
-"""The same of ZeRO-Offload: master weight and moments read and written, fp32 gradient read, the master weight read again for the bf16
-weight."""
+"""The same of ZeRO-Offload: master weight and moments read and written, fp32 gradient read, the
+master weight read again for the bf16 weight.
+"""
 ACCUMULATE_BYTES = 10
 """bf16 gradient read, fp32 sum read and written."""
 
@@ -429,7 +457,8 @@ class OptimizerModel:
             d2h_bytes_per_s=self.speed.d2h_bytes_per_s,
             h2d_bytes_per_s=self.speed.h2d_bytes_per_s,
             d2h_bytes=2 * cpu_numel * spec.gradient_accumulation_steps,
-            # Weights in host memory are copied within forward and backward, which says nothing of the bus where they take longer.
+            # Weights in host memory are copied within forward and backward, which says nothing of
+            # the bus where they take longer.
             h2d_bytes=0 if self.placement.host_weights else 2 * cpu_numel,
         )
 
@@ -445,9 +474,10 @@ class OptimizerModel:
     def gradient_copies_s(self) -> float:
         """Return what gradients on their way to the host add to backward, over all micro-batches.
 
-        Our engine's copies overlap with backward, and its worker sums gradients beside the next micro-batch. DeepSpeed's optimizers pass
-        over gradients on the host while backward waits; in further micro-batches they fetch them, add, and write them back; none of that
-        is assumed hidden (accumulation with ZeRO-Offload was not measured).
+        Our engine's copies overlap with backward, and its worker sums gradients beside the next
+        micro-batch. DeepSpeed's optimizers pass over gradients on the host while backward waits; in
+        further micro-batches they fetch them, add, and write them back; none of that is assumed
+        hidden (accumulation with ZeRO-Offload was not measured).
         """
         placement, speed, once = self.placement, self.speed, self.one_pass
         spec, layout = placement.spec, placement.layout
@@ -461,8 +491,9 @@ class OptimizerModel:
         buffer = placement.gradient_bytes * layout.numel
         further_s = further * buffer * (1 / speed.d2h_bytes_per_s + 1 / speed.h2d_bytes_per_s)
         if spec.offload.mode == "zerooffload":
-            # Every gradient goes to the gradient partition, and in fp32 to that of its optimizer: two copies over the bus, one after the
-            # other. Python waits for them while the GPU computes what was launched before.
+            # Every gradient goes to the gradient partition, and in fp32 to that of its optimizer:
+            # two copies over the bus, one after the other. Python waits for them while the GPU
+            # computes what was launched before.
             copies_s = (
                 self.use.zerooffload_copies
                 * (buffer + 4 * layout.cpu_numel)
@@ -472,7 +503,9 @@ class OptimizerModel:
         return self.use.deepspeed_copies * gradient_copies_s(self._offloaded, speed) + further_s
 
     def exposed_s(self) -> float:
-        """Return the seconds from the end of the last backward kernel until nothing waits for weights any more."""
+        """Return the seconds from the end of the last backward kernel until nothing waits for
+        weights any more.
+        """
         placement, use, rate = self.placement, self.use, self._adam_bytes_per_s
         spec, layout = placement.spec, placement.layout
         on_gpu = use.gpu_step_bytes_per_parameter * layout.gpu_numel / self.speed.hbm_bytes_per_s
@@ -481,7 +514,8 @@ class OptimizerModel:
                 len(group.names) for group in layout.sub_groups
             )
         if spec.offload.mode == "zerooffload":
-            # Its kernel slows down where ranks share a node's memory; its passes over gradients and weights are slow by themselves.
+            # Its kernel slows down where ranks share a node's memory; its passes over gradients and
+            # weights are slow by themselves.
             adam_s = layout.cpu_numel * (
                 ZEROOFFLOAD_ADAM_BYTES / rate + UNSCALE_BYTES / self._undisturbed_adam_bytes_per_s
             )
@@ -501,7 +535,9 @@ class OptimizerModel:
         )
 
     def _cast_weights_s(self) -> float:
-        """Return how long DeepSpeed's optimizers take to cast master weights on the host and copy them from pageable memory."""
+        """Return how long DeepSpeed's optimizers take to cast master weights on the host and copy
+        them from pageable memory.
+        """
         parameters, rate = self.placement.layout.cpu_numel, self.speed.cast_h2d_bytes_per_s
         if rate is not None:
             return 2 * parameters / rate
@@ -518,7 +554,9 @@ class OptimizerModel:
         return exposed_adam_s(states, rate, backward_s)
 
     def _own_exposed_s(self, on_gpu_s: float) -> float:
-        """Return how long our engine's step is exposed. The GPU steps its own sub-groups while the worker steps the others."""
+        """Return how long our engine's step is exposed. The GPU steps its own sub-groups while the
+        worker steps the others.
+        """
         norm_s = self._norm_s()
         updates = list(self._updates(norm_s))
         begins_s = max(on_gpu_s + norm_s, self._early_stepped_s(updates, norm_s))
@@ -551,7 +589,9 @@ class OptimizerModel:
         return [group for group in self.placement.layout.sub_groups if group.device == "cpu"]
 
     def _norm_s(self) -> float:
-        """Return when the gradient norm is known, unless the worker steps sub-groups whose gradients it alone sees."""
+        """Return when the gradient norm is known, unless the worker steps sub-groups whose
+        gradients it alone sees.
+        """
         if not self._clipped:
             return 0.0
         summing_s = 0.0
@@ -566,7 +606,8 @@ class OptimizerModel:
         sub_group_size = placement.spec.offload.sub_group_size
         spans = placement.profile.compute_spans(placement.layout.ranks, sub_group_size)
         step_bytes = ADAM_BYTES + (4 if self._accumulated else 0)
-        # A forward beside it takes some of its rate, unless ranks that share the memory leave it less than that.
+        # A forward beside it takes some of its rate, unless ranks that share the memory leave it
+        # less than that.
         beside_forward = min(use.clipped_adam_share * self._undisturbed_adam_bytes_per_s, rate)
         beside_backward = use.speculative_adam_share * rate if self._clipped else rate
         for group in self._on_cpu:
@@ -582,9 +623,11 @@ class OptimizerModel:
             yield Update(begin, ready_s, step_bytes * group.numel / bytes_per_s, returned)
 
     def _early_stepped_s(self, updates: Sequence[Update], norm_s: float) -> float:
-        """Return when the worker has stepped what does not wait for the norm of accumulated gradients.
+        """Return when the worker has stepped what does not wait for the norm of accumulated
+        gradients.
 
-        Only the worker sees whole gradients, so their norm is known when it has stepped the last one.
+        Only the worker sees whole gradients, so their norm is known when it has stepped the last
+        one.
         """
         if not self._accumulated or len(self._held_back) == len(self.placement.layout.sub_groups):
             return 0.0
@@ -612,7 +655,9 @@ class SecondStates(Struct, frozen=True):
     sub_groups: tuple[int, ...]
     numel: int
     budget_bytes: int
-    """What they may take, and what they were chosen for: with the same budget, the engine chooses the same."""
+    """What they may take, and what they were chosen for: with the same budget, the engine chooses
+    the same.
+    """
     parameter_bytes: float
 
     @property
@@ -636,7 +681,9 @@ def second_states_bytes(spec: RunSpec) -> float:
 
 
 def can_speculate(spec: RunSpec) -> bool:
-    """Return whether the spec has a gradient norm to wait for, an engine that need not wait for it, and leave to do so."""
+    """Return whether the spec has a gradient norm to wait for, an engine that need not wait for it,
+    and leave to do so.
+    """
     return (
         own_engine(spec) and spec.train.gradient_clipping > 0 and spec.offload.speculation != "off"
     )
@@ -647,7 +694,8 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
 
     Args:
         placement: The states.
-        room: Returns the bytes of host memory that each rank may still take. Asked only where the spec leaves that to the plan.
+        room: Returns the bytes of host memory that each rank may still take. Asked only where the
+            spec leaves that to the plan.
     """
     spec = placement.spec
     if not can_speculate(spec) or not placement.layout.cpu_numel:
@@ -687,14 +735,17 @@ def choose(
     room: Callable[[], int],
     step_of: Callable[[SecondStates | None], StepTime | None],
 ) -> Choice:
-    """Return the second states with which a step is the fastest, where the spec leaves that to the plan.
+    """Return the second states with which a step is the fastest, where the spec leaves that to the
+    plan.
 
-    Where Adam has more to do than backward hides, fewer are faster: what backward cannot hide is stepped in place, at a higher rate.
+    Where Adam has more to do than backward hides, fewer are faster: what backward cannot hide is
+    stepped in place, at a higher rate.
 
     Args:
         placement: The states.
         room: As for ``second_states``.
-        step_of: Returns the predicted step with these second states; None where speeds are not known.
+        step_of: Returns the predicted step with these second states; None where speeds are not
+            known.
     """
     second = second_states(placement, room)
     if second is None or placement.spec.offload.speculation != "auto":

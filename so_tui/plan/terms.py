@@ -12,7 +12,9 @@ from so_tui.units import count
 Location = Literal["gpu", "node", "shm", "disk"]
 """Where memory is allocated: on each GPU, on a rank's CPU node, in /dev/shm, on disk."""
 Confidence = Literal["exact", "calibrated", "estimate"]
-"""Follows from the parameter table and the code; measured and stored as data; derived from how the code is known to behave."""
+"""Follows from the parameter table and the code; measured and stored as data; derived from how the
+code is known to behave.
+"""
 Phase = Literal["loss", "backward", "optimizer"]
 """Parts of a step that hold different memory."""
 
@@ -145,7 +147,9 @@ OUTSIDE_ALLOCATOR = frozenset(
 ACTIVATION_STACK = frozenset(
     {TermKind.LAYER_INPUTS, TermKind.ATTENTION_RESULTS, TermKind.ACTIVATIONS}
 )
-"""GPU terms that grow during forward and shrink during backward, so that no memory is lost between them."""
+"""GPU terms that grow during forward and shrink during backward, so that no memory is lost between
+them.
+"""
 HOST_PARTS: dict[str, frozenset[TermKind]] = {
     "states": frozenset(
         {
@@ -162,13 +166,17 @@ HOST_PARTS: dict[str, frozenset[TermKind]] = {
     "second states": frozenset({TermKind.SECOND_STATES}),
     "copies": frozenset({TermKind.COPIES}),
 }
-"""What a plan shares a host's memory out to, in the order in which it does. The rest goes to processes, loading and saving."""
+"""What a plan shares a host's memory out to, in the order in which it does. The rest goes to
+processes, loading and saving.
+"""
 NOT_STEADY = frozenset({TermKind.LOADING, TermKind.SAVING})
 """Host terms outside of training steps."""
 
 
 class Formula(Struct, frozen=True):
-    """The arithmetic behind a term: a text with ``{}`` for each value. Formatted for shown plans only, not for all that are tried."""
+    """The arithmetic behind a term: a text with ``{}`` for each value. Formatted for shown plans
+    only, not for all that are tried.
+    """
 
     template: str
     values: tuple[int | float | str, ...]
@@ -180,7 +188,9 @@ class Formula(Struct, frozen=True):
 
 
 class MemoryTerm(Struct, frozen=True, rename={"location": "place"}):
-    """One summand. ``gpu`` and ``node`` terms count for each rank, ``shm`` and ``disk`` terms for the whole host."""
+    """One summand. ``gpu`` and ``node`` terms count for each rank, ``shm`` and ``disk`` terms for
+    the whole host.
+    """
 
     kind: TermKind = TermKind.UNKNOWN
     location: Location = "gpu"
@@ -191,6 +201,8 @@ class MemoryTerm(Struct, frozen=True, rename={"location": "place"}):
     rank: int | None = None
     """The only rank that has this term; None when every rank does."""
     phase: Phase | None = None
-    """The phase of a step that holds it; None for what is always there. A plan lists the terms of the fullest phase."""
+    """The phase of a step that holds it; None for what is always there. A plan lists the terms of
+    the fullest phase.
+    """
     name: str = ""
     """The kind in words, filled in when the plan is complete."""

@@ -1,6 +1,8 @@
-"""What is known of a run's data before it runs. Whoever tokenises data (a preview, an earlier run) leaves it here, and plans read it.
+"""What is known of a run's data before it runs. Whoever tokenises data (a preview, an earlier run)
+leaves it here, and plans read it.
 
-One small JSON file per data and tokenizer in the XDG state folder. Without a file plans assume the most that data can cost.
+One small JSON file per data and tokenizer in the XDG state folder. Without a file plans assume the
+most that data can cost.
 """
 
 from __future__ import annotations
@@ -62,19 +64,27 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """Properties of the data that decide how long a step takes; the defaults are the most that data can cost."""
+    """Properties of the data that decide how long a step takes; the defaults are the most that data
+    can cost.
+    """
 
     attended_tokens: float = 0.0
-    """Sum of squared document lengths over the sum of lengths, which attention's cost follows; 0: whole sequences."""
+    """Sum of squared document lengths over the sum of lengths, which attention's cost follows; 0:
+    whole sequences.
+    """
     trained_share: float = 1.0
     """Tokens that carry loss, of all positions."""
     useful_share: float = 1.0
     """Tokens that are not padding, of all positions."""
     row_shares: tuple[tuple[int, float], ...] = ()
-    """(micro-batch, positions that are computed of all) where each document is a row, as wide as the longest of its micro-batch."""
+    """(micro-batch, positions that are computed of all) where each document is a row, as wide as
+    the longest of its micro-batch.
+    """
 
     def row_share(self, micro_batch: int) -> float:
-        """Return the share of ``row_shares`` for a micro-batch, or for the next larger one; 1 where it is not known."""
+        """Return the share of ``row_shares`` for a micro-batch, or for the next larger one; 1 where
+        it is not known.
+        """
         return next((share for size, share in self.row_shares if size >= micro_batch), 1.0)
 
 
@@ -89,7 +99,9 @@ prepare(Seen)
 
 
 def path_of(spec: RunSpec) -> Path:
-    """Return the file for the spec's data, whether it exists or not. Its name depends on whatever changes the tokenised data."""
+    """Return the file for the spec's data, whether it exists or not. Its name depends on whatever
+    changes the tokenised data.
+    """
     data, model = spec.data, spec.model
     sources = [
         (_absolute(part.source), part.weight, part.subset, part.split, part.format)
@@ -105,7 +117,9 @@ def path_of(spec: RunSpec) -> Path:
 
 
 def seen(spec: RunSpec) -> Seen | None:
-    """Return what is known of the spec's data; None when nothing is. An unreadable file counts as none."""
+    """Return what is known of the spec's data; None when nothing is. An unreadable file counts as
+    none.
+    """
     return read_state_file(path_of(spec), Seen)
 
 
@@ -115,6 +129,8 @@ def remember(spec: RunSpec, found: Seen) -> Path:
 
 
 def _absolute(name: str) -> str:
-    """Return a file or folder by its absolute path, which does not depend on the working directory; other names unchanged."""
+    """Return a file or folder by its absolute path, which does not depend on the working directory;
+    other names unchanged.
+    """
     path = Path(name).expanduser()
     return str(path.absolute()) if exists(path) else name

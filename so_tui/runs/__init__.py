@@ -1,6 +1,7 @@
 """The run directory: the only channel between the trainer, the supervisor and the screen.
 
-Only rank 0 writes metrics, and only the supervisor writes state and samples and trims the log. All others read by polling.
+Only rank 0 writes metrics, and only the supervisor writes state and samples and trims the log. All
+others read by polling.
 """
 
 from so_tui.runs.directory import RunDirectory, deleted, new_attempt

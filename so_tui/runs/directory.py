@@ -2,7 +2,8 @@
 
 RUN/ run.json  spec.json  state.json  notes.json  answers.json
      attempts/001/ launch.json ds_config.json command.json output.<host>.log
-                   node1.json launch.node1.json command.node1.json ... of the other nodes of a run on several
+                   node1.json launch.node1.json command.node1.json ... of the other nodes of a run
+                       on several
      metrics/  samples.<host>/  control/  checkpoints/
 """
 
@@ -121,7 +122,9 @@ class RunDirectory:
         return self.attempt_dir(attempt) / "submission.json"
 
     def restart_path(self, attempt: int, count: int) -> Path:
-        """Which attempt the job of this one makes when the scheduler starts it for the ``count``-th time again."""
+        """Which attempt the job of this one makes when the scheduler starts it for the ``count``-th
+        time again.
+        """
         return self.attempt_dir(attempt) / f"restart.{count}.json"
 
     def job_script_path(self, attempt: int) -> Path:
@@ -176,7 +179,9 @@ def logs_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 
 def new_attempt(run: RunDirectory) -> int:
-    """Create the folder of the next attempt and return its number. No other process gets the same. Raises OSError."""
+    """Create the folder of the next attempt and return its number. No other process gets the same.
+    Raises OSError.
+    """
     attempt = max(run.attempts(), default=0) + 1
     shared = is_shared(run.path)
     with contextlib.suppress(FileExistsError):
@@ -190,7 +195,9 @@ def new_attempt(run: RunDirectory) -> int:
 
 
 def deleted(run: RunDirectory) -> bool:
-    """Return whether the folder contains no run any more. A folder that is only unreachable is not deleted."""
+    """Return whether the folder contains no run any more. A folder that is only unreachable is not
+    deleted.
+    """
     try:
         run.spec_path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -213,7 +220,9 @@ def _of_node(node: int) -> str:
 
 
 def _in_name(host: str) -> str:
-    """Return a host's name as part of a file's name. A state that somebody else wrote may contain a path instead."""
+    """Return a host's name as part of a file's name. A state that somebody else wrote may contain a
+    path instead.
+    """
     return host.replace("/", "_").replace("\0", "_")
 
 
@@ -226,7 +235,9 @@ _NAME = re.compile(r"step-\d{6,12}")
 
 
 def checkpoints_folder(run: RunDirectory, spec: RunSpec) -> Path:
-    """Return the folder of a run's checkpoints. A folder that the spec names may serve several runs, each with a folder in it."""
+    """Return the folder of a run's checkpoints. A folder that the spec names may serve several
+    runs, each with a folder in it.
+    """
     return (
         Path(spec.checkpoint.folder).expanduser() / run.name
         if spec.checkpoint.folder
@@ -235,7 +246,9 @@ def checkpoints_folder(run: RunDirectory, spec: RunSpec) -> Path:
 
 
 def checkpoint_folders(folder: Path) -> tuple[Path, ...]:
-    """Return the folders that have a checkpoint's name, by step; none if the folder is missing or cannot be read."""
+    """Return the folders that have a checkpoint's name, by step; none if the folder is missing or
+    cannot be read.
+    """
     try:
         return listed_checkpoints(folder)
     except OSError:
@@ -243,7 +256,9 @@ def checkpoint_folders(folder: Path) -> tuple[Path, ...]:
 
 
 def listed_checkpoints(folder: Path) -> tuple[Path, ...]:
-    """Return the folders that have a checkpoint's name, by step; none if the folder is missing. Raises OSError if it cannot be read."""
+    """Return the folders that have a checkpoint's name, by step; none if the folder is missing.
+    Raises OSError if it cannot be read.
+    """
     try:
         with os.scandir(folder) as entries:
             names = [
@@ -262,7 +277,9 @@ def step_of(name: str) -> int:
 
 
 def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Refusal | None:
-    """Return why a run cannot be resumed from what it saved: nothing of it is there, such as on a file system that is not mounted."""
+    """Return why a run cannot be resumed from what it saved: nothing of it is there, such as on a
+    file system that is not mounted.
+    """
     folder = checkpoints_folder(run, spec)
     if state.saved_step is None or checkpoint_folders(folder):
         return None
@@ -278,7 +295,8 @@ def missing_checkpoints(run: RunDirectory, spec: RunSpec, state: RunState) -> Re
 
 
 def write_run_file(run: RunDirectory, path: Path, content: bytes) -> None:
-    """Replace a file of a run atomically. Others can read it only if the run is shared with the group.
+    """Replace a file of a run atomically. Others can read it only if the run is shared with the
+    group.
 
     Raises:
         OSError: If writing fails; the old file is unchanged.
@@ -290,7 +308,9 @@ def write_run_file(run: RunDirectory, path: Path, content: bytes) -> None:
 
 
 _SETTLED_S = 3.0
-"""For so long after a change a folder is listed at each poll: where its time is in whole seconds, more may change within the same one."""
+"""For so long after a change a folder is listed at each poll: where its time is in whole seconds,
+more may change within the same one.
+"""
 _LISTED_S = 5.0
 """A folder is listed this often in any case: not every file system dates its folders."""
 
@@ -307,7 +327,9 @@ class FolderNames:
         self._changed = self._listed = 0.0
 
     def poll(self) -> tuple[str, ...]:
-        """Return the names in the folder, sorted: the same tuple until they change. Raises OSError, but not where it is missing."""
+        """Return the names in the folder, sorted: the same tuple until they change. Raises OSError,
+        but not where it is missing.
+        """
         now = self._clock()
         try:
             status = os.stat(self._folder)  # noqa: PTH116 - polled once a second
@@ -472,13 +494,23 @@ def _refusal(run: RunDirectory, found: NotOwn) -> Refusal:
         case Distrust.OTHER_OWNER:
             return Refusal(
                 NOT_YOUR_RUN,
-                f"{name} is not your run: {path} belongs to another user. You can watch it and read its logs",
+                f"{name} is not your run: {path} belongs to another user. You can watch it and "
+                "read its logs",
             )
         case Distrust.OTHERS_CAN_WRITE:
-            remedy = f"Check what is in it, then take away the right: `{quoted('chmod', '-R', 'go-w', str(run.path))}`"
-            message = f"other users can write {path}, and with it decide what {name} does in your name. {remedy}"
+            remedy = (
+                "Check what is in it, then take away the right: "
+                f"`{quoted('chmod', '-R', 'go-w', str(run.path))}`"
+            )
+            message = (
+                f"other users can write {path}, and with it decide what {name} does in your name. "
+                f"{remedy}"
+            )
         case Distrust.WRONG_KIND:
-            message = f"{path} is a link, or a file where a folder is expected. Name the folder of the run itself"
+            message = (
+                f"{path} is a link, or a file where a folder is expected. Name the folder of the "
+                "run itself"
+            )
         case Distrust.MISSING:
             message = f"{path} is missing, so the run cannot be continued. Start a new one"
         case Distrust.UNREADABLE:

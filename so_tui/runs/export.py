@@ -1,4 +1,5 @@
-"""Write the steps of a run as a table that other programs read: CSV, or Parquet where pyarrow is installed.
+"""Write the steps of a run as a table that other programs read: CSV, or Parquet where pyarrow is
+installed.
 
 Problem codes:
     unknown-format: The file's name ends in neither .csv nor .parquet.
@@ -41,10 +42,11 @@ def export_metrics(
     *,
     columns: Sequence[str] = COLUMNS,
 ) -> int:
-    """Write every step that is not superseded, one row a step, and return the number of rows. The file appears when it is complete.
+    """Write every step that is not superseded, one row a step, and return the number of rows. The
+    file appears when it is complete.
 
-    The loss of an evaluation is in the row of the step after which it was made. Where that has no record, such as before the first step,
-    the evaluation has a row of its own.
+    The loss of an evaluation is in the row of the step after which it was made. Where that has no
+    record, such as before the first step, the evaluation has a row of its own.
 
     Args:
         reader: A reader that knows the run.
@@ -74,7 +76,9 @@ def export_metrics(
 
 
 def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
-    """Write other rows as CSV, and return their number. The file appears when it is complete. Raises InputError as ``export_metrics``."""
+    """Write other rows as CSV, and return their number. The file appears when it is complete.
+    Raises InputError as ``export_metrics``.
+    """
     return _written(
         path, lambda temporary: _write_csv(temporary, columns, iter([rows]), lambda _: None)
     )
@@ -114,7 +118,9 @@ def _batches(reader: MetricsReader, columns: Sequence[str]) -> Iterator[list[tup
 
 
 def _rows(reader: MetricsReader, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows in the order of steps; of several evaluations after a step, the last counts."""
+    """Yield the rows in the order of steps; of several evaluations after a step, the last
+    counts.
+    """
     left = deque(
         {record.step: record for record in reader.evaluations}.values()
         if EVALUATION_LOSS in columns

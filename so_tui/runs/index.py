@@ -1,11 +1,12 @@
 """Summaries of metrics segments: ``000007.index`` belongs to ``000007.jsonl``.
 
-An index has one line of JSON (IndexHeader), then the columns of the segment's blocks (see ``blocks``) as little-endian doubles. Opening a
-run reads the indexes of its segments: 8 % of their bytes where every step is logged, but more than their bytes where only every 50th is.
-The writer makes one for each segment that it closes.
+An index has one line of JSON (IndexHeader), then the columns of the segment's blocks (see
+``blocks``) as little-endian doubles. Opening a run reads the indexes of its segments: 8 % of their
+bytes where every step is logged, but more than their bytes where only every 50th is. The writer
+makes one for each segment that it closes.
 
-Indexes are optional: where one is missing, damaged or of another version, readers read the segment and keep an index of their own (see
-``index_cache``).
+Indexes are optional: where one is missing, damaged or of another version, readers read the segment
+and keep an index of their own (see ``index_cache``).
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def missing(name: str, rows: int) -> array[float]:
 
 
 def total(values: Iterable[float]) -> float:
-    """Return the exact sum of finite values, rounded once; infinity or NaN where it is too large."""
+    """Return the exact sum of finite values, rounded once; infinity or NaN where it is too
+    large.
+    """
     values = list(values)
     try:
         return math.fsum(values)
@@ -140,7 +143,9 @@ def metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:
 
 
 def weighted_sum(values: Sequence[float], weight: float) -> float:
-    """Return the sum of a block's finite values, each times one of EMA_WEIGHTS to the power of how many come after it."""
+    """Return the sum of a block's finite values, each times one of EMA_WEIGHTS to the power of how
+    many come after it.
+    """
     return float(sum(map(mul, values, _POWERS[weight][BLOCK_STEPS - len(values) :])))
 
 
@@ -186,7 +191,9 @@ def blocks_of(
 
 
 def extend(columns: Columns, more: Mapping[str, array[float]], start: int, stop: int) -> None:
-    """Append the rows ``[start, stop)`` of later blocks; a first one that continues the last block is merged into it."""
+    """Append the rows ``[start, stop)`` of later blocks; a first one that continues the last block
+    is merged into it.
+    """
     if (
         start < stop
         and columns["last"]
@@ -230,7 +237,9 @@ LONGEST_LINE_BYTES = 8 * MEBIBYTE
 
 
 def segments(folder: Path, stem: str = "", suffix: str = SUFFIX) -> dict[int, Path]:
-    """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the folder is missing."""
+    """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the
+    folder is missing.
+    """
     try:
         names = os.listdir(folder)  # noqa: PTH208 - faster than a Path for each name
     except (FileNotFoundError, NotADirectoryError):
@@ -273,8 +282,9 @@ class PolledSegments:
 def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
     """Return the complete lines from ``offset`` on, without newlines, and the offset after them.
 
-    Reads about ``limit_bytes``, more if a single line is longer. An incomplete last line is left for the next call. A file that does not
-    exist, or is no regular file, reads as empty, and so does the rest of a file after a line that is longer than any record.
+    Reads about ``limit_bytes``, more if a single line is longer. An incomplete last line is left
+    for the next call. A file that does not exist, or is no regular file, reads as empty, and so
+    does the rest of a file after a line that is longer than any record.
     """
     try:
         descriptor = open_descriptor(path)
@@ -302,7 +312,9 @@ def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], 
 
 
 def read_span(path: Path, start: int, end: int) -> Iterator[bytes]:
-    """Yield the complete lines between two offsets, without newlines; otherwise as ``read_lines``."""
+    """Yield the complete lines between two offsets, without newlines; otherwise as
+    ``read_lines``.
+    """
     while start < end:
         lines, reached = read_lines(path, start, min(MEBIBYTE, end - start))
         if reached == start:
@@ -312,7 +324,8 @@ def read_span(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def cut_incomplete_line(path: Path) -> None:
-    """Cut off what a killed writer or a full disk left of a segment's last line. Only for a segment that nobody writes.
+    """Cut off what a killed writer or a full disk left of a segment's last line. Only for a segment
+    that nobody writes.
 
     Raises:
         OSError: It cannot be read or written.
@@ -334,8 +347,9 @@ def cut_incomplete_line(path: Path) -> None:
 class SegmentWriter:
     """Appends lines to the newest segment and starts another one when it is full.
 
-    Each line is one write, so lines never mix, and a crash can only leave the last line incomplete. A writer never changes segments of
-    other writers: after a restart it continues with the next number. For one thread.
+    Each line is one write, so lines never mix, and a crash can only leave the last line incomplete.
+    A writer never changes segments of other writers: after a restart it continues with the next
+    number. For one thread.
     """
 
     def __init__(
@@ -346,7 +360,9 @@ class SegmentWriter:
         limit_bytes: int = 4 * MEBIBYTE,
         on_closed: Callable[[Path], None] | None = None,
     ) -> None:
-        """Create the folder, but not its parent, so that a deleted run stays deleted. Raises OSError."""
+        """Create the folder, but not its parent, so that a deleted run stays deleted. Raises
+        OSError.
+        """
         self._folder = folder
         self._stem = stem
         self._limit_bytes = limit_bytes
@@ -358,7 +374,9 @@ class SegmentWriter:
         folder.mkdir(exist_ok=True)
 
     def append(self, line: bytes) -> None:
-        """Write a line that ends in a newline. After an OSError (disk full), the next line starts on a new line."""
+        """Write a line that ends in a newline. After an OSError (disk full), the next line starts
+        on a new line.
+        """
         if self._path is not None and self._size + len(line) > self._limit_bytes:
             self.close()
         if self._path is None:
@@ -372,7 +390,9 @@ class SegmentWriter:
         self._incomplete = False
 
     def close(self) -> None:
-        """Close the current segment; no more lines are appended to it, even if an OSError says that some of it is lost."""
+        """Close the current segment; no more lines are appended to it, even if an OSError says that
+        some of it is lost.
+        """
         if self._path is None:
             return
         closed, self._path, self._size, self._incomplete = self._path, None, 0, False
@@ -381,7 +401,8 @@ class SegmentWriter:
             self._on_closed(closed)
 
     def _open_next(self) -> None:
-        # A segment that was lost may have left its index, which would pass for one of a new segment of the same number.
+        # A segment that was lost may have left its index, which would pass for one of a new segment
+        # of the same number.
         used = (
             *segments(self._folder, self._stem),
             *segments(self._folder, self._stem, INDEX_SUFFIX),
@@ -401,7 +422,9 @@ class SegmentWriter:
 
 VERSION = 3
 MOST_WARNINGS = 200
-"""Largest number of warnings in an index, so that a warning at every step does not make it as large as the segment."""
+"""Largest number of warnings in an index, so that a warning at every step does not make it as large
+as the segment.
+"""
 LARGEST_SEGMENT_BYTES = 64 << 20
 """Limit of segments that are indexed; a writer ends them at 4 MiB."""
 LARGEST_INDEX_BYTES = 32 << 20
@@ -437,13 +460,17 @@ class SegmentIndex:
     """An index, of which the columns are read on demand."""
 
     def __init__(self, path: Path) -> None:
-        """Read and check an index. Raises OSError if there is none, msgspec.DecodeError if it is damaged or of another version."""
+        """Read and check an index. Raises OSError if there is none, msgspec.DecodeError if it is
+        damaged or of another version.
+        """
         self._path: Path | None = path
         self._open(read_bounded(path, LARGEST_INDEX_BYTES))
 
     @classmethod
     def in_memory(cls, content: bytes) -> SegmentIndex:
-        """Return an index that is kept nowhere else. Raises msgspec.DecodeError if it is damaged."""
+        """Return an index that is kept nowhere else. Raises msgspec.DecodeError if it is
+        damaged.
+        """
         index = cls.__new__(cls)
         index._path = None
         index._open(content)
@@ -485,7 +512,9 @@ class SegmentIndex:
         )
 
     def columns(self, metrics: Iterable[str], weights: Sequence[float] = ()) -> Columns:
-        """Return the blocks with the columns of some metrics. Raises OSError if the index cannot be read or has changed."""
+        """Return the blocks with the columns of some metrics. Raises OSError if the index cannot be
+        read or has changed.
+        """
         names = part_names(metrics, weights)
         content = self._content or self._read()
         return self.positions | self._columns_in(memoryview(content)[self._start :], names)
@@ -500,7 +529,9 @@ class SegmentIndex:
         return content
 
     def _columns_in(self, content: bytes | memoryview, names: Iterable[str]) -> Columns:
-        """Return columns by name; those that the index does not have are filled with missing values."""
+        """Return columns by name; those that the index does not have are filled with missing
+        values.
+        """
         size, at = self._rows * _DOUBLE, {name: number for number, name in enumerate(self._names)}
         found: Columns = {}
         for name in names:
@@ -514,7 +545,9 @@ class SegmentIndex:
 
 
 def _check_positions(positions: Columns, segment_bytes: int) -> None:
-    """Check that blocks are in order, which searches rely on, and within the segment. Raises msgspec.DecodeError."""
+    """Check that blocks are in order, which searches rely on, and within the segment. Raises
+    msgspec.DecodeError.
+    """
     first, last = positions["first"], positions["last"]
     steps = [step for row in zip(first, last, strict=True) for step in row]
     for values, limit in ((steps, 2.0**53), (positions["offset"].tolist(), float(segment_bytes))):
@@ -536,12 +569,16 @@ class SegmentSummary:
         self._warnings = 0
         self._last_step: int | None = None
         self._complete: Columns = {}
-        """Of the blocks before the newest; empty until there is one: a long run has hundreds of summaries that stay empty."""
+        """Of the blocks before the newest; empty until there is one: a long run has hundreds of
+        summaries that stay empty.
+        """
         self._block: list[StepRecord] = []
         self._block_offset = 0
 
     def add(self, record: MetricRecord, offset: int) -> bool:
-        """Add the next record, which begins at ``offset``. Return False for a step that does not come after the one before."""
+        """Add the next record, which begins at ``offset``. Return False for a step that does not
+        come after the one before.
+        """
         self.attempt = self.attempt or record.attempt
         if not isinstance(record, StepRecord):
             self.events.append(record)
@@ -678,14 +715,18 @@ def fingerprint(segment: Path) -> str:
 
 
 class IndexCache:
-    """Keeps indexes of segments for one reader. Several processes may use one folder at the same time.
+    """Keeps indexes of segments for one reader. Several processes may use one folder at the same
+    time.
 
-    What does not go into the folder stays in memory: an index that is too large, and all after those that fill half of the folder's limit.
-    So no reader deletes its own indexes again, however long its run is.
+    What does not go into the folder stays in memory: an index that is too large, and all after
+    those that fill half of the folder's limit. So no reader deletes its own indexes again, however
+    long its run is.
     """
 
     def __init__(self, folder: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Use a folder, by default the user's; it is made when an index is kept for the first time."""
+        """Use a folder, by default the user's; it is made when an index is kept for the first
+        time.
+        """
         self._folder = folder or cache_home() / "metrics"
         self._limit_bytes = limit_bytes
         self._used_bytes: int | None = None
@@ -708,7 +749,8 @@ class IndexCache:
         return index
 
     def keep(self, segment: Path, name: str, content: bytes) -> SegmentIndex | None:
-        """Keep an index, and return it. If it cannot be kept, it stays in memory; None if it is unfit, or too much is in memory already.
+        """Keep an index, and return it. If it cannot be kept, it stays in memory; None if it is
+        unfit, or too much is in memory already.
 
         Args:
             segment: The segment.
@@ -743,7 +785,9 @@ class IndexCache:
         return index
 
     def _make_room(self, new_bytes: int) -> None:
-        """Delete the entries that were used longest ago, where the folder would exceed its limit."""
+        """Delete the entries that were used longest ago, where the folder would exceed its
+        limit.
+        """
         if self._used_bytes is not None and self._used_bytes + new_bytes <= self._limit_bytes:
             self._used_bytes += new_bytes
             return
@@ -767,7 +811,9 @@ class IndexCache:
 
 
 class Segment:
-    """A segment: known by its index, or read record by record up to ``offset``. Its records are not kept."""
+    """A segment: known by its index, or read record by record up to ``offset``. Its records are not
+    kept.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -810,7 +856,9 @@ class Segment:
             self.name = ""
 
     def read_on(self, limit_bytes: int) -> bool:
-        """Read about ``limit_bytes`` more of its records. Return whether there were any lines. Raises OSError."""
+        """Read about ``limit_bytes`` more of its records. Return whether there were any lines.
+        Raises OSError.
+        """
         lines, _ = read_lines(self.path, self.offset, limit_bytes)
         for line in lines:
             if (record := decode_metric(line)) is not None:
@@ -819,7 +867,9 @@ class Segment:
         return bool(lines)
 
     def records(self, positions: Columns, start: int, stop: int) -> Iterator[StepRecord]:
-        """Yield the step records of the blocks ``[start, stop)``, as the summary has them. Raises OSError."""
+        """Yield the step records of the blocks ``[start, stop)``, as the summary has them. Raises
+        OSError.
+        """
         if start >= stop:
             return
         offsets = positions["offset"]

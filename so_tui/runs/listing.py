@@ -1,15 +1,18 @@
 """Create runs, list them, and find one by the text that a user types.
 
-Runs are stored in the default folder or in that of ``--runs-dir``. Other folders than the default are recorded in ``run-folders`` in the
-XDG state folder, one path per line, so that ``so-tui runs`` lists their runs as well.
+Runs are stored in the default folder or in that of ``--runs-dir``. Other folders than the default
+are recorded in ``run-folders`` in the XDG state folder, one path per line, so that ``so-tui runs``
+lists their runs as well.
 
 Problem codes:
     name-taken: A run of this name exists.
     invalid-run-name: The text cannot be what a run is called.
     runs-dir-not-writable: The run directory cannot be created or written.
-    unknown-run, ambiguous-run, no-runs: No run has this name, several have it, or there are none at all.
+    unknown-run, ambiguous-run, no-runs: No run has this name, several have it, or there are none at
+    all.
     not-a-run: The path is not a run directory.
-    run-not-readable: The path is in a folder that this user may not open, such as another user's run.
+    run-not-readable: The path is in a folder that this user may not open, such as another user's
+        run.
     invalid-path: The text cannot be a path.
 """
 
@@ -80,8 +83,8 @@ def remove_leftovers(
 def leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tuple[Path, ...]:
     """Return the shared memory that ended processes have left behind.
 
-    It is a regular file of this user, named by the pid of one of these processes, made since that process started, and no process that this
-    user can see has that pid or has the file open.
+    It is a regular file of this user, named by the pid of one of these processes, made since that
+    process started, and no process that this user can see has that pid or has the file open.
 
     Args:
         processes: Processes of a run on this host, by pid and start time.
@@ -127,7 +130,9 @@ def _started(process: Process) -> float:
 
 
 def _files_in_use() -> set[_File]:
-    """Identify the files that processes of this user have mapped or open. Of other users' processes the kernel tells nothing."""
+    """Identify the files that processes of this user have mapped or open. Of other users' processes
+    the kernel tells nothing.
+    """
     used: set[_File] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -149,9 +154,13 @@ LONGEST_NAME = 48
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
 """What a run is called becomes the name of folders and of a job."""
 DELETED = ".deleted"
-"""Ends the hidden name of a run's folder while it is being deleted, or if a part of it could not be."""
+"""Ends the hidden name of a run's folder while it is being deleted, or if a part of it could not
+be.
+"""
 _SUFFIX_BYTES = 3
-"""Random bytes at the end of a run's name: people share folders of checkpoints, where two runs of one name would meet."""
+"""Random bytes at the end of a run's name: people share folders of checkpoints, where two runs of
+one name would meet.
+"""
 
 
 def checked_name(text: str) -> str:
@@ -162,7 +171,10 @@ def checked_name(text: str) -> str:
     """
     if not _NAME.fullmatch(text):
         message = "is not a name for a run"
-        remedy = f"Use up to {LONGEST_NAME} letters, digits, '.', '_' and '-', starting with a letter or digit."
+        remedy = (
+            f"Use up to {LONGEST_NAME} letters, digits, '.', '_' and '-', starting with a letter "
+            "or digit."
+        )
         raise InputError(
             [
                 Problem(
@@ -180,16 +192,19 @@ def checked_name(text: str) -> str:
 def create_run(
     spec: RunSpec, runs_dir: Path | None = None, name: str | None = None, *, called: str = ""
 ) -> RunDirectory:
-    """Create a run directory with ``spec.json`` and the state ``created``. Two processes never get the same directory.
+    """Create a run directory with ``spec.json`` and the state ``created``. Two processes never get
+    the same directory.
 
     Args:
         spec: What the run trains.
         runs_dir: Folder of the run; the default folder if absent.
-        name: Name of the run; by default what it is called with a short suffix (``tiny-0412-a3f09c``).
+        name: Name of the run; by default what it is called with a short suffix
+            (``tiny-0412-a3f09c``).
         called: What the user calls it; by default the name of the spec.
 
     Raises:
-        InputError: If the folder cannot be written, the disk is full, the name is taken, or it cannot be called so. Nothing is left behind.
+        InputError: If the folder cannot be written, the disk is full, the name is taken, or it
+            cannot be called so. Nothing is left behind.
     """
     stem = checked_name(called) if called else spec.name
     folder = (runs_dir or default_runs_dir()).expanduser().absolute()
@@ -225,7 +240,9 @@ def create_run(
 
 
 def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:
-    """Return all runs of one folder, or of the default folder and the recorded ones, newest first."""
+    """Return all runs of one folder, or of the default folder and the recorded ones, newest
+    first.
+    """
     folders = (runs_dir.expanduser().absolute(),) if runs_dir else known_runs_dirs()
     found = {run.path: made for folder in folders for run, made in _runs_in(folder)}
     return tuple(
@@ -235,7 +252,9 @@ def list_runs(runs_dir: Path | None = None) -> tuple[RunDirectory, ...]:
 
 
 def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
-    """Return the run with this name or path, or the newest for ``latest``. Raises InputError with similar names if there is none."""
+    """Return the run with this name or path, or the newest for ``latest``. Raises InputError with
+    similar names if there is none.
+    """
     if "/" in run or run in (".", ".."):
         if fault := path_fault(run):
             raise _not_found(
@@ -289,7 +308,8 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
 def _record_folder(folder: Path) -> None:
     if folder in known_runs_dirs() or "\n" in str(folder):
         return
-    # Without this record the run can still be found by its path, so a read-only home is no reason to refuse it.
+    # Without this record the run can still be found by its path, so a read-only home is no reason
+    # to refuse it.
     with contextlib.suppress(OSError):
         path = run_folders_record()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,7 +319,9 @@ def _record_folder(folder: Path) -> None:
 
 
 def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
-    """Return the runs of a folder with their creation time (ns); empty if the folder is missing or not readable."""
+    """Return the runs of a folder with their creation time (ns); empty if the folder is missing or
+    not readable.
+    """
     found = []
     with (
         contextlib.suppress(OSError),
@@ -313,7 +335,9 @@ def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
                 found.append((run, run.spec_path.stat().st_mtime_ns))
             except (FileNotFoundError, NotADirectoryError, PermissionError):
                 continue  # no spec.json: not a run, one that is being created, or another user's
-            except OSError:  # a stale handle or a broken disk: it may be a run, which is listed last, as unreadable
+            except OSError:
+                # a stale handle or a broken disk: it may be a run, which is listed last, as
+                # unreadable
                 found.append((run, 0))
     return found
 
@@ -355,13 +379,16 @@ def _not_found(code: str, run: str, message: str, remedy: str) -> InputError:
 
 
 def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
-    """Delete a run that has ended, with the checkpoints in its folder. Checkpoints in other folders stay.
+    """Delete a run that has ended, with the checkpoints in its folder. Checkpoints in other folders
+    stay.
 
-    The supervisor's lock is held meanwhile, so no attempt can begin between the check and the deletion.
+    The supervisor's lock is held meanwhile, so no attempt can begin between the check and the
+    deletion.
 
     Args:
         run: The run.
-        assume_dead: Take the user's word that it has ended, where its processes cannot be seen from here.
+        assume_dead: Take the user's word that it has ended, where its processes cannot be seen from
+            here.
 
     Raises:
         Refused: It is another user's.
@@ -393,7 +420,9 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
 
 
 def _ended(run: RunDirectory, assume_dead: bool) -> RunState:
-    """Return the final state of a run, or that of one of which nothing was ever started. Raises InputError if it lives or is queued."""
+    """Return the final state of a run, or that of one of which nothing was ever started. Raises
+    InputError if it lives or is queued.
+    """
     state = read_state(run)
     return state if state.state == "created" else ended_state(run, assume_dead=assume_dead)
 
@@ -406,7 +435,10 @@ def _remove_run(run: RunDirectory) -> None:
     try:
         shutil.rmtree(hidden)
     except OSError as error:
-        message = f"is what is left of the run {printable_line(run.name)}, which is no longer listed: {error.strerror}"
+        message = (
+            f"is what is left of the run {printable_line(run.name)}, which is no longer listed: "
+            f"{error.strerror}"
+        )
         remedy = "Remove this folder once nobody uses a file in it."
         raise InputError(
             [
@@ -446,7 +478,9 @@ prepare(RunNotes)
 
 
 def read_notes(run: RunDirectory) -> RunNotes:
-    """Return the notes of a run; none if there is no such file, or it is damaged. Tags are checked, the note is any text."""
+    """Return the notes of a run; none if there is no such file, or it is damaged. Tags are checked,
+    the note is any text.
+    """
     try:
         found = decode_json(read_bounded(run.notes_path, _LARGEST_BYTES), RunNotes)
     except (OSError, msgspec.DecodeError):

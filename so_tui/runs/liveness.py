@@ -63,7 +63,9 @@ def this_host() -> HostIdentity:
 
 @cache
 def _boot_id() -> str:
-    """Return what the kernel chose when it started, which this process does not outlive. Raises OSError."""
+    """Return what the kernel chose when it started, which this process does not outlive. Raises
+    OSError.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -98,7 +100,9 @@ class Stat:
     parent: int
     cpu_ticks: int
     start_time: int
-    """Clock ticks after the host started. With the pid it identifies a process, because pids are reused."""
+    """Clock ticks after the host started. With the pid it identifies a process, because pids are
+    reused.
+    """
     cpu: int | None
     """The CPU that it ran on last."""
     wait_status: int
@@ -120,8 +124,11 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def parse_stat(text: bytes) -> Stat:
-    """Return what a stat file says. Kernels and sandboxes that imitate one may leave out its last fields."""
-    # The command name is in parentheses and may contain anything, so the numbers begin after the last parenthesis.
+    """Return what a stat file says. Kernels and sandboxes that imitate one may leave out its last
+    fields.
+    """
+    # The command name is in parentheses and may contain anything, so the numbers begin after the
+    # last parenthesis.
     end = text.rindex(b")")
     fields = text[end + 2 :].split()
     return Stat(
@@ -153,7 +160,9 @@ _CODES: dict[str, OutcomeCode] = {
 
 
 def concluded(run: RunDirectory, state: RunState) -> RunState:
-    """Return the final state of an attempt whose processes are gone: as its end record says, without one ``lost``. Raises InputError."""
+    """Return the final state of an attempt whose processes are gone: as its end record says,
+    without one ``lost``. Raises InputError.
+    """
     records = _last_records(run, state.attempt)
     saved = next((record for record in records if isinstance(record, CheckpointRecord)), None)
     if saved is not None:
@@ -176,7 +185,10 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
         state="lost",
         code=OutcomeCode.UNOBSERVED,
         reason=state.reason
-        or f"every process of the run on {state.host} has ended, and the trainer recorded no result",
+        or (
+            f"every process of the run on {state.host} has ended, and the trainer recorded no "
+            "result"
+        ),
         suggestion=state.suggestion
         or "Read the end of its log; `so-tui resume` continues from the last checkpoint.",
         ended=_last_alive(run, records),
@@ -185,7 +197,9 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
 
 
 def _last_alive(run: RunDirectory, records: Sequence[MetricRecord]) -> float | None:
-    """Return when the run was last known to be alive: the later of its last state and its last record."""
+    """Return when the run was last known to be alive: the later of its last state and its last
+    record.
+    """
     times = [record.time for record in records]
     with contextlib.suppress(OSError):
         times.append(run.state_path.stat().st_mtime)
@@ -193,7 +207,9 @@ def _last_alive(run: RunDirectory, records: Sequence[MetricRecord]) -> float | N
 
 
 def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
-    """Return the records of an attempt at the end of the newest segment, the last one first. Raises InputError."""
+    """Return the records of an attempt at the end of the newest segment, the last one first. Raises
+    InputError.
+    """
     try:
         newest = next(reversed(segments(run.metrics_dir).values()), None)
         if newest is None:
@@ -221,8 +237,10 @@ def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
 
 
 STALE_S = 60.0
-"""Time without a heartbeat after which a run on another host counts as lost, by the clock of the process that watches it. The supervisor
-writes one per second; a network file system may delay writes of other hosts by half a minute."""
+"""Time without a heartbeat after which a run on another host counts as lost, by the clock of the
+process that watches it. The supervisor writes one per second; a network file system may delay
+writes of other hosts by half a minute.
+"""
 FRESH_S = 15.0
 """Age of a heartbeat up to which it is believed before it was seen to move."""
 OLD_S = 300.0
@@ -264,7 +282,9 @@ def supervised(state: RunState) -> bool:
 
 
 class HeartbeatWatch:
-    """Times the heartbeats of runs with the clock of this process, because clocks and file times of hosts differ."""
+    """Times the heartbeats of runs with the clock of this process, because clocks and file times of
+    hosts differ.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -293,7 +313,9 @@ class Liveness(StrEnum):
     ALIVE = "alive"
     GONE = "gone"
     UNKNOWN = "unknown"
-    """They cannot be seen from here, and the heartbeat is neither fresh nor old enough, or dated in the future."""
+    """They cannot be seen from here, and the heartbeat is neither fresh nor old enough, or dated in
+    the future.
+    """
 
 
 class Sighting(Struct, frozen=True, kw_only=True):
@@ -306,14 +328,17 @@ class Sighting(Struct, frozen=True, kw_only=True):
     restarted: bool = False
     """A host of that name has started again since."""
     heartbeat_age_s: float | None = None
-    """Seconds since the last sign of life, as far as it was needed; below 0 if the clock that dated it is ahead."""
+    """Seconds since the last sign of life, as far as it was needed; below 0 if the clock that dated
+    it is ahead.
+    """
 
 
 def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = None) -> Sighting:
     """Return what can be seen of a run that has not ended; arguments as for ``state_with_truth``.
 
-    On the run's own host its processes decide. From another host, another PID namespace, or where the kernel hides processes of other
-    users, the heartbeat does; so it does after a restart of the host, because two machines may have the same name.
+    On the run's own host its processes decide. From another host, another PID namespace, or where
+    the kernel hides processes of other users, the heartbeat does; so it does after a restart of the
+    host, because two machines may have the same name.
     """
     here, there = this_host(), host_of(state)
     if not state.host:  # no supervisor has started yet, or its starter died
@@ -339,7 +364,9 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
 
 
 def unconfirmed(run: RunDirectory, state: RunState, watch: HeartbeatWatch) -> bool:
-    """Return whether nothing but an old heartbeat says that a run is live: ``watch`` will see it move, or the run will count as lost."""
+    """Return whether nothing but an old heartbeat says that a run is live: ``watch`` will see it
+    move, or the run will count as lost.
+    """
     if state.state in FINAL_STATES or state.state == "queued" or watch.moved(run):
         return False
     seen = sighting(run, state, watch)
@@ -375,7 +402,9 @@ def state_with_truth(
 def _by_heartbeat(
     run: RunDirectory, state: RunState, watch: HeartbeatWatch | None
 ) -> tuple[Liveness, float | None]:
-    """Return what the heartbeat says, and the seconds since the last sign of life; None if they are unknown."""
+    """Return what the heartbeat says, and the seconds since the last sign of life; None if they are
+    unknown.
+    """
     if watch is not None:
         unchanged_s = watch.unchanged_s(run, state)
         if unchanged_s > STALE_S:
@@ -401,7 +430,9 @@ def _age_s(run: RunDirectory) -> float | None:
 
 
 def _hidden_from_us(run: RunDirectory) -> bool:
-    """Return whether the run's processes may exist although we do not see them: /proc may show only those of one's own (hidepid)."""
+    """Return whether the run's processes may exist although we do not see them: /proc may show only
+    those of one's own (hidepid).
+    """
     try:
         own = run.state_path.stat().st_uid == os.geteuid()
     except OSError:

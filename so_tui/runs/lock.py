@@ -1,8 +1,10 @@
-"""The lock that makes one process responsible for a run: its supervisor while it lives, and whoever deletes it.
+"""The lock that makes one process responsible for a run: its supervisor while it lives, and whoever
+deletes it.
 
-It is flock(2), proven on this file system before it is trusted. Some mounts refuse it, some grant it to everybody, and some file servers
-hold it for a host that is gone until that host starts again. There files that only one process can create, with a heartbeat, take its
-part: from the first such file of a run on, they alone decide.
+It is flock(2), proven on this file system before it is trusted. Some mounts refuse it, some grant
+it to everybody, and some file servers hold it for a host that is gone until that host starts again.
+There files that only one process can create, with a heartbeat, take its part: from the first such
+file of a run on, they alone decide.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ _LARGEST_BYTES = 1 << 16
 
 
 class Owner(Struct, frozen=True, kw_only=True):
-    """Content of ``supervisor.owner`` and of the files that follow it: the process that holds the lock."""
+    """Content of ``supervisor.owner`` and of the files that follow it: the process that holds the
+    lock.
+    """
 
     host: HostIdentity
     process: Process
@@ -80,10 +84,12 @@ class RunLock:
 
 
 class OwnerFiles:
-    """Files that stand for a lock: ``supervisor.owner``, ``supervisor.owner.2`` and so on, of which the last names the owner.
+    """Files that stand for a lock: ``supervisor.owner``, ``supervisor.owner.2`` and so on, of which
+    the last names the owner.
 
-    A process takes the lock from one that is gone by creating the next file, which only one process can. No file is ever removed or
-    renamed: between two such steps of one process, a second one could take what it had not seen.
+    A process takes the lock from one that is gone by creating the next file, which only one process
+    can. No file is ever removed or renamed: between two such steps of one process, a second one
+    could take what it had not seen.
     """
 
     def __init__(self, run: RunDirectory, *, assume_dead: bool = False) -> None:
@@ -114,7 +120,9 @@ class OwnerFiles:
         return RunLock(self, number)
 
     def release(self, number: int) -> None:
-        """Mark a file of this process as released, if the run still exists: on a full disk in place, where no space is needed."""
+        """Mark a file of this process as released, if the run still exists: on a full disk in
+        place, where no space is needed.
+        """
         owner = replace(self._owner, released=True)
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -147,7 +155,9 @@ class OwnerFiles:
         return self.silent(path)
 
     def silent(self, path: Path) -> bool:
-        """Return whether a file that shows a living owner is so old that the owner counts as gone. Raises OSError."""
+        """Return whether a file that shows a living owner is so old that the owner counts as gone.
+        Raises OSError.
+        """
         return time.time() - path.stat().st_mtime > (STALE_S if self._assume_dead else OLD_S)
 
 
@@ -157,7 +167,8 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
 
     Args:
         run: The run.
-        assume_dead: Take the user's word that a holder on another host is gone, if a minute has passed since its last sign of life.
+        assume_dead: Take the user's word that a holder on another host is gone, if a minute has
+            passed since its last sign of life.
 
     Raises:
         OSError: The run directory cannot be written.
@@ -219,7 +230,8 @@ def ended_state(run: RunDirectory, *, assume_dead: bool = False) -> RunState:
 
     Args:
         run: The run.
-        assume_dead: Take the user's word that it has ended, where its processes cannot be seen from here.
+        assume_dead: Take the user's word that it has ended, where its processes cannot be seen from
+            here.
 
     Raises:
         InputError: It is live, or may be (codes of this module).
@@ -229,16 +241,23 @@ def ended_state(run: RunDirectory, *, assume_dead: bool = False) -> RunState:
         return state
     seen = sighting(run, state)
     if seen.by_processes:
-        remedy = f"Watch it with `{so_tui_command('watch', run.name)}`, or stop it first with `{so_tui_command('stop', run.name)}`."
+        remedy = (
+            f"Watch it with `{so_tui_command('watch', run.name)}`, or stop it first with "
+            f"`{so_tui_command('stop', run.name)}`."
+        )
         raise _refused("run-is-live", run, f"is still running ({state.state})", remedy)
     if assume_dead:
         return concluded(run, state)
-    remedy = f"It counts as lost {duration(OLD_S)} after its last sign of life. If you know that it has ended, add --assume-dead."
+    remedy = (
+        f"It counts as lost {duration(OLD_S)} after its last sign of life. If you know that it has "
+        "ended, add --assume-dead."
+    )
     raise _refused("run-may-be-live", run, evidence(state, seen), remedy)
 
 
 def record_end(run: RunDirectory) -> RunState:
-    """Record that a run has ended, by the user's word, and return its final state. From then on it is final on every host.
+    """Record that a run has ended, by the user's word, and return its final state. From then on it
+    is final on every host.
 
     Raises:
         Refused: It is another user's.
@@ -258,7 +277,9 @@ def record_end(run: RunDirectory) -> RunState:
 
 
 def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
-    """Return the refusal of a run whose lock another process holds; ``assume_dead`` if the user's word was not enough."""
+    """Return the refusal of a run whose lock another process holds; ``assume_dead`` if the user's
+    word was not enough.
+    """
     state = read_state(run)
     seen = sighting(run, state)
     if seen.by_processes:
@@ -270,7 +291,10 @@ def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
         )
     message = f"{evidence(state, seen)}; its supervisor's lock is held"
     if assume_dead:
-        remedy = f"If it has ended, it can be taken over {duration(STALE_S)} after its last sign of life. Try again then."
+        remedy = (
+            f"If it has ended, it can be taken over {duration(STALE_S)} after its last sign of "
+            "life. Try again then."
+        )
         return _refused("run-is-live", run, message, remedy)
     return _refused(
         "run-may-be-live", run, message, "If you know that it has ended, add --assume-dead."
@@ -290,7 +314,10 @@ def _age(age_s: float | None) -> str:
     if age_s is None:
         return ""
     if age_s < -FRESH_S:
-        return f", and its last sign of life is dated {duration(-age_s)} ahead of this file system's clock"
+        return (
+            f", and its last sign of life is dated {duration(-age_s)} ahead of this file system's "
+            "clock"
+        )
     return f", and its last sign of life was {duration(max(0.0, age_s))} ago"
 
 

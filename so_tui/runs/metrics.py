@@ -1,4 +1,6 @@
-"""Read the metrics of a run: follow new records, and know all others by the blocks of their segments."""
+"""Read the metrics of a run: follow new records, and know all others by the blocks of their
+segments.
+"""
 
 from __future__ import annotations
 
@@ -77,20 +79,24 @@ class Progress(msgspec.Struct, frozen=True):
     behind: bool
     """It stopped before the newest record. Otherwise ``more`` concerns earlier segments alone."""
     redraw: bool
-    """Steps changed without being among the records: a resume superseded some, or earlier segments became known. Charts must be drawn
-    again from ``blocks`` and ``steps``."""
+    """Steps changed without being among the records: a resume superseded some, or earlier segments
+    became known. Charts must be drawn again from ``blocks`` and ``steps``.
+    """
 
 
 class MetricsReader:
     """Follows ``metrics/`` of one run. For one thread.
 
-    The newest segment is read record by record, and so is every later one. Earlier ones are taken afterwards, the newest first, by their
-    index. Those without one are read, and get an index in the user's cache. ``unread_share`` says how much is missing until then. Records
-    are not kept: they are read again from their segment where they are needed.
+    The newest segment is read record by record, and so is every later one. Earlier ones are taken
+    afterwards, the newest first, by their index. Those without one are read, and get an index in
+    the user's cache. ``unread_share`` says how much is missing until then. Records are not kept:
+    they are read again from their segment where they are needed.
     """
 
     def __init__(self, run: RunDirectory, cache: IndexCache | None = None) -> None:
-        """Prepare to read a run; indexes of the reader's own are kept in ``cache``, by default in the user's cache folder."""
+        """Prepare to read a run; indexes of the reader's own are kept in ``cache``, by default in
+        the user's cache folder.
+        """
         self._folder = PolledSegments(run.metrics_dir)
         self._cache = cache or IndexCache()
         self._segments: dict[int, Segment] = {}
@@ -107,7 +113,9 @@ class MetricsReader:
 
     @property
     def latest(self) -> StepRecord | None:
-        """Last step that is not superseded: a resume supersedes the later steps of earlier attempts."""
+        """Last step that is not superseded: a resume supersedes the later steps of earlier
+        attempts.
+        """
         return self._latest
 
     @property
@@ -129,7 +137,9 @@ class MetricsReader:
 
     @property
     def step_after_phase(self) -> bool:
-        """Whether the latest step was written after the newest phase, by their order: a clock may be set back between them."""
+        """Whether the latest step was written after the newest phase, by their order: a clock may
+        be set back between them.
+        """
         for segment in reversed(self._readable()):
             if segment.step_is_newer or any(
                 isinstance(event, PhaseRecord) for event in segment.content.events
@@ -176,7 +186,9 @@ class MetricsReader:
         return next((int(steps[0]) for steps in first if steps), None)
 
     def recent(self, count: int) -> list[StepRecord]:
-        """Return the last ``count`` step records that are not superseded, oldest first. Raises OSError."""
+        """Return the last ``count`` step records that are not superseded, oldest first. Raises
+        OSError.
+        """
         found: list[StepRecord] = []
         for segment in reversed(self._readable()):
             if len(found) >= count:
@@ -197,7 +209,9 @@ class MetricsReader:
     def blocks(
         self, metrics: Sequence[str], until: float = math.inf, weights: Sequence[float] = ()
     ) -> Columns:
-        """Return the blocks of all known steps up to ``until``, the end of a block, with the columns of some metrics. Raises OSError."""
+        """Return the blocks of all known steps up to ``until``, the end of a block, with the
+        columns of some metrics. Raises OSError.
+        """
         columns = no_blocks(metrics, weights)
         for segment in self._readable():
             cut = min(until, self._cut(segment.attempt))
@@ -218,7 +232,9 @@ class MetricsReader:
     def _columns_of(
         self, segment: Segment, metrics: Sequence[str], weights: Sequence[float]
     ) -> Columns:
-        """Return the blocks of a segment; none if its index has disappeared: then it is read again. Raises OSError."""
+        """Return the blocks of a segment; none if its index has disappeared: then it is read again.
+        Raises OSError.
+        """
         try:
             return segment.content.columns(metrics, weights)
         except OSError as error:
@@ -232,7 +248,9 @@ class MetricsReader:
             return no_blocks(metrics, weights)
 
     def steps(self, first: float, last: float) -> Iterator[StepRecord]:
-        """Yield the known records of the steps ``first`` to ``last`` that are not superseded, from their segments. Raises OSError."""
+        """Yield the known records of the steps ``first`` to ``last`` that are not superseded, from
+        their segments. Raises OSError.
+        """
         before = first - 1
         for segment in self._readable():
             positions = segment.content.positions
@@ -245,7 +263,9 @@ class MetricsReader:
                     yield step
 
     def _readable(self) -> list[Segment]:
-        """Return the segments whose records count by now: those read to their end, and those that are followed."""
+        """Return the segments whose records count by now: those read to their end, and those that
+        are followed.
+        """
         return [
             segment
             for segment in self._segments.values()
@@ -293,7 +313,9 @@ class MetricsReader:
         return Progress(tuple(records), more, behind, redraw)
 
     def _find_segments(self) -> None:
-        """Take note of new segments. The newest is followed; earlier ones, also those that appear late, are read after it."""
+        """Take note of new segments. The newest is followed; earlier ones, also those that appear
+        late, are read after it.
+        """
         new = {
             number: path
             for number, path in self._folder.poll().items()
@@ -308,7 +330,9 @@ class MetricsReader:
             self._unread.sort(key=lambda unread: unread.path)
 
     def _index_of(self, segment: Segment) -> SegmentIndex | None:
-        """Return the index of a segment to which nothing is appended any more: the one beside it, or the reader's own."""
+        """Return the index of a segment to which nothing is appended any more: the one beside it,
+        or the reader's own.
+        """
         size = size_of(segment.path)
         if segment.offset and segment.offset != size:
             return None
@@ -323,7 +347,9 @@ class MetricsReader:
         *,
         newest: bool,
     ) -> bool:
-        """Read new records of a segment up to its end or to the limits. Return whether there is more to read."""
+        """Read new records of a segment up to its end or to the limits. Return whether there is
+        more to read.
+        """
         while True:
             lines, end = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
             for line in lines[: limit_records - len(records)]:
@@ -350,7 +376,8 @@ class MetricsReader:
             self._latest = record
 
     def _read_earlier(self, segment: Segment, deadline: float) -> bool:
-        """Take an earlier segment by its index, or read on in it. Return whether it is known to its end: then it counts.
+        """Take an earlier segment by its index, or read on in it. Return whether it is known to its
+        end: then it counts.
 
         One that cannot be read is left out, as the others are worth showing without it.
         """
@@ -364,7 +391,9 @@ class MetricsReader:
         return segment.complete
 
     def _read_on(self, segment: Segment, deadline: float) -> bool:
-        """Read an earlier segment until the deadline. Return whether that was all of it. Raises OSError."""
+        """Read an earlier segment until the deadline. Return whether that was all of it. Raises
+        OSError.
+        """
         if size_of(segment.path) > LARGEST_SEGMENT_BYTES:
             raise UnfitFileError(segment.path, Unfit.TOO_LARGE, LARGEST_SEGMENT_BYTES)
         if not segment.offset:
@@ -375,7 +404,8 @@ class MetricsReader:
             if time.monotonic() >= deadline:
                 return False
         segment.complete = True
-        # An incomplete last line belongs to no record; the index counts it, as its segment may be found with it again.
+        # An incomplete last line belongs to no record; the index counts it, as its segment may be
+        # found with it again.
         if segment.summary.attempt:
             content = segment.summary.encode(max(segment.offset, size_of(segment.path)))
             if not segment.take(self._cache.keep(segment.path, segment.name, content)):
@@ -417,10 +447,12 @@ class MetricsReader:
 
 
 class MetricsWriter:
-    """Appends the records of one attempt to ``metrics/`` and writes an index for each closed segment.
+    """Appends the records of one attempt to ``metrics/`` and writes an index for each closed
+    segment.
 
-    Other processes can read a record when ``append`` returns. It is not synced to the device: the next attempt repeats the steps that a
-    power failure loses. Indexing a full segment of 4 MiB takes about 0.1 s, once in about 10,000 steps. For one thread.
+    Other processes can read a record when ``append`` returns. It is not synced to the device: the
+    next attempt repeats the steps that a power failure loses. Indexing a full segment of 4 MiB
+    takes about 0.1 s, once in about 10,000 steps. For one thread.
     """
 
     def __init__(
@@ -435,7 +467,9 @@ class MetricsWriter:
         self._index_closed()
 
     def append(self, record: MetricRecord) -> None:
-        """Write one record. Raises ValueError for a record of another attempt, OSError if the disk is full."""
+        """Write one record. Raises ValueError for a record of another attempt, OSError if the disk
+        is full.
+        """
         if record.attempt != self._attempt:
             raise ValueError(
                 f"record of attempt {record.attempt} for the writer of attempt {self._attempt}"
@@ -451,7 +485,8 @@ class MetricsWriter:
         for path in segments(self._folder).values():
             if not index_path(path).exists():
                 cut_incomplete_line(path)
-                # An index is optional, so a full disk must not lose the next record because of it. Writing that record reports the
-                # full disk, and the index is tried again after the next segment or in the next attempt.
+                # An index is optional, so a full disk must not lose the next record because of it.
+                # Writing that record reports the full disk, and the index is tried again after the
+                # next segment or in the next attempt.
                 with contextlib.suppress(OSError):
                     write_index(path)

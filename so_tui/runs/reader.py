@@ -62,9 +62,11 @@ _ESCAPES = re.compile(
 
 
 def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES) -> int:
-    """Remove the middle of a log that is longer than ``head + 2 x tail``. Only the supervisor may call this.
+    """Remove the middle of a log that is longer than ``head + 2 x tail``. Only the supervisor may
+    call this.
 
-    Writers must use O_APPEND. Lines written between the last copy and the truncation (microseconds, once in about 16 MiB) are lost.
+    Writers must use O_APPEND. Lines written between the last copy and the truncation (microseconds,
+    once in about 16 MiB) are lost.
 
     Returns:
         Number of bytes dropped; 0 if the log is short or missing.
@@ -100,9 +102,11 @@ def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL
 
 
 class LogReader:
-    """Follows a log: complete lines without escape sequences, and only the last state of a line rewritten with ``\\r`` (progress bars).
+    """Follows a log: complete lines without escape sequences, and only the last state of a line
+    rewritten with ``\\r`` (progress bars).
 
-    The log may be missing, end within a line, or be trimmed or replaced at any time. For one thread.
+    The log may be missing, end within a line, or be trimmed or replaced at any time. For one
+    thread.
     """
 
     def __init__(self, path: Path, *, head_bytes: int = HEAD_BYTES) -> None:
@@ -120,7 +124,8 @@ class LogReader:
         return readable(self._rest)
 
     def poll(self, *, limit_bytes: int = MEBIBYTE, limit_s: float = 0.05) -> tuple[str, ...]:
-        """Return the lines completed since the last poll, within about ``limit_bytes`` and ``limit_s``.
+        """Return the lines completed since the last poll, within about ``limit_bytes`` and
+        ``limit_s``.
 
         Reads at least one block, however long a busy host or file system takes.
         """
@@ -147,7 +152,9 @@ class LogReader:
         return tuple(lines)
 
     def tail(self, lines: int, *, limit_bytes: int = MEBIBYTE) -> tuple[str, ...]:
-        """Return the last lines within ``limit_bytes`` of the end; later polls continue from there."""
+        """Return the last lines within ``limit_bytes`` of the end; later polls continue from
+        there.
+        """
         try:
             fd = open_descriptor(self._path)
         except (
@@ -189,7 +196,9 @@ class LogReader:
         return block
 
     def _shrunk(self, size: int) -> bool:
-        """Return whether the file is shorter than what was read. If it stays so, it is another log; during a trim it is so briefly."""
+        """Return whether the file is shorter than what was read. If it stays so, it is another log;
+        during a trim it is so briefly.
+        """
         if size >= self._position:
             self._was_shrunk = False
         elif self._was_shrunk:
@@ -213,13 +222,16 @@ class LogReader:
 
 
 def log_readers(run: RunDirectory, attempt: int | None = None) -> tuple[LogReader, ...]:
-    """Return a reader for each host's log of an attempt, by default the newest; none before the first attempt."""
+    """Return a reader for each host's log of an attempt, by default the newest; none before the
+    first attempt.
+    """
     chosen = max(run.attempts(), default=0) if attempt is None else attempt
     return tuple(LogReader(path) for path in run.logs(chosen).values())
 
 
 def readable(line: bytes) -> str:
-    """Return a line as a terminal would show it: the last state after ``\\r``, without escape sequences and control characters.
+    """Return a line as a terminal would show it: the last state after ``\\r``, without escape
+    sequences and control characters.
 
     Characters that would act on a terminal or reorder the line in another way are spelled out.
     """
@@ -254,7 +266,9 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     """State corrected by ``liveness``; None if it cannot be read (yet)."""
     state_changed: bool = False
     redraw: bool = False
-    """Steps changed without being among the records, as in ``metrics.Progress``: charts must be drawn again."""
+    """Steps changed without being among the records, as in ``metrics.Progress``: charts must be
+    drawn again.
+    """
     unread_share: float = 0.0
     """Share of the metrics that are still to be read, as in ``MetricsReader``."""
     more: bool = False
@@ -269,8 +283,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 class RunReader:
     """Follows one run. For one thread.
 
-    Opening and the first poll are cheap, however long the run is: only new records are read one by one. Older ones are known by their
-    blocks.
+    Opening and the first poll are cheap, however long the run is: only new records are read one by
+    one. Older ones are known by their blocks.
     """
 
     def __init__(
@@ -286,8 +300,10 @@ class RunReader:
         Args:
             run: The run.
             watch: Times the heartbeats of runs on other hosts; shared by several readers.
-            log_lines: Number of lines that the first poll returns of an existing log; later polls return all new lines.
-            state_of: Returns the state; one that also asks the scheduler of a submitted run, if there is one.
+            log_lines: Number of lines that the first poll returns of an existing log; later polls
+                return all new lines.
+            state_of: Returns the state; one that also asks the scheduler of a submitted run, if
+                there is one.
         """
         self.run = run
         self.metrics = MetricsReader(run)
@@ -303,7 +319,9 @@ class RunReader:
         """The folder of that attempt."""
 
     def poll(self, *, limit_records: int = 5000, limit_s: float = 0.1) -> Update:
-        """Return what is new, within about ``limit_records`` and ``limit_s``. Raises OSError if the directory cannot be read."""
+        """Return what is new, within about ``limit_records`` and ``limit_s``. Raises OSError if the
+        directory cannot be read.
+        """
         deadline = time.monotonic() + limit_s
         progress = self.metrics.poll(limit_records=limit_records, limit_s=limit_s)
         samples = self._poll_samples()
@@ -365,11 +383,15 @@ class RunReader:
         return next((reader.partial for reader in self._logs.values() if reader.partial), "")
 
     def recent(self, count: int) -> list[StepRecord]:
-        """Return the last ``count`` step records that are not superseded, oldest first. Raises OSError."""
+        """Return the last ``count`` step records that are not superseded, oldest first. Raises
+        OSError.
+        """
         return self.metrics.recent(count)
 
     def sample_history(self, host: str, first: float, last: float, rows: int) -> Iterator[Rollup]:
-        """Yield the load of a host between two times, oldest first, in about ``rows`` rows. Raises OSError."""
+        """Yield the load of a host between two times, oldest first, in about ``rows`` rows. Raises
+        OSError.
+        """
         return self._sample_reader(host).history(first, last, rows)
 
     def _poll_samples(self) -> dict[str, tuple[Sample, ...]]:

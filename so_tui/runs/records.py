@@ -1,6 +1,8 @@
-"""Records of a run, which rank 0 appends as lines of JSON, and ``state.json``. Samples of a host are in ``sample``.
+"""Records of a run, which rank 0 appends as lines of JSON, and ``state.json``. Samples of a host
+are in ``sample``.
 
-Readers accept unknown fields and skip unknown kinds, so a newer writer does not break an older screen. Times are in Unix seconds.
+Readers accept unknown fields and skip unknown kinds, so a newer writer does not break an older
+screen. Times are in Unix seconds.
 """
 
 from __future__ import annotations
@@ -29,15 +31,21 @@ class Cause(Struct, frozen=True, kw_only=True):
     seconds: float
     """Of a step, the most that it explains."""
     measured: float
-    """In the unit of the code: misplaced ranks for ``binding``, a share of memory for ``memory-node``, a share of core time for
-    ``foreign-load``, MHz for ``clocks``, bytes per second for ``copies`` and ``adam``, seconds for ``data``."""
+    """In the unit of the code: misplaced ranks for ``binding``, a share of memory for
+    ``memory-node``, a share of core time for ``foreign-load``, MHz for ``clocks``, bytes per second
+    for ``copies`` and ``adam``, seconds for ``data``.
+    """
     planned: float
     rank: int = 0
-    """Of ``binding`` and ``memory-node``: the first, or the worst, of the ranks that are misplaced."""
+    """Of ``binding`` and ``memory-node``: the first, or the worst, of the ranks that are
+    misplaced.
+    """
     processes: tuple[str, ...] = ()
     """Of ``foreign-load``: the names of the busiest, which their owners chose."""
     nice: int = 0
-    """Of ``foreign-load``: the lowest priority of the run's processes, to which other processes are preferred."""
+    """Of ``foreign-load``: the lowest priority of the run's processes, to which other processes are
+    preferred.
+    """
 
 
 class Slowdown(Struct, frozen=True, kw_only=True):
@@ -94,7 +102,9 @@ class StartRecord(Record, frozen=True, kw_only=True):
     total_steps: int
     parameters: int
     gradient_accumulation_steps: int = 0
-    """Micro-batches per optimizer step, which may follow from ``train.tokens_per_step``; 0 in records of older versions."""
+    """Micro-batches per optimizer step, which may follow from ``train.tokens_per_step``; 0 in
+    records of older versions.
+    """
     tokens_per_step: int = 0
     """Sequence positions of an optimizer step on all ranks."""
     hostnames: tuple[str, ...] = ()
@@ -109,8 +119,9 @@ class PhaseRecord(Record, frozen=True, kw_only=True):
     phase: Literal["loading", "training", "saving"]
     detail: str = ""
     stage: str = ""
-    """Part of loading: ``imports``, ``ranks``, ``data``, ``weights``, ``optimizer``, ``checkpoint``. ``ending`` once all is done and saved.
-    Otherwise empty."""
+    """Part of loading: ``imports``, ``ranks``, ``data``, ``weights``, ``optimizer``,
+    ``checkpoint``. ``ending`` once all is done and saved. Otherwise empty.
+    """
     done: int = 0
     """Files of weights that have been read, of ``total``; both are 0 in other stages."""
     total: int = 0
@@ -172,9 +183,13 @@ class StepRecord(Record, frozen=True, kw_only=True):
     h2d_bytes_per_s: float | None = None
     """The same of new weights to the GPU."""
     router_loss: float | None = None
-    """Load-balancing loss of mixture-of-experts models without its coefficient. ``loss`` does not include it."""
+    """Load-balancing loss of mixture-of-experts models without its coefficient. ``loss`` does not
+    include it.
+    """
     kept_steps: int = 0
-    """Steps of this attempt so far in which sub-groups were stepped before the gradient norm was known, and that was final."""
+    """Steps of this attempt so far in which sub-groups were stepped before the gradient norm was
+    known, and that was final.
+    """
     redone_steps: int = 0
     """Those in which the norm exceeded the limit, so that the sub-groups were stepped again."""
     skipped_steps: int = 0
@@ -190,12 +205,17 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     seconds: float
     """From its beginning until it was proven readable."""
     paused_s: float | None = None
-    """The part of ``seconds`` for which training stood still; None in records of older versions, which means all of it."""
+    """The part of ``seconds`` for which training stood still; None in records of older versions,
+    which means all of it.
+    """
     written_s: float | None = None
-    """The part of ``seconds`` until every rank had its states on the disk: the rest verified it and removed older ones. None in records of
-    older versions."""
+    """The part of ``seconds`` until every rank had its states on the disk: the rest verified it and
+    removed older ones. None in records of older versions.
+    """
     due_step: int | None = None
-    """The step after which it fell due, if it had to wait for the one before to be written; None if it did not wait."""
+    """The step after which it fell due, if it had to wait for the one before to be written; None if
+    it did not wait.
+    """
 
 
 class EvaluationRecord(Record, frozen=True, kw_only=True):
@@ -214,7 +234,9 @@ class WarningRecord(Record, frozen=True, kw_only=True):
     """Something that the user should know, while training continues."""
 
     code: str = ""
-    """What the warning is about, in kebab-case and independent of the wording; empty in older records."""
+    """What the warning is about, in kebab-case and independent of the wording; empty in older
+    records.
+    """
     message: str
     suggestion: str = ""
 
@@ -231,7 +253,9 @@ class EndRecord(Record, frozen=True, kw_only=True):
     state: Literal["finished", "stopped", "failed"]
     step: int
     code: str = ""
-    """Why it ended, in kebab-case and independent of the wording: ``gpu-out-of-memory``; empty if it finished, and in older records."""
+    """Why it ended, in kebab-case and independent of the wording: ``gpu-out-of-memory``; empty if
+    it finished, and in older records.
+    """
     reason: str = ""
     suggestion: str = ""
     saved: str = ""
@@ -285,7 +309,9 @@ class RunState(Struct, frozen=True, kw_only=True):
     attempt: int = 0
     host: str = ""
     boot_id: str = ""
-    """Identifies the host's last start (``/proc/sys/kernel/random/boot_id``); empty in older states."""
+    """Identifies the host's last start (``/proc/sys/kernel/random/boot_id``); empty in older
+    states.
+    """
     pid_namespace: int = 0
     """In which pids are meant (inode of ``/proc/self/ns/pid``); 0 in older states."""
     step: int = 0
@@ -295,16 +321,22 @@ class RunState(Struct, frozen=True, kw_only=True):
     reason: str = ""
     suggestion: str = ""
     code: str = ""
-    """How it ended and why (``OutcomeCode``, or the trainer's own code); empty before the end and in older states."""
+    """How it ended and why (``OutcomeCode``, or the trainer's own code); empty before the end and
+    in older states.
+    """
     started: float | None = None
     ended: float | None = None
     attempt_started: float | None = None
     earlier_s: float = 0.0
     """Duration of the attempts before this one, without the time between them."""
     checks_s: float | None = None
-    """Duration of the checks before the attempt was started; None if there were none, and in older states."""
+    """Duration of the checks before the attempt was started; None if there were none, and in older
+    states.
+    """
     heartbeat: int = 0
-    """Counter that increases while the supervisor is alive; readers time it with their own clock."""
+    """Counter that increases while the supervisor is alive; readers time it with their own
+    clock.
+    """
     exit_code: int | None = None
     """Exit code of the run (0, 1, 4); None while it is alive."""
     saved_step: int | None = None
@@ -392,7 +424,9 @@ class GpuSample(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of the whole superchip: on Grace Hopper, CPU and GPU share one limit."""
     module_power_limit_w: float | None = None
     throttling: tuple[str, ...] = ()
-    """Why its clock is held below what it could be: ``power``, ``heat``, ``power-brake``, ``hardware``; newer versions may have more."""
+    """Why its clock is held below what it could be: ``power``, ``heat``, ``power-brake``,
+    ``hardware``; newer versions may have more.
+    """
 
 
 class ForeignProcess(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -423,10 +457,14 @@ class Sample(Struct, frozen=True, kw_only=True):
     run_memory_bytes: int | None = None
     """PSS of the processes of the run. It is measured less often and repeated in between."""
     run_memory_peak_bytes: int | None = None
-    """Peak memory of the run's processes so far, from the kernel's high-water marks, which include peaks of any length."""
+    """Peak memory of the run's processes so far, from the kernel's high-water marks, which include
+    peaks of any length.
+    """
     supervisor_cpu_s: float = 0.0
     foreign: tuple[ForeignProcess, ...] = ()
-    """The busiest other processes, looked for less often than each second and only while others compute; the busiest first."""
+    """The busiest other processes, looked for less often than each second and only while others
+    compute; the busiest first.
+    """
     placement: tuple[RankPlacement, ...] = ()
     """In one sample of several, as it is measured less often."""
 
@@ -449,7 +487,9 @@ class Rollup(Struct, frozen=True, kw_only=True):
 
 
 _LARGEST = 2**53
-"""The largest integer of a record: larger ones are not exact as floats, with which charts are drawn."""
+"""The largest integer of a record: larger ones are not exact as floats, with which charts are
+drawn.
+"""
 _LATEST = 1e11
 """Unix seconds of the year 5138, before the years that Python's ``datetime`` cannot show."""
 
@@ -476,7 +516,9 @@ def encode_line(record: msgspec.Struct) -> bytes:
 
 
 def decode_metric(line: bytes) -> MetricRecord | None:
-    """Return the record of a line; None for an incomplete or implausible line or an unknown kind."""
+    """Return the record of a line; None for an incomplete or implausible line or an unknown
+    kind.
+    """
     try:
         record = decoded(_metrics, line)
     except msgspec.DecodeError:
@@ -503,7 +545,9 @@ def decode_rollup(line: bytes) -> Rollup | None:
 
 
 def _plausible(record: MetricRecord) -> bool:
-    """Return whether the time and all integers of a record are ones that a run can have: readers show times and compute with steps."""
+    """Return whether the time and all integers of a record are ones that a run can have: readers
+    show times and compute with steps.
+    """
     if not is_time(record.time):
         return False
     for name in _COUNTS[type(record)]:  # a loop, since this is half of what reading a record costs
@@ -592,4 +636,6 @@ class OutcomeCode(StrEnum):
     JOB_FAILED = "job-failed"
     """The job ended before its supervisor could record why."""
     JOB_FORGOTTEN = "job-forgotten"
-    """The scheduler does not know the job any more, and the run directory does not say how it ended."""
+    """The scheduler does not know the job any more, and the run directory does not say how it
+    ended.
+    """

@@ -71,7 +71,8 @@ def read_answers(run: RunDirectory) -> Answers:
 
 
 def add_answers(run: RunDirectory, asked: Asked) -> None:
-    """Add the answers after a step, in place of those of this and later steps, which a resumed run takes again.
+    """Add the answers after a step, in place of those of this and later steps, which a resumed run
+    takes again.
 
     Raises:
         OSError: They cannot be written, or the earlier ones, which would be lost, cannot be read.
@@ -82,7 +83,9 @@ def add_answers(run: RunDirectory, asked: Asked) -> None:
 
 
 def _read(run: RunDirectory) -> Answers:
-    """Return the answers of a run; none if there is no such file, or it is damaged. Raises OSError."""
+    """Return the answers of a run; none if there is no such file, or it is damaged. Raises
+    OSError.
+    """
     try:
         return decode_json(read_bounded(run.answers_path, _LARGEST_BYTES), Answers)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -93,11 +96,15 @@ def _read(run: RunDirectory) -> Answers:
 
 
 SINGLE_STEPS = 4000
-"""Between one and two times as many of the newest steps are drawn one by one, and up to twice as many of a whole run."""
+"""Between one and two times as many of the newest steps are drawn one by one, and up to twice as
+many of a whole run.
+"""
 
 
 def mean_steps(total_steps: int, log_interval: int = 1) -> int:
-    """Return how many steps a mean covers: 50 logged ones, in short runs about a twenty-fifth of the run."""
+    """Return how many steps a mean covers: 50 logged ones, in short runs about a twenty-fifth of
+    the run.
+    """
     logged = total_steps // log_interval
     steps = log_interval * next((span for span in (BLOCK_STEPS, 25, 10) if 25 * span <= logged), 5)
     # Where blocks are drawn, only means of whole blocks are exact.
@@ -105,7 +112,8 @@ def mean_steps(total_steps: int, log_interval: int = 1) -> int:
 
 
 def mean_steps_of(spec: RunSpec | None, total_steps: int, last_step: int) -> int:
-    """Return how many steps the means of a run cover, which follows from the run, not from when it was opened.
+    """Return how many steps the means of a run cover, which follows from the run, not from when it
+    was opened.
 
     Args:
         spec: Its settings; None where they cannot be read.
@@ -118,7 +126,9 @@ def mean_steps_of(spec: RunSpec | None, total_steps: int, last_step: int) -> int
 
 
 def mean_name(span: int, ema: float | None = None) -> str:
-    """Return the name of a mean: ``mean of 50 steps``, or ``EMA 0.9`` where that weight was chosen."""
+    """Return the name of a mean: ``mean of 50 steps``, or ``EMA 0.9`` where that weight was
+    chosen.
+    """
     return f"mean of {span} steps" if ema is None else f"EMA {ema:g}"
 
 
@@ -128,7 +138,9 @@ _READ_S = 20.0
 
 
 class RunResults(Struct, frozen=True, kw_only=True):
-    """Figures of a run's last steps, as many as a mean of its charts covers; None where nothing was measured."""
+    """Figures of a run's last steps, as many as a mean of its charts covers; None where nothing was
+    measured.
+    """
 
     mean_steps: int | None = None
     """How many steps those are."""
@@ -168,7 +180,9 @@ def results_of(reader: MetricsReader, spec: RunSpec | None, total_steps: int) ->
 
 
 def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) -> RunResults:
-    """Return the same results, of which nothing but the end of the newest segment is read where that suffices. Raises OSError."""
+    """Return the same results, of which nothing but the end of the newest segment is read where
+    that suffices. Raises OSError.
+    """
     records = _records_at_end(run)
     steps = _increasing(records)
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
@@ -241,7 +255,9 @@ def _figures(steps: Sequence[StepRecord], span: int) -> RunResults:
 
 
 def read_all(run: RunDirectory) -> MetricsReader:
-    """Return a reader that knows all records of a run, or what could be read in 20 s. Raises OSError."""
+    """Return a reader that knows all records of a run, or what could be read in 20 s. Raises
+    OSError.
+    """
     reader = MetricsReader(run)
     deadline = time.monotonic() + _READ_S
     while reader.poll(limit_records=100_000, limit_s=1.0).more and time.monotonic() < deadline:
@@ -316,10 +332,13 @@ def ordered(
 
     Args:
         runs: The runs, in any form.
-        sort: ``started``, ``step``, a result (``loss``, ``evaluation``, ``tokens/s``, ``mfu``, ``memory``), or what ``text_of`` knows.
+        sort: ``started``, ``step``, a result (``loss``, ``evaluation``, ``tokens/s``, ``mfu``,
+            ``memory``), or what ``text_of`` knows.
         text_of: Returns a run's name, model, state or host by that word.
-        step_of: Returns the step that a run has reached; the run that has come furthest is the first.
-        results: Returns a run's results, and is called only where ``sort`` is a result: the best comes first, runs without it last.
+        step_of: Returns the step that a run has reached; the run that has come furthest is the
+            first.
+        results: Returns a run's results, and is called only where ``sort`` is a result: the best
+            comes first, runs without it last.
     """
     if sort == "started":
         return list(runs)

@@ -1,8 +1,9 @@
 """Samples of a host in ``samples.<host>/``, at several resolutions and of bounded size.
 
-``raw-*`` contains the samples of the last hours; ``10s-*``, ``60s-*`` and ``600s-*`` contain roll-ups (mean and peak). Each resolution
-drops its oldest segment when it exceeds its limit. The limits add up to 99 MB; with 288 cores, 8 nodes and 4 GPUs (2.2 to 3.9 kB per
-sample, twice that per roll-up) they cover at least 2 hours, 9 hours, 2 days and 3 weeks.
+``raw-*`` contains the samples of the last hours; ``10s-*``, ``60s-*`` and ``600s-*`` contain
+roll-ups (mean and peak). Each resolution drops its oldest segment when it exceeds its limit. The
+limits add up to 99 MB; with 288 cores, 8 nodes and 4 GPUs (2.2 to 3.9 kB per sample, twice that per
+roll-up) they cover at least 2 hours, 9 hours, 2 days and 3 weeks.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def write_network_rate(run: RunDirectory, attempt: int, nodes: int, bytes_per_s:
 
 
 def read_network_rate(run: RunDirectory, attempt: int) -> NetworkRate | None:
-    """Return what an attempt measured; None if it measured nothing, or the file is damaged or not this user's own."""
+    """Return what an attempt measured; None if it measured nothing, or the file is damaged or not
+    this user's own.
+    """
     try:
         return decode_json(read_own(run.network_path(attempt)), NetworkRate)
     except (OSError, msgspec.DecodeError):
@@ -90,13 +93,16 @@ def extremes(values: Iterable[float]) -> tuple[float, float]:
 class MinMaxPyramid:
     """Append-only extremes with coarser levels above them.
 
-    One thread appends. Others may read at the same time, up to a length that they learned after an append.
+    One thread appends. Others may read at the same time, up to a length that they learned after an
+    append.
     """
 
     __slots__ = ("_highs", "_lows", "fanout")
 
     def __init__(self, fanout: int) -> None:
-        """Combine ``fanout`` entries per level. A larger value takes less memory, a smaller one gives more levels to choose from."""
+        """Combine ``fanout`` entries per level. A larger value takes less memory, a smaller one
+        gives more levels to choose from.
+        """
         self.fanout = fanout
         self._lows: list[array[float]] = [array("d")]
         self._highs: list[array[float]] = [array("d")]
@@ -135,7 +141,9 @@ class MinMaxPyramid:
         return self._lows[level][start:stop], self._highs[level][start:stop]
 
     def extremes(self, start: int, stop: int) -> tuple[float, float] | None:
-        """Return minimum and maximum of the entries ``[start, stop)``; None if there is no finite value."""
+        """Return minimum and maximum of the entries ``[start, stop)``; None if there is no finite
+        value.
+        """
         if stop - start == 1:  # most columns of a short run
             low, high = self._lows[0][start], self._highs[0][start]
             return (low, high) if low <= high else None
@@ -201,9 +209,10 @@ def single(sample: Sample) -> Rollup:
 def roll_up(parts: Sequence[Rollup]) -> Rollup:
     """Combine consecutive roll-ups (at least one) into one.
 
-    The mean is weighted by samples; its ``interval_s`` and CPU seconds are sums over the interval. The peak takes the maximum of every
-    value separately; its CPU seconds are those of the busiest part, scaled to the interval. Both name every reason for throttling, and the
-    busiest foreign processes.
+    The mean is weighted by samples; its ``interval_s`` and CPU seconds are sums over the interval.
+    The peak takes the maximum of every value separately; its CPU seconds are those of the busiest
+    part, scaled to the interval. Both name every reason for throttling, and the busiest foreign
+    processes.
     """
     weights = [part.samples for part in parts]
     means, peaks = [part.mean for part in parts], [part.peak for part in parts]
@@ -300,7 +309,9 @@ def _busiest(processes: Iterable[ForeignProcess]) -> tuple[ForeignProcess, ...]:
 
 
 def _mean(values: Weighted) -> Any:
-    """Return the weighted mean of the measured values, as an integer if they are; None if nothing was measured."""
+    """Return the weighted mean of the measured values, as an integer if they are; None if nothing
+    was measured.
+    """
     known = [(value, weight) for value, weight in values if value is not None]
     if not known:
         return None
@@ -338,7 +349,9 @@ RESOLUTIONS = (
 
 
 class SampleWriter:
-    """Appends the samples of one host. Only the supervisor has one. A crash loses unfinished roll-ups, but no sample."""
+    """Appends the samples of one host. Only the supervisor has one. A crash loses unfinished
+    roll-ups, but no sample.
+    """
 
     def __init__(
         self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS
@@ -363,7 +376,9 @@ class SampleWriter:
         self._raw.close()
 
     def _fold(self, part: Rollup, level: int) -> None:
-        """Add a part to the unfinished roll-up of a resolution; a completed one becomes a part of the next resolution."""
+        """Add a part to the unfinished roll-up of a resolution; a completed one becomes a part of
+        the next resolution.
+        """
         if level == len(self._rollups):
             return
         parts, resolution = self._open[level], self._rollups[level].resolution
@@ -428,7 +443,9 @@ class SampleReader:
         self._offset = 0
 
     def poll(self, *, limit_bytes: int = MEBIBYTE) -> tuple[Sample, ...]:
-        """Return the samples since the last poll; at first those of the newest segment. Older ones come from ``history``."""
+        """Return the samples since the last poll; at first those of the newest segment. Older ones
+        come from ``history``.
+        """
         found: list[Sample] = []
         paths = self._newest.poll()
         if not self._number or self._number not in paths:
@@ -445,10 +462,12 @@ class SampleReader:
         return tuple(found)
 
     def history(self, first: float, last: float, rows: int) -> Iterator[Rollup]:
-        """Yield roll-ups between two times, oldest first. They are read on the way: thousands would take a lot of memory.
+        """Yield roll-ups between two times, oldest first. They are read on the way: thousands would
+        take a lot of memory.
 
-        They come from the coarsest resolution with enough rows. Times that it does not cover come from coarser resolutions (too old) or
-        finer ones (too new). A single sample becomes a roll-up of one.
+        They come from the coarsest resolution with enough rows. Times that it does not cover come
+        from coarser resolutions (too old) or finer ones (too new). A single sample becomes a
+        roll-up of one.
 
         Args:
             first: Begin of the range in Unix seconds, inclusive.
@@ -490,7 +509,9 @@ class SampleReader:
     def _rows_of(
         self, resolution: Resolution, path: Path, first: float, last: float
     ) -> Iterator[Rollup]:
-        """Yield the rows of a segment between two times: all lines are decoded when it is read first, then only those."""
+        """Yield the rows of a segment between two times: all lines are decoded when it is read
+        first, then only those.
+        """
         known = self._known.setdefault(path, _KnownLines())
         read_to = known.end
         for start, end in known.spans(first, last):
@@ -507,7 +528,9 @@ class SampleReader:
                 yield row
 
     def _start(self, resolution: Resolution, path: Path) -> float:
-        """Return the time of a segment's first row; infinity if it has none yet. Lines before it may be damaged, as by a full disk."""
+        """Return the time of a segment's first row; infinity if it has none yet. Lines before it
+        may be damaged, as by a full disk.
+        """
         offset, reached = -1, 0
         while path not in self._starts and reached > offset:
             offset = reached
@@ -537,7 +560,9 @@ class _KnownLines:
             self.end += size_bytes
 
     def spans(self, first: float, last: float) -> list[tuple[int, int]]:
-        """Return where the lines between two times are, as runs of bytes. A clock may have been set back between them."""
+        """Return where the lines between two times are, as runs of bytes. A clock may have been set
+        back between them.
+        """
         found: list[tuple[int, int]] = []
         for at, line_time in enumerate(self._times):
             if first <= line_time <= last:

@@ -38,9 +38,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     reason: str = ""
     warned: bool = False
-    """Whether a scheduler's warning asks, before it ends the job, and no person: then another job may continue."""
+    """Whether a scheduler's warning asks, before it ends the job, and no person: then another job
+    may continue.
+    """
     signalled: bool = False
-    """Whether a signal to a supervisor asks, as of a scheduler that ends a job: only that job itself may continue, if it starts again."""
+    """Whether a signal to a supervisor asks, as of a scheduler that ends a job: only that job
+    itself may continue, if it starts again.
+    """
 
 
 prepare(Request)
@@ -54,7 +58,8 @@ def request(
     warned: bool = False,
     signalled: bool = False,
 ) -> None:
-    """Ask the run to stop (with a checkpoint) or to save a checkpoint. Neither a warning nor a signal replaces a person's request.
+    """Ask the run to stop (with a checkpoint) or to save a checkpoint. Neither a warning nor a
+    signal replaces a person's request.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
@@ -79,7 +84,9 @@ def request(
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:
-    """Return the requests that are not cleared yet; none while the file system is away. Cheap, because rank 0 calls it after every step."""
+    """Return the requests that are not cleared yet; none while the file system is away. Cheap,
+    because rank 0 calls it after every step.
+    """
     return frozenset(action for action in ACTIONS if exists(run.control_dir / action))
 
 
@@ -92,7 +99,9 @@ def details(run: RunDirectory, action: Action) -> Request | None:
 
 
 def clear(run: RunDirectory, action: Action) -> None:
-    """Remove a request that was carried out or belongs to an earlier attempt. Raises OSError if the folder cannot be written."""
+    """Remove a request that was carried out or belongs to an earlier attempt. Raises OSError if the
+    folder cannot be written.
+    """
     (run.control_dir / action).unlink(missing_ok=True)
 
 
@@ -114,9 +123,11 @@ def write_state(run: RunDirectory, state: RunState) -> None:
 
 
 def write_state_even_if_full(run: RunDirectory, state: RunState) -> None:
-    """Replace ``state.json``. If the disk is full, overwrite the old file, whose block is already allocated.
+    """Replace ``state.json``. If the disk is full, overwrite the old file, whose block is already
+    allocated.
 
-    Only where the state must be recorded, as at an end: a reader may see a half-written file for a moment and must read again.
+    Only where the state must be recorded, as at an end: a reader may see a half-written file for a
+    moment and must read again.
 
     Raises:
         OSError: If writing fails for another reason than a full disk.
@@ -130,13 +141,17 @@ def write_state_even_if_full(run: RunDirectory, state: RunState) -> None:
 
 
 def overwrite(path: Path, content: bytes) -> None:
-    """Overwrite a file in place, padding shorter content with blanks to the old size. Raises OSError."""
+    """Overwrite a file in place, padding shorter content with blanks to the old size. Raises
+    OSError.
+    """
     with path.open("r+b") as file:
         file.write(content.ljust(os.fstat(file.fileno()).st_size))
 
 
 def read_state(run: RunDirectory) -> RunState:
-    """Return the recorded state, which ``liveness`` may correct. Raises InputError if it is missing or cannot be read."""
+    """Return the recorded state, which ``liveness`` may correct. Raises InputError if it is missing
+    or cannot be read.
+    """
     remedy = "Check that this is the folder of a run."
     state = _read(run.state_path, RunState, "unreadable-state", remedy)
     if not _plausible(state):

@@ -1,4 +1,6 @@
-"""What a user asks for: specs and presets, their checks and their files. Cheap to import and independent of the machine."""
+"""What a user asks for: specs and presets, their checks and their files. Cheap to import and
+independent of the machine.
+"""
 
 from so_tui.spec.check import check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line

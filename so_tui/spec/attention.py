@@ -1,6 +1,7 @@
 """Attention backends: what each can compute, and which of them a run uses.
 
-One rule for trainer, plan and doctor: the trainer applies it to what it finds on its host, the others to a machine as inspected.
+One rule for trainer, plan and doctor: the trainer applies it to what it finds on its host, the
+others to a machine as inspected.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ UNKNOWN_GPU = 0
 
 
 class Kernel(Struct, frozen=True, kw_only=True):
-    """A backend that takes the boundaries of packed documents; all of them have sliding windows, sinks and a deterministic mode."""
+    """A backend that takes the boundaries of packed documents; all of them have sliding windows,
+    sinks and a deterministic mode.
+    """
 
     name: AttentionBackend
     package: str = ""
@@ -110,10 +113,14 @@ class Needs(Struct, frozen=True, kw_only=True):
     sinks: bool = False
     softcap: bool = False
     rows: bool = False
-    """Whether each document needs a row of its own, since layers besides attention would mix those of one row."""
+    """Whether each document needs a row of its own, since layers besides attention would mix those
+    of one row.
+    """
     deterministic: bool = False
     plain: bool = True
-    """Whether it is softmax attention, which every backend computes; transformers' own code serves other models."""
+    """Whether it is softmax attention, which every backend computes; transformers' own code serves
+    other models.
+    """
 
 
 class Present(Struct, frozen=True, kw_only=True):

@@ -50,7 +50,9 @@ from so_tui.spec.run_spec import DataSource, RunSpec
 def sharing_problems(
     model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], gpus: Any
 ) -> Iterator[Problem]:
-    """Yield what speaks against ``train.sequence_parallel``, from sections of a plain tree, of whose types nothing is known."""
+    """Yield what speaks against ``train.sequence_parallel``, from sections of a plain tree, of
+    whose types nothing is known.
+    """
     ranks, length = (
         train.get("sequence_parallel", 1),
         data.get("sequence_length", field_index()["data.sequence_length"].default),
@@ -95,11 +97,16 @@ def sharing_problems(
 
 
 def sharing_problem(kinds: Iterable[str], ranks: int) -> Problem | None:
-    """Return why ranks cannot share the sequences of a model with layers of these kinds; None if they can."""
+    """Return why ranks cannot share the sequences of a model with layers of these kinds; None if
+    they can.
+    """
     whole = sorted({*mixing_kinds(kinds), *recurrent_kinds(kinds)})
     if ranks == 1 or not whole:
         return None
-    message = f"the model has layers of {', '.join(whole)}, which would see only a rank's part of a sequence"
+    message = (
+        f"the model has layers of {', '.join(whole)}, which would see only a rank's part of a "
+        "sequence"
+    )
     field, remedy = "train.sequence_parallel", "Set it to 1."
     return Problem(
         code="sequence-parallel-layers",
@@ -140,7 +147,9 @@ _EXPERTS = frozenset({"num_experts", "num_local_experts"})
 
 
 def combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
-    """Yield problems of combinations of keys. Single keys may be wrong too, so nothing is assumed about their types."""
+    """Yield problems of combinations of keys. Single keys may be wrong too, so nothing is assumed
+    about their types.
+    """
     model, data, train = (_section(tree, name) for name in ("model", "data", "train"))
     yield from _length_problems(train, _section(tree, "benchmark"))
     yield from _model_problems(model, train)
@@ -163,7 +172,9 @@ def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterat
             field=f"train.{given[-1]}",
             value=shown(train[given[-1]]),
             message=f"is one of several lengths of the run ({values})",
-            remedy="Keep one of train.steps, train.epochs and train.tokens and set the others to 0.",
+            remedy=(
+                "Keep one of train.steps, train.epochs and train.tokens and set the others to 0."
+            ),
         )
     elif not any(train.get(key) for key in LENGTHS) and not benchmark.get("measured_steps"):
         yield Problem(
@@ -171,7 +182,10 @@ def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterat
             field="train.steps",
             value="",
             message="the run has no length",
-            remedy="Give one of train.steps, train.epochs and train.tokens (or benchmark.measured_steps) a value above 0.",
+            remedy=(
+                "Give one of train.steps, train.epochs and train.tokens (or "
+                "benchmark.measured_steps) a value above 0."
+            ),
         )
     accumulation, target = train.get("gradient_accumulation"), train.get("tokens_per_step")
     if target and isinstance(accumulation, int) and accumulation > 1:
@@ -179,8 +193,14 @@ def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterat
             code="several-step-sizes",
             field="train.tokens_per_step",
             value=shown(target),
-            message=f"determines the gradient accumulation steps, and so does train.gradient_accumulation = {accumulation}",
-            remedy="Keep one of the two: set train.tokens_per_step to 0, or leave train.gradient_accumulation at 1.",
+            message=(
+                "determines the gradient accumulation steps, and so does "
+                f"train.gradient_accumulation = {accumulation}"
+            ),
+            remedy=(
+                "Keep one of the two: set train.tokens_per_step to 0, or leave "
+                "train.gradient_accumulation at 1."
+            ),
         )
 
 
@@ -190,16 +210,28 @@ def _nothing_to_offload(offload: Any, policy: Any) -> Iterator[Problem]:
             code="nothing-to-offload",
             field="model.activation_offload",
             value=shown(offload),
-            message='moves the inputs of checkpointed layers, and with activation_checkpointing = "none" there are none',
-            remedy='Set model.activation_checkpointing to "full", "attention" or "selective", or leave model.activation_offload at "auto".',
+            message=(
+                "moves the inputs of checkpointed layers, and with activation_checkpointing = "
+                '"none" there are none'
+            ),
+            remedy=(
+                'Set model.activation_checkpointing to "full", "attention" or "selective", or '
+                'leave model.activation_offload at "auto".'
+            ),
         )
     if offload == "attention" and policy not in ("auto", "attention"):
         yield Problem(
             code="nothing-to-offload",
             field="model.activation_offload",
             value=shown(offload),
-            message='moves what activation_checkpointing = "attention" keeps of attention, and that is not set',
-            remedy='Set model.activation_checkpointing to "attention", or model.activation_offload to "inputs" or "auto".',
+            message=(
+                'moves what activation_checkpointing = "attention" keeps of attention, and that is '
+                "not set"
+            ),
+            remedy=(
+                'Set model.activation_checkpointing to "attention", or model.activation_offload to '
+                '"inputs" or "auto".'
+            ),
         )
 
 
@@ -211,7 +243,10 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             field="model.config",
             value="",
             message='weights = "random" needs the architecture of the model',
-            remedy='Write [model.config] with `model_type` and the keys of the model\'s config.json, or use weights = "pretrained".',
+            remedy=(
+                "Write [model.config] with `model_type` and the keys of the model's config.json, "
+                'or use weights = "pretrained".'
+            ),
         )
     yield from _nothing_to_offload(
         model.get("activation_offload"), model.get("activation_checkpointing", "auto")
@@ -224,7 +259,10 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             field="model.tiled_mlp",
             value='"on"',
             message="cuts dense feed-forward blocks that are recomputed, and this model has none",
-            remedy='Leave it at "auto". It needs model.activation_checkpointing = "full" or "attention", and a model without experts.',
+            remedy=(
+                'Leave it at "auto". It needs model.activation_checkpointing = "full" or '
+                '"attention", and a model without experts.'
+            ),
         )
     scaling, factor = model.get("rope_scaling", "model"), model.get("rope_factor", 1)
     if (scaling != "model") != (factor != 1):
@@ -241,7 +279,9 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
             field="train.router_loss_coefficient",
             value=shown(train["router_loss_coefficient"]),
             message="the model has no experts",
-            remedy="Set it to 0; it balances the load of the experts in a mixture-of-experts model.",
+            remedy=(
+                "Set it to 0; it balances the load of the experts in a mixture-of-experts model."
+            ),
         )
 
 
@@ -261,7 +301,10 @@ def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
             field="offload.config",
             value=shown(offload["config"]),
             message="is a config of DeepSpeed's own SuperOffload",
-            remedy='Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name PRESET:as-published.',
+            remedy=(
+                'Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name '
+                "PRESET:as-published."
+            ),
         )
     if offload.get("parameters") == "cpu" and (
         mode == "gpu" or (engine == "deepspeed" and mode != "zerooffload")
@@ -272,7 +315,10 @@ def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
             field="offload.parameters",
             value='"cpu"',
             message=f"is not supported {optimizer}, where the weights stay on the GPU",
-            remedy='Use "none", or offload.mode = "superoffload" with offload.engine = "so-tui", or offload.mode = "zerooffload".',
+            remedy=(
+                'Use "none", or offload.mode = "superoffload" with offload.engine = "so-tui", or '
+                'offload.mode = "zerooffload".'
+            ),
         )
 
 
@@ -293,7 +339,9 @@ def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterato
             field="train.evaluate_every_steps",
             value=shown(train["evaluate_every_steps"]),
             message="there is nothing to evaluate on",
-            remedy="Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation.",
+            remedy=(
+                "Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation."
+            ),
         )
 
 
@@ -330,12 +378,16 @@ def path_fault(text: str) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Return whether this user can see a file or folder there. Path's own method raises without permission and on a stale handle."""
+    """Return whether this user can see a file or folder there. Path's own method raises without
+    permission and on a stale handle.
+    """
     return os.path.exists(path)  # noqa: PTH110
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether this user can see a folder there. Path's own method raises as for ``exists``."""
+    """Return whether this user can see a folder there. Path's own method raises as for
+    ``exists``.
+    """
     return os.path.isdir(path)  # noqa: PTH112
 
 
@@ -354,7 +406,8 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
         f".{path.name}.{os.urandom(4).hex()}.tmp"
     )  # unique: processes on other hosts may write the same file
     try:
-        # With its mode from the beginning: one that is set later leaves a moment in which others may open it.
+        # With its mode from the beginning: one that is set later leaves a moment in which others
+        # may open it.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -373,7 +426,9 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o600) -> None:
 _MISSING_REMEDIES = {
     "name": "Give a short name of lower-case letters, digits, '.', '_' and '-'.",
     "model": 'Add a section [model] with at least `id`, or extend a preset: extends = "qwen3-14b".',
-    "data": 'Add a section [data] with at least `source`, or extend a preset: extends = "qwen3-14b".',
+    "data": (
+        'Add a section [data] with at least `source`, or extend a preset: extends = "qwen3-14b".'
+    ),
     "model.id": 'Give a hub id such as "Qwen/Qwen3-14B", or a folder.',
     "data.source": 'Give a hub id such as "tatsu-lab/alpaca", a file or a folder.',
 }
@@ -403,7 +458,9 @@ _PYTHON_TYPES: dict[FieldType, tuple[type, ...]] = {
     "text": (str,),
     "boolean": (bool,),
 }
-"""Types of a value that only its range can make wrong. A bool is an int in Python and is excluded separately."""
+"""Types of a value that only its range can make wrong. A bool is an int in Python and is excluded
+separately.
+"""
 
 
 def check_tree(tree: dict[str, Any], file: str = "") -> RunSpec:
@@ -423,7 +480,9 @@ def check_tree(tree: dict[str, Any], file: str = "") -> RunSpec:
 
 
 def problems_in(tree: dict[str, Any]) -> tuple[Problem, ...]:
-    """Return everything that is wrong with a plain tree; ``Problem.field`` is the dotted path of the key."""
+    """Return everything that is wrong with a plain tree; ``Problem.field`` is the dotted path of
+    the key.
+    """
     problems = tuple(islice(_section_problems(tree, RunSpec, ""), _MOST_PROBLEMS))
     wrong = {problem.field for problem in problems}
     return problems + tuple(
@@ -574,7 +633,9 @@ def _source_problems(path: str, part: Any) -> Iterator[Problem]:
 
 
 def _fault(info: FieldInfo | None, value: Any, reason: str) -> tuple[str, str]:
-    """Return code and message for a value that the type of its key rejects; ``reason`` is the library's own."""
+    """Return code and message for a value that the type of its key rejects; ``reason`` is the
+    library's own.
+    """
     if info is None or (
         isinstance(value, list | dict) and (info.takes_list or info.type_name == "table")
     ):

@@ -19,9 +19,13 @@ class Problem(Struct, frozen=True, kw_only=True):
     """One invalid input: which field, what was given, what is wrong and how to correct it."""
 
     code: str
-    """What is wrong, in kebab-case and independent of the wording: ``unknown-key``. Documented where it is raised."""
+    """What is wrong, in kebab-case and independent of the wording: ``unknown-key``. Documented
+    where it is raised.
+    """
     field: str
-    """Dotted name of the field (``offload.ratio``), or another name for the input (``preset``, ``--machine``)."""
+    """Dotted name of the field (``offload.ratio``), or another name for the input (``preset``,
+    ``--machine``).
+    """
     value: str
     """The input as the user wrote it; empty if nothing was given."""
     message: str
@@ -41,14 +45,19 @@ class Problem(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         where = f"{self.file}: " if self.file else ""
         given = f" = {self.value}" if self.value else ""
-        return f"{printable_line(f'{where}{self.field}{given}')}: {printable(self.message)}. {printable(self.advice)}"
+        return (
+            f"{printable_line(f'{where}{self.field}{given}')}: {printable(self.message)}. "
+            f"{printable(self.advice)}"
+        )
 
 
 class Refusal(Struct, frozen=True):
     """One reason why a run cannot start here."""
 
     code: str
-    """What stands in the way, in kebab-case and independent of the wording: ``gpu-in-use``. Documented where it is raised."""
+    """What stands in the way, in kebab-case and independent of the wording: ``gpu-in-use``.
+    Documented where it is raised.
+    """
     message: str
     """What stands in the way and what to do about it."""
 
@@ -103,7 +112,9 @@ def reject(
 
 
 class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit status
-    """The run does not fit or cannot run here: exit code 3. ``forceable`` means that starting it anyway might succeed."""
+    """The run does not fit or cannot run here: exit code 3. ``forceable`` means that starting it
+    anyway might succeed.
+    """
 
     exit_code = 3
 
@@ -124,9 +135,11 @@ class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit stat
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a third-party error, to quote in a message; the name of its type if it has no text.
+    """Return the first line of a third-party error, to quote in a message; the name of its type if
+    it has no text.
 
-    It is that of its cause where the error itself names only a place ("Validation error for field 'layer_types':").
+    It is that of its cause where the error itself names only a place ("Validation error for field
+    'layer_types':").
     """
     first: str = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return (
@@ -148,7 +161,9 @@ _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxlong = _repr.maxstring
 
 
 def nearest(word: str, known: tuple[str, ...]) -> str:
-    """Return ``Did you mean `...`? `` for a misspelt word, or an empty string if no known word is similar."""
+    """Return ``Did you mean `...`? `` for a misspelt word, or an empty string if no known word is
+    similar.
+    """
     if len(word) > _LONGEST:  # comparing takes time that is quadratic in the length
         return ""
     from difflib import get_close_matches
@@ -171,7 +186,9 @@ def set_option(key: str, value: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML writes it, on one line that is safe to show, without credentials, and shortened to fit in a message."""
+    """Return a value as TOML writes it, on one line that is safe to show, without credentials, and
+    shortened to fit in a message.
+    """
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, str):
@@ -184,6 +201,7 @@ def shown(value: Any) -> str:
         )  # str() of all of it may take long, and fails for integers of thousands of digits
     else:
         text = str(value)
-    # Bounded before the search, which is not linear; credentials are hidden before the end of their URL is cut off.
+    # Bounded before the search, which is not linear; credentials are hidden before the end of their
+    # URL is cut off.
     text = printable_line(without_credentials(text[:_LONGEST_SEARCHED])[: _LONGEST + 1])
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -1,6 +1,8 @@
-"""What a model is asked to write, and what it answers: the lines between so-tui and the helper process that has the model.
+"""What a model is asked to write, and what it answers: the lines between so-tui and the helper
+process that has the model.
 
-The helper reads a ``LoadModel``, then ``Ask`` and ``Cancel`` in any order until its input ends. It writes events.
+The helper reads a ``LoadModel``, then ``Ask`` and ``Cancel`` in any order until its input ends. It
+writes events.
 """
 
 from __future__ import annotations

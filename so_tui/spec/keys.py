@@ -98,7 +98,9 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
 
 @cache
 def fields() -> tuple[FieldInfo, ...]:
-    """Return all keys in declaration order, with sections flattened (``train.micro_batch``), without the generated parameter table."""
+    """Return all keys in declaration order, with sections flattened (``train.micro_batch``),
+    without the generated parameter table.
+    """
     return tuple(info for info in _walk(RunSpec, "") if info.path != GENERATED)
 
 

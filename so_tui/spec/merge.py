@@ -1,4 +1,5 @@
-"""Combine plain trees: a preset over its base, ``--set`` over a spec, and the differences of a spec from its base.
+"""Combine plain trees: a preset over its base, ``--set`` over a spec, and the differences of a spec
+from its base.
 
 Problem codes:
     unknown-key: ``--set`` names a key that does not exist.
@@ -53,13 +54,15 @@ def complete_tree(spec: RunSpec) -> Tree:
 def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     """Return the spec with some values changed, as ``--set`` does.
 
-    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; so it is with ``gradient_accumulation`` and
-    ``tokens_per_step``. Changing ``model.config`` drops the parameter table, which describes the previous architecture, and changing
-    ``data.source`` what describes the previous source: subset, split and format.
+    Setting one of ``train.steps``, ``epochs`` and ``tokens`` clears the other two; so it is with
+    ``gradient_accumulation`` and ``tokens_per_step``. Changing ``model.config`` drops the parameter
+    table, which describes the previous architecture, and changing ``data.source`` what describes
+    the previous source: subset, split and format.
 
     Args:
         spec: The spec to change.
-        values: Values by dotted key. A value is parsed as TOML; text that is not TOML is taken literally, ``0,1`` as a list.
+        values: Values by dotted key. A value is parsed as TOML; text that is not TOML is taken
+            literally, ``0,1`` as a list.
 
     Raises:
         InputError: With all problems of the result.
@@ -111,7 +114,9 @@ def parse_value(text: str, info: FieldInfo | None = None) -> Any:
 
 
 def merged(base: Tree, changes: Tree) -> Tree:
-    """Return ``base`` with ``changes`` applied section by section; lists and values are replaced as a whole."""
+    """Return ``base`` with ``changes`` applied section by section; lists and values are replaced as
+    a whole.
+    """
     tree = _overlaid(base, changes)
     changed = _section(changes, "train")
     for alternatives in (LENGTHS, STEP_SIZES):
@@ -133,7 +138,9 @@ def merged(base: Tree, changes: Tree) -> Tree:
 
 
 def differences(tree: Tree, base: Tree) -> Tree:
-    """Return the part of ``tree`` that differs from ``base``; sections without a difference are left out."""
+    """Return the part of ``tree`` that differs from ``base``; sections without a difference are
+    left out.
+    """
     found: Tree = {}
     for key, value in tree.items():
         if key in base and base[key] == value:
@@ -169,7 +176,9 @@ def _defaults() -> Tree:
 
 
 def _ungrouped(text: str, info: FieldInfo | None) -> str:
-    """Return a number whose thousands are grouped as people write them, ``16,384`` or ``16 384``, as TOML takes it; other text as it is."""
+    """Return a number whose thousands are grouped as people write them, ``16,384`` or ``16 384``,
+    as TOML takes it; other text as it is.
+    """
     if (
         info is None
         or info.takes_list
@@ -188,7 +197,9 @@ def _toml_value(text: str) -> Any:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text can be written as UTF-8; bytes of the command line that are not become lone surrogates."""
+    """Return whether a text can be written as UTF-8; bytes of the command line that are not become
+    lone surrogates.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -208,7 +219,10 @@ def _unknown_path(path: str, text: str) -> Problem:
     same_key = [full for full in known if full.rpartition(".")[2] == path.rpartition(".")[2]]
     hint = f"Did you mean `{same_key[0]}`? " if same_key else nearest(path, known)
     if path in section_names():
-        hint = f"`{path}` is a section: name one of its keys, such as `{next(full for full in known if full.startswith(path + '.'))}`. "
+        hint = (
+            f"`{path}` is a section: name one of its keys, such as "
+            f"`{next(full for full in known if full.startswith(path + '.'))}`. "
+        )
     return Problem(
         code="unknown-key",
         field=path,

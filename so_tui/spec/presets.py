@@ -5,11 +5,12 @@ Problem codes:
     unknown-preset: There is no preset of this name.
     not-a-preset: The file or folder exists, but is not a preset.
     data-not-preset: A data file was named in place of a preset.
-    invalid-path, file-not-found, unreadable, invalid-toml: The file cannot exist, does not exist, cannot be read, or is not TOML.
-    not-a-file, too-large, too-deep: It is a pipe or a device, larger than 1 MiB, or nested too deeply.
+    invalid-path, file-not-found, unreadable, invalid-toml: The file cannot exist, does not exist,
+    cannot be read, or is not TOML. not-a-file, too-large, too-deep: It is a pipe or a device,
+    larger than 1 MiB, or nested too deeply.
     circular-extends, long-extends: A preset extends itself through others, or too many others.
-    invalid-name, builtin-name, name-taken: The name has invalid characters, or a built-in preset or a file has it.
-    not-writable, not-deletable: The preset cannot be written or deleted.
+    invalid-name, builtin-name, name-taken: The name has invalid characters, or a built-in preset or
+    a file has it. not-writable, not-deletable: The preset cannot be written or deleted.
     preset-in-use: Another preset of the user extends it.
 """
 
@@ -48,10 +49,11 @@ EXAMPLE_SEQUENCES = 4
 
 
 def as_published(spec: RunSpec) -> RunSpec:
-    """Return a spec with the settings of the script that DeepSpeed's SuperOffload examples have for its model.
+    """Return a spec with the settings of the script that DeepSpeed's SuperOffload examples have for
+    its model.
 
-    Sizes of models without a script are those of the others. The examples train 4 sequences a step on all GPUs together, with HF's own
-    kernels. Model, data and the number of GPUs stay.
+    Sizes of models without a script are those of the others. The examples train 4 sequences a step
+    on all GPUs together, with HF's own kernels. Model, data and the number of GPUs stay.
 
     Raises:
         InputError: The 4 sequences cannot be divided among the GPUs (code ``not-as-published``).
@@ -112,7 +114,9 @@ _BUILTIN = "builtin:"
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
-    """Return the spec with relative paths made absolute: runs, resumes and saved presets begin in other folders."""
+    """Return the spec with relative paths made absolute: runs, resumes and saved presets begin in
+    other folders.
+    """
     model = msgspec.structs.replace(
         spec.model, id=_absolute(spec.model.id), tokenizer=_absolute(spec.model.tokenizer)
     )
@@ -136,7 +140,9 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
 
 
 def missing_paths(spec: RunSpec) -> Iterator[Problem]:
-    """Yield a problem (code ``path-not-found``) for each model, tokenizer or data path of the spec that does not exist."""
+    """Yield a problem (code ``path-not-found``) for each model, tokenizer or data path of the spec
+    that does not exist.
+    """
     for field, text in _named(spec):
         if _is_path(text) and not exists(Path(text).expanduser()):
             remedy = "Check the path. A name on the hub has the form owner/name."
@@ -160,7 +166,9 @@ def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _is_path(text: str) -> bool:
-    """Return whether a text can only be a path: it is written as one, or ends like a data file, which no hub name does."""
+    """Return whether a text can only be a path: it is written as one, or ends like a data file,
+    which no hub name does.
+    """
     written_as_path = (
         text.startswith(("/", "./", "../", "~"))
         or text.count("/") > 1
@@ -199,7 +207,9 @@ class Source(Struct, frozen=True):
 
 
 def preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
-    """Return the preset files of a folder, sorted, and the problem if it cannot be read. A folder that does not exist has none."""
+    """Return the preset files of a folder, sorted, and the problem if it cannot be read. A folder
+    that does not exist has none.
+    """
     try:
         return sorted(path for path in folder.iterdir() if path.name.endswith(".toml")), []
     except (FileNotFoundError, NotADirectoryError):
@@ -273,7 +283,10 @@ def _unreadable(code: str, path: Path, message: str, remedy: str) -> InputError:
 
 def no_preset(path: Path, message: str) -> Problem:
     """Return the problem of a file or folder that exists but is not a preset."""
-    remedy = "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` lists them by name."
+    remedy = (
+        "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` "
+        "lists them by name."
+    )
     if path.is_dir():
         remedy += " To make one from a folder with a model: `so-tui presets add FOLDER`."
     return Problem(
@@ -324,7 +337,9 @@ def resolve_source(text: str) -> str:
 
 
 def load_catalog(user_dir: Path | None = None) -> Catalog:
-    """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the others."""
+    """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the
+    others.
+    """
     trees: dict[str, Source] = {}
     problems: list[Problem] = []
     folders: tuple[tuple[Path, Origin], ...] = (
@@ -358,13 +373,15 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     """Return a preset by name, or from a file by path.
 
     Args:
-        name_or_path: Name of a preset; text with a ``/`` or ending in ``.toml`` is a path. With ``:as-published`` at its end, the settings
-            of DeepSpeed's SuperOffload examples replace those of the preset.
+        name_or_path: Name of a preset; text with a ``/`` or ending in ``.toml`` is a path. With
+            ``:as-published`` at its end, the settings of DeepSpeed's SuperOffload examples replace
+            those of the preset.
         catalog: Presets to search; loaded if absent.
         table: False leaves out the file's own parameter table, for generating it again.
 
     Raises:
-        InputError: If the name is unknown, the file is missing or not a preset, or the preset is invalid.
+        InputError: If the name is unknown, the file is missing or not a preset, or the preset is
+            invalid.
     """
     if name_or_path.endswith(AS_PUBLISHED):
         preset = find_preset(name_or_path.removesuffix(AS_PUBLISHED), catalog, table=table)
@@ -376,7 +393,8 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
             "preset",
             shown(name_or_path),
             "is a data file, not a preset",
-            f"To train on your own rows, name a preset as well: tiny {set_option('data.source', name_or_path)}",
+            "To train on your own rows, name a preset as well: tiny "
+            f"{set_option('data.source', name_or_path)}",
         )
     if "/" in name_or_path or name_or_path.endswith(".toml"):
         if fault:
@@ -419,7 +437,8 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
 def save_preset(
     spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None
 ) -> Path:
-    """Write a user preset with the differences from ``base`` and return its path. An existing user preset of this name is replaced.
+    """Write a user preset with the differences from ``base`` and return its path. An existing user
+    preset of this name is replaced.
 
     Local paths are written as absolute ones, as the preset is used from any folder.
 
@@ -430,7 +449,8 @@ def save_preset(
         user_dir: Folder of user presets; the XDG folder if absent.
 
     Raises:
-        InputError: If the name is invalid or built in, the base is unknown, or the folder cannot be written.
+        InputError: If the name is invalid or built in, the base is unknown, or the folder cannot be
+            written.
     """
     folder = user_dir or user_folder()
     presets = load_catalog(folder).presets
@@ -455,7 +475,8 @@ def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | Non
             "name",
             shown(name),
             "is not a valid name",
-            "Use up to 64 lower-case letters, digits, '.', '_' and '-', starting with a letter or digit.",
+            "Use up to 64 lower-case letters, digits, '.', '_' and '-', starting with a letter or "
+            "digit.",
         )
     older = presets.get(name)
     if older and older.origin == "built-in":
@@ -516,7 +537,8 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
 
 
 def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
-    """Write a new, complete user preset with its parameter table, and return its path. Existing files are never replaced.
+    """Write a new, complete user preset with its parameter table, and return its path. Existing
+    files are never replaced.
 
     Raises:
         InputError: If a preset or file of this name exists, or the folder cannot be written.
@@ -550,7 +572,9 @@ def _toml(tree: Tree) -> str:
 
 
 def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset]) -> Tree:
-    """Return the tree to write: the differences from the base, or the complete spec without one. Raises InputError for an unknown base."""
+    """Return the tree to write: the differences from the base, or the complete spec without one.
+    Raises InputError for an unknown base.
+    """
     if base is None:
         return spec_tree(spec)
     if base not in presets:
@@ -613,7 +637,9 @@ def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ..
 
 
 def _order(preset: Preset) -> tuple[object, ...]:
-    """Return the sort key of a preset: built-in models by size, then the user's, then random weights for benchmarks; ``tiny`` last."""
+    """Return the sort key of a preset: built-in models by size, then the user's, then random
+    weights for benchmarks; ``tiny`` last.
+    """
     spec = preset.spec
     return (
         spec.name == "tiny",

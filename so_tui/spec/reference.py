@@ -1,4 +1,6 @@
-"""Print the reference of preset keys as Markdown: ``python -m so_tui.spec.reference > docs/presets.md``."""
+"""Print the reference of preset keys as Markdown:
+``python -m so_tui.spec.reference > docs/presets.md``.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ Rules that apply to several keys:
   table of the base, which describes another architecture. If the table is in the same file, generate it again.
 
 An unknown key, a wrong type or a value out of range is an error that names the key, the value, a remedy and the nearest known key.
-"""
+"""  # noqa: E501
 
 
 def reference() -> str:

@@ -53,14 +53,19 @@ class CheckpointSpec(Section, frozen=True):
         float,
         Meta(
             ge=0,
-            description="Time between checkpoints, by the clock of rank 0; 0 disables saving by time.",
+            description=(
+                "Time between checkpoints, by the clock of rank 0; 0 disables saving by time."
+            ),
             extra={"unit": "minutes"},
         ),
     ] = 0.0
     background: Annotated[
         bool,
         Meta(
-            description="Train on while a checkpoint is written, as far as host memory has room for a copy of the states."
+            description=(
+                "Train on while a checkpoint is written, as far as host memory has room for a copy "
+                "of the states."
+            )
         ),
     ] = True
     copies_gib: Annotated[
@@ -68,7 +73,9 @@ class CheckpointSpec(Section, frozen=True):
         Meta(
             ge=0,
             le=1e6,
-            description="Most host memory per rank for the copies of `background`; 0 sets no limit.",
+            description=(
+                "Most host memory per rank for the copies of `background`; 0 sets no limit."
+            ),
             extra={"unit": "GiB"},
         ),
     ] = 0.0
@@ -96,7 +103,9 @@ class CheckpointSpec(Section, frozen=True):
 
     @property
     def most_at_once(self) -> int:
-        """Largest number of checkpoints on disk at the same time: a new one is written before the oldest is deleted."""
+        """Largest number of checkpoints on disk at the same time: a new one is written before the
+        oldest is deleted.
+        """
         return self.keep + 1 if self.repeats else int(self.saves)
 
 
@@ -123,9 +132,12 @@ class DataSpec(Section, frozen=True):
     source: Annotated[
         str | tuple[DataSource, ...],
         Meta(
-            description="Hub id, file (JSON, JSONL, Parquet, CSV, TSV) or folder; or a mixture: a list of `{source, weight}`, each with "
-            "an optional `subset`, `split` and `format`. Weights are shares of the rows: an epoch includes every row of every source "
-            "at least once, and rows of a source with a larger share several times."
+            description=(
+                "Hub id, file (JSON, JSONL, Parquet, CSV, TSV) or folder; or a mixture: a list of "
+                "`{source, weight}`, each with an optional `subset`, `split` and `format`. Weights "
+                "are shares of the rows: an epoch includes every row of every source at least "
+                "once, and rows of a source with a larger share several times."
+            )
         ),
     ]
     subset: Annotated[
@@ -138,7 +150,9 @@ class DataSpec(Section, frozen=True):
         str,
         Meta(
             min_length=1,
-            description="Split of the data set, with the slice syntax of `datasets` (`train[:10%]`).",
+            description=(
+                "Split of the data set, with the slice syntax of `datasets` (`train[:10%]`)."
+            ),
         ),
     ] = "train"
     format: Annotated[
@@ -147,8 +161,10 @@ class DataSpec(Section, frozen=True):
     loss: Annotated[
         LossOn,
         Meta(
-            description="Tokens that carry loss: those of all answers of the `assistant`, of the `last-turn` only, or `all`. The stop "
-            "token of an answer is included."
+            description=(
+                "Tokens that carry loss: those of all answers of the `assistant`, of the "
+                "`last-turn` only, or `all`. The stop token of an answer is included."
+            )
         ),
     ] = "assistant"
     sequence_length: Annotated[
@@ -164,7 +180,10 @@ class DataSpec(Section, frozen=True):
         float,
         Meta(
             ge=0,
-            description="Rows to evaluate on instead of training on them, selected with the seed: a share below 1, or a number.",
+            description=(
+                "Rows to evaluate on instead of training on them, selected with the seed: a share "
+                "below 1, or a number."
+            ),
             extra={"unit": "rows"},
         ),
     ] = 0.0
@@ -175,7 +194,9 @@ class DataSpec(Section, frozen=True):
     evaluation_split: Annotated[
         str,
         Meta(
-            description="Split of `evaluation` or `source` to evaluate on; if empty, that of `split`."
+            description=(
+                "Split of `evaluation` or `source` to evaluate on; if empty, that of `split`."
+            )
         ),
     ] = ""
     packing: Annotated[
@@ -211,7 +232,9 @@ TensorKind = Literal["linear", "expert", "embedding", "other"]
 
 
 class Tensor(Struct, frozen=True, array_like=True):
-    """One row of the generated parameter table, in TOML an array ``[name, shape, decay, kind, tied]``."""
+    """One row of the generated parameter table, in TOML an array
+    ``[name, shape, decay, kind, tied]``.
+    """
 
     name: str
     """Name in the Hugging Face model; ``{i}`` stands for the index of the repetition."""
@@ -219,7 +242,9 @@ class Tensor(Struct, frozen=True, array_like=True):
     decay: bool
     """Whether weight decay applies."""
     kind: TensorKind
-    """``linear``: used by every token; ``expert``: stacked, a token uses some; ``embedding``: looked up; ``other``: norms, biases."""
+    """``linear``: used by every token; ``expert``: stacked, a token uses some; ``embedding``:
+    looked up; ``other``: norms, biases.
+    """
     tied: str = ""
     """Tensor that this one shares storage with. A tied tensor has no optimizer states."""
 
@@ -233,20 +258,26 @@ class ParameterBlock(Section, frozen=True):
 
 
 def is_matrix(name: str, dimensions: int) -> bool:
-    """Return whether a parameter is a matrix or an embedding, and not a bias, norm or sink (one dimension)."""
+    """Return whether a parameter is a matrix or an embedding, and not a bias, norm or sink (one
+    dimension).
+    """
     return dimensions > 1 and not name.endswith("bias")
 
 
 def is_indexer(name: str) -> bool:
-    """Return whether a parameter belongs to an indexer of sparse attention, by its name in transformers.
+    """Return whether a parameter belongs to an indexer of sparse attention, by its name in
+    transformers.
 
-    An indexer chooses the tokens that attention reads. No gradient of a loss passes through that choice.
+    An indexer chooses the tokens that attention reads. No gradient of a loss passes through that
+    choice.
     """
     return ".indexer." in f".{name}"
 
 
 def decays(name: str, dimensions: int) -> bool:
-    """Return whether weight decay applies to a parameter: to matrices, except those that get no gradient, which it would only shrink."""
+    """Return whether weight decay applies to a parameter: to matrices, except those that get no
+    gradient, which it would only shrink.
+    """
     return is_matrix(name, dimensions) and not is_indexer(name)
 
 
@@ -273,8 +304,10 @@ class ModelSpec(Section, frozen=True):
     weights: Annotated[
         Literal["pretrained", "random"],
         Meta(
-            description="`pretrained` loads the weights of `id`; `random` initialises the architecture in `[model.config]`, for trials and "
-            "benchmarks."
+            description=(
+                "`pretrained` loads the weights of `id`; `random` initialises the architecture in "
+                "`[model.config]`, for trials and benchmarks."
+            )
         ),
     ] = "pretrained"
     tokenizer: Annotated[
@@ -283,44 +316,62 @@ class ModelSpec(Section, frozen=True):
     attention: Annotated[
         Attention,
         Meta(
-            description="Attention backend; `auto` takes the first of these that is installed and suits model and GPU. `torch-flash` comes "
-            "with torch; `sdpa` and `eager` also run on the CPU. `flash_attention_2` and `flash_attention_3` are former names."
+            description=(
+                "Attention backend; `auto` takes the first of these that is installed and suits "
+                "model and GPU. `torch-flash` comes with torch; `sdpa` and `eager` also run on the "
+                "CPU. `flash_attention_2` and `flash_attention_3` are former names."
+            )
         ),
     ] = "auto"
     activation_checkpointing: Annotated[
         ActivationCheckpointing,
         Meta(
-            description="What a layer recomputes in the backward pass instead of storing it: everything (`full`), everything except "
-            "attention (`attention`), or except attention and matrix products (`selective`), or nothing (`none`); `auto` lets the planner "
-            "choose."
+            description=(
+                "What a layer recomputes in the backward pass instead of storing it: everything "
+                "(`full`), everything except attention (`attention`), or except attention and "
+                "matrix products (`selective`), or nothing (`none`); `auto` lets the planner "
+                "choose."
+            )
         ),
     ] = "auto"
     activation_offload: Annotated[
         Literal["auto", "on", "inputs", "attention", "off"],
         Meta(
-            description="What checkpointed layers keep in host memory between forward and backward: their `inputs`, or what the policy "
-            "`attention` keeps of attention (`attention`), or both (`on`). Results are the same. `auto` does so where the run would not "
-            "fit on the GPU otherwise, or would take longer."
+            description=(
+                "What checkpointed layers keep in host memory between forward and backward: their "
+                "`inputs`, or what the policy `attention` keeps of attention (`attention`), or "
+                "both (`on`). Results are the same. `auto` does so where the run would not fit on "
+                "the GPU otherwise, or would take longer."
+            )
         ),
     ] = "auto"
     tiled_mlp: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="Compute dense feed-forward blocks of checkpointed layers, and norms that are not one kernel, 8,192 tokens at a "
-            "time, which takes less GPU memory for long sequences. `auto` does so where the run would not fit on the GPU otherwise."
+            description=(
+                "Compute dense feed-forward blocks of checkpointed layers, and norms that are not "
+                "one kernel, 8,192 tokens at a time, which takes less GPU memory for long "
+                "sequences. `auto` does so where the run would not fit on the GPU otherwise."
+            )
         ),
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "plain"],
         Meta(
-            description="`auto` uses fused norms, rotary embedding, gates and experts if they support the model; `plain` never does."
+            description=(
+                "`auto` uses fused norms, rotary embedding, gates and experts if they support the "
+                "model; `plain` never does."
+            )
         ),
     ] = "auto"
     rope_scaling: Annotated[
         Literal["model", "linear", "yarn"],
         Meta(
-            description="How rotary positions reach documents longer than the model was made for: as the `model` says, or with all "
-            "frequencies divided by `rope_factor` (`linear`), or only the low ones (`yarn`). An export carries it."
+            description=(
+                "How rotary positions reach documents longer than the model was made for: as the "
+                "`model` says, or with all frequencies divided by `rope_factor` (`linear`), or "
+                "only the low ones (`yarn`). An export carries it."
+            )
         ),
     ] = "model"
     rope_factor: Annotated[
@@ -328,19 +379,26 @@ class ModelSpec(Section, frozen=True):
         Meta(
             ge=1,
             le=1024,
-            description="How many times as long documents may be with `rope_scaling` as the model was made for.",
+            description=(
+                "How many times as long documents may be with `rope_scaling` as the model was made "
+                "for."
+            ),
         ),
     ] = 1.0
     leaf_modules: Annotated[
         tuple[str, ...],
         Meta(
-            description="Module classes that ZeRO-3 all-gathers as a whole (mixture-of-experts blocks)."
+            description=(
+                "Module classes that ZeRO-3 all-gathers as a whole (mixture-of-experts blocks)."
+            )
         ),
     ] = ()
     trust_remote_code: Annotated[
         bool,
         Meta(
-            description="Run Python code of the model repository. Only for models whose code you have read."
+            description=(
+                "Run Python code of the model repository. Only for models whose code you have read."
+            )
         ),
     ] = False
     config: Annotated[
@@ -354,18 +412,24 @@ class ModelSpec(Section, frozen=True):
 
     @property
     def positions(self) -> int:
-        """Tokens of the longest document that the model was made for, or that its rotary positions are scaled to; 0 if it does not say."""
+        """Tokens of the longest document that the model was made for, or that its rotary positions
+        are scaled to; 0 if it does not say.
+        """
         own = self.config.get("max_position_embeddings")
         return round(own * self.rope_factor) if isinstance(own, int) and own > 0 else 0
 
     @property
     def repeats_products(self) -> bool:
-        """Whether the backward pass recomputes matrix products; assumed if the planner has not chosen yet."""
+        """Whether the backward pass recomputes matrix products; assumed if the planner has not
+        chosen yet.
+        """
         return self.activation_checkpointing in ("auto", "full", "attention")
 
     @property
     def repeats_attention(self) -> bool:
-        """Whether the backward pass recomputes attention; assumed if the planner has not chosen yet."""
+        """Whether the backward pass recomputes attention; assumed if the planner has not chosen
+        yet.
+        """
         return self.activation_checkpointing in ("auto", "full")
 
     @property
@@ -390,8 +454,10 @@ class OffloadSpec(Section, frozen=True):
     mode: Annotated[
         OffloadMode,
         Meta(
-            description="Where the optimizer runs: on the CPU (`superoffload`, `zerooffload`) or on the GPU (`gpu`); "
-            "`auto` lets the planner choose."
+            description=(
+                "Where the optimizer runs: on the CPU (`superoffload`, `zerooffload`) or on the "
+                "GPU (`gpu`); `auto` lets the planner choose."
+            )
         ),
     ] = "auto"
     engine: Annotated[
@@ -401,8 +467,12 @@ class OffloadSpec(Section, frozen=True):
     config: Annotated[
         Literal["so-tui", "published", "published-clipping"],
         Meta(
-            description='DeepSpeed config of `engine = "deepspeed"`: ours, or exactly the block that DeepSpeed\'s SuperOffload examples '
-            "publish: without a clipping key, so that DeepSpeed's default applies, or with `train.gradient_clipping`."
+            description=(
+                'DeepSpeed config of `engine = "deepspeed"`: ours, or exactly the block that '
+                "DeepSpeed's SuperOffload examples "
+                "publish: without a clipping key, so that DeepSpeed's default applies, or with "
+                "`train.gradient_clipping`."
+            )
         ),
     ] = "so-tui"
     ratio: Annotated[
@@ -418,31 +488,40 @@ class OffloadSpec(Section, frozen=True):
         Meta(
             gt=0,
             lt=1,
-            description="Share of each rank's cores for CPU Adam; the training process uses the rest.",
+            description=(
+                "Share of each rank's cores for CPU Adam; the training process uses the rest."
+            ),
         ),
     ] = 0.9
     sub_group_size: Annotated[
         int,
         Meta(
             ge=1_000,
-            description="Minimum number of a rank's parameters whose optimizer states are stepped together: the smaller, the less is left "
-            "to step when backward is over.",
+            description=(
+                "Minimum number of a rank's parameters whose optimizer states are stepped "
+                "together: the smaller, the less is left to step when backward is over."
+            ),
             extra={"unit": "parameters"},
         ),
     ] = 100_000_000
     states: Annotated[
         StatesFormat,
         Meta(
-            description="Adam's moments in host memory, with our engine. `bf16-moments` and `int8-moments` take 4 and 6 bytes less per "
-            "parameter than `fp32`; they are rounded stochastically, so losses differ slightly."
+            description=(
+                "Adam's moments in host memory, with our engine. `bf16-moments` and `int8-moments` "
+                "take 4 and 6 bytes less per parameter than `fp32`; they are rounded "
+                "stochastically, so losses differ slightly."
+            )
         ),
     ] = "fp32"
     speculation: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="With gradient clipping: step sub-groups before the gradient norm is known, and again if it exceeds the limit. "
-            "Results are the same. It takes as much host memory as the states; `auto` uses what the run leaves, where that makes steps "
-            "faster."
+            description=(
+                "With gradient clipping: step sub-groups before the gradient norm is known, and "
+                "again if it exceeds the limit. Results are the same. It takes as much host memory "
+                "as the states; `auto` uses what the run leaves, where that makes steps faster."
+            )
         ),
     ] = "auto"
     speculation_gib: Annotated[
@@ -457,8 +536,11 @@ class OffloadSpec(Section, frozen=True):
     parameters: Annotated[
         Literal["auto", "none", "cpu"],
         Meta(
-            description="`cpu` keeps the bf16 weights whose optimizer states are in host memory there, too, and copies each layer to the "
-            "GPU when it is needed. Results are the same. `auto` does so where the run would not fit on the GPU otherwise."
+            description=(
+                "`cpu` keeps the bf16 weights whose optimizer states are in host memory there, "
+                "too, and copies each layer to the GPU when it is needed. Results are the same. "
+                "`auto` does so where the run would not fit on the GPU otherwise."
+            )
         ),
     ] = "auto"
 
@@ -471,7 +553,10 @@ class PromptsSpec(Section, frozen=True):
         tuple[Annotated[str, Meta(min_length=1, max_length=8000)], ...],
         Meta(
             max_length=8,
-            description="Questions that the model answers before the first step, during training and at the end.",
+            description=(
+                "Questions that the model answers before the first step, during training and at "
+                "the end."
+            ),
         ),
     ] = ()
     every_steps: Annotated[
@@ -522,7 +607,10 @@ class SlurmSpec(Section, frozen=True):
         str,
         Meta(
             pattern=r"^(\d{1,6}|\d{1,4}:\d\d|\d{1,4}:\d\d:\d\d|\d{1,3}-\d\d?(:\d\d){0,2})?\Z",
-            description="Longest time of one job: minutes, `HH:MM:SS` or `D-HH`; if empty, the site profile's or the partition's.",
+            description=(
+                "Longest time of one job: minutes, `HH:MM:SS` or `D-HH`; if empty, the site "
+                "profile's or the partition's."
+            ),
         ),
     ] = ""
     constraint: Annotated[
@@ -559,7 +647,10 @@ class SlurmSpec(Section, frozen=True):
     continues: Annotated[
         bool,
         Meta(
-            description="When a job's time limit is near, save a checkpoint and submit a job that continues, until the run has finished."
+            description=(
+                "When a job's time limit is near, save a checkpoint and submit a job that "
+                "continues, until the run has finished."
+            )
         ),
     ] = True
 
@@ -577,7 +668,10 @@ class TrackingSpec(Section, frozen=True):
     wandb: Annotated[
         bool,
         Meta(
-            description="Also report to Weights & Biases; account and server come from `wandb login` or `WANDB_*` variables."
+            description=(
+                "Also report to Weights & Biases; account and server come from `wandb login` or "
+                "`WANDB_*` variables."
+            )
         ),
     ] = False
     project: Annotated[str, Meta(min_length=1, description="Project on Weights & Biases.")] = (
@@ -613,8 +707,10 @@ class TrainSpec(Section, frozen=True):
         Meta(
             ge=0,
             le=10**12,
-            description="Sequence positions per optimizer step on all ranks, from which the nearest number of gradient accumulation steps "
-            "follows; 0 uses `gradient_accumulation`.",
+            description=(
+                "Sequence positions per optimizer step on all ranks, from which the nearest number "
+                "of gradient accumulation steps follows; 0 uses `gradient_accumulation`."
+            ),
             extra={"unit": "tokens"},
         ),
     ] = 0
@@ -623,8 +719,10 @@ class TrainSpec(Section, frozen=True):
         Meta(
             ge=1,
             le=16,
-            description="Ranks of a host that share each sequence: every one computes a part of the tokens, and in attention a part of the "
-            "heads.",
+            description=(
+                "Ranks of a host that share each sequence: every one computes a part of the "
+                "tokens, and in attention a part of the heads."
+            ),
             extra={"unit": "ranks"},
         ),
     ] = 1
@@ -654,8 +752,10 @@ class TrainSpec(Section, frozen=True):
         int,
         Meta(
             ge=0,
-            description="Steps between evaluations, if `data` defines evaluation data; 0 evaluates only at the end. Pretrained weights are "
-            "evaluated before the first step as well.",
+            description=(
+                "Steps between evaluations, if `data` defines evaluation data; 0 evaluates only at "
+                "the end. Pretrained weights are evaluated before the first step as well."
+            ),
             extra={"unit": "optimizer steps"},
         ),
     ] = 0
@@ -665,7 +765,10 @@ class TrainSpec(Section, frozen=True):
     schedule: Annotated[
         Schedule,
         Meta(
-            description="Learning rate schedule after warm-up; `wsd` stays at the peak and decays linearly over the last steps."
+            description=(
+                "Learning rate schedule after warm-up; `wsd` stays at the peak and decays linearly "
+                "over the last steps."
+            )
         ),
     ] = "cosine"
     warmup_ratio: Annotated[
@@ -697,7 +800,9 @@ class TrainSpec(Section, frozen=True):
         Meta(
             ge=0,
             lt=1,
-            description="AdamW weight decay; not applied to norms, biases and sparse attention's indexers.",
+            description=(
+                "AdamW weight decay; not applied to norms, biases and sparse attention's indexers."
+            ),
         ),
     ] = 0.01
     beta1: Annotated[
@@ -718,7 +823,10 @@ class TrainSpec(Section, frozen=True):
         float,
         Meta(
             ge=0,
-            description="Maximum global gradient norm; 0 disables clipping. Always written to the DeepSpeed config.",
+            description=(
+                "Maximum global gradient norm; 0 disables clipping. Always written to the "
+                "DeepSpeed config."
+            ),
         ),
     ] = 1.0
     router_loss_coefficient: Annotated[
@@ -726,16 +834,21 @@ class TrainSpec(Section, frozen=True):
         Meta(
             ge=0,
             le=1,
-            description="Weight of the load-balancing loss in mixture-of-experts models (pre-training typically uses 0.001); "
-            "0 disables it.",
+            description=(
+                "Weight of the load-balancing loss in mixture-of-experts models (pre-training "
+                "typically uses 0.001); 0 disables it."
+            ),
         ),
     ] = 0.0
     max_skipped_steps: Annotated[
         int,
         Meta(
             ge=0,
-            description="Steps in a row that are skipped because their gradients are not finite; one more ends the run. Needs gradient "
-            "clipping and so-tui's engine; other runs end at the first.",
+            description=(
+                "Steps in a row that are skipped because their gradients are not finite; one more "
+                "ends the run. Needs gradient clipping and so-tui's engine; other runs end at the "
+                "first."
+            ),
             extra={"unit": "optimizer steps"},
         ),
     ] = 3
@@ -782,7 +895,10 @@ class RunSpec(Section, frozen=True, kw_only=True):
     gpus: Annotated[
         Annotated[int, Meta(ge=1, le=16)] | tuple[Annotated[int, Meta(ge=0)], ...],
         Meta(
-            description="Number of GPUs, or a list of their indices; of each node. The number of ranks on a machine without GPUs."
+            description=(
+                "Number of GPUs, or a list of their indices; of each node. The number of ranks on "
+                "a machine without GPUs."
+            )
         ),
     ] = 1
     nodes: Annotated[
@@ -790,7 +906,10 @@ class RunSpec(Section, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=256,
-            description="Number of nodes (hosts) of a Slurm partition that train together, each with `gpus` GPUs.",
+            description=(
+                "Number of nodes (hosts) of a Slurm partition that train together, each with "
+                "`gpus` GPUs."
+            ),
         ),
     ] = 1
     model: ModelSpec
@@ -815,17 +934,23 @@ class RunSpec(Section, frozen=True, kw_only=True):
 
     @property
     def replicas(self) -> int:
-        """Number of ranks, or of groups of ranks that share sequences, which train on different sequences."""
+        """Number of ranks, or of groups of ranks that share sequences, which train on different
+        sequences.
+        """
         return self.ranks // self.train.sequence_parallel
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Positions of a micro-batch on one rank, padding included: ranks that share sequences have a part each."""
+        """Positions of a micro-batch on one rank, padding included: ranks that share sequences have
+        a part each.
+        """
         return self.train.micro_batch * self.data.sequence_length // self.train.sequence_parallel
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step: as given, or nearest to ``train.tokens_per_step``, at least 1."""
+        """Micro-batches per optimizer step: as given, or nearest to ``train.tokens_per_step``, at
+        least 1.
+        """
         if not self.train.tokens_per_step:
             return self.train.gradient_accumulation
         return max(

@@ -14,7 +14,9 @@ from so_tui.trust.text import printable
 
 
 class PrintableConsole(Console):
-    """Text is made printable before it is laid out, so that columns stay in line, and every segment is checked once more."""
+    """Text is made printable before it is laid out, so that columns stay in line, and every segment
+    is checked once more.
+    """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -34,12 +36,16 @@ class PrintableConsole(Console):
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
-        """Raise instead of exiting with 1, as rich would: a reader that stops early is not a failure."""
+        """Raise instead of exiting with 1, as rich would: a reader that stops early is not a
+        failure.
+        """
         raise BrokenPipeError
 
 
 def printable_text(text: Text) -> Text:
-    """Return styled text with unsafe characters spelled out as ``printable`` does, each in its own style."""
+    """Return styled text with unsafe characters spelled out as ``printable`` does, each in its own
+    style.
+    """
     if printable(text.plain) == text.plain:
         return text
     starts = [0, *accumulate(len(printable(character)) for character in text.plain)]

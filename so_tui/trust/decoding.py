@@ -1,4 +1,6 @@
-"""Decode JSON and TOML that anybody may have written. Every fault, deep nesting included, raises the error of a malformed file."""
+"""Decode JSON and TOML that anybody may have written. Every fault, deep nesting included, raises
+the error of a malformed file.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ from so_tui.trust.files import read_bounded
 def prepare(*kinds: type[msgspec.Struct]) -> None:
     """Make msgspec collect the type information of structs and of the structs they contain.
 
-    Otherwise it does so when the first one is decoded, and two threads that do so at the same time crash the process (seen with 0.22.0).
-    Call this where the struct is defined: a module is imported by one thread, and others wait for it.
+    Otherwise it does so when the first one is decoded, and two threads that do so at the same time
+    crash the process (seen with 0.22.0). Call this where the struct is defined: a module is
+    imported by one thread, and others wait for it.
     """
     for kind in kinds:
         msgspec.json.Decoder(kind)
@@ -28,12 +31,15 @@ def prepare(*kinds: type[msgspec.Struct]) -> None:
 T = TypeVar("T")
 
 DEEPEST = 32
-"""Levels of nesting that are read. The files of a run and the configs of models have fewer than ten."""
+"""Levels of nesting that are read. The files of a run and the configs of models have fewer than
+ten.
+"""
 LARGEST_FILE_BYTES = 16 << 20
 """Limit of a JSON file. A plan for 72 GPUs has about 1 MiB."""
 _LARGEST_INTEGER = 2**63 - 1
 
-# A string without an end is one, too: otherwise it would be read again from each quote in it, which takes days for a large file.
+# A string without an end is one, too: otherwise it would be read again from each quote in it, which
+# takes days for a large file.
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 # The parser needs time that is quadratic in the number of names in a key: 20,000 take ten seconds.
 _LONG_KEY = re.compile(
@@ -53,13 +59,17 @@ class NotTextError(msgspec.DecodeError):
 
 
 def decode_json(content: bytes, kind: type[T]) -> T:
-    """Return a value of a type from JSON. Raises msgspec.DecodeError, whatever is wrong with the content."""
+    """Return a value of a type from JSON. Raises msgspec.DecodeError, whatever is wrong with the
+    content.
+    """
     _check_depth(content)
     return decoded(msgspec.json.Decoder(kind), content)
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """Return the content of a JSON file. Raises OSError, or msgspec.DecodeError, whatever is wrong with the content."""
+    """Return the content of a JSON file. Raises OSError, or msgspec.DecodeError, whatever is wrong
+    with the content.
+    """
     return decode_json(read_bounded(path, LARGEST_FILE_BYTES), kind)
 
 

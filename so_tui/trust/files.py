@@ -1,4 +1,5 @@
-"""Check who owns a file or folder and who can write it. What another user owns or can change is data, never instructions.
+"""Check who owns a file or folder and who can write it. What another user owns or can change is
+data, never instructions.
 
 Links are not followed: a link in a folder that others can write could lead anywhere.
 """
@@ -59,7 +60,8 @@ def open_regular(path: Path) -> FileIO:
 
 def open_descriptor(path: Path) -> int:
     """Open a regular file for reading and return its descriptor; otherwise as ``open_regular``."""
-    # Without O_NONBLOCK, opening a pipe would wait for a writer. For a regular file it means nothing.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer. For a regular file it means
+    # nothing.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -96,9 +98,11 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
 
 
 def despite_replacement(read: Callable[[], bytes]) -> bytes:
-    """Return what a function reads that opens a file, called again if another host replaced the file in between.
+    """Return what a function reads that opens a file, called again if another host replaced the
+    file in between.
 
-    On a network file system the open file is gone then, and reading it fails with ESTALE. Raises OSError.
+    On a network file system the open file is gone then, and reading it fails with ESTALE. Raises
+    OSError.
     """
     for _ in range(_TRIES - 1):
         try:
@@ -110,7 +114,9 @@ def despite_replacement(read: Callable[[], bytes]) -> bytes:
 
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-"""With an access control list the group bits are its mask, so a right that a list gives shows here too."""
+"""With an access control list the group bits are its mask, so a right that a list gives shows here
+too.
+"""
 
 
 class Distrust(StrEnum):
@@ -144,7 +150,8 @@ def distrust_of_folder(path: Path) -> Distrust | None:
 
 
 def read_own(path: Path) -> bytes:
-    """Return the content of a regular file of this user that others cannot write. Links are not followed.
+    """Return the content of a regular file of this user that others cannot write. Links are not
+    followed.
 
     The open file is checked, so nobody can replace it between the check and the reading.
 
@@ -170,12 +177,15 @@ def _read_own(path: Path) -> bytes:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can open, or check that an existing one belongs to this user, and return it.
+    """Make a folder that only this user can open, or check that an existing one belongs to this
+    user, and return it.
 
-    Others lose their rights to read an existing folder of this user. Missing parents are made private, too.
+    Others lose their rights to read an existing folder of this user. Missing parents are made
+    private, too.
 
     Raises:
-        NotOwnError: Something else has the name: a link, another user's folder, or one that others can write.
+        NotOwnError: Something else has the name: a link, another user's folder, or one that others
+            can write.
         OSError: It cannot be made.
     """
     if not path.parent.exists():

@@ -1,4 +1,6 @@
-"""Standard output and error through which no control sequence reaches the terminal, whatever is printed."""
+"""Standard output and error through which no control sequence reaches the terminal, whatever is
+printed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class PrintableStream:
-    """A text stream that spells out control, bidirectional and invisible characters; it otherwise behaves like the stream beneath it."""
+    """A text stream that spells out control, bidirectional and invisible characters; it otherwise
+    behaves like the stream beneath it.
+    """
 
     def __init__(self, beneath: TextIO) -> None:
         self.beneath = beneath
@@ -32,7 +36,9 @@ class PrintableStream:
 
 
 def guard_output() -> None:
-    """Guard sys.stdout and sys.stderr for the rest of this process: messages, usage errors and tracebacks all pass through them."""
+    """Guard sys.stdout and sys.stderr for the rest of this process: messages, usage errors and
+    tracebacks all pass through them.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, PrintableStream):
@@ -40,14 +46,18 @@ def guard_output() -> None:
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """Return the unguarded stream, for a writer that sends control sequences and makes text printable itself."""
+    """Return the unguarded stream, for a writer that sends control sequences and makes text
+    printable itself.
+    """
     return stream.beneath if isinstance(stream, PrintableStream) else stream
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console whose styling reaches the terminal, and whose text is made printable before it is styled.
+    """Return a console whose styling reaches the terminal, and whose text is made printable before
+    it is styled.
 
-    Markup and emoji codes are off, because printed text often comes from elsewhere, such as exceptions and paths with brackets and colons.
+    Markup and emoji codes are off, because printed text often comes from elsewhere, such as
+    exceptions and paths with brackets and colons.
     """
     from so_tui.trust.console import PrintableConsole
 

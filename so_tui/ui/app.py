@@ -1,6 +1,8 @@
-"""The application: the five screens, starting and leaving. What the screens share is in ``shared_app``.
+"""The application: the five screens, starting and leaving. What the screens share is in
+``shared_app``.
 
-Nothing is computed before the first paint. Named workers compute presets, machine, plans and runs in threads.
+Nothing is computed before the first paint. Named workers compute presets, machine, plans and runs
+in threads.
 """
 
 from __future__ import annotations
@@ -91,8 +93,10 @@ PACKAGES = (
     "so_tui.machine",
     "so_tui.machine.doctor",
 )
-"""Packages that import their own modules. They are imported before any worker starts: of two threads that import such a package and one of
-its modules at the same time, each may wait for the other, and Python then lets one of them fail with an ImportError."""
+"""Packages that import their own modules. They are imported before any worker starts: of two
+threads that import such a package and one of its modules at the same time, each may wait for the
+other, and Python then lets one of them fail with an ImportError.
+"""
 
 
 def import_packages() -> None:
@@ -148,10 +152,12 @@ class SoTuiApp(SharedApp):
         """Create the application.
 
         Args:
-            launch: What a command wants started: its checks are shown at once, and a refusal ends the application.
+            launch: What a command wants started: its checks are shown at once, and a refusal ends
+                the application.
             machine_file: File that describes ``machine``, where that is another one.
             settings: The user's settings; the defaults if absent.
-            start: Replaces ``so_tui.launch.lifecycle.start`` in tests whose subject is not the launch.
+            start: Replaces ``so_tui.launch.lifecycle.start`` in tests whose subject is not the
+                launch.
         """
         self._launch = launch
         self.launched: RunDirectory | None = None
@@ -161,7 +167,8 @@ class SoTuiApp(SharedApp):
         at_run = open_run is not None or launch is not None
         if at_run:
             import_packages()  # the dashboard's workers start with the first paint
-        # Set on the instance before Textual reads it, so that a given run is shown without another screen first.
+        # Set on the instance before Textual reads it, so that a given run is shown without another
+        # screen first.
         setattr(self, "DEFAULT_MODE", "dashboard" if at_run else "presets")  # noqa: B010 - a class variable to type checkers
         super().__init__(catalog, machine, machine_file, runs_dir, start, settings)
         self.set_reactive(SoTuiApp.opened, open_run)
@@ -176,7 +183,9 @@ class SoTuiApp(SharedApp):
         self.set_interval(TERMINAL_POLL_S, self._leave_a_lost_terminal)
 
     def _leave_a_lost_terminal(self) -> None:
-        """End if the terminal is gone and no SIGHUP said so (``nohup``, some shells): reading it would spin for ever."""
+        """End if the terminal is gone and no SIGHUP said so (``nohup``, some shells): reading it
+        would spin for ever.
+        """
         if not self.is_headless and terminal_lost(sys.__stdin__):
             self.exit()
 
@@ -198,14 +207,18 @@ class SoTuiApp(SharedApp):
             self.set_timer(SETTLED_S, settle)
 
     def _load_for(self, mode: str) -> None:
-        """Load presets and machine for the first screen that is not the dashboard of the run that was opened."""
+        """Load presets and machine for the first screen that is not the dashboard of the run that
+        was opened.
+        """
         if mode != "dashboard":
             self.mode_change_signal.unsubscribe(self)
             self.inspecting = True
             self.load()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """End the state of starting when its worker ends. A start that was refused may have been repeated before its thread has ended."""
+        """End the state of starting when its worker ends. A start that was refused may have been
+        repeated before its thread has ended.
+        """
         if event.worker.group == "launch" and all(
             worker.is_finished for worker in self.workers if worker.group == "launch"
         ):
@@ -228,7 +241,8 @@ class SoTuiApp(SharedApp):
             isinstance(self.screen, ModalScreen) or isinstance(self.focused, Input)
         ):
             self.notify(
-                f"{message.run.name} was started. Close this with esc; 4 lists the run and enter opens it.",
+                f"{message.run.name} was started. Close this with esc; 4 lists the run and enter "
+                "opens it.",
                 markup=False,
             )
         else:
@@ -329,7 +343,9 @@ class SoTuiApp(SharedApp):
             )
 
     def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
-        """Yield every command of the screen and the application with its key, then Textual's own."""
+        """Yield every command of the screen and the application with its key, then Textual's
+        own.
+        """
 
         yield from commands(self, screen)
         yield SystemCommand("Theme", "Choose another theme", self.action_change_theme)
@@ -348,7 +364,9 @@ SIZES = ("larger", "smaller", "reset-sizes")
 
 
 def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Binding, bool]]:
-    """Yield the application's own bindings, which have an id, once per action. Moving within tables and fields is Textual's."""
+    """Yield the application's own bindings, which have an id, once per action. Moving within tables
+    and fields is Textual's.
+    """
     seen: set[str] = set()
     for active in screen.active_bindings.values():
         binding = active.binding
@@ -358,7 +376,9 @@ def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Bindi
 
 
 def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Return the keys of the screen, of the application, and for moving, each as key, name and details."""
+    """Return the keys of the screen, of the application, and for moving, each as key, name and
+    details.
+    """
     here: list[tuple[str, str, str]] = []
     sizes: list[tuple[str, str, str]] = []
     everywhere: list[tuple[str, str, str]] = []

@@ -1,4 +1,6 @@
-"""What a chart can show: one or several numbers of the step records or of the samples, with their title, unit and way of writing."""
+"""What a chart can show: one or several numbers of the step records or of the samples, with their
+title, unit and way of writing.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Metric:
     per: float = 1.0
     """What values are divided by before they are written."""
     in_bytes: bool = False
-    """Whether values are bytes of memory, which are written in the unit of the user's choice instead."""
+    """Whether values are bytes of memory, which are written in the unit of the user's choice
+    instead.
+    """
     zero: bool = False
     ceiling: float | None = None
     smoothing: Literal["mean", "wanted", "never"] = "wanted"
@@ -58,17 +62,23 @@ class Metric:
     names: tuple[str, ...] = ()
     """Their names."""
     samples: tuple[str, ...] = ()
-    """Numbers of the samples instead, a line for each GPU, node or host (``loads.sampled_value``)."""
+    """Numbers of the samples instead, a line for each GPU, node or host
+    (``loads.sampled_value``).
+    """
     limit: str = ""
     """Number of the samples that those above stay below."""
     marked: str = ""
     """Number of the samples whose presence is marked on the axis."""
     leads: bool = False
-    """Whether this chart says what holds for all: what is being read, the range, evaluations, and steps whose loss is not a number."""
+    """Whether this chart says what holds for all: what is being read, the range, evaluations, and
+    steps whose loss is not a number.
+    """
     narrow_title: str = ""
     """Instead of ``title`` where there is little room."""
     notes: Callable[[StepRecord | None, bool, bool], list[str]] = lambda latest, on_gpus, roomy: []
-    """Notes behind the values, of the newest step (None while a cursor shows another), on GPUs or not, with room for words or not."""
+    """Notes behind the values, of the newest step (None while a cursor shows another), on GPUs or
+    not, with room for words or not.
+    """
 
     @property
     def shown_in(self) -> tuple[float, str]:
@@ -410,7 +420,9 @@ def smoothed_fields(metrics: tuple[Metric, ...], ema: float | None) -> tuple[str
 
 
 def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
-    """Return the charts of HARDWARE for which there are figures, given the newest sample of each GPU."""
+    """Return the charts of HARDWARE for which there are figures, given the newest sample of each
+    GPU.
+    """
     newest = tuple(gpus)
     return tuple(
         metric.key
@@ -445,7 +457,9 @@ MOST_EMA = 0.99
 ROOMY = 52
 """Cells of a chart's heading from which on it has room for whole words."""
 WIDE = 160
-"""Columns of a terminal from which on three charts stand beside each other, unless another grid was chosen."""
+"""Columns of a terminal from which on three charts stand beside each other, unless another grid was
+chosen.
+"""
 Flag = Literal["log", "robust"]
 
 
@@ -457,7 +471,9 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     grid: tuple[int, int] | None = None
     """Rows and columns; None: one row, as wide as the terminal allows."""
     ema: float | None = None
-    """Weight of the past in an exponential moving average, 0 to MOST_EMA; None: the mean of the last steps."""
+    """Weight of the past in an exponential moving average, 0 to MOST_EMA; None: the mean of the
+    last steps.
+    """
     log: tuple[str, ...] = ()
     """Metrics with a logarithmic scale."""
     robust: tuple[str, ...] = ()
@@ -498,7 +514,9 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def without_gpus(layout: ChartLayout) -> ChartLayout:
-    """Return the layout for a run without GPUs: unless the user chose the metrics, memory of the host stands for theirs."""
+    """Return the layout for a run without GPUs: unless the user chose the metrics, memory of the
+    host stands for theirs.
+    """
     if layout.shown != ChartLayout().shown:
         return layout
     return msgspec.structs.replace(
@@ -517,7 +535,9 @@ class ChartPage:
     pages: int
 
     def note_in(self, room: int) -> str:
-        """Return ``page 1 of 3 ▸``, or ``1/3 ▸`` in a narrow heading; empty where there is one page."""
+        """Return ``page 1 of 3 ▸``, or ``1/3 ▸`` in a narrow heading; empty where there is one
+        page.
+        """
         if self.pages == 1:
             return ""
         return (
@@ -627,11 +647,12 @@ def sampled_lines(
     whole: bool = False,
     coloured: bool = True,
 ) -> list[tuple[Line, str]]:
-    """Return the lines of a metric with their names in the heading; limits first, so that values are drawn over them.
+    """Return the lines of a metric with their names in the heading; limits first, so that values
+    are drawn over them.
 
-    Several GPUs, nodes or hosts have a colour each, unless other runs are laid over them, whose colours these are; a sign where colours
-    would be used again, or nothing is ``coloured``. In a heading, those after the first are numbers alone; with ``whole`` every name says
-    everything.
+    Several GPUs, nodes or hosts have a colour each, unless other runs are laid over them, whose
+    colours these are; a sign where colours would be used again, or nothing is ``coloured``. In a
+    heading, those after the first are numbers alone; with ``whole`` every name says everything.
     """
     pairs = [
         (limit.line("limit"), "limit" if whole or not at else "")

@@ -1,4 +1,6 @@
-"""A preview of the data as the model will see it, made by a helper process that can be cancelled at any time."""
+"""A preview of the data as the model will see it, made by a helper process that can be cancelled at
+any time.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +86,17 @@ def packed(preview: DataPreview, width: int) -> list[Content]:
 
 
 def sources(preview: DataPreview, width: int) -> list[Content]:
-    """Return a line for each source of a mixture: its share of an epoch, what became of its rows, its name."""
+    """Return a line for each source of a mixture: its share of an epoch, what became of its rows,
+    its name.
+    """
     return [_source(source, width) for source in preview.sources]
 
 
 def _source(source: SourceView, width: int) -> Content:
-    text = f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each {source.times_an_epoch:.1f} x an epoch"
+    text = (
+        f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each "
+        f"{source.times_an_epoch:.1f} x an epoch"
+    )
     lost = ", ".join(
         f"{thousands(count)} {name}"
         for name, count in (("truncated", source.truncated), ("dropped", source.dropped))
@@ -106,7 +113,9 @@ def _source(source: SourceView, width: int) -> Content:
 
 
 def legend(*, marks: bool) -> Content:
-    """Return the legend of trained and context text; with ``marks`` they differ by signs instead of colour."""
+    """Return the legend of trained and context text; with ``marks`` they differ by signs instead of
+    colour.
+    """
     return Content.assemble(
         _piece("what is trained", trained=True, marks=marks),
         (" and ", "$faint"),

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from so_tui.plan.plan import Launch
 
 _STYLES = Path(__file__).with_name("dialogs.tcss")
-"""Absolute, because dialogs of screens inherit it and Textual looks beside the class that is shown."""
+"""Absolute, because dialogs of screens inherit it and Textual looks beside the class that is
+shown.
+"""
 
 
 Answer = TypeVar("Answer")
@@ -56,7 +58,9 @@ class CloseButton(Button):
 
 
 class Question(ModalScreen[bool]):
-    """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and enter answers no."""
+    """A yes or no question. Where yes destroys or ends something, ``default_yes`` is False and
+    enter answers no.
+    """
 
     CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -118,9 +122,11 @@ class QuitQuestion(Question):
 
 
 class AskText(ModalScreen[Answer | None]):
-    """Asks for a line of text. The result is what ``read`` returns for it, or None when the dialog was cancelled.
+    """Asks for a line of text. The result is what ``read`` returns for it, or None when the dialog
+    was cancelled.
 
-    What was typed stays until ``read`` accepts it. A choice that is clicked, or reached with up and down, is entered into the field.
+    What was typed stays until ``read`` accepts it. A choice that is clicked, or reached with up and
+    down, is entered into the field.
     """
 
     CSS_PATH = _STYLES
@@ -142,7 +148,9 @@ class AskText(ModalScreen[Answer | None]):
         suggester: Suggester | None = None,
         choices: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """``read`` raises InputError. ``choices`` are texts to enter, each with what it means; only that is shown of an empty one."""
+        """``read`` raises InputError. ``choices`` are texts to enter, each with what it means; only
+        that is shown of an empty one.
+        """
         self._title, self._hint, self._value, self._yes = title, hint, value, yes
         self._read, self._may_be_empty, self._suggester, self._choices = (
             read,
@@ -223,7 +231,9 @@ class LaidOut(Static):
 
 
 class Notice(ModalScreen[bool]):
-    """What happened, why, and what to do next. The result is True when the offered action was chosen."""
+    """What happened, why, and what to do next. The result is True when the offered action was
+    chosen.
+    """
 
     CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -338,7 +348,9 @@ class KeysHelp(ModalScreen[None]):
 
 
 class Answered(Message):
-    """The helper process has answered: the preset's name with notes, or an empty name with the problems."""
+    """The helper process has answered: the preset's name with notes, or an empty name with the
+    problems.
+    """
 
     def __init__(self, name: str, lines: tuple[str, ...]) -> None:
         self.name, self.lines = name, lines
@@ -346,7 +358,9 @@ class Answered(Message):
 
 
 class AddModel(ModalScreen[str | None]):
-    """The result is the name of the new preset, or None when the dialog was cancelled. What was typed stays until it works."""
+    """The result is the name of the new preset, or None when the dialog was cancelled. What
+    was typed stays until it works.
+    """
 
     CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
@@ -435,7 +449,9 @@ _CHANGED = "You have changed the batch script. It is submitted as you saved it."
 
 
 class LaunchQuestion(Question):
-    """Asks whether to launch, and what the run is called. While that cannot be a name, the answer is not yes."""
+    """Asks whether to launch, and what the run is called. While that cannot be a name, the answer
+    is not yes.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("r", "rename", "Rename")]
 
@@ -501,7 +517,9 @@ class LaunchQuestion(Question):
 
 
 class JobQuestion(LaunchQuestion):
-    """Asks whether to submit a launch. ``draft`` is the user's batch script; None while it is the one that so-tui writes."""
+    """Asks whether to submit a launch. ``draft`` is the user's batch script; None while it is the
+    one that so-tui writes.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "edit", "Edit the script")]
 
@@ -535,7 +553,10 @@ class JobQuestion(LaunchQuestion):
                 except (SoTuiError, OSError) as error:
                     failure = str(error)
         except SuspendNotSupported:
-            failure = "This terminal cannot be lent to an editor. Leave the screen and use `so-tui run --edit`."
+            failure = (
+                "This terminal cannot be lent to an editor. Leave the screen and use `so-tui run "
+                "--edit`."
+            )
         if failure:
             self.notify(failure, title="The script is as it was", severity="error", markup=False)
         self._show_draft()
@@ -602,7 +623,9 @@ class _Line:
 
 
 class _SettingList(OptionList):
-    """Settings, a line each. A click on the arrow to the left goes back; anywhere else it goes forward, as enter does."""
+    """Settings, a line each. A click on the arrow to the left goes back; anywhere else it goes
+    forward, as enter does.
+    """
 
     async def _on_click(self, event: events.Click) -> None:
         meta = event.style.meta
@@ -645,7 +668,10 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
             )
             yield Static(id="about", classes="dialog-answer")
             for line in (
-                f"left, right, enter or a click change; esc keeps them in {shorten_path(str(settings_file()), 60)}",
+                (
+                    "left, right, enter or a click change; esc keeps them in "
+                    f"{shorten_path(str(settings_file()), 60)}"
+                ),
                 MORE,
             ):
                 yield Static(Content.styled(line, "$faint"), classes="dialog-line")
@@ -758,7 +784,9 @@ Result = TypeVar("Result")
 
 
 class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
-    """Has an input ``filter``, a list of things to tick, and a line ``said``, which the dialog that builds on it composes."""
+    """Has an input ``filter``, a list of things to tick, and a line ``said``, which the dialog that
+    builds on it composes.
+    """
 
     CSS_PATH = _STYLES
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -1,4 +1,6 @@
-"""The form behind Configure, without widgets: its fields in order, and the edits over a preset. Pure."""
+"""The form behind Configure, without widgets: its fields in order, and the edits over a preset.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ def advanced_paths() -> tuple[str, ...]:
 
 
 def hint(info: FieldInfo) -> str:
-    """Return a hint short enough to stand beside the field: the range, else the unit. The tooltip has the full text."""
+    """Return a hint short enough to stand beside the field: the range, else the unit. The tooltip
+    has the full text.
+    """
     if info.path in HINTS:
         return HINTS[info.path]
     return ", ".join(info.range_parts) or info.unit
@@ -192,7 +196,9 @@ def _inline(value: object) -> str:
 
 
 def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield a tree as dotted paths. Tables that are values themselves, such as a model's shape, stay whole."""
+    """Yield a tree as dotted paths. Tables that are values themselves, such as a model's shape,
+    stay whole.
+    """
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and path not in field_index():
@@ -243,7 +249,8 @@ def with_edit(
 ) -> dict[str, str]:
     """Return ``edits`` after ``text`` was typed into ``path``.
 
-    A value equal to the preset's is no edit. One length replaces the others, and another data source what describes the preset's.
+    A value equal to the preset's is no edit. One length replaces the others, and another data
+    source what describes the preset's.
     """
     changed = {key: value for key, value in edits.items() if key != path}
     if path in LENGTH_KEYS:
@@ -264,7 +271,9 @@ def with_edit(
 
 
 def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list[str]:
-    """Return the fields that the user changed: those in which the edits differ from what a recommendation filled in."""
+    """Return the fields that the user changed: those in which the edits differ from what a
+    recommendation filled in.
+    """
     fields = dict.fromkeys((*edits, *recommended))
     # A field of one of them only differs: the other has the preset's value.
     return [
@@ -316,7 +325,9 @@ _KINDS: dict[str, Kind] = {
     "train.router_loss_coefficient": "1-2-5",
     "train.gradient_clipping": "1-2-5",
 }
-"""How the others step; those that are not named, by their first digit: 60, 50 ... 10, 9, and 4,000 after 3,000."""
+"""How the others step; those that are not named, by their first digit: 60, 50 ... 10, 9, and 4,000
+after 3,000.
+"""
 _LEAST = {
     "train.epochs": 0.1,
     "train.tokens": 1e6,
@@ -339,12 +350,16 @@ def beyond(values: Iterable[float], present: float, direction: int) -> float | N
 
 
 def can_step(info: FieldInfo | None) -> bool:
-    """Return whether a field has next values: a number does, and so does the length, which has no ``info``."""
+    """Return whether a field has next values: a number does, and so does the length, which has no
+    ``info``.
+    """
     return info is None or info.type_name in ("integer", "number")
 
 
 def next_text(path: str, text: str, direction: Direction) -> str | None:
-    """Return the next value of a field as it is typed; None at its limit, or where the text is no number."""
+    """Return the next value of a field as it is typed; None at its limit, or where the text is no
+    number.
+    """
     info = field_index()[path]
     present = parse_value(text, info)
     if type(present) not in (int, float) or not math.isfinite(present):
@@ -449,7 +464,9 @@ class Strip:
 def strips_for(
     plan: Plan, machine: Machine, cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[Strip, ...] | None:
-    """Return what other values would do; nothing where the plan offloads nothing; None if it was cancelled meanwhile."""
+    """Return what other values would do; nothing where the plan offloads nothing; None if it was
+    cancelled meanwhile.
+    """
     if plan.mode == "gpu" or not plan.possible:
         return ()
     present = {RATIO: plan.ratio}

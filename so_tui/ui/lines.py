@@ -43,7 +43,9 @@ def fill_pieces(share: float, width: int, style: str) -> tuple[Piece, Piece]:
 
 
 def usage_style(share: float) -> str:
-    """Return the colour of memory in use: a warning where less is free than the planner leaves free, and bad where nearly nothing is."""
+    """Return the colour of memory in use: a warning where less is free than the planner leaves
+    free, and bad where nearly nothing is.
+    """
     from so_tui.plan.plan import GPU_MARGIN
 
     return "$error" if share > NEARLY_FULL else "$warning" if share > 1 - GPU_MARGIN else "$memory"
@@ -62,7 +64,9 @@ class Part:
 
 
 def cells_of(amounts: Sequence[float], width: int) -> list[int]:
-    """Return the cells of each share of ``width``. They sum to it, and a share above 0 gets a cell where there is room."""
+    """Return the cells of each share of ``width``. They sum to it, and a share above 0 gets a cell
+    where there is room.
+    """
     total = sum(amounts)
     if total <= 0:
         return [0] * len(amounts)
@@ -116,7 +120,9 @@ Styles = tuple[VisualStyle | str, ...]
 
 
 def pieces(content: Content) -> Iterator[tuple[str, Styles]]:
-    """Yield the text of ``content`` in pieces of one style each, with the styles that lie over each other there."""
+    """Yield the text of ``content`` in pieces of one style each, with the styles that lie over each
+    other there.
+    """
     plain, spans = content.plain, content.spans
     end = 0
     for span in spans:
@@ -185,7 +191,8 @@ class StyledLines(DrawnRowsMixin):
         rows = self.rows
         self.content = content
         if self.rows != rows:
-            # Not left to `auto`: of two changes between which the screen is laid out, as in a resize, Textual misses the second.
+            # Not left to `auto`: of two changes between which the screen is laid out, as in a
+            # resize, Textual misses the second.
             self.styles.height = self.rows
             self._drawn = ()
         else:

@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 
 
 def answer(to: MessagePump, message: Message) -> None:
-    """Post a worker's result, unless the worker was cancelled: the thread of an exclusive worker runs on after another has replaced it."""
+    """Post a worker's result, unless the worker was cancelled: the thread of an exclusive worker
+    runs on after another has replaced it.
+    """
     if not get_current_worker().is_cancelled:
         to.post_message(message)
 
 
 class Loaded(Message):
-    """Presets and machine are loaded; ``machine_file`` describes the machine where it is another one."""
+    """Presets and machine are loaded; ``machine_file`` describes the machine where it is another
+    one.
+    """
 
     def __init__(self, catalog: Catalog, machine: Machine, machine_file: str) -> None:
         self.catalog, self.machine, self.machine_file = catalog, machine, machine_file
@@ -45,7 +49,9 @@ class Offer(NamedTuple):
 
 
 class Failed(Message):
-    """A worker failed; ``title`` names what was tried, and ``offer`` is what the user can do about it at once."""
+    """A worker failed; ``title`` names what was tried, and ``offer`` is what the user can do about
+    it at once.
+    """
 
     def __init__(self, title: str, lines: tuple[str, ...], *, offer: Offer | None = None) -> None:
         self.title, self.lines, self.offer = title, lines, offer

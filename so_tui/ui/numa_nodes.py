@@ -1,4 +1,6 @@
-"""NUMA nodes over time (load as mean and band, heat of cores, or memory), one cell per core with Adam and main cores marked, and memory."""
+"""NUMA nodes over time (load as mean and band, heat of cores, or memory), one cell per core with
+Adam and main cores marked, and memory.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ _Members = tuple[str, str, str, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class CoreGroup:
-    """Cores of a node that do one thing; ``sign`` leads them on the row, so that groups differ without colour as well."""
+    """Cores of a node that do one thing; ``sign`` leads them on the row, so that groups differ
+    without colour as well.
+    """
 
     name: str
     sign: str
@@ -85,7 +89,9 @@ def group_cores(
 def _groups(
     cpus: tuple[int, ...], adam: frozenset[int], main: frozenset[int]
 ) -> tuple[_Members, ...]:
-    """Return name, sign, role, cores and their positions of each group, which stay the same from one sample to the next."""
+    """Return name, sign, role, cores and their positions of each group, which stay the same from
+    one sample to the next.
+    """
     by_role: dict[str, list[int]] = {"adam": [], "main": [], "other": []}
     for position, cpu in enumerate(cpus):
         by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(position)
@@ -98,7 +104,9 @@ def _groups(
 
 
 def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> list[tuple[str, str]]:
-    """Return one row of ``(text, role)``: each group's sign and its cores, in at most ``width`` cells."""
+    """Return one row of ``(text, role)``: each group's sign and its cores, in at most ``width``
+    cells.
+    """
     room = width - 2 * len(groups)
     cores = sum(len(group.loads) for group in groups)
     per_cell = (
@@ -185,7 +193,9 @@ class HeatRow:
 
 
 def heat_rows(groups: Sequence[CoreGroup], height: int) -> list[HeatRow]:
-    """Fold the cores of a node into at most ``height`` rows, a group's cores among themselves, as far as each group gets a row."""
+    """Fold the cores of a node into at most ``height`` rows, a group's cores among themselves, as
+    far as each group gets a row.
+    """
     shown = groups[:height]
     counts = cells_of(
         [len(group.positions) for group in shown],
@@ -208,7 +218,8 @@ def heat_texts(
 
     Args:
         history: Loads of all cores of the node in percent, a sample each.
-        edges: Borders of the columns as indices into ``history``. A column without a sample shows the one before, if another follows.
+        edges: Borders of the columns as indices into ``history``. A column without a sample shows
+            the one before, if another follows.
     """
     columns = [_sampled(history, start, stop) for start, stop in pairwise(edges)]
     return [
@@ -239,11 +250,15 @@ PLOTS: tuple[NodePlot, ...] = get_args(NodePlot)
 """What is drawn of each node over time."""
 INDENT = GUTTER
 TWO_COLUMNS = 148
-"""Cells from which on nodes stand in two columns: a row of 72 cores and most of a heading fit into each."""
+"""Cells from which on nodes stand in two columns: a row of 72 cores and most of a heading fit into
+each.
+"""
 GAP = 2
 """Cells between two columns."""
 HEAT_ROLES = {"main": "main-core"}
-"""Component classes of cores, where they differ from the role of their group: that of lines has the name, too."""
+"""Component classes of cores, where they differ from the role of their group: that of lines has the
+name, too.
+"""
 
 
 def percent(value: float) -> str:
@@ -285,7 +300,9 @@ def node_columns(nodes: int, width: int) -> int:
 
 
 class NumaNodes(DrawnRowsMixin, can_focus=True):
-    """Nodes in one or two columns, each with a heading, ``plot_height`` rows of history and a row of cores, above the x axis."""
+    """Nodes in one or two columns, each with a heading, ``plot_height`` rows of history and a row
+    of cores, above the x axis.
+    """
 
     ALLOW_MAXIMIZE = True
     ROLES: ClassVar[dict[str, str]] = {
@@ -485,7 +502,9 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         styles: Mapping[str, Style],
         width: int,
     ) -> list[Segment]:
-        """Return ``node 0 · rank 0 · GPU 0   cpu 78 %   Adam 65 cores 86 %   main 7 cores 44 %   88 of 117 GiB``, shortened to fit."""
+        """Return ``node 0 · rank 0 · GPU 0 cpu 78 % Adam 65 cores 86 % main 7 cores 44 % 88 of 117
+        GiB``, shortened to fit.
+        """
         node = (picture.host, f"node {picture.view.id}")
         for ranks, long, whose in (
             (picture.ranks, True, True),
@@ -508,7 +527,9 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
 def beside_each_other(
     blocks: Sequence[Sequence[list[Segment]]], columns: int, width: int, whole: int, base: Style
 ) -> list[Strip]:
-    """Return blocks of equally many rows, ``columns`` of them of ``width`` cells beside each other in ``whole`` cells."""
+    """Return blocks of equally many rows, ``columns`` of them of ``width`` cells beside each other
+    in ``whole`` cells.
+    """
     gap = Strip.blank(GAP, base)
     strips = []
     for at in range(0, len(blocks), columns):
@@ -532,7 +553,9 @@ def _figures(
     long: bool,
     whose: bool,
 ) -> list[list[Segment]]:
-    """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign processes and ``whose``, memory."""
+    """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign
+    processes and ``whose``, memory.
+    """
     sample = picture.view.sample
     mean = sum(sample.cores) / len(sample.cores)
     parts = [[Segment("  cpu ", styles["note"]), Segment(f"{mean:3.0f} %", styles["value"])]]
@@ -615,7 +638,9 @@ class ShowsHosts(Protocol):
 
 
 class NumaPanel(KeptVertical):
-    """A title line, the NUMA nodes under each other, a line for each GPU, and what else is to stand below them."""
+    """A title line, the NUMA nodes under each other, a line for each GPU, and what else is to stand
+    below them.
+    """
 
     heading = getters.child_by_id("nodes-rule", Rule)
     nodes = getters.query_one("#nodes", NumaNodes)
@@ -682,7 +707,9 @@ class NumaPanel(KeptVertical):
         return width - 2 * SIDE if framed(self) else width
 
     def set_rows(self, history: int, *, heading: bool) -> None:
-        """Give every node ``history`` rows of its load over time, and show or hide the title line and with it the frame."""
+        """Give every node ``history`` rows of its load over time, and show or hide the title line
+        and with it the frame.
+        """
         self.heading.display = heading
         self.set_class(not heading, "-bare")
         self.nodes.set_plot_height(history)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 HINT = (
-    "Up, down or a click choose one, as published, not measured; or give a file that `so-tui inspect --json > FILE` wrote there (right "
-    "arrow completes). Runs start on this machine only."
+    "Up, down or a click choose one, as published, not measured; or give a file that `so-tui "
+    "inspect --json > FILE` wrote there (right arrow completes). Runs start on this machine only."
 )
 SOURCE = "  from "
 THIS_MACHINE = ("", "this machine")
@@ -67,7 +67,9 @@ def ask_for_machine(app: SharedApp) -> None:
 
 
 def _path_that_begins_with(text: str) -> str | None:
-    """Return the first path in alphabetical order that continues a text with a slash; None if there is none that can be shown."""
+    """Return the first path in alphabetical order that continues a text with a slash; None if there
+    is none that can be shown.
+    """
     if "/" not in text:
         return None
     folder, _, begin = text.rpartition("/")

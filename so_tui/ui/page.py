@@ -39,7 +39,10 @@ OTHER_MACHINE = Binding(
     "app.other_machine",
     "Other machine",
     id="other-machine",
-    tooltip="Plan for another machine: a name such as gh200-480, or its `inspect --json` file; empty for this one",
+    tooltip=(
+        "Plan for another machine: a name such as gh200-480, or its `inspect --json` file; empty "
+        "for this one"
+    ),
 )
 
 
@@ -72,7 +75,9 @@ class TopLine(CachedLinesMixin):
         self.refresh()
 
     def _count(self, runs: tuple[RunRow, ...]) -> None:
-        """Redraw only when the number of live runs changes; the list changes with every step of a run."""
+        """Redraw only when the number of live runs changes; the list changes with every step of a
+        run.
+        """
         live = sum(run.live for run in runs)
         if live != self._live:
             self._live = live
@@ -222,7 +227,9 @@ class Size:
     least: int
     most: int
     towards: int = 1
-    """1 where pulling its line down or to the right makes it larger, -1 where that makes it smaller."""
+    """1 where pulling its line down or to the right makes it larger, -1 where that makes it
+    smaller.
+    """
     step: int = 1
     """Cells of a key press."""
     count: int = 1
@@ -276,7 +283,9 @@ class ResizablePage(Page):
     """The size when its line was grasped."""
 
     def size_of(self, panel: Widget | None) -> Size | None:
-        """Return the size that a line, or the panel with a widget in it, changes; None if that has none."""
+        """Return the size that a line, or the panel with a widget in it, changes; None if that has
+        none.
+        """
         raise NotImplementedError
 
     def sizes_changed(self) -> None:

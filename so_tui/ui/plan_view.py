@@ -1,4 +1,6 @@
-"""A plan for the eye: verdict, memory as bars, the step's anatomy, the reasons. Pure functions from a plan to content."""
+"""A plan for the eye: verdict, memory as bars, the step's anatomy, the reasons. Pure functions from
+a plan to content.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def verdict(plan: Plan) -> Content:
 
 
 def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
-    """Return the verdict, how it offloads and, where it fits, how fast it will be; lines of ``width`` cells part no figure from its unit.
+    """Return the verdict, how it offloads and, where it fits, how fast it will be; lines of
+    ``width`` cells part no figure from its unit.
 
     Args:
         plan: The plan.
@@ -71,7 +74,9 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
 def _in_lines(
     facts: Sequence[Content], last: Content | None, gap: int, width: int
 ) -> list[Content]:
-    """Return facts with ``gap`` cells between them in lines of ``width`` cells; ``last`` never begins a line."""
+    """Return facts with ``gap`` cells between them in lines of ``width`` cells; ``last`` never
+    begins a line.
+    """
     between = Content(" " * gap)
     facts = [*facts[:-1], facts[-1] + between + last] if last is not None else facts
     lines = list(facts[:1])
@@ -91,7 +96,8 @@ def step_error_text(error: StepError | None) -> str:
 
 
 def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
-    """Return the whole plan: memory and step, reasons, terms, binding, and the command that would be started.
+    """Return the whole plan: memory and step, reasons, terms, binding, and the command that would
+    be started.
 
     ``plain`` where the terminal shows ASCII only.
     """
@@ -137,7 +143,9 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
 def beside_each_other(
     sections: Mapping[str, list[Content]], width: int
 ) -> list[tuple[str, list[Content]]]:
-    """Return sections as one with its title in its first line, if they fit whole beside each other, else as they are."""
+    """Return sections as one with its title in its first line, if they fit whole beside each other,
+    else as they are.
+    """
     shown = {title: body for title, body in sections.items() if body}
     widths = {
         title: max(len(title), *(line.cell_length for line in body))
@@ -258,7 +266,9 @@ def memory_lines(plan: Plan, width: int) -> list[Content]:
 def _bar_line(
     name: str, used: int, total: int | None, width: int, margin: float, too_much: str
 ) -> Content:
-    """Return a labelled bar, coloured as the plan judges a memory in which it leaves ``margin`` free, marked if it is too full."""
+    """Return a labelled bar, coloured as the plan judges a memory in which it leaves ``margin``
+    free, marked if it is too full.
+    """
     from so_tui.plan.plan import TIGHT_MARGIN
 
     label = Content.styled(f"{name:<{LABEL}}", "$faint")
@@ -272,7 +282,9 @@ def _bar_line(
 
 
 def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
-    """Return what a plan needs, how long a step takes, why, and which cores each rank gets; ``plain`` where only ASCII is shown."""
+    """Return what a plan needs, how long a step takes, why, and which cores each rank gets;
+    ``plain`` where only ASCII is shown.
+    """
     lines = memory_lines(plan, width)
     if (
         not plan.one_memory
@@ -296,7 +308,9 @@ def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
 
 
 def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
-    """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many as fit."""
+    """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many
+    as fit.
+    """
     terms = sorted(
         (term for term in plan.breakdown if term.location == location and term.bytes > 0),
         key=lambda term: -term.bytes,
@@ -305,7 +319,9 @@ def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
 
 
 def host_parts(plan: Plan) -> dict[str, int]:
-    """Return the bytes of host memory that each rank has for its states and whatever else the plan shares memory out to, then the rest."""
+    """Return the bytes of host memory that each rank has for its states and whatever else the plan
+    shares memory out to, then the rest.
+    """
     from so_tui.plan.terms import HOST_PARTS
 
     terms = [term for term in plan.breakdown if term.location == "node" and term.rank is None]
@@ -356,7 +372,9 @@ def step_parts(plan: Plan) -> list[Part]:
 
 
 def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
-    """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII only."""
+    """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII
+    only.
+    """
     if not plan.fits:
         return [
             Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("none: it does not fit", "$faint"))
@@ -404,7 +422,9 @@ def reason_lines(plan: Plan, width: int) -> list[Content]:
 
 
 def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
-    """Return every term with its confidence, largest first, and its share as a small bar where the names leave room for it."""
+    """Return every term with its confidence, largest first, and its share as a small bar where the
+    names leave room for it.
+    """
     shown = sorted((term for term in terms if term.bytes > 0), key=lambda term: -term.bytes)
     if not shown:
         return []
@@ -454,7 +474,9 @@ def tokens_per_step(plan: Plan) -> str:
 
 
 def run_duration(plan: Plan) -> str:
-    """Return ``1,000 steps in about 52 min``; empty where the number of steps or the speed is not known, or it does not fit."""
+    """Return ``1,000 steps in about 52 min``; empty where the number of steps or the speed is not
+    known, or it does not fit.
+    """
     steps = plan.spec.train.steps
     return (
         f"{thousands(steps)} steps in about {duration(steps * plan.step_s)}"

@@ -1,4 +1,6 @@
-"""Launching a run from the screen: asked once, checked and started in a thread, and on the dashboard from the confirmation on."""
+"""Launching a run from the screen: asked once, checked and started in a thread, and on the
+dashboard from the confirmation on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
-    """Ask once, then start ``launch`` where its spec says, with the batch script that the user has changed before or changes now."""
+    """Ask once, then start ``launch`` where its spec says, with the batch script that the user has
+    changed before or changes now.
+    """
     from so_tui.launch.executors import executor_of
     from so_tui.ui.dialogs import JobQuestion, LaunchQuestion
     from so_tui.ui.plan_view import launch_facts
@@ -48,7 +52,9 @@ def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) ->
 
 
 def refused_elsewhere(app: SharedApp, spec: RunSpec) -> bool:
-    """Return whether ``spec`` cannot start from here, since its plan is for another machine, and tell the user."""
+    """Return whether ``spec`` cannot start from here, since its plan is for another machine, and
+    tell the user.
+    """
     from so_tui.launch.executors import executor_of
 
     if not app.machine_file or app.machine is None or not executor_of(spec).here:
@@ -63,7 +69,9 @@ def refused_elsewhere(app: SharedApp, spec: RunSpec) -> bool:
 def launch_anyway(
     app: SharedApp, launch: Launch | None, draft: Draft | None = None
 ) -> messages.Offer | None:
-    """Return the offer to start ``launch`` although something speaks against it; None if there is nothing to start."""
+    """Return the offer to start ``launch`` although something speaks against it; None if there is
+    nothing to start.
+    """
     return (
         messages.Offer("Launch anyway", partial(start_launch, app, launch, draft))
         if launch
@@ -72,7 +80,8 @@ def launch_anyway(
 
 
 def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
-    """Start ``launch`` unless something else is being started. The dashboard shows its checks, and then the run.
+    """Start ``launch`` unless something else is being started. The dashboard shows its checks, and
+    then the run.
 
     Args:
         app: The application.
@@ -98,7 +107,8 @@ def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> 
 def go_back(app: SharedApp) -> None:
     """Leave the checks of a launch that came to nothing for where it was confirmed.
 
-    Not if the user has gone elsewhere, has a dialog open, or is quitting, when there is no screen any more.
+    Not if the user has gone elsewhere, has a dialog open, or is quitting, when there is no screen
+    any more.
     """
     checking, app.checking = app.checking, None
     if checking is not None and app.current_mode == "dashboard" and len(app.screen_stack) == 1:
@@ -106,7 +116,9 @@ def go_back(app: SharedApp) -> None:
 
 
 def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
-    """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its reasons. Runs in a thread."""
+    """Run the preflight checks, then hand the run to its supervisor. A refusal is shown with its
+    reasons. Runs in a thread.
+    """
     from msgspec import structs
 
     from so_tui.launch.checks import preflight
@@ -168,7 +180,9 @@ def _where_kept(draft: Draft) -> str:
 
 
 def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str], None]) -> None:
-    """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``; call ``saved`` with the name then."""
+    """Ask for a name and save ``spec`` under it, as what differs from the preset ``base``; call
+    ``saved`` with the name then.
+    """
     from so_tui.spec import check_user_name
     from so_tui.ui.dialogs import AskText
 

@@ -33,7 +33,9 @@ RESUMABLE = frozenset({"stopped", "failed", "lost"})
 
 
 class Change(Protocol):
-    """Changes a run, unless its processes may live where they cannot be seen and the user does not say that they have ended."""
+    """Changes a run, unless its processes may live where they cannot be seen and the user does not
+    say that they have ended.
+    """
 
     def __call__(self, run: RunDirectory, *, assume_dead: bool) -> object: ...
 
@@ -62,7 +64,10 @@ def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
         return
     lines = [
         f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
-        "It finishes the current step and ends. Unless the preset says otherwise, it saves a checkpoint to resume from.",
+        (
+            "It finishes the current step and ends. Unless the preset says otherwise, it saves a "
+            "checkpoint to resume from."
+        ),
     ]
 
     def answered(yes: bool | None) -> None:
@@ -121,7 +126,8 @@ def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
 def ask_whether_ended(
     app: SharedApp, run: RunDirectory, seen: str, proceed: Callable[[], object]
 ) -> None:
-    """Ask whether a run has ended whose processes cannot be seen from here, and proceed if the user says so.
+    """Ask whether a run has ended whose processes cannot be seen from here, and proceed if the user
+    says so.
 
     Args:
         app: The application.
@@ -133,7 +139,10 @@ def ask_whether_ended(
 
     lines = [
         seen,
-        "If it still runs, two attempts may write the same checkpoints. Say yes only if you know that its host is down or restarted.",
+        (
+            "If it still runs, two attempts may write the same checkpoints. Say yes only if you "
+            "know that its host is down or restarted."
+        ),
     ]
 
     def answered(yes: bool | None) -> None:
@@ -161,7 +170,8 @@ def _change(
     *,
     assume_dead: bool = False,
 ) -> None:
-    """Change a run in a thread, and say so where it was not done. Where its processes cannot be seen from here, the user is asked first.
+    """Change a run in a thread, and say so where it was not done. Where its processes cannot be
+    seen from here, the user is asked first.
 
     Args:
         app: The application.
@@ -208,7 +218,9 @@ def _request(app: SharedApp, run: RunDirectory, action: control.Action, confirma
 def _leave_request(
     app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str
 ) -> None:
-    """Write a request into the run's folder, where rank 0 looks for it between steps. Runs in a thread."""
+    """Write a request into the run's folder, where rank 0 looks for it between steps. Runs in a
+    thread.
+    """
     from so_tui.launch.executors import ensure_supervised
 
     try:
@@ -369,7 +381,9 @@ def copy_path(app: SharedApp, run: RunDirectory) -> None:
 
 
 def chat(app: SharedApp, run: RunDirectory) -> None:
-    """Open a conversation with the last checkpoint of ``run``, and with its base model if it has one."""
+    """Open a conversation with the last checkpoint of ``run``, and with its base model if it has
+    one.
+    """
     from so_tui.spec.generation import LoadModel
 
     try:
@@ -383,9 +397,11 @@ def chat(app: SharedApp, run: RunDirectory) -> None:
 
 
 def _state(app: SharedApp, run: RunDirectory) -> RunState | None:
-    """Return the state of ``run``; report it and return None where it cannot be read, as when the folder was deleted.
+    """Return the state of ``run``; report it and return None where it cannot be read, as when the
+    folder was deleted.
 
-    No scheduler is asked here, which can take seconds: the lists of runs do that in their thread, and record how jobs ended.
+    No scheduler is asked here, which can take seconds: the lists of runs do that in their thread,
+    and record how jobs ended.
     """
     from so_tui.runs import read_state, state_with_truth
 
@@ -551,7 +567,10 @@ def ask_to_export(screen: Page, row: RunRow, lines: Sequence[Line], names: Seque
             work = partial(_export, screen, run, path, tuple(lines), tuple(names))
             screen.run_worker(work, thread=True, group="export", name="export", exit_on_error=False)
 
-    hint = "Up, down or a click choose what. Another name or path can be given; its ending says what is written."
+    hint = (
+        "Up, down or a click choose what. Another name or path can be given; its ending says what "
+        "is written."
+    )
     choices = [
         *(
             [(f"{run.name}-model", "the model, a folder for from_pretrained")]

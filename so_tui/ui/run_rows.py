@@ -57,7 +57,9 @@ class RunRow:
 
 
 class RunLister:
-    """Lists runs repeatedly, for one thread at a time. A run that has ended is read again only after a change."""
+    """Lists runs repeatedly, for one thread at a time. A run that has ended is read again only
+    after a change.
+    """
 
     def __init__(self, runs_dir: Path | None) -> None:
         self._runs_dir = runs_dir
@@ -80,13 +82,17 @@ class RunLister:
             row = self._row(run)
             if row.live:
                 self._keep_supervised(run, own_processes)
-            elif row.readable:  # otherwise its file system may be back at the next look, and nothing of it has changed
+            elif row.readable:
+                # otherwise its file system may be back at the next look, and nothing of it has
+                # changed
                 self._ended[run.path] = (changed, row)
             rows.append(row)
         return tuple(rows)
 
     def _keep_supervised(self, run: RunDirectory, own_processes: OwnProcesses) -> None:
-        """Make sure that a live run of this user has a supervisor, at intervals, because one needs a moment to take over."""
+        """Make sure that a live run of this user has a supervisor, at intervals, because one needs
+        a moment to take over.
+        """
         from so_tui.launch.executors import ensure_supervised
 
         now = time.monotonic()
@@ -126,7 +132,9 @@ def _changed_ns(run: RunDirectory) -> tuple[int, int]:
 def _written_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except OSError:  # there are no notes, or the run was deleted meanwhile: state_with_truth reports what is left
+    except OSError:
+        # there are no notes, or the run was deleted meanwhile: state_with_truth reports what is
+        # left
         return 0
 
 
@@ -154,7 +162,9 @@ class LossCurve:
     """The state of the run before this was read."""
 
     def outdated(self, row: RunRow) -> bool:
-        """Return whether there may be more of the run than was read: it lives, or has changed since, or is long."""
+        """Return whether there may be more of the run than was read: it lives, or has changed
+        since, or is long.
+        """
         return row.live or self.unread_share > 0 or self.state != row.state
 
     @property
@@ -169,7 +179,9 @@ class LossCurve:
 
 
 class CurveReader:
-    """Reads the curves of runs repeatedly, for one thread at a time, and only what is new of each."""
+    """Reads the curves of runs repeatedly, for one thread at a time, and only what is new of
+    each.
+    """
 
     def __init__(self) -> None:
         self._followed: dict[RunDirectory, tuple[MetricsReader, FollowedSteps]] = {}
@@ -252,7 +264,9 @@ def progress_text(curves: Sequence[LossCurve]) -> str:
 
 
 def spark(series: Series, length: int, width: int) -> str:
-    """Return the first ``length`` values of a series as one row of bars, blank where it has no value."""
+    """Return the first ``length`` values of a series as one row of bars, blank where it has no
+    value.
+    """
     width = min(width, length)
     if not width:
         return ""

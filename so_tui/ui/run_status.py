@@ -1,4 +1,6 @@
-"""Lines of figures on the dashboard: title and progress, the step's anatomy, the GPUs. Pure functions from a snapshot to content."""
+"""Lines of figures on the dashboard: title and progress, the step's anatomy, the GPUs. Pure
+functions from a snapshot to content.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,14 @@ def stages(
     now: float,
     checks_s: float | None = None,
 ) -> tuple[Stage, ...]:
-    """Return the stages of an attempt that has done no step yet, up to ``now``; the last one is running.
+    """Return the stages of an attempt that has done no step yet, up to ``now``; the last one is
+    running.
 
     Clocks of hosts differ: none takes less than no time.
 
     Args:
-        phases: What the trainer announced, in order. Records of one stage that follow each other are one row.
+        phases: What the trainer announced, in order. Records of one stage that follow each other
+            are one row.
         attempt: The attempt.
         started: When its processes were started.
         now: The present time.
@@ -81,7 +85,9 @@ def stages(
 
 
 def _name(phase: PhaseRecord) -> str:
-    """Return ``weights 3 of 8``; what records of older versions say of themselves stands for their stage."""
+    """Return ``weights 3 of 8``; what records of older versions say of themselves stands for their
+    stage.
+    """
     if phase.phase == "training":
         return FIRST_STEP
     counted = f" {thousands(phase.done)} of {thousands(phase.total)}" if phase.total else ""
@@ -93,7 +99,9 @@ def _name(phase: PhaseRecord) -> str:
 
 
 def timeline_lines(found: Sequence[Stage], width: int) -> Content:
-    """Return one row a stage: its sign, name, seconds, and a bar that begins where the stage before it ended. The newest rows stay."""
+    """Return one row a stage: its sign, name, seconds, and a bar that begins where the stage before
+    it ended. The newest rows stay.
+    """
     total = sum(stage.seconds for stage in found) or 1.0
     room = min(BAR, max(4, width - LEAST_NAME_CELLS - FIGURE_CELLS))
     name_cells = min(NAME_CELLS, max(4, width - room - FIGURE_CELLS))
@@ -138,7 +146,9 @@ SIGNS = {
     "lost": ("✗", "$error"),
 }
 STALE_S = 8.0
-"""Seconds without news after which a live run is marked as stale: several beats of a supervisor that beats once a second."""
+"""Seconds without news after which a live run is marked as stale: several beats of a supervisor
+that beats once a second.
+"""
 AFTER_THE_END = "4 lists the run; there E exports the model, and C talks to it"
 _PART_NAMES = ("data", "forward", "backward", "optimizer exposed", "other")
 _SHORT_PART_NAMES = ("data", "forward", "backward", "exposed", "other")
@@ -146,7 +156,9 @@ _PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part"
 
 
 def state_content(name: str) -> Content:
-    """Return ``● training``. Besides the states of runs there is ``checking``, for one that may have been lost."""
+    """Return ``● training``. Besides the states of runs there is ``checking``, for one that may
+    have been lost.
+    """
     return Content.assemble(_state_piece(name))
 
 
@@ -215,7 +227,9 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[list[Piece]]:
 
 
 def news_line(snapshot: Snapshot) -> Content | None:
-    """Return the news: why the run ended and what to do, its phase before the first step, or a warning; None where there is none."""
+    """Return the news: why the run ended and what to do, its phase before the first step, or a
+    warning; None where there is none.
+    """
     state, end = snapshot.state, snapshot.end
     if snapshot.deleted:
         ended = state is not None and state.state in FINAL_STATES
@@ -269,9 +283,11 @@ def news_line(snapshot: Snapshot) -> Content | None:
 
 
 def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = False) -> Content:
-    """Return the parts of a step's time, at the cursor or means over the newest steps, with as many names as fit.
+    """Return the parts of a step's time, at the cursor or means over the newest steps, with as many
+    names as fit.
 
-    Before the first step, return the way to it, a line for each part. ``plain`` where the terminal shows ASCII only.
+    Before the first step, return the way to it, a line for each part. ``plain`` where the terminal
+    shows ASCII only.
     """
     state = snapshot.state
     since = None if state is None else state.attempt_started or state.started
@@ -308,7 +324,8 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
             + named
             + worker
         )
-    # Too narrow for all names: what offloading costs is what people look for, so small other parts go first.
+    # Too narrow for all names: what offloading costs is what people look for, so small other parts
+    # go first.
     bar = stacked(parts, 14, plain=plain)
     shown = list(enumerate(parts))
     while (
@@ -326,7 +343,9 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
 
 
 def _worker_texts(record: StepRecord) -> list[Content]:
-    """Return what the Adam worker did, the longest text first: its time and rate; steps it took too early and redid, or skipped."""
+    """Return what the Adam worker did, the longest text first: its time and rate; steps it took too
+    early and redid, or skipped.
+    """
     pieces = [f"skipped {thousands(record.skipped_steps)}"] if record.skipped_steps else []
     if record.redone_steps:
         pieces.insert(0, f"redone {thousands(record.redone_steps)}")
@@ -355,7 +374,9 @@ def _short_legend(parts: list[tuple[int, Part]], plain: bool) -> Content:
 
 
 def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
-    """Return the GPUs: busy, memory, power, clock, the link to the host; two a line where there are many and little room."""
+    """Return the GPUs: busy, memory, power, clock, the link to the host; two a line where there are
+    many and little room.
+    """
     several_hosts = len({view.host for view in gpus}) > 1
     beside = 2 if len(gpus) > 2 and width < 100 else 1
     cell = width // beside

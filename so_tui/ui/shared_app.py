@@ -1,6 +1,8 @@
-"""What the screens share with the application above them: settings, presets, machine, runs, alerts, and what is being started.
+"""What the screens share with the application above them: settings, presets, machine, runs, alerts,
+and what is being started.
 
-Screens know SharedApp. They do not know the application above it (``app``), which knows the screens.
+Screens know SharedApp. They do not know the application above it (``app``), which knows the
+screens.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ VIM_KEYS = {
     "ctrl+d": "pagedown",
     "ctrl+u": "pageup",
 }
-"""What each key of vim does, as the key that every widget knows. Where a screen has a command of its own on a key, that one wins."""
+"""What each key of vim does, as the key that every widget knows. Where a screen has a command of
+its own on a key, that one wins.
+"""
 COMPACT = (
     [(0, "-narrow"), (1 << 20, "-medium"), (1 << 20, "-wide")],
     [(0, "-short"), (1 << 20, "-tall"), (1 << 20, "-very-tall")],
@@ -69,7 +73,9 @@ _SHOWS_777 = ("foot", "rxvt")
 
 
 class SettingsApp(FixedApp[None]):
-    """An application whose user changes its settings in it: it applies them, keeps changes, and adds vim's keys."""
+    """An application whose user changes its settings in it: it applies them, keeps changes, and
+    adds vim's keys.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
@@ -112,7 +118,9 @@ class SettingsApp(FixedApp[None]):
             self._filters.append(PlainCharacters())
 
     def get_theme(self, theme_name: str) -> Theme | None:
-        """Return a theme by its name. Textual copies all themes for a look-up, and looks up sixty in a frame."""
+        """Return a theme by its name. Textual copies all themes for a look-up, and looks up sixty
+        in a frame.
+        """
         if theme_name not in self._found_themes:
             self._found_themes[theme_name] = super().get_theme(theme_name)
         return self._found_themes[theme_name]
@@ -125,7 +133,9 @@ class SettingsApp(FixedApp[None]):
         return fallback_variables(self.current_theme.to_color_system().generate())
 
     def report_settings(self) -> None:
-        """Say what is wrong in the settings file, and keep the theme from now on, however it is changed."""
+        """Say what is wrong in the settings file, and keep the theme from now on, however it is
+        changed.
+        """
         for problem in self._settings_problems:
             self.notify(
                 str(problem), title="Settings", severity="warning", timeout=20, markup=False
@@ -167,7 +177,9 @@ class SettingsApp(FixedApp[None]):
         self.refresh(layout=True)
 
     def write_later(self, write: Callable[[], object]) -> None:
-        """Write what the user changed in a thread, since a file system may be slow, and after earlier changes."""
+        """Write what the user changed in a thread, since a file system may be slow, and after
+        earlier changes.
+        """
         self._writer.submit(write).add_done_callback(self._written)
 
     def _written(self, writing: Future[object]) -> None:
@@ -206,7 +218,8 @@ class SettingsApp(FixedApp[None]):
 
 
 def notification(text: str, how: str, environ: Mapping[str, str]) -> str:
-    """Return the control sequence that has a terminal show a desktop notification; empty if it has none.
+    """Return the control sequence that has a terminal show a desktop notification; empty if it has
+    none.
 
     Args:
         text: One line without control characters.
@@ -225,9 +238,11 @@ def notification(text: str, how: str, environ: Mapping[str, str]) -> str:
 
 
 class Announcer:
-    """Announces alerts of the user's own runs, each once: by the bell, a desktop notification, and the terminal's title.
+    """Announces alerts of the user's own runs, each once: by the bell, a desktop notification, and
+    the terminal's title.
 
-    What the terminal gets is fixed words, numbers and names without control characters, whatever a run's folder says.
+    What the terminal gets is fixed words, numbers and names without control characters, whatever a
+    run's folder says.
     """
 
     def __init__(self, app: SettingsApp) -> None:
@@ -248,7 +263,9 @@ class Announcer:
             self._show_title(self._alert_title or _live_title(runs))
 
     def _news(self, rows: Iterable[RunRow]) -> list[tuple[RunRow, Alert]]:
-        """Return alerts that are new since the last list; those of the first are old. Of a run that cannot be read now, nothing is known."""
+        """Return alerts that are new since the last list; those of the first are old. Of a run that
+        cannot be read now, nothing is known.
+        """
         from so_tui.runs.records import Alert
 
         first = self._known is None
@@ -368,12 +385,16 @@ class SharedApp(SettingsApp):
     machine_file: var[str] = var("")
     """File that describes the machine that is planned for; empty for this machine."""
     inspecting: var[bool] = var(True)
-    """Whether the machine is known or being inspected. Who only looks at a run does without: the driver's library alone takes 2 MiB."""
+    """Whether the machine is known or being inspected. Who only looks at a run does without: the
+    driver's library alone takes 2 MiB.
+    """
     runs: var[tuple[RunRow, ...]] = var(())
     doctor_line: var[str] = var("")
     findings: var[tuple[Finding, ...] | None] = var(None)
     starting: var[str] = var("")
-    """What is being started, which takes seconds. Starts wait for each other, because the thread of a start cannot be cancelled."""
+    """What is being started, which takes seconds. Starts wait for each other, because the thread of
+    a start cannot be cancelled.
+    """
     checking: var[Checking | None] = var(None)
     """The launch whose checks the dashboard shows; None once its run exists."""
     opened: var[RunDirectory | None] = var(None)
@@ -425,7 +446,9 @@ class SharedApp(SettingsApp):
         self.plan_for(None, "")
 
     def plan_for(self, machine: Machine | None, file: str) -> None:
-        """Plan from now on for the machine that ``file`` describes, or for this machine where it is None."""
+        """Plan from now on for the machine that ``file`` describes, or for this machine where it is
+        None.
+        """
         self._given = (self.catalog, machine, file)
         self.load()
 
@@ -466,20 +489,26 @@ class SharedApp(SettingsApp):
         self.announcer.update(runs)
 
     def list_runs(self) -> None:
-        """Request another reading of the list of runs. A reading under way, as on a slow file system, is completed first."""
+        """Request another reading of the list of runs. A reading under way, as on a slow file
+        system, is completed first.
+        """
         self._listing_due.set()
         if self._listing is None or self._listing.is_finished:
             self._listing = self._list_runs()
 
     def list_runs_in_time(self) -> None:
-        """Request readings less often where only the number of live runs is seen: one costs half as much as following a run."""
+        """Request readings less often where only the number of live runs is seen: one costs half as
+        much as following a run.
+        """
         self._polls += 1
         if self.current_mode != "dashboard" or self._polls % DASHBOARD_POLLS == 0:
             self.list_runs()
 
     @work(group="runs", name="list runs", exclusive=True, exit_on_error=False)
     async def _list_runs(self) -> None:
-        """Read in a thread whenever requested. One worker serves all readings: starting one costs as much as a reading."""
+        """Read in a thread whenever requested. One worker serves all readings: starting one costs
+        as much as a reading.
+        """
         while True:
             await self._listing_due.wait()
             self._listing_due.clear()
@@ -512,7 +541,9 @@ class SharedApp(SettingsApp):
     # What is under way.
 
     def may_start(self) -> bool:
-        """Return whether a run may be started now; notify the user where another start is under way."""
+        """Return whether a run may be started now; notify the user where another start is under
+        way.
+        """
         if self.starting:
             text = f"{self.starting} is still being started. Runs are started one at a time."
             self.notify(text, title="Not started", severity="warning", markup=False)

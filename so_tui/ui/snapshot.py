@@ -1,4 +1,6 @@
-"""Everything known about a run at one poll, as the screen draws it: frozen, and handed from the follower's thread to the event loop."""
+"""Everything known about a run at one poll, as the screen draws it: frozen, and handed from the
+follower's thread to the event loop.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,13 @@ from so_tui.ui.charts.series import Axis, Line, Series, StepSeries, mean_of
 Position = tuple[float, float]
 """Step and time of the cursor."""
 _STEPS_BACK = 50
-"""How far the last recorded step may lie before the cursor: a run may record only some of its steps."""
+"""How far the last recorded step may lie before the cursor: a run may record only some of its
+steps.
+"""
 _REACHES_S = (1.5, 15.0, 90.0, 900.0)
-"""How long after a step the sample may end that covers it; older samples are kept as means of 10 s, 1 min and 10 min."""
+"""How long after a step the sample may end that covers it; older samples are kept as means of 10 s,
+1 min and 10 min.
+"""
 _SAME_S = 0.01
 """Within this of its end, the cursor stands on a step; elsewhere, on a moment."""
 _EVERY_ROW = 1_000_000
@@ -105,9 +111,13 @@ class Inspector:
 
 
 HISTORY_ROWS = 600
-"""Rows that history is asked for; it has up to ten times as many, since one resolution is ten times as fine as the next."""
+"""Rows that history is asked for; it has up to ten times as many, since one resolution is ten times
+as fine as the next.
+"""
 MOST_ROWS = 8000
-"""Rows of a host after which its history is loaded anew in fewer: a screen may be open for weeks."""
+"""Rows of a host after which its history is loaded anew in fewer: a screen may be open for
+weeks.
+"""
 ROLLED_UP = 1000
 """Rows that are averaged at once: all of them would take a lot of memory."""
 BUSY = "busy_percent"
@@ -228,7 +238,9 @@ class LoadStore:
         self._loads = {key: load for key, load in self._loads.items() if key[1] != host}
 
     def want(self, names: Iterable[str]) -> None:
-        """Keep these numbers from now on, and forget the samples so far, which lack some of them."""
+        """Keep these numbers from now on, and forget the samples so far, which lack some of
+        them.
+        """
         self.wanted = tuple(dict.fromkeys(names))
         self.clear()
 
@@ -306,8 +318,8 @@ def _parts(sample: Sample) -> Iterator[tuple[str, int, NodeSample | GpuSample | 
 def sampled_value(name: str, part: NodeSample | GpuSample | Sample) -> float | None:
     """Return a number of a part of a sample by its kind and field, such as ``gpu.power_w``.
 
-    Besides fields there are ``gpu.throttled``, the clock while it is held down, and ``host.foreign_cores``, the cores that are busy with
-    what does not belong to the run.
+    Besides fields there are ``gpu.throttled``, the clock while it is held down, and
+    ``host.foreign_cores``, the cores that are busy with what does not belong to the run.
     """
     field_name = name.partition(".")[2]
     if isinstance(part, GpuSample) and field_name == "throttled":
@@ -340,7 +352,8 @@ class Loads:
         return bool(self._means) and not self.inspected
 
     def add(self, host: str, samples: tuple[Sample, ...], begun: float) -> None:
-        """Add newer samples of a host. The first also load its history since the run began: ``begun``, the time of its first step.
+        """Add newer samples of a host. The first also load its history since the run began:
+        ``begun``, the time of its first step.
 
         Raises OSError before any of them is added.
         """
@@ -364,7 +377,9 @@ class Loads:
             self.restart(self._begun)
 
     def restart(self, begun: float) -> None:
-        """Load the history again, now that earlier steps are known, other numbers are wanted, or there are more rows than anybody sees."""
+        """Load the history again, now that earlier steps are known, other numbers are wanted, or
+        there are more rows than anybody sees.
+        """
         self._incomplete = True
         self._store.clear()
         self._means = {}
@@ -380,7 +395,8 @@ class Loads:
     def _add_history(self, host: str, until: float, begun: float) -> None:
         """Add the samples of a host from the begin of the run to just before ``until``."""
         start = self._reader.start
-        # A resumed run shows its earlier attempts too. The time is NaN before the first step, and 0 if it is unknown.
+        # A resumed run shows its earlier attempts too. The time is NaN before the first step, and 0
+        # if it is unknown.
         since = min(
             [*([begun] if begun > 0 else []), *([start.time] if start is not None else [])],
             default=until,
@@ -396,7 +412,9 @@ class Loads:
                 raise
 
     def average(self, steps_at: array[float]) -> None:
-        """Once a run has ended, average each host from the first step of its last attempt to the last step."""
+        """Once a run has ended, average each host from the first step of its last attempt to the
+        last step.
+        """
         state, start, latest = self._reader.state, self._reader.start, self._reader.latest
         if state is None or state.state not in FINAL_STATES or start is None or latest is None:
             self._means = {}
@@ -476,7 +494,9 @@ class Snapshot:
     inspected: Inspected | None
     """What is known of the cursor's position; nodes and GPUs show its samples then."""
     averaged: bool
-    """Nodes and GPUs show means over the training, because the run has ended and its host now does other work."""
+    """Nodes and GPUs show means over the training, because the run has ended and its host now does
+    other work.
+    """
     log_lines: tuple[LogLine, ...]
     log_partial: str
     heartbeat_age_s: float
@@ -487,7 +507,9 @@ class Snapshot:
     """The run's folder does not exist any more; everything else is as of the poll before."""
     stop_asked: bool = False
     checking: bool = False
-    """Whether the run still lives is not known yet: its processes cannot be seen from here, and its heartbeat is old."""
+    """Whether the run still lives is not known yet: its processes cannot be seen from here, and its
+    heartbeat is old.
+    """
 
     @property
     def length(self) -> int:
@@ -550,7 +572,9 @@ class Snapshot:
         return metric in self.whole.means
 
     def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
-        """Return a metric, in full detail where that was read for the window that ``axis`` shows."""
+        """Return a metric, in full detail where that was read for the window that ``axis``
+        shows.
+        """
         closer = self.closer
         if closer is not None and axis is not None and closer.covers(*axis.in_steps()):
             return closer.line(metric, role, closer.lengths)
@@ -561,7 +585,9 @@ class Snapshot:
         return self.line(mean_of(metric), role, axis)
 
     def approximate_until(self, axis: Axis | None) -> float:
-        """Return the last step whose EMA is approximate where ``axis`` shows it; 0 if there is none."""
+        """Return the last step whose EMA is approximate where ``axis`` shows it; 0 if there is
+        none.
+        """
         low, high = (0.0, 0.0) if axis is None else axis.in_steps()
         exact = (
             axis is None
@@ -571,7 +597,9 @@ class Snapshot:
         return 0.0 if exact else self.whole.approximate_until
 
     def standing(self, x: float, unit: str) -> float:
-        """Return ``x``, or the nearest last position of a block where only blocks are known, so that position and values agree."""
+        """Return ``x``, or the nearest last position of a block where only blocks are known, so
+        that position and values agree.
+        """
         coarse = self.whole.coarse
         positions = self.whole.steps if unit == "step" else self.whole.times
         axis = Axis(unit, x, x, 0.0, self.steps, self.times, self.length)
@@ -599,13 +627,17 @@ class Snapshot:
 
 
 def before_first_step(state: RunState | None, latest: StepRecord | None) -> bool:
-    """Return whether a state is one before the first step of its attempt; ``latest`` is the last step of all attempts."""
+    """Return whether a state is one before the first step of its attempt; ``latest`` is the last
+    step of all attempts.
+    """
     begun = state is not None and latest is not None and latest.attempt >= state.attempt
     return state is not None and not begun and state.state in ("starting", "loading", "training")
 
 
 def mean_of_parts(records: Sequence[StepRecord]) -> tuple[float, ...]:
-    """Return the means of PARTS over some steps, at least one: unlike medians, they sum to the mean of the steps' time."""
+    """Return the means of PARTS over some steps, at least one: unlike medians, they sum to the mean
+    of the steps' time.
+    """
     return tuple(sum(getattr(record, name) for record in records) / len(records) for name in PARTS)
 
 

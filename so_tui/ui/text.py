@@ -1,4 +1,6 @@
-"""Text for the screen: content that is safe to show, the formatters of ``so_tui.units``, and shortening to a width."""
+"""Text for the screen: content that is safe to show, the formatters of ``so_tui.units``, and
+shortening to a width.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ __all__ = [
 ]
 
 _MOST_CHARACTERS_A_CELL = 4
-"""Longer texts are cut before they are measured: a megabyte of combining characters has no width."""
+"""Longer texts are cut before they are measured: a megabyte of combining characters has no
+width.
+"""
 
 
 class Content(content.Content):
@@ -114,7 +118,9 @@ class Content(content.Content):
 
 
 def _own(made: content.Content) -> Content:
-    """Return what a method of Textual's made, as content of this class: for type checkers, and for what is added to it later."""
+    """Return what a method of Textual's made, as content of this class: for type checkers, and for
+    what is added to it later.
+    """
     return made if isinstance(made, Content) else Content(made.plain, [*made.spans])
 
 
@@ -127,7 +133,9 @@ def _printable_part(
 
 
 def shorten(text: str, width: int) -> str:
-    """Return ``text`` as one line in at most ``width`` cells, with an ellipsis in place of its end."""
+    """Return ``text`` as one line in at most ``width`` cells, with an ellipsis in place of its
+    end.
+    """
     line = brief_line(text, max(1, width * _MOST_CHARACTERS_A_CELL))
     return (
         line if cell_len(line) <= width else set_cell_size(line, max(0, width - 1)).rstrip() + "…"
@@ -135,7 +143,9 @@ def shorten(text: str, width: int) -> str:
 
 
 def shorten_path(path: str, width: int) -> str:
-    """Return ``path`` as one line in at most ``width`` cells, with an ellipsis in place of its start: paths differ at their end."""
+    """Return ``path`` as one line in at most ``width`` cells, with an ellipsis in place of its
+    start: paths differ at their end.
+    """
     line = printable_line(path[-width * _MOST_CHARACTERS_A_CELL :])
     if cell_len(line) <= width and len(path) <= width * _MOST_CHARACTERS_A_CELL:
         return line
@@ -147,8 +157,8 @@ def shorten_path(path: str, width: int) -> str:
 def distinct(names: Sequence[str], width: int) -> list[str]:
     """Return names as lines of at most ``width`` cells in which different names stay different.
 
-    Those that are too long lose their middle. Where that makes some the same, all begin where they differ, and where even that does not
-    suffice they are numbered.
+    Those that are too long lose their middle. Where that makes some the same, all begin where they
+    differ, and where even that does not suffice they are numbered.
     """
     different = len(set(names))
     shown = [_without_middle(name, width) for name in names]
@@ -165,7 +175,9 @@ def distinct(names: Sequence[str], width: int) -> list[str]:
 
 
 def _without_middle(text: str, width: int) -> str:
-    """Return ``text`` as one line in at most ``width`` cells, with an ellipsis in place of its middle."""
+    """Return ``text`` as one line in at most ``width`` cells, with an ellipsis in place of its
+    middle.
+    """
     most = width * _MOST_CHARACTERS_A_CELL
     line = printable_line(text if len(text) <= 2 * most else text[:most] + text[-most:])
     if cell_len(line) <= width:
@@ -176,7 +188,9 @@ def _without_middle(text: str, width: int) -> str:
 
 
 def reading_text(unread_share: float) -> str:
-    """Return how much of a run is drawn while some of its records are still to be read; empty once all are known."""
+    """Return how much of a run is drawn while some of its records are still to be read; empty once
+    all are known.
+    """
     return f"reading, {math.floor(100 * (1 - unread_share))} % known" if unread_share else ""
 
 
@@ -281,7 +295,8 @@ _PLAIN = str.maketrans(
 def chosen_glyphs(
     environ: Mapping[str, str], encoding: str | None = None, preferred: str = "auto"
 ) -> GlyphName:
-    """Return the set that ``SO_TUI_GLYPHS`` names, else the preferred one, else one that locale and terminal can show.
+    """Return the set that ``SO_TUI_GLYPHS`` names, else the preferred one, else one that locale and
+    terminal can show.
 
     The Linux console has no braille.
     """
@@ -299,7 +314,8 @@ def chosen_glyphs(
 def environment_at_start() -> dict[str, str]:
     """Return the environment with the locale that the user chose.
 
-    Where that is C, Python sets ``LC_CTYPE`` to a UTF-8 locale (PEP 538) and claims UTF-8. The terminal does not change by that.
+    Where that is C, Python sets ``LC_CTYPE`` to a UTF-8 locale (PEP 538) and claims UTF-8. The
+    terminal does not change by that.
     """
     environ = dict(os.environ)
     try:

@@ -1,7 +1,9 @@
-"""Everything here works around Textual, so that the rest of the screen is written as if it needed no help.
+"""Everything here works around Textual, so that the rest of the screen is written as if it needed
+no help.
 
-Each class and function says what Textual does and what that costs. All were needed with Textual 8.2.8, and no released version makes one
-of them unnecessary. ``_set_dirty``, ``_update_focus_styles``, ``_check_bindings`` and ``_on_key`` are private to Textual, which is why
+Each class and function says what Textual does and what that costs. All were needed with Textual
+8.2.8, and no released version makes one of them unnecessary. ``_set_dirty``,
+``_update_focus_styles``, ``_check_bindings`` and ``_on_key`` are private to Textual, which is why
 pyproject.toml allows no newer major version.
 """
 
@@ -39,18 +41,21 @@ Result = TypeVar("Result")
 
 
 class CachedLinesMixin(Widget):
-    """A widget whose lines are made again only once it was refreshed, resized or styled anew, wholly or in part.
+    """A widget whose lines are made again only once it was refreshed, resized or styled anew,
+    wholly or in part.
 
-    Textual asks every widget on the screen for all of its lines whenever a cell of the screen is painted. It caches their content, but
-    looks up their colours, sizes and filters each time, for containers as well: on the dashboard that was a sixth of the time of a frame.
-    Unnecessary once Textual caches finished lines.
+    Textual asks every widget on the screen for all of its lines whenever a cell of the screen is
+    painted. It caches their content, but looks up their colours, sizes and filters each time, for
+    containers as well: on the dashboard that was a sixth of the time of a frame. Unnecessary once
+    Textual caches finished lines.
     """
 
     _kept: tuple[Region, list[Strip]] | None = None
     """Part of the widget that was asked for last, and its lines."""
 
     def _set_dirty(self, *regions: Region) -> None:
-        # Everything that changes a widget's lines comes through here: Textual's own cache of their content depends on it in the same way.
+        # Everything that changes a widget's lines comes through here: Textual's own cache of their
+        # content depends on it in the same way.
         self._kept = None
         super()._set_dirty(*regions)
 
@@ -70,10 +75,12 @@ class KeptScroll(VerticalScroll, CachedLinesMixin):
 
 
 class DrawsPrintable(CachedLinesMixin):
-    """A widget that makes its lines itself, and not of ``Content``. They are checked once more, and copied only where they are unsafe.
+    """A widget that makes its lines itself, and not of ``Content``. They are checked once more, and
+    copied only where they are unsafe.
 
-    Its colours are those of a theme. A line filter of Textual would check all widgets, but it copies each line: the dashboard cost 1.7
-    times as much with one. Unnecessary once Textual draws no control characters.
+    Its colours are those of a theme. A line filter of Textual would check all widgets, but it
+    copies each line: the dashboard cost 1.7 times as much with one. Unnecessary once Textual draws
+    no control characters.
     """
 
     def draw_line(self, y: int) -> Strip:
@@ -85,7 +92,9 @@ class DrawsPrintable(CachedLinesMixin):
         return strip if _is_printable(strip) else Strip(_replaced(strip), strip.cell_length)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return the application's filters without the one that translates the terminal's own 16 colours: there are none here."""
+        """Return the application's filters without the one that translates the terminal's own 16
+        colours: there are none here.
+        """
         return [
             filter
             for filter in super().get_line_filters()
@@ -105,10 +114,11 @@ def _replaced(segments: Iterable[Segment]) -> list[Segment]:
 
 
 class DrawnRowsMixin(DrawsPrintable):
-    """A widget that draws all of its rows once for each change, and then repaints only the cells that differ.
+    """A widget that draws all of its rows once for each change, and then repaints only the cells
+    that differ.
 
-    Textual repaints whole widgets, which costs more than drawing them, and a terminal may be far away. Unnecessary once Textual compares
-    what it paints with what is on the screen.
+    Textual repaints whole widgets, which costs more than drawing them, and a terminal may be far
+    away. Unnecessary once Textual compares what it paints with what is on the screen.
     """
 
     _strips: Sequence[Strip] = ()
@@ -156,7 +166,9 @@ class DrawnRowsMixin(DrawsPrintable):
 
 
 def changed_parts(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
-    """Return of each row that differs the part from its first to its last cell that does; everything where the number of rows differs."""
+    """Return of each row that differs the part from its first to its last cell that does;
+    everything where the number of rows differs.
+    """
     if len(before) != len(after):
         return [Region(0, 0, width, max(len(before), len(after)))]
     regions = []
@@ -169,7 +181,9 @@ def changed_parts(before: Sequence[Strip], after: Sequence[Strip], width: int) -
 
 
 def _same_cells(old: Strip, new: Strip, step: int = 1) -> int:
-    """Return how many cells two rows have in common at their beginning, or with ``step`` -1 at their end."""
+    """Return how many cells two rows have in common at their beginning, or with ``step`` -1 at
+    their end.
+    """
     same = 0
     for was, now in zip(list(old)[::step], list(new)[::step], strict=False):
         if was != now:
@@ -193,8 +207,9 @@ def _common(old: str, new: str) -> str:
 class StylesFocus(Screen[Result]):
     """A screen that styles anew, where the focus goes, what rules with ``:focus-within`` are about.
 
-    Textual styles the whole panel, or both panels: in a form of five hundred widgets that takes longer than all the rest of a key press.
-    Unnecessary once Textual finds the nodes that such rules are about.
+    Textual styles the whole panel, or both panels: in a form of five hundred widgets that takes
+    longer than all the rest of a key press. Unnecessary once Textual finds the nodes that such
+    rules are about.
     """
 
     def _update_focus_styles(
@@ -233,7 +248,8 @@ async def _caught_up(pump: MessagePump) -> None:
 
 
 class FixedApp(App[Result]):
-    """An application that draws printable text, styles each widget once, and lets keys act one after the other.
+    """An application that draws printable text, styles each widget once, and lets keys act one
+    after the other.
 
     ``Content`` of so_tui.ui.text spells out unsafe characters in what its widgets show.
     """
@@ -246,13 +262,16 @@ class FixedApp(App[Result]):
         self.error_console = console(stderr=True)  # its last words are printable, too
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Copy a text as it is shown: pasted into a terminal, a control character would act there."""
+        """Copy a text as it is shown: pasted into a terminal, a control character would act
+        there.
+        """
         super().copy_to_clipboard(printable(text))
 
     def update_styles(self, node: DOMNode, animate: bool = True) -> None:
         """Style widgets once they are mounted.
 
-        Textual does so as well each time that one gets a class while it is made, a few times for each field of a form.
+        Textual does so as well each time that one gets a class while it is made, a few times for
+        each field of a form.
         """
         if node.parent is not None or not isinstance(node, Widget):
             super().update_styles(node, animate)
@@ -263,11 +282,14 @@ class FixedApp(App[Result]):
         return shown.upper() if shown[1:].isdecimal() else shown
 
     async def on_event(self, event: events.Event) -> None:
-        """Let each key find what those before it have done: the screen that they opened, the field that they went to.
+        """Let each key find what those before it have done: the screen that they opened, the field
+        that they went to.
 
-        Many arrive at once over a slow connection, or while the machine is busy. Textual sends a key to the widget with the focus, from where
-        an unused one comes back through all widgets around it before it is a command. Letters that were typed after a ``/`` have then gone to
-        the screen, too: they would be lost, or be commands themselves. Unnecessary once Textual handles one key at a time.
+        Many arrive at once over a slow connection, or while the machine is busy. Textual sends a
+        key to the widget with the focus, from where an unused one comes back through all widgets
+        around it before it is a command. Letters that were typed after a ``/`` have then gone to
+        the screen, too: they would be lost, or be commands themselves. Unnecessary once Textual
+        handles one key at a time.
         """
         if isinstance(event, events.Key) and not event.is_forwarded:
             await self._take(event)
@@ -310,8 +332,10 @@ class FixedApp(App[Result]):
 class Entry(Input):
     """An Input that handles its own keys directly.
 
-    Textual sends a key that is bound (backspace, arrows) up to the screen and back, while letters go straight into the field: of a burst,
-    as a slow connection delivers it, the letters arrive first and are deleted by the backspaces that were typed before them. Unnecessary for the same reason.
+    Textual sends a key that is bound (backspace, arrows) up to the screen and back, while letters
+    go straight into the field: of a burst, as a slow connection delivers it, the letters arrive
+    first and are deleted by the backspaces that were typed before them. Unnecessary for the same
+    reason.
     """
 
     async def _on_key(self, event: events.Key) -> None:
@@ -327,8 +351,8 @@ class Entry(Input):
 class FittedTable(DataTable[Text]):
     """A table whose columns are as wide as what is in them from the first drawing on.
 
-    Textual measures columns when it is idle, and goes on showing rows that were drawn before that, as wide as the titles. Unnecessary once
-    it draws them again.
+    Textual measures columns when it is idle, and goes on showing rows that were drawn before that,
+    as wide as the titles. Unnecessary once it draws them again.
     """
 
     def fill(
@@ -356,7 +380,9 @@ class FittedTable(DataTable[Text]):
 # Memory and terminal.
 
 _THRESHOLDS = (10_000, 20, 20)
-"""A frame makes hundreds of objects, nearly all of which are freed without the collector. With Python's own 700 it took 7 % of the time."""
+"""A frame makes hundreds of objects, nearly all of which are freed without the collector. With
+Python's own 700 it took 7 % of the time.
+"""
 
 
 def settle() -> None:
@@ -371,7 +397,9 @@ def settle() -> None:
 
 
 def give_back() -> None:
-    """Return freed memory to the system, where the C library can: glibc keeps what reading a long run took for a moment."""
+    """Return freed memory to the system, where the C library can: glibc keeps what reading a long
+    run took for a moment.
+    """
     import ctypes  # takes a mebibyte, and short runs do without
 
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
@@ -379,7 +407,8 @@ def give_back() -> None:
 
 
 def terminal_lost(terminal: TextIO | None) -> bool:
-    """Return whether nobody holds the other end of a terminal any more: its window was closed, or its connection lost.
+    """Return whether nobody holds the other end of a terminal any more: its window was closed, or
+    its connection lost.
 
     Textual then reads it for ever where no SIGHUP ends the program.
     """

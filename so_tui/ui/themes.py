@@ -1,14 +1,16 @@
 """Themes, and what each colour stands for.
 
-A colour says what a thing is, the same on every screen: purple is work of the GPU, blue is Adam and its cores, orange the training process
-and its cores, green memory. The accent is the loss, what has the focus, and keys.
+A colour says what a thing is, the same on every screen: purple is work of the GPU, blue is Adam and
+its cores, orange the training process and its cores, green memory. The accent is the loss, what has
+the focus, and keys.
 
-Two themes are for eyes that dark and light do not suit: one of high contrast, and one whose colours all kinds of colour vision tell apart.
-Tests compute both: contrasts by WCAG 2.2 (at least 7 to 1), and distances between the colours of parts, simulated for protanopia,
-deuteranopia and tritanopia.
+Two themes are for eyes that dark and light do not suit: one of high contrast, and one whose colours
+all kinds of colour vision tell apart. Tests compute both: contrasts by WCAG 2.2 (at least 7 to 1),
+and distances between the colours of parts, simulated for protanopia, deuteranopia and tritanopia.
 
-All colours sit on the xterm 256-colour cube, so a terminal or multiplexer that rounds to 256 colours shows the same picture.
-Verdicts are told apart by lightness and by blue against red, which colour-blind eyes keep; a sign or a word always stands beside them.
+All colours sit on the xterm 256-colour cube, so a terminal or multiplexer that rounds to 256
+colours shows the same picture. Verdicts are told apart by lightness and by blue against red, which
+colour-blind eyes keep; a sign or a word always stands beside them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Role(NamedTuple):
     colour_blind: str = ""
     """Empty where it is that of the dark theme."""
     fallback: str = ""
-    """What stands for it in a theme of Textual's own, in terms of what every theme has; empty for a variable of Textual's."""
+    """What stands for it in a theme of Textual's own, in terms of what every theme has; empty for a
+    variable of Textual's.
+    """
 
 
 ROLES: dict[str, Role] = {
@@ -119,7 +123,8 @@ CONTRAST = Theme(
     variables=_variables("contrast"),
 )
 
-# After the palette of Okabe and Ito: sky blue, orange, bluish green, yellow, vermilion, reddish purple.
+# After the palette of Okabe and Ito: sky blue, orange, bluish green, yellow, vermilion, reddish
+# purple.
 COLOUR_BLIND = replace(
     DARK,
     name="so-tui-colour-blind",

@@ -1,4 +1,6 @@
-"""The bottom line: the keys in force. It is one widget; Textual's Footer, one per key, would cost more than the rest of the first paint."""
+"""The bottom line: the keys in force. It is one widget; Textual's Footer, one per key, would cost
+more than the rest of the first paint.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 SIDE = 1
 """Cells of a frame at the left and at the right."""
 BOTTOM = 1
-"""Rows of a frame below what it surrounds. The upper line is the panel's title line, which stands there without a frame too."""
+"""Rows of a frame below what it surrounds. The upper line is the panel's title line, which stands
+there without a frame too.
+"""
 
 
 def framed(widget: Widget) -> bool:
@@ -97,7 +101,9 @@ def machine_facts(machine: Machine) -> list[str]:
 
 
 class FindField(Entry):
-    """Hidden until it is opened. Posts ``Input.Changed`` while something is typed, ``Input.Submitted`` on enter."""
+    """Hidden until it is opened. Posts ``Input.Changed`` while something is typed,
+    ``Input.Submitted`` on enter.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "submit", "Go there"),
@@ -137,14 +143,18 @@ class FindField(Entry):
 
 
 class Grip(CachedLinesMixin):
-    """A line that says how far it is pulled; the screen, which owns the sizes of panels, answers."""
+    """A line that says how far it is pulled; the screen, which owns the sizes of panels,
+    answers.
+    """
 
     ALLOW_SELECT = False
     _from: int | None = None
     """Where it was grasped; None while it is not."""
 
     class Pulled(Message):
-        """The line was pulled by ``cells``, down or to the right, since it was grasped; ``done`` once it is let go."""
+        """The line was pulled by ``cells``, down or to the right, since it was grasped; ``done``
+        once it is let go.
+        """
 
         def __init__(self, grip: Grip, cells: int, *, done: bool) -> None:
             self.grip, self.cells, self.done = grip, cells, done
@@ -186,7 +196,9 @@ GAP = 2
 
 
 class KeyLine(CachedLinesMixin):
-    """Keys in force, as many as fit; each can be clicked. The palette, which has them all, is always there."""
+    """Keys in force, as many as fit; each can be clicked. The palette, which has them all, is
+    always there.
+    """
 
     DEFAULT_CSS = """
     KeyLine { dock: bottom; height: 1; padding: 0 1; background: $footer-background; }
@@ -226,7 +238,9 @@ class KeyLine(CachedLinesMixin):
         return isinstance(self.screen.focused, Input)
 
     def _bindings_to_show(self) -> Iterator[Binding]:
-        """Yield each action once; in a text field only keys that type nothing, and the way out of it."""
+        """Yield each action once; in a text field only keys that type nothing, and the way out of
+        it.
+        """
         seen: set[str] = set()
         for active in self.screen.active_bindings.values():
             binding = active.binding
@@ -260,7 +274,9 @@ def prints(key: str) -> bool:
 
 
 def fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
-    """Return the items that fit into ``room`` cells, in order of their keys, but with ``quit`` before any other."""
+    """Return the items that fit into ``room`` cells, in order of their keys, but with ``quit``
+    before any other.
+    """
     fitted = []
     for index in sorted(range(len(widths)), key=lambda index: actions[index] != "quit"):
         if widths[index] <= room:
@@ -279,7 +295,9 @@ def _item(key: str, description: str) -> Content:
 
 
 class Rule(Grip):
-    """``╭─ log ────── following ─╮``, or ``── log   following ──────``. Its colour is that of the lines."""
+    """``╭─ log ────── following ─╮``, or ``── log   following ──────``. Its colour is that of the
+    lines.
+    """
 
     DEFAULT_CSS = """
     Rule { height: 1; color: $rule; }

@@ -125,7 +125,9 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     steps: int
     """Those that the figures are of, after the warm-up."""
     held_back_steps: int | None = None
-    """Those of them without a speculative step that was final, all where nothing speculates. None in reports of older versions."""
+    """Those of them without a speculative step that was final, all where nothing speculates. None
+    in reports of older versions.
+    """
     measured: Figures
     predicted: Figures
     workload: Workload | None = None
@@ -139,7 +141,9 @@ class TrainingFound(Struct, frozen=True, kw_only=True, tag="training"):
     phases: PhaseSeconds | None = None
     """None in reports of older versions."""
     losses_only: bool = False
-    """Whether it was trained for its losses: many steps of a model so small that its speed says nothing."""
+    """Whether it was trained for its losses: many steps of a model so small that its speed says
+    nothing.
+    """
 
 
 Result = MachineFound | RatesFound | CopiesFound | TrainingFound
@@ -160,7 +164,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class LossAgreement(Struct, frozen=True, kw_only=True):
-    """How far a run's losses are from those of another one, which trained the same batches with the same clipping."""
+    """How far a run's losses are from those of another one, which trained the same batches with the
+    same clipping.
+    """
 
     key: str
     reference: str
@@ -210,7 +216,9 @@ def trained(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, TrainingFound]]:
 
 
 def agreement_of(outcomes: Sequence[Outcome]) -> tuple[LossAgreement, ...]:
-    """Return how the losses of each training part agree with the first one of the same steps that clips as it does."""
+    """Return how the losses of each training part agree with the first one of the same steps that
+    clips as it does.
+    """
     firsts: dict[tuple[bool, float], tuple[Outcome, TrainingFound]] = {}
     found = []
     for outcome, result in trained(outcomes):
@@ -320,7 +328,8 @@ _WITH_SLASH = re.compile(r"\S*/\S*")
 _UNIT = re.compile(r"[A-Za-z]{1,8}/(?:s|step)\W*")
 """What else has a slash: ``GB/s``."""
 _ADDRESS = re.compile(
-    r"\S+@\S+|(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w)|(?<!\w)(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?!\w)"
+    r"\S+@\S+|(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w)|(?<!\w)(?:[0-9a-fA-F]{0,4}:){2,"
+    r"7}[0-9a-fA-F]{0,4}(?!\w)"
 )
 """Of mail and of hosts."""
 _UUID = re.compile(r"(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
@@ -329,8 +338,8 @@ _UUID = re.compile(r"(?:GPU-|MIG-)?[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA
 def shared(report: Report) -> Report:
     """Return a report that can be given to anybody.
 
-    Texts that others have a part in are left out (titles of findings, whose codes say what they are), or lose everything that may name
-    somebody (reasons of failures, versions).
+    Texts that others have a part in are left out (titles of findings, whose codes say what they
+    are), or lose everything that may name somebody (reasons of failures, versions).
     """
     names = _names_here() | {report.host}
     return replace(
@@ -362,7 +371,8 @@ def _shared_result(result: Result | None, names: set[str]) -> Result | None:
 
 
 def hidden(text: str, names: set[str]) -> str:
-    """Return a text without anything that looks like a path or an address, and without any of the names, in capitals or not.
+    """Return a text without anything that looks like a path or an address, and without any of the
+    names, in capitals or not.
 
     Args:
         text: One that is read by people only.

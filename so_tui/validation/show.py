@@ -101,7 +101,9 @@ def timed(report: Report) -> list[tuple[Outcome, TrainingFound]]:
 
 
 def _compared(report: Report) -> list[tuple[Outcome, TrainingFound]]:
-    """Return the training parts whose losses are drawn: those of many steps, or what else there is."""
+    """Return the training parts whose losses are drawn: those of many steps, or what else there
+    is.
+    """
     found = trained(report.outcomes)
     return [(outcome, result) for outcome, result in found if result.losses_only] or found
 
@@ -133,7 +135,10 @@ def _head(report: Report) -> Iterator[str]:
     yield f"# Validation{where}"
     yield ""
     most = f"at most {plural(report.gpus, 'GPU')} a run"
-    yield f"so-tui {report.so_tui}, begun {report.begun}, {most}. Trained: {report.shape}, random weights."
+    yield (
+        f"so-tui {report.so_tui}, begun {report.begun}, {most}. Trained: {report.shape}, random "
+        "weights."
+    )
     yield ""
 
 
@@ -162,7 +167,10 @@ def _part(outcome: Outcome, published: Speed | None) -> Iterator[str]:
             yield from [
                 "## Rates",
                 "",
-                "Plans of this machine use what was measured from now on, in place of what is published for its GPU.",
+                (
+                    "Plans of this machine use what was measured from now on, in place of what is "
+                    "published for its GPU."
+                ),
                 "",
             ]
             yield from _table(("", "measured", "published"), list(_rates(found.rates, published)))
@@ -292,7 +300,10 @@ def _speeds(report: Report) -> Iterator[str]:
     ]
     yield from _table(headings, rows)
     waited = [
-        f"- {outcome.title}: {result.held_back_steps} of {result.steps} steps waited for the norm of all gradients"
+        (
+            f"- {outcome.title}: {result.held_back_steps} of {result.steps} steps waited for the "
+            "norm of all gradients"
+        )
         for outcome, result in found
         if result.clipping
         and result.held_back_steps
@@ -328,7 +339,10 @@ def _plans(report: Report) -> Iterator[str]:
         "",
         "![seconds per step](steps.svg)",
         "",
-        "Measured / planned, term by term; seconds, or GB. Planned from the rates above. Later plans of this model also use what the bound",
+        (
+            "Measured / planned, term by term; seconds, or GB. Planned from the rates above. Later "
+            "plans of this model also use what the bound"
+        ),
         "runs measured without offload, with our engine and with ZeRO-Offload.",
         "",
     ]

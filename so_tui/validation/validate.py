@@ -1,4 +1,6 @@
-"""A whole validation of this machine: which measurements, in which folder, continued where the last one ended."""
+"""A whole validation of this machine: which measurements, in which folder, continued where the last
+one ended.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ from so_tui.validation.report import (
 
 
 class CpuAdam:
-    """Compiles in a helper process, which takes one to three minutes unless it is cached. A context: what still compiles is ended."""
+    """Compiles in a helper process, which takes one to three minutes unless it is cached. A
+    context: what still compiles is ended.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "compile")
@@ -95,7 +99,8 @@ class CpuAdam:
         self._begun()
 
     def wait(self, limit_s: float) -> None:
-        """Wait until it is compiled. What DeepSpeed says against its own kernel is said by the run that needs it.
+        """Wait until it is compiled. What DeepSpeed says against its own kernel is said by the run
+        that needs it.
 
         Raises:
             SoTuiError: It takes longer, or the helper failed.
@@ -121,19 +126,25 @@ class CpuAdam:
 
 _LOG = logging.getLogger(__name__)
 OVERRUN_S = 60.0
-"""What a part may take beyond three times its estimate, or beyond the time of all parts, before it is given up."""
+"""What a part may take beyond three times its estimate, or beyond the time of all parts, before it
+is given up.
+"""
 _LONG_S = 10.0
 """From what estimate on a part tells how fast this machine is."""
 
 
 class Tell(Protocol):
-    """Receives what is being measured, and the share of all measurements' estimated time that is over."""
+    """Receives what is being measured, and the share of all measurements' estimated time that is
+    over.
+    """
 
     def __call__(self, text: str, share: float) -> None: ...
 
 
 class Measure(Protocol):
-    """Measures, telling in words what it does. Gives up after ``limit_s`` seconds, and ends what it started. May raise anything."""
+    """Measures, telling in words what it does. Gives up after ``limit_s`` seconds, and ends what it
+    started. May raise anything.
+    """
 
     def __call__(self, tell: Callable[[str], None], limit_s: float, /) -> Result: ...
 
@@ -154,7 +165,9 @@ class Measurement:
 
 
 def planned(report: Report, measurements: Sequence[Measurement]) -> Report:
-    """Return the report with an outcome for each of the measurements; those of an earlier one are retained."""
+    """Return the report with an outcome for each of the measurements; those of an earlier one are
+    retained.
+    """
     known = {outcome.key: outcome for outcome in report.outcomes}
     return replace(
         report,
@@ -173,9 +186,10 @@ def run_parts(
 ) -> Report:
     """Measure what the report lacks.
 
-    Measurements are in the order of their importance. One that does not fit into what is left of the time, judged by how long those before
-    it took, is left out, and a shorter one after it is tried. One that fails, or takes much longer than its estimate, says so in the
-    report, and the next one follows. What failed is tried again by the next run.
+    Measurements are in the order of their importance. One that does not fit into what is left of
+    the time, judged by how long those before it took, is left out, and a shorter one after it is
+    tried. One that fails, or takes much longer than its estimate, says so in the report, and the
+    next one follows. What failed is tried again by the next run.
 
     Args:
         report: What was measured before.
@@ -213,7 +227,9 @@ def run_parts(
 
 
 def pace(outcomes: Sequence[Outcome]) -> float:
-    """Return how long measurements take here as a share of their estimates: the median of the long ones so far; 1 before there is any."""
+    """Return how long measurements take here as a share of their estimates: the median of the long
+    ones so far; 1 before there is any.
+    """
     return statistics.median(
         [
             found.seconds / found.estimate_s
@@ -348,7 +364,8 @@ _STAGES = ("imports", "ranks", "data", "weights", "optimizer")
 def phase_seconds(
     records: Sequence[MetricRecord], begun: float, started: float, ended: float, over: float
 ) -> PhaseSeconds:
-    """Return the seconds of each phase of a run; 0 for one that it did not record. Times are in seconds since the epoch.
+    """Return the seconds of each phase of a run; 0 for one that it did not record. Times are in
+    seconds since the epoch.
 
     Args:
         records: All records of the run.
@@ -402,7 +419,9 @@ _CPU_RUN_S = 35.0
 
 _LOSS_STEPS = 200
 _LOSS_LEARNING_RATE = "3e-4"
-"""A tenth of the preset's, at which rounding grows until two runs of the same arithmetic differ by 6 % at a step; here by 0.2 %."""
+"""A tenth of the preset's, at which rounding grows until two runs of the same arithmetic differ by
+6 % at a step; here by 0.2 %.
+"""
 _LOSS_STEP_S = 0.1
 """At most, of ``tiny`` on GPUs."""
 
@@ -440,7 +459,9 @@ class Part(Struct, frozen=True, kw_only=True):
 
 
 def shape_for(machine: Machine) -> RunSpec:
-    """Return what is trained: the largest of the shapes that fits one GPU without offload; without GPUs, ``tiny``."""
+    """Return what is trained: the largest of the shapes that fits one GPU without offload; without
+    GPUs, ``tiny``.
+    """
     if not machine.gpus:
         return with_values(
             find_preset(_CPU_SHAPE).spec, {"gpus": "1", "train.gradient_accumulation": "1"}
@@ -571,7 +592,9 @@ def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
 
 
 def _loss_parts(ranks: int) -> Iterator[Part]:
-    """Yield the runs whose losses must agree step by step, whatever the number of GPUs: clipped, because the norm is over all of them."""
+    """Yield the runs whose losses must agree step by step, whatever the number of GPUs: clipped,
+    because the norm is over all of them.
+    """
     where = "on 1 GPU" if ranks == 1 else f"on {ranks} GPUs, the same global batch"
     if ranks == 1:
         settings = _ON_GPU | {"train.gradient_clipping": "1"}
@@ -591,7 +614,9 @@ def _loss_parts(ranks: int) -> Iterator[Part]:
 
 
 def _published_losses(ranks: int) -> Part:
-    """Return the run that shows whether DeepSpeed's own SuperOffload learns on so many GPUs, which users of several doubt."""
+    """Return the run that shows whether DeepSpeed's own SuperOffload learns on so many GPUs, which
+    users of several doubt.
+    """
     settings = {"offload.config": "published-clipping", "train.gradient_clipping": "1"}
     title = f"tiny with DeepSpeed's SuperOffload on {ranks} GPU{'s' * (ranks > 1)}"
     return Part(
@@ -605,7 +630,9 @@ def _published_losses(ranks: int) -> Part:
 
 
 def spec_of(shape: RunSpec, part: Part) -> RunSpec:
-    """Return the spec of a part: as many sequences a step as the shape has, whatever the number of ranks."""
+    """Return the spec of a part: as many sequences a step as the shape has, whatever the number of
+    ranks.
+    """
     if part.losses_only:
         shape = with_values(
             find_preset(_CPU_SHAPE).spec,
@@ -625,7 +652,9 @@ def spec_of(shape: RunSpec, part: Part) -> RunSpec:
 
 
 def placed(plan: Plan, machine: Machine, how: Placed) -> Plan:
-    """Return a plan whose ranks are bound as planned, not at all, or each to the cores and memory of another NUMA node."""
+    """Return a plan whose ranks are bound as planned, not at all, or each to the cores and memory
+    of another NUMA node.
+    """
     if how == "bound":
         return plan
     return replace(plan, binding=tuple(_moved(rank, machine, how) for rank in plan.binding))
@@ -659,7 +688,9 @@ def _moved(rank: RankBinding, machine: Machine, how: Placed) -> RankBinding:
 
 
 def _usable_nodes(machine: Machine) -> list[NumaNode]:
-    """Return the NUMA nodes with cores that this process may use: a job may have those of one superchip only."""
+    """Return the NUMA nodes with cores that this process may use: a job may have those of one
+    superchip only.
+    """
     allowed = set(machine.allowed_cpus)
     return [node for node in machine.cpu_nodes if allowed.intersection(node.cpus)]
 
@@ -700,7 +731,8 @@ def _measure(
     machine: Machine,
     cpu_adam: CpuAdam,
 ) -> TrainingFound:
-    """Train a few steps of a part and return its figures beside the prediction. The run is deleted; one that failed keeps its folder.
+    """Train a few steps of a part and return its figures beside the prediction. The run is deleted;
+    one that failed keeps its folder.
 
     Plans of the same model use the figures from then on, as those of a probe.
     """
@@ -786,7 +818,8 @@ def validate(
 
     Raises:
         InputError: The folder has another report (codes ``not-a-report``, ``another-report``).
-        KeyboardInterrupt: The user stopped. What was measured is in the folder, and a later call continues.
+        KeyboardInterrupt: The user stopped. What was measured is in the folder, and a later call
+            continues.
     """
     usable = usable_machine(machine, os.environ)
     gpus = min(gpus, len(usable.gpus))
@@ -835,7 +868,8 @@ def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:
             "another-report",
             "--out",
             str(folder),
-            f"has a report of {found.host or 'a shared one'}, so-tui {found.so_tui}, {found.gpus} GPUs, {found.shape}",
+            f"has a report of {found.host or 'a shared one'}, so-tui {found.so_tui}, {found.gpus} "
+            f"GPUs, {found.shape}",
             "Name another folder with --out, or delete that report.",
         )
     return found

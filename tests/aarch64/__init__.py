@@ -1,1 +1,3 @@
-"""The light install on aarch64, which Grace is: natively there, elsewhere under an emulator (``make aarch64-test``)."""
+"""The light install on aarch64, which Grace is: natively there, elsewhere under an emulator
+(``make aarch64-test``).
+"""

@@ -1,4 +1,6 @@
-"""``python -m tests.aarch64``: run the light install on aarch64: a few commands, then the tests that ``selection.toml`` names."""
+"""``python -m tests.aarch64``: run the light install on aarch64: a few commands, then the tests
+that ``selection.toml`` names.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MARKERS = "not slow and not system and not gpu"
 def pytest_arguments(
     selection: dict[str, list[dict[str, list[str]]]], *, emulated: bool
 ) -> list[str]:
-    """Return which tests run: the selected ones, less those that no emulator can pass if ``emulated``."""
+    """Return which tests run: the selected ones, less those that no emulator can pass if
+    ``emulated``.
+    """
     tests = [test for part in selection["run"] for test in part["tests"]]
     left_out = (
         [test for part in selection["not_emulated"] for test in part["tests"]] if emulated else []
@@ -32,7 +36,9 @@ def pytest_arguments(
 
 
 def main() -> int:
-    """Run everything. Return the exit code of what failed, 0 if this machine cannot run it at all."""
+    """Run everything. Return the exit code of what failed, 0 if this machine cannot run it at
+    all.
+    """
     emulated = platform.machine() != "aarch64"
     try:
         python = emulated_python(ENVIRONMENT) if emulated else Path(sys.executable)

@@ -1,7 +1,9 @@
-"""Makes a Python environment for aarch64 on another machine: Debian's Python, the locked wheels, and qemu-user to run them.
+"""Makes a Python environment for aarch64 on another machine: Debian's Python, the locked wheels,
+and qemu-user to run them.
 
-Everything is in one folder and nothing needs root. Its ``bin/python`` is a shell script that starts the emulator, so that it also works
-as ``sys.executable`` where the kernel does not know foreign programs (binfmt_misc).
+Everything is in one folder and nothing needs root. Its ``bin/python`` is a shell script that starts
+the emulator, so that it also works as ``sys.executable`` where the kernel does not know foreign
+programs (binfmt_misc).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ _PLATFORMS = (
 
 
 class MissingError(Exception):
-    """This machine lacks something that the environment is made with; the message says what, and the remedy."""
+    """This machine lacks something that the environment is made with; the message says what, and
+    the remedy.
+    """
 
 
 def wheel_options(version: str = VERSION) -> list[str]:
@@ -90,7 +94,9 @@ def check_tools(keyring: Path = KEYRING) -> None:
 
 
 def _key(folder: Path) -> str:
-    """Return a digest of what the environment is made from. It contains paths, so one that was moved is made again."""
+    """Return a digest of what the environment is made from. It contains paths, so one that was
+    moved is made again.
+    """
     emulator = subprocess.run(
         [EMULATOR, "--version"], capture_output=True, text=True, check=True
     ).stdout
@@ -99,7 +105,9 @@ def _key(folder: Path) -> str:
 
 
 def _unpack_debian(apt: Path, root: Path) -> None:
-    """Unpack Debian's Python and the libraries that it needs, with an apt that shares nothing with this machine's."""
+    """Unpack Debian's Python and the libraries that it needs, with an apt that shares nothing with
+    this machine's.
+    """
     for folder in ("lists/partial", "archives/partial", "etc"):
         (apt / folder).mkdir(parents=True)
     (apt / "status").touch()
@@ -151,7 +159,9 @@ def _install_wheels(folder: Path) -> None:
 
 
 def _write_scripts(folder: Path, root: Path) -> None:
-    """Write ``bin/python``, which with ``pyvenv.cfg`` makes a virtual environment, and ``bin/so-tui``."""
+    """Write ``bin/python``, which with ``pyvenv.cfg`` makes a virtual environment, and
+    ``bin/so-tui``.
+    """
     python = root / "usr" / "bin" / f"python{VERSION}"
     (folder / "pyvenv.cfg").write_text(
         f"home = {python.parent}\ninclude-system-site-packages = false\n"
@@ -164,7 +174,9 @@ def _write_scripts(folder: Path, root: Path) -> None:
 
 
 def page_size_options(emulator: Sequence[str], python: Path) -> list[str]:
-    """Return the options for pages of 64 KiB; none where the emulator cannot change their size (qemu 9 and later)."""
+    """Return the options for pages of 64 KiB; none where the emulator cannot change their size
+    (qemu 9 and later).
+    """
     options = ["-p", str(PAGE_BYTES)]
     command = [*emulator, *options, str(python), "-c", "import mmap; print(mmap.PAGESIZE)"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

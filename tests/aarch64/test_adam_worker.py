@@ -1,4 +1,6 @@
-"""The engine on this machine with an Adam worker for aarch64: its Python, its kernel and pages of 64 KiB, over the same shared memory."""
+"""The engine on this machine with an Adam worker for aarch64: its Python, its kernel and pages of
+64 KiB, over the same shared memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ STEPS = 3
 
 @pytest.fixture
 def _worker_for_aarch64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the engine start its worker with the emulated Python, and with a kernel that was compiled for it."""
+    """Have the engine start its worker with the emulated Python, and with a kernel that was
+    compiled for it.
+    """
     if shutil.which(COMPILER) is None:
         pytest.skip(f"{COMPILER} is not installed: `apt-get install g++-aarch64-linux-gnu`")
     try:

@@ -1,4 +1,6 @@
-"""The tests that are selected for aarch64 exist: a name that matches nothing would end that run, or leave out nothing."""
+"""The tests that are selected for aarch64 exist: a name that matches nothing would end that run, or
+leave out nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Batch scripts of the user's own: kept when Slurm refuses them, and submitted again. Shell scripts stand for Slurm's commands."""
+"""Batch scripts of the user's own: kept when Slurm refuses them, and submitted again. Shell scripts
+stand for Slurm's commands.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,27 @@ from so_tui.commands import run as batch_script
 from so_tui.folders import state_home
 from so_tui.launch.slurm import client
 
-REFUSED = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
+REFUSED = (
+    "sbatch: error: Batch job submission failed: Invalid account or account/partition combination "
+    "specified"
+)
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with commands of Slurm, whose sbatch refuses jobs until the file ``accepts`` exists."""
+    """A folder with commands of Slurm, whose sbatch refuses jobs until the file ``accepts``
+    exists.
+    """
     folder = tmp_path / "slurm"
     folder.mkdir()
     for name, lines in (
         ("scontrol", "echo 'ClusterName = here'"),
         (
             "sbatch",
-            f"if [ -e {folder}/accepts ]; then echo 7; else touch {folder}/asked; echo '{REFUSED}' >&2; exit 1; fi",
+            (
+                f"if [ -e {folder}/accepts ]; then echo 7; else touch {folder}/asked; echo "
+                f"'{REFUSED}' >&2; exit 1; fi"
+            ),
         ),
     ):
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")

@@ -1,4 +1,6 @@
-"""Measuring a machine, for real on this one's cores; the GPU's part runs the same code on small sizes."""
+"""Measuring a machine, for real on this one's cores; the GPU's part runs the same code on small
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_this_machine_is_measured_and_remembered(
 def test_a_nodes_bandwidth_is_the_best_that_its_cores_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a host whose cores others use too all of them may move less than half of them, which no test can bring about."""
+    """On a host whose cores others use too all of them may move less than half of them, which no
+    test can bring about.
+    """
     monkeypatch.setattr(
         calibrate,
         "_adam",
@@ -87,7 +91,9 @@ def test_the_gpus_part_measures_every_rate_and_the_links_between() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
-    """One of two ranks is to run on a core that does not exist; the other would wait for it until a minute was over."""
+    """One of two ranks is to run on a core that does not exist; the other would wait for it until a
+    minute was over.
+    """
     nodes = request_of(inspect_machine())["nodes"]
     gpus = [
         {"index": 0, "cpus": [], "rank_cpus": []},
@@ -113,8 +119,9 @@ def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None
 
 
 def test_ranks_are_measured_together_on_the_cores_they_would_have() -> None:
-    """Two GPUs at eight cores whose second threads have numbers of their own: no two ranks share a physical core, and the first
-    cores that Adam is measured on have both threads."""
+    """Two GPUs at eight cores whose second threads have numbers of their own: no two ranks share a
+    physical core, and the first cores that Adam is measured on have both threads.
+    """
     siblings = tuple((core, core + 8) for core in range(8))
     machine = replace(x86("NVIDIA H200", gpu_count=2, cores=16), smt_siblings=siblings)
     assert request_of(machine)["nodes"][0]["cpus"] == [

@@ -31,7 +31,9 @@ from tests.support.records import step_record
 
 @pytest.fixture
 def ended_run(tmp_path: Path) -> RunDirectory:
-    """A run that failed for a reason that rich would take for markup, and that so-tui must print literally."""
+    """A run that failed for a reason that rich would take for markup, and that so-tui must print
+    literally.
+    """
     run = create_run(find_preset("tiny").spec, tmp_path / "runs")
     state = read_state(run)
     reason = "[/lib/gloo/pair.cc:553] closed [bold] by :x: peer"
@@ -280,7 +282,8 @@ def test_doctor_compiles_ahead_and_keeps_its_json_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # DeepSpeed's own takes a minute or more to compile: with a file in its way it fails at once, which must not hide the rest.
+    # DeepSpeed's own takes a minute or more to compile: with a file in its way it fails at once,
+    # which must not hide the rest.
     (tmp_path / "extensions").mkdir(mode=0o700)
     (tmp_path / "extensions" / "cpu_adam").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
@@ -419,8 +422,8 @@ def test_a_problem_and_a_refusal_as_they_are_printed(
     file.write_bytes(machine_json(superchips(1)))
     assert main(["presets", "tiny", "extra"]) == 2
     assert (
-        capsys.readouterr().err
-        == 'so-tui: MODEL = "extra": has an effect only with `add`. Write so-tui presets add MODEL.\n'
+        capsys.readouterr().err == 'so-tui: MODEL = "extra": has an effect only with `add`. Write '
+        "so-tui presets add MODEL.\n"
     )
     assert main(["run", "llama-3.3-70b", "--dry-run", "--machine", str(file), "--gpus", "1"]) == 3
     *refusals, last = capsys.readouterr().err.splitlines()

@@ -30,7 +30,8 @@ from tests.support.records import step_record
 from tests.support.waiting import LIMIT_S, wait_until
 
 FOLLOW = (
-    "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # whatever started the tests (nohup) ignores it
+    # whatever started the tests (nohup) ignores it
+    "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
     " from so_tui.commands.follow import follow; from so_tui.runs import RunDirectory;"
     " sys.exit(follow(RunDirectory(sys.argv[1]), owner=sys.argv[2] == 'owner'))"
 )

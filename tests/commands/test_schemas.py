@@ -1,6 +1,7 @@
 """The published schemas of ``--json`` are current, and real output agrees with them.
 
-The commands that train, measure or ask a helper process are checked where they run anyway (``tests.support.schemas``).
+The commands that train, measure or ask a helper process are checked where they run anyway
+(``tests.support.schemas``).
 """
 
 from __future__ import annotations

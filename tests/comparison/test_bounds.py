@@ -1,4 +1,6 @@
-"""What the benchmarks make of measured steps: bounds that are kept or not, and what a step did beside training."""
+"""What the benchmarks make of measured steps: bounds that are kept or not, and what a step did
+beside training.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def kept(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {found[1]: found[-2] for found in cells}
 
 
-def test_a_step_is_held_against_no_offload_and_against_forward_with_adam_whichever_takes_longer() -> (
+def test_a_step_is_held_against_no_offload_and_against_forward_with_adam_whichever_takes_longer() -> (  # noqa: E501
     None
 ):
     floor = {"no offload": row(1.0)}
@@ -118,7 +120,9 @@ def test_after_the_first_setting_that_would_end_too_late_nothing_is_measured() -
 def test_a_step_is_put_down_to_what_took_most_of_it(
     written_s: float | None, expected: list[str]
 ) -> None:
-    """The checkpoint of step 2 takes six seconds, and older programs do not say when all of it was written."""
+    """The checkpoint of step 2 takes six seconds, and older programs do not say when all of it was
+    written.
+    """
     steps = [step_record(number, time=100.0 + number) for number in range(1, 10)]
     saved = [
         CheckpointRecord(

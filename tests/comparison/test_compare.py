@@ -1,4 +1,6 @@
-"""The comparison's figures: what counts as useful, over which time, and what the table makes of it."""
+"""The comparison's figures: what counts as useful, over which time, and what the table makes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ EOF
 cat > "$DS_CONFIG_JSON" << EOF
 {"train_batch_size": 1}
 EOF
-"""
+"""  # noqa: E501
 
 SCRIPT = """
 def preprocess_alpaca_example(example, tokenizer, max_length):
@@ -121,7 +123,10 @@ def test_steps_of_the_original_last_from_line_to_line() -> None:
     part = BY_NAME["original"]
     lines = []
     for number in range(1, part.steps + 1):
-        text = f"Step {number:4d} | Loss: 1.5000 | Time:  {number}00ms | TFLOPS: 99.00 | Tokens/s:   2500"
+        text = (
+            f"Step {number:4d} | Loss: 1.5000 | Time:  {number}00ms | TFLOPS: 99.00 | Tokens/s:   "
+            "2500"
+        )
         # Its two handlers print each line twice.
         lines += [
             Line(10.0 * number, f"10:00:00 - finetune_zero3 - INFO - {text}"),
@@ -301,7 +306,10 @@ def test_a_part_is_measured_once_and_shown_in_the_table(tmp_path: Path) -> None:
 def test_a_process_is_ended_when_it_has_said_enough_and_its_children_with_it(
     tmp_path: Path,
 ) -> None:
-    child = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, 'enough', sep='\\n', flush=True); time.sleep(60)"
+    child = (
+        "import subprocess, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, 'enough', "
+        "sep='\\n', flush=True); time.sleep(60)"
+    )
     begin = time.monotonic()
     ended = processes.run(
         [sys.executable, "-c", child], {}, 30, lambda text: text.startswith("enough")

@@ -1,7 +1,8 @@
 """Runs that earlier versions wrote are listed, shown, exported and refused as they were then.
 
-``tests/data/runs`` holds the run directory of `so-tui run tiny --set train.steps=20` by release 0.1.0, and by the last version before
-the files of this program were sorted anew. Left out: logs, the states of 37 MB (so no checkpoint is complete), and empty files.
+``tests/data/runs`` holds the run directory of `so-tui run tiny --set train.steps=20` by release
+0.1.0, and by the last version before the files of this program were sorted anew. Left out: logs,
+the states of 37 MB (so no checkpoint is complete), and empty files.
 """
 
 from __future__ import annotations

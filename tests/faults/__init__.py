@@ -1,1 +1,3 @@
-"""The fault campaign: real runs of ``tiny`` that meet a fault, and what must hold afterwards (docs/faults.md)."""
+"""The fault campaign: real runs of ``tiny`` that meet a fault, and what must hold afterwards
+(docs/faults.md).
+"""

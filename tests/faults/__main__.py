@@ -1,4 +1,6 @@
-"""``python -m tests.faults``: inflict faults on real runs of ``tiny``, and report after which something did not hold."""
+"""``python -m tests.faults``: inflict faults on real runs of ``tiny``, and report after which
+something did not hold.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.faults.scene import NeverCameError
 
 
 def main() -> int:
-    """Run a campaign, list the kinds of faults, or print the table of results. Return 1 if something did not hold."""
+    """Run a campaign, list the kinds of faults, or print the table of results. Return 1 if
+    something did not hold.
+    """
     arguments = _parser().parse_args()
     if arguments.list:
         for kind in KINDS:

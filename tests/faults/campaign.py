@@ -63,7 +63,9 @@ class Result(Struct, frozen=True, kw_only=True):
 
 
 def chosen(kinds: Sequence[Kind], seed: int) -> Iterator[tuple[int, Kind]]:
-    """Yield the faults of a campaign without end: every kind once, in an order that follows from the seed, then again in another."""
+    """Yield the faults of a campaign without end: every kind once, in an order that follows from
+    the seed, then again in another.
+    """
     index = 0
     for turn in range(sys.maxsize):
         for kind in random.Random(f"{seed}-{turn}").sample(kinds, len(kinds)):
@@ -72,7 +74,9 @@ def chosen(kinds: Sequence[Kind], seed: int) -> Iterator[tuple[int, Kind]]:
 
 
 def read(path: Path) -> list[Result]:
-    """Return the results of a file; empty if there is none. A torn last line, of a campaign that was killed, is left out."""
+    """Return the results of a file; empty if there is none. A torn last line, of a campaign that
+    was killed, is left out.
+    """
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_bytes().split(b"\n"):
@@ -126,7 +130,9 @@ class Ground:
 
 
 def prepare(folder: Path, seed: int, say: Callable[[str], None]) -> Ground:
-    """Train the undisturbed run and the one that is stopped. Raises NeverCameError if one does not end as it should."""
+    """Train the undisturbed run and the one that is stopped. Raises NeverCameError if one does not
+    end as it should.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("reference", "stopped"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -138,7 +144,9 @@ def prepare(folder: Path, seed: int, say: Callable[[str], None]) -> Ground:
 
 
 def inflict(ground: Ground, index: int, kind: Kind) -> Result:
-    """Inflict one fault, and return the result. The folder of one after which something did not hold stays."""
+    """Inflict one fault, and return the result. The folder of one after which something did not
+    hold stays.
+    """
     folder = ground.folder / f"{index:04d}-{kind.name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -194,7 +202,9 @@ def run(
     out: Path,
     say: Callable[[str], None],
 ) -> list[Result]:
-    """Inflict faults, so many at once, each on cores of its own where there are enough, and append the results."""
+    """Inflict faults, so many at once, each on cores of its own where there are enough, and append
+    the results.
+    """
     results: list[Result] = []
     writing = threading.Lock()
     shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
@@ -218,7 +228,8 @@ def run(
                 else f"BROKEN: {', '.join(result.problems)} {result.note}"
             )
             say(
-                f"{len(results)}/{len(faults)}  {index} {kind.name} ({result.moment})  {result.seconds:.0f} s  {verdict_}"
+                f"{len(results)}/{len(faults)}  {index} {kind.name} ({result.moment})  "
+                f"{result.seconds:.0f} s  {verdict_}"
             )
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -227,7 +238,9 @@ def run(
 
 
 def core_shares(cores: Sequence[int], jobs: int) -> list[set[int]]:
-    """Divide the cores equally, so that every run computes as the undisturbed one does; where there are too few, all share them."""
+    """Divide the cores equally, so that every run computes as the undisturbed one does; where there
+    are too few, all share them.
+    """
     each = len(cores) // jobs
     if each < _LEAST_CORES:
         return [set(cores)] * jobs

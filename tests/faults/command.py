@@ -1,4 +1,5 @@
-"""Run one so-tui command, and write the codes of what it refuses, which only its messages would tell otherwise.
+"""Run one so-tui command, and write the codes of what it refuses, which only its messages would
+tell otherwise.
 
 ``python -m tests.faults.command FILE ARGUMENT...``: FILE gets a JSON list of codes.
 """

@@ -22,7 +22,9 @@ _DELAYS: dict[Moment, float] = {"starting": 1.0, "loading": 4.0, "training": 0.2
 
 
 def reference(folder: Path) -> dict[int, frozenset[str]]:
-    """Train a run that nothing disturbs, and return its losses. Raises NeverCameError if it does not finish."""
+    """Train a run that nothing disturbs, and return its losses. Raises NeverCameError if it does
+    not finish.
+    """
     scene = Scene(folder, None)
     try:
         scene.start("detached")
@@ -47,7 +49,9 @@ def stopped_run(folder: Path) -> None:
 
 
 def meet(kind: Kind, scene: Scene, chance: Random, stopped: Path) -> dict[str, object]:
-    """Let a run meet the fault, and return the moment. Raises NeverCameError if it came too late."""
+    """Let a run meet the fault, and return the moment. Raises NeverCameError if it came too
+    late.
+    """
     if kind.begin == "stopped":
         shutil.copytree(stopped, scene.runs_dir, dirs_exist_ok=True)
         kind.inject(scene, chance)
@@ -73,7 +77,9 @@ def meet(kind: Kind, scene: Scene, chance: Random, stopped: Path) -> dict[str, o
 
 
 def observe(kind: Kind, scene: Scene, undisturbed: Losses) -> tuple[Expected, Seen]:
-    """Wait for the end of the attempt, resume the run as its user would, and return what is right and what was seen."""
+    """Wait for the end of the attempt, resume the run as its user would, and return what is right
+    and what was seen.
+    """
     scene.settle()
     orphans = _orphans(scene)
     reported = str(scene.reported().get("state", ""))
@@ -167,7 +173,9 @@ def _resumable(kind: Kind, saved: int) -> int:
 
 
 def _resume(scene: Scene, *arguments: str) -> tuple[str, ...]:
-    """Resume the run, and return why that was refused, or why the attempt failed; empty if it finished."""
+    """Resume the run, and return why that was refused, or why the attempt failed; empty if it
+    finished.
+    """
     done = scene.resume(*arguments)
     if done.exit_code == 0:
         return ()
@@ -177,7 +185,9 @@ def _resume(scene: Scene, *arguments: str) -> tuple[str, ...]:
 
 
 def _orphans(scene: Scene) -> tuple[str, ...]:
-    """Return processes that outlive the run. The command that started it ends by itself, and a screen stays until its user leaves."""
+    """Return processes that outlive the run. The command that started it ends by itself, and a
+    screen stays until its user leaves.
+    """
     scene.roles.scan()
     deadline = time.monotonic() + _AFTER_END_S
     while time.monotonic() < deadline:

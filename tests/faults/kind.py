@@ -1,4 +1,6 @@
-"""What a kind of fault is: when it comes, what it does, and what must be said of the run afterwards."""
+"""What a kind of fault is: when it comes, what it does, and what must be said of the run
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Literal
 from tests.faults.scene import How, Moment, Scene
 
 Begin = Literal["detached", "plain", "screen", "stopped"]
-"""How the run begins. ``stopped`` is a copy of a run that was stopped with three checkpoints; it trains again when it is resumed."""
+"""How the run begins. ``stopped`` is a copy of a run that was stopped with three checkpoints; it
+trains again when it is resumed.
+"""
 Told = tuple[str, str]
 """A final state and its code."""
 
@@ -29,11 +33,15 @@ class Kind:
     """In a few words, for the table."""
     inject: Callable[[Scene, Random], None]
     told: frozenset[Told]
-    """What may be said of the run once the fault is over: each is right, depending on the moment."""
+    """What may be said of the run once the fault is over: each is right, depending on the
+    moment.
+    """
     begin: Begin = "detached"
     moments: tuple[Moment, ...] = ("training",)
     refusals: frozenset[str] = frozenset()
-    """Codes of which the first resume must give one: it refuses to continue, or the attempt fails with it. Empty: it works."""
+    """Codes of which the first resume must give one: it refuses to continue, or the attempt fails
+    with it. Empty: it works.
+    """
     remedy: Callable[[Scene], None] | None = None
     """What a user does then, before resuming again."""
     starts_over: bool = False
@@ -44,7 +52,9 @@ class Kind:
     """The newest checkpoint is damaged, so an older one is used."""
     needs_shim: bool = False
     starter_exit: frozenset[int] | None = None
-    """Exit codes of the command that started the run and follows it; None where it does not matter."""
+    """Exit codes of the command that started the run and follows it; None where it does not
+    matter.
+    """
 
     @property
     def how(self) -> How:

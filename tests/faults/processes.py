@@ -1,4 +1,6 @@
-"""The processes of one fault, found by a mark in their environment, and what they leave on the host."""
+"""The processes of one fault, found by a mark in their environment, and what they leave on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Return the living processes with the mark, or one that begins with it, as their command lines by pid."""
+    """Return the living processes with the mark, or one that begins with it, as their command lines
+    by pid.
+    """
     entry = f"{MARK}={mark}".encode()
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 (names, not paths, many times a second)
@@ -48,7 +52,9 @@ def marked(mark: str) -> dict[int, str]:
 
 
 class Roles:
-    """The processes of a run by role: ``supervisor``, ``runner``, ``launcher``, ``rank0``, ``adam1`` ..."""
+    """The processes of a run by role: ``supervisor``, ``runner``, ``launcher``, ``rank0``,
+    ``adam1`` ...
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run

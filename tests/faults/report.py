@@ -9,7 +9,9 @@ from tests.faults.campaign import Result
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return one row for each kind of fault, then every fault after which something did not hold."""
+    """Return one row for each kind of fault, then every fault after which something did not
+    hold.
+    """
     of_kind: defaultdict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
         of_kind[result.group, result.what].append(result)
@@ -27,7 +29,8 @@ def table(results: Sequence[Result]) -> str:
         said = ", ".join(sorted({_said(one) for one in found if one.state}))
         held = sum(not one.problems for one in found)
         lines.append(
-            f"| {what} | {len(found)} | {moments} | {said} | {held}{'' if held == len(found) else ' **!**'} |"
+            f"| {what} | {len(found)} | {moments} | {said} | "
+            f"{held}{'' if held == len(found) else ' **!**'} |"
         )
     broken = [one for one in results if one.problems]
     if broken:
@@ -56,6 +59,6 @@ def _summary(results: Sequence[Result]) -> str:
     )
     hours = sum(one.seconds for one in results) / 3600
     return (
-        f"{len(results)} faults, {held} held; {compared} losses equal those of the undisturbed run, bit for bit. "
-        f"{hours:.1f} hours of runs on a host with {'; '.join(hosts)}."
+        f"{len(results)} faults, {held} held; {compared} losses equal those of the undisturbed "
+        f"run, bit for bit. {hours:.1f} hours of runs on a host with {'; '.join(hosts)}."
     )

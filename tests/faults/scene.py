@@ -38,7 +38,8 @@ SETTINGS = (
     f"train.steps={STEPS}",
     f"checkpoint.every_steps={SAVE_EVERY}",
     "checkpoint.keep=3",
-    "checkpoint.background=false",  # so that every one is saved at its step; tests/trainer/test_background.py kills the others
+    # so that every one is saved at its step; tests/trainer/test_background.py kills the others
+    "checkpoint.background=false",
     "offload.mode=superoffload",
     "train.deterministic=true",
     "data.sequence_length=64",
@@ -50,7 +51,10 @@ _LIMIT_S = 240.0
 """No moment of such a run is later, on two busy cores."""
 _POLL_S = 0.01
 
-_TAKE_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+_TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], "
+    "sys.argv[1:])"
+)
 """Makes the terminal that of the new session, whose loss the kernel then tells by SIGHUP."""
 
 Moment = Literal["starting", "loading", "training", "saving", "stopped"]
@@ -104,7 +108,9 @@ class Scene:
         return self._roles
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of its commands: folders of its own, no GPU, the shim if it has one."""
+        """Return the environment of its commands: folders of its own, no GPU, the shim if it has
+        one.
+        """
         own = {f"XDG_{name}_HOME": str(self.folder / name.lower()) for name in _OWN}
         run = {
             "XDG_RUNTIME_DIR": str(self._runtime),
@@ -120,7 +126,9 @@ class Scene:
         return {**given, **own, **run, **(self.shim.environment() if self.shim else {})}
 
     def start(self, how: How) -> None:
-        """Start the run: in the background, followed by lines of progress, or on a screen in a terminal of its own."""
+        """Start the run: in the background, followed by lines of progress, or on a screen in a
+        terminal of its own.
+        """
         arguments = ["run", "tiny", "--no-preflight", "--runs-dir", str(self.runs_dir)]
         arguments += [word for setting in SETTINGS for word in ("--set", setting)]
         if how == "detached":
@@ -166,7 +174,9 @@ class Scene:
         return self.begin(*arguments)(limit_s)
 
     def begin(self, *arguments: str) -> Callable[[float], Done]:
-        """Start a command, and return a function that waits for its end, at most so many seconds."""
+        """Start a command, and return a function that waits for its end, at most so many
+        seconds.
+        """
         codes = Path(tempfile.mkstemp(dir=self.folder, suffix=".codes")[1])
         argv = [sys.executable, "-P", "-m", "tests.faults.command", str(codes), *arguments]
         out, err = codes.with_suffix(".out"), codes.with_suffix(".err")
@@ -215,7 +225,9 @@ class Scene:
         return None
 
     def settle(self, limit_s: float = _LIMIT_S) -> str:
-        """Wait for the end of the attempt, and return the state. Where no supervisor is left, ``runs`` is asked, as a user would."""
+        """Wait for the end of the attempt, and return the state. Where no supervisor is left,
+        ``runs`` is asked, as a user would.
+        """
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             state = self.state()

@@ -1,4 +1,6 @@
-"""A library for processes that preload it: it fills the disk, makes locks useless and attributes late, replaces files, sets the clock."""
+"""A library for processes that preload it: it fills the disk, makes locks useless and attributes
+late, replaces files, sets the clock.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Locks = Literal["as they are", "fail", "lock nothing"]
 
 
 def build(folder: Path) -> Path | None:
-    """Compile the library into a folder, or return the one that is there; None without a C compiler."""
+    """Compile the library into a folder, or return the one that is there; None without a C
+    compiler.
+    """
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return None
@@ -58,7 +62,9 @@ class Shim:
         return {"LD_PRELOAD": str(self._library), "SO_TUI_FAULT_CONTROL": str(self._path)}
 
     def fill(self, part: str) -> None:
-        """Let writes to paths that contain ``part`` fail, after half of the first one; "" ends it."""
+        """Let writes to paths that contain ``part`` fail, after half of the first one; "" ends
+        it.
+        """
         self._set(self._control._replace(full=os.fsencode(part)))
 
     def lock(self, locks: Locks, part: str) -> None:
@@ -70,13 +76,17 @@ class Shim:
         self._set(self._control._replace(clock_offset_s=offset_s))
 
     def delay_attributes(self, seconds: float, part: str) -> None:
-        """Let each process see sizes and times of paths that contain ``part`` as up to ``seconds`` old."""
+        """Let each process see sizes and times of paths that contain ``part`` as up to ``seconds``
+        old.
+        """
         self._set(
             self._control._replace(attributes_late_ms=round(seconds * 1000), late=os.fsencode(part))
         )
 
     def replace_while_read(self, part: str) -> None:
-        """Let every other first read of paths that contain ``part`` fail as if another host had replaced the file."""
+        """Let every other first read of paths that contain ``part`` fail as if another host had
+        replaced the file.
+        """
         self._set(self._control._replace(replaced=os.fsencode(part)))
 
     def _set(self, control: _Control) -> None:

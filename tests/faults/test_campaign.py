@@ -91,7 +91,7 @@ def test_a_resume_that_must_be_refused_is_judged_by_the_code_of_the_refusal() ->
     assert problems(refused, dataclasses.replace(SEEN, refused=("unexpected",))) == ("not-refused",)
 
 
-def test_steps_may_be_missing_only_where_records_are_lost_and_those_that_are_left_must_be_equal() -> (
+def test_steps_may_be_missing_only_where_records_are_lost_and_those_that_are_left_must_be_equal() -> (  # noqa: E501
     None
 ):
     losing = dataclasses.replace(EXPECTED, loses_records=True)

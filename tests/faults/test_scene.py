@@ -1,4 +1,6 @@
-"""What the campaign sees of a fault's processes, locks and shared memory, and of commands that are refused."""
+"""What the campaign sees of a fault's processes, locks and shared memory, and of commands that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_processes_are_found_by_their_mark_also_as_orphans_and_ended(scene: Scene) -> None:
-    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    code = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(60)'])"
+    )
     subprocess.run([sys.executable, "-c", code], env=scene.environment(), check=True)
     (orphan,) = processes.marked(scene.mark)
     assert processes.wait_for_end_of(scene.mark, 0.2).keys() == {orphan}

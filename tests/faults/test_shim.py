@@ -1,4 +1,6 @@
-"""The library of faults does to other processes what its name says, and stops when it is told so."""
+"""The library of faults does to other processes what its name says, and stops when it is told
+so.
+"""
 
 from __future__ import annotations
 

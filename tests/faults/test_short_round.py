@@ -1,7 +1,9 @@
-"""A short round of the fault campaign, as a user starts it: four faults of different kinds, and nothing to complain about.
+"""A short round of the fault campaign, as a user starts it: four faults of different kinds, and
+nothing to complain about.
 
-Lost supervisors and clocks that jump have tests of their own (tests/launch). In the system tier: it starts ranks eight times, and what it
-checks after each fault has faster tests of its own in the slow tier.
+Lost supervisors and clocks that jump have tests of their own (tests/launch). In the system tier: it
+starts ranks eight times, and what it checks after each fault has faster tests of its own in the
+slow tier.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ class Expected:
     """Of a run that nothing disturbed."""
     loses_records: bool
     resumed_from: int
-    """The earliest step from which the run may be resumed: that of the newest checkpoint that is not damaged."""
+    """The earliest step from which the run may be resumed: that of the newest checkpoint that is
+    not damaged.
+    """
     starter_exit: frozenset[int] | None
 
 

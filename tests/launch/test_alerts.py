@@ -1,4 +1,6 @@
-"""Alerts: what is noticed, the user's command, and that it comes from the user's own settings and never harms the run."""
+"""Alerts: what is noticed, the user's command, and that it comes from the user's own settings and
+never harms the run.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,10 @@ def ran(
 
 def test_the_command_gets_the_alert_and_no_name_becomes_part_of_a_script(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    script = "import os, sys; open(sys.argv[1], 'w').write(repr((sys.argv[2:], os.environ['SO_TUI_ALERT_RUN'])))"
+    script = (
+        "import os, sys; open(sys.argv[1], 'w').write(repr((sys.argv[2:], "
+        "os.environ['SO_TUI_ALERT_RUN'])))"
+    )
     ran(
         [sys.executable, "-c", script, str(out), "{text}", "x{text}"],
         text="so-tui: $(touch x)",
@@ -207,7 +212,9 @@ def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_th
 def test_a_command_without_its_environment_is_collected_where_it_was_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A supervisor sees a process of the run in it. Were it collected as such, no later command would be started."""
+    """A supervisor sees a process of the run in it. Were it collected as such, no later command
+    would be started.
+    """
     begun, go, runner = tmp_path / "begun", tmp_path / "go", AlertCommand()
     script = f": > {begun}; until test -e {go}; do sleep 0.05; done; exit 3"
     runner.request(
@@ -230,7 +237,9 @@ def test_a_command_without_its_environment_is_collected_where_it_was_started(
 def test_a_command_that_may_not_be_killed_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such as one that runs as another user, or waits for a disk. The kernel's refusal is imitated."""
+    """Such as one that runs as another user, or waits for a disk. The kernel's refusal is
+    imitated.
+    """
 
     def refuse(group: int, signum: int) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
@@ -258,7 +267,9 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
 def test_nothing_of_a_run_spec_or_preset_sets_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever somebody writes alerts and tokens into what others get: only the user's own file has them."""
+    """Wherever somebody writes alerts and tokens into what others get: only the user's own file has
+    them.
+    """
     planted = "[alerts]\ncommand = ['/bin/touch', '/tmp/planted']\n[prometheus]\nfolder = '/tmp'\n"
     preset = tmp_path / "p.toml"
     preset.write_text(f"extends = 'tiny'\n{planted}")
@@ -369,7 +380,9 @@ sys.exit(supervise(run, 1, ended=ended))
 def test_a_run_that_has_ended_is_continued_before_the_command_that_tells_of_it_has_ended(
     runs: Runs, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job that continues a run is submitted in the last seconds of a job, in which a command may hang."""
+    """The job that continues a run is submitted in the last seconds of a job, in which a command
+    may hang.
+    """
     continued, told = tmp_path / "continued", tmp_path / "told"
     script = f"until test -e {continued}; do sleep 0.05; done; mv {continued} {told}"
     change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})

@@ -45,7 +45,9 @@ from tests.support.rank_processes import gone
 
 
 def checks_of(launch: Launch, runs_dir: str | None = None) -> tuple[tuple[str, ...], bool]:
-    """Return the codes with which the quick checks refuse a launch, and whether it can be forced."""
+    """Return the codes with which the quick checks refuse a launch, and whether it can be
+    forced.
+    """
     with pytest.raises(Refused) as caught:
         quick_checks(launch, runs_dir=runs_dir)
     return caught.value.codes, caught.value.forceable
@@ -301,7 +303,10 @@ class TestHelpers:
     def test_a_problem_of_an_older_helper_has_no_code(self) -> None:
         request = {
             "lines": [
-                '{"problems": [{"field": "model.id", "value": "x", "message": "is gated", "remedy": "ask"}]}'
+                (
+                    '{"problems": [{"field": "model.id", "value": "x", "message": "is gated", '
+                    '"remedy": "ask"}]}'
+                )
             ],
             "code": 2,
         }

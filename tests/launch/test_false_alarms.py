@@ -1,7 +1,9 @@
-"""Ordinary noise of real hardware is no slowdown, for hours; the same noise around slower steps is one.
+"""Ordinary noise of real hardware is no slowdown, for hours; the same noise around slower steps is
+one.
 
-The noise is that of the steps which ``benchmarks/results`` has one by one: of our engine, of others and without offload, on hosts with one
-to four H100 or H200. Steps alone decide whether a run counts as slow; samples of its host only explain it.
+The noise is that of the steps which ``benchmarks/results`` has one by one: of our engine, of others
+and without offload, on hosts with one to four H100 or H200. Steps alone decide whether a run counts
+as slow; samples of its host only explain it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ PLANNED_S = 3.0
 
 
 def measured_runs() -> Iterator[list[float]]:
-    """Yield the steps after the warm-up of each run, as multiples of their median, in their order."""
+    """Yield the steps after the warm-up of each run, as multiples of their median, in their
+    order.
+    """
     for name in NAMES:
         found: Any = json.loads((RESULTS / f"{name}.json").read_text())
         for row in found if isinstance(found, list) else found["rows"]:
@@ -52,7 +56,9 @@ RUNS = list(measured_runs())
 
 
 def said(usual_s: float, hours: int, seed: int) -> list[Slowdown]:
-    """Return what a watch says while steps usually take so many seconds, with the noise of runs drawn at random, one after the other."""
+    """Return what a watch says while steps usually take so many seconds, with the noise of runs
+    drawn at random, one after the other.
+    """
     chance, watching, now, step = (
         random.Random(seed),
         SlowWatch(plan(PLANNED_S), MACHINE, attempt=1),

@@ -1,4 +1,6 @@
-"""Downloads by the real clients, from a hub on loopback: progress, lost connections, revisions, gated models, no network."""
+"""Downloads by the real clients, from a hub on loopback: progress, lost connections, revisions,
+gated models, no network.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def fetch(**changes: str) -> list[dict[str, Any]]:
-    """Fetch what a preset of ``owner/model`` and ``owner/rows`` needs, and return what was reported."""
+    """Fetch what a preset of ``owner/model`` and ``owner/rows`` needs, and return what was
+    reported.
+    """
     spec: RunSpec = tiny(
         **(
             {

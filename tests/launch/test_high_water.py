@@ -34,7 +34,10 @@ def status(
 
 
 def test_memory_that_was_given_back_is_remembered() -> None:
-    program = "block = bytearray(200_000_000); block[::4096] = b'1' * len(block[::4096]); del block; print('done', flush=True); input()"
+    program = (
+        "block = bytearray(200_000_000); block[::4096] = b'1' * len(block[::4096]); del block; "
+        "print('done', flush=True); input()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:

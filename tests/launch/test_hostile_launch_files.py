@@ -1,4 +1,6 @@
-"""Launch files that anybody may have written, and answers of helpers: what is wrong with them ends in the documented error."""
+"""Launch files that anybody may have written, and answers of helpers: what is wrong with them ends
+in the documented error.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,10 @@ def test_a_run_is_submitted_only_if_nodes_without_internet_have_everything(
 ) -> None:
     monkeypatch.setattr(client, "cluster_name", lambda: "ours")
     user_sites().mkdir(parents=True)
-    lines = f'title = "Ours"\npython = "python3"\ninternet = {str(internet).lower()}\n[environment]\nHF_HOME = "{tmp_path}"\n'
+    lines = (
+        f'title = "Ours"\npython = "python3"\ninternet = {str(internet).lower()}\n[environment]\n'
+        f'HF_HOME = "{tmp_path}"\n'
+    )
     (user_sites() / "ours.toml").write_text(lines)
     spec = replace(PHI_4, slurm=replace(PHI_4.slurm, partition="gh", site="ours"))
     launch = Launch(

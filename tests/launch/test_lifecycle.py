@@ -1,4 +1,6 @@
-"""Starting without a run's processes: what is started, and what an interrupted start leaves behind."""
+"""Starting without a run's processes: what is started, and what an interrupted start leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from so_tui.spec import InputError, Refused, RunSpec
 
 
 class Interrupted(LocalExecutor):
-    """An executor during whose start the user interrupts, before or (``too_late``) after the supervisor has written its first state."""
+    """An executor during whose start the user interrupts, before or (``too_late``) after the
+    supervisor has written its first state.
+    """
 
     def __init__(self, *, too_late: bool) -> None:
         self._too_late = too_late

@@ -99,7 +99,9 @@ def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_supervisor_holds_the_gpus_or_the_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check before the start may be too early: what counts is who has the lock when the processes are started."""
+    """The check before the start may be too early: what counts is who has the lock when the
+    processes are started.
+    """
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     machine, plan = quad_gh200(hostname=socket.gethostname()), plan_of(spec_of(), gpus=True)
     run = create_run(plan.spec, tmp_path / "runs")

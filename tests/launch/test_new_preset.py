@@ -1,4 +1,6 @@
-"""Presets for models that were not built in: shapes from tiny config.json files of several architectures, in the real helper process."""
+"""Presets for models that were not built in: shapes from tiny config.json files of several
+architectures, in the real helper process.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have models described here: a helper process imports what they are described with for several seconds."""
+    """Have models described here: a helper process imports what they are described with for several
+    seconds.
+    """
     from so_tui_trainer.tools.describe_model import describe
 
     def answer(tool: str, request: dict[str, Any], *, timeout_s: float) -> Any:
@@ -137,7 +141,9 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
     ],
 )
 def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind: str) -> None:
-    """What the preset says builds the same model and can be planned; documents are packed only where layers keep them apart."""
+    """What the preset says builds the same model and can be planned; documents are packed only
+    where layers keep them apart.
+    """
     from so_tui_trainer.tools.describe_model import describe
     from so_tui_trainer.tools.presets import parameter_table
 
@@ -362,7 +368,9 @@ def test_what_cannot_be_trained_is_said_in_words(
 def test_kinds_that_would_be_trained_wrongly_are_refused(
     tmp_path: Path, kind: str, changes: dict[str, Any], code: str
 ) -> None:
-    """A mask of its own, convolutions or shared blocks in attention, logits that are scaled, positions that are missing, two texts."""
+    """A mask of its own, convolutions or shared blocks in attention, logits that are scaled,
+    positions that are missing, two texts.
+    """
     from so_tui_trainer.tools.describe_model import describe
 
     if not known({kind: {}}):

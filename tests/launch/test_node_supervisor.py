@@ -1,4 +1,6 @@
-"""Supervisors of two nodes, as Slurm would start them, with launchers of the real ``deepspeed`` and the fake trainer."""
+"""Supervisors of two nodes, as Slurm would start them, with launchers of the real ``deepspeed`` and
+the fake trainer.
+"""
 
 from __future__ import annotations
 

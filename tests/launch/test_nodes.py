@@ -1,4 +1,6 @@
-"""Runs on several nodes, without nodes: numbers, addresses, what supervisors tell each other, and which network NCCL names."""
+"""Runs on several nodes, without nodes: numbers, addresses, what supervisors tell each other, and
+which network NCCL names.
+"""
 
 from __future__ import annotations
 

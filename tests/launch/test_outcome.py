@@ -118,7 +118,9 @@ def test_what_a_rank_reported_comes_first() -> None:
 
 
 def test_reports_of_the_remaining_ranks_do_not_hide_the_one_that_was_lost() -> None:
-    """Rank 2 is killed. Rank 0 sees its connection close, and reports that as its own failure and in the end record."""
+    """Rank 2 is killed. Rank 0 sees its connection close, and reports that as its own failure and
+    in the end record.
+    """
     failure = Failure(
         rank=0, code="rank-lost", reason="another rank was lost", suggestion="look at the log"
     )

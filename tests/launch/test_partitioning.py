@@ -1,4 +1,6 @@
-"""A script partitions cache and memory bandwidth within the limits of the hardware, and takes it back."""
+"""A script partitions cache and memory bandwidth within the limits of the hardware, and takes it
+back.
+"""
 
 from __future__ import annotations
 

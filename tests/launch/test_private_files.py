@@ -1,4 +1,6 @@
-"""What a run writes through the real supervisor: no secret of the environment, and nothing that others can open."""
+"""What a run writes through the real supervisor: no secret of the environment, and nothing that
+others can open.
+"""
 
 from __future__ import annotations
 

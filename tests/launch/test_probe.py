@@ -224,7 +224,9 @@ def test_a_probe_runs_the_whole_program(
 def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_prediction(
     tmp_path: Path, norms: str
 ) -> None:
-    """The engine counts the steps that it kept, from the start of the run. After four that it could not keep it does not try."""
+    """The engine counts the steps that it kept, from the start of the run. After four that it could
+    not keep it does not try.
+    """
     clipped = {
         "offload.mode": "superoffload",
         "offload.ratio": "0.9",

@@ -1,4 +1,6 @@
-"""What a probe without data of its own trains on: tokenised as a run does it, documents have the lengths that the plan assumes."""
+"""What a probe without data of its own trains on: tokenised as a run does it, documents have the
+lengths that the plan assumes.
+"""
 
 from __future__ import annotations
 

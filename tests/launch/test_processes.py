@@ -35,7 +35,9 @@ from tests.support.waiting import LIMIT_S, running, wait_for_environment, wait_u
 def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A supervisor on a busy host may not run for seconds; a launcher that it takes for something else is never missed."""
+    """A supervisor on a busy host may not run for seconds; a launcher that it takes for something
+    else is never missed.
+    """
     go, markers = tmp_path / "go", frozenset({f"SO_TUI_RUN={tmp_path}".encode()})
     sleeper = f"{sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch"
     script = f"until test -e {go}; do sleep 0.05; done; exec {sleeper}"
@@ -73,7 +75,8 @@ def test_what_has_no_command_line_yet_is_looked_at_again_however_old_it_is(
             tree.scan()
             assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
             process.stdin.write(
-                f"exec {sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch\n".encode()
+                f"exec {sys.executable} -c 'import time; time.sleep(60)' "
+                "deepspeed.launcher.launch\n".encode()
             )
             process.stdin.flush()
             wait_until(
@@ -91,7 +94,9 @@ def test_what_has_no_command_line_yet_is_looked_at_again_however_old_it_is(
 def test_an_alert_command_that_was_seen_before_its_environment_is_no_process_of_the_run(
     tmp_path: Path,
 ) -> None:
-    """A program has none while it is loaded. It is neither waited for nor ended with the run, and nothing was lost."""
+    """A program has none while it is loaded. It is neither waited for nor ended with the run, and
+    nothing was lost.
+    """
     go = tmp_path / "go"
     script = f"until test -e {go}; do sleep 0.05; done; exec env SO_TUI_ALERT_KIND=loss sleep 60"
     with subprocess.Popen(["sh", "-c", script]) as process:
@@ -236,7 +241,9 @@ def test_a_process_that_has_the_pid_of_an_ended_rank_is_not_that_rank() -> None:
 def test_a_process_with_the_pid_of_an_ended_one_is_found_and_has_an_exit_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pids are reused, on a small host within minutes. Here the kernel is imitated: it says later that the process began later."""
+    """Pids are reused, on a small host within minutes. Here the kernel is imitated: it says later
+    that the process began later.
+    """
     environment = {**os.environ, RUN_MARKER: str(tmp_path)}
     with subprocess.Popen(
         ["sh", "-c", "read line; exit 3"], stdin=subprocess.PIPE, env=environment
@@ -320,7 +327,7 @@ print(states())
 """
 
 
-def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_a_child_gets_its_exit_code() -> (
+def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_a_child_gets_its_exit_code() -> (  # noqa: E501
     None
 ):
     done = subprocess.run(

@@ -25,7 +25,10 @@ from so_tui.runs.records import ForeignProcess
 from tests.support.machines import superchips
 from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
 
-STAT = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 5 0\ncpu3 50 0 0 50 0 0 0 0 0 0\nintr 1 2 3\n"
+STAT = (
+    "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 5 0\ncpu3 50 0 0 50 0 0 0 0 0 0\nintr 1 2 "
+    "3\n"
+)
 
 
 def cpu_ticks(pid: int) -> int:
@@ -137,7 +140,10 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
 
 
 def test_other_processes_that_compute_are_named() -> None:
-    program = "import ctypes\nctypes.CDLL(None).prctl(15, b'a (b) c')\nprint(flush=True)\nwhile True: pass"
+    program = (
+        "import ctypes\nctypes.CDLL(None).prctl(15, b'a (b) c')\nprint(flush=True)\nwhile True: "
+        "pass"
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout is not None
@@ -172,7 +178,9 @@ def test_reasons_for_throttling(reasons: int, named: tuple[str, ...]) -> None:
 
 
 def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor closes its sampler before it concludes how the run ended, perhaps because this GPU was lost."""
+    """The supervisor closes its sampler before it concludes how the run ended, perhaps because this
+    GPU was lost.
+    """
 
     def lost(*_: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)

@@ -254,7 +254,9 @@ def test_a_moment_is_no_slowdown(moment_s: float) -> None:
 
 
 def test_an_hour_of_ordinary_noise_is_no_slowdown() -> None:
-    """Steps vary by a tenth, one of twenty takes three times as long, and twice the host is busy for half a minute."""
+    """Steps vary by a tenth, one of twenty takes three times as long, and twice the host is busy
+    for half a minute.
+    """
     chance = random.Random(11)
 
     def steps() -> Iterator[tuple[float, float]]:
@@ -291,7 +293,9 @@ def test_slow_first_steps_and_steps_beside_a_checkpoint_are_none() -> None:
 
 
 def test_steps_that_were_redone_are_none() -> None:
-    """At the start of training, the gradient norm often exceeds its limit; half of these steps take twice as long for it."""
+    """At the start of training, the gradient norm often exceeds its limit; half of these steps take
+    twice as long for it.
+    """
     watching = SlowWatch(plan(), MACHINE, attempt=1)
     for step, (second, _) in enumerate(lasting((900, 4.5))):
         redone = step % 3 != 0

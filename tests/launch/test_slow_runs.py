@@ -1,7 +1,8 @@
 """Causes of slow steps, each made to happen to one real run of the tiny model.
 
-The planned step is half of what the run takes undisturbed, so that there is always something to explain, however busy this host is: what is
-compared is which cause is found, not how long a step takes.
+The planned step is half of what the run takes undisturbed, so that there is always something to
+explain, however busy this host is: what is compared is which cause is found, not how long a step
+takes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def slow_put(self, *arguments, **named):
 
 queue.Queue.put = slow_put
 """
-"""Python imports it in every process of the run. Data that is mapped and cached cannot be made slow from outside."""
+"""Python imports it in every process of the run. Data that is mapped and cached cannot be made slow
+from outside.
+"""
 
 
 class Watched:
@@ -142,7 +145,9 @@ class Watched:
 def supervised(
     tmp_path_factory: pytest.TempPathFactory, two_ranks: RunSpec, machine: Machine
 ) -> Iterator[RunDirectory]:
-    """A run of the fake trainer, whose records say that it has trained for minutes, longer a step than planned."""
+    """A run of the fake trainer, whose records say that it has trained for minutes, longer a step
+    than planned.
+    """
     folder = tmp_path_factory.mktemp("supervised")
     launch = prepare(two_ranks, machine, force=True)
     step = StepTime(forward_s=0.01, backward_s=0.02, exposed_optimizer_s=0.0, data_s=0.0)

@@ -21,7 +21,9 @@ from so_tui.trust.files import Distrust, NotOwnError
 
 @pytest.fixture(autouse=True)
 def own_umask() -> Iterator[None]:
-    """Give the test process its umask back, which ``supervise`` sets for the process of a supervisor."""
+    """Give the test process its umask back, which ``supervise`` sets for the process of a
+    supervisor.
+    """
     before = os.umask(0o022)
     yield
     os.umask(before)

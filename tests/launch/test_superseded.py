@@ -1,4 +1,6 @@
-"""A supervisor that was cut off for so long that another attempt began ends its own processes and writes nothing more."""
+"""A supervisor that was cut off for so long that another attempt began ends its own processes and
+writes nothing more.
+"""
 
 from __future__ import annotations
 

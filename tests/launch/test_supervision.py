@@ -26,7 +26,9 @@ from tests.support.waiting import wait_until
 def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_cannot_be_given_back(
     tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file server may be away just then. A job ends with its supervisor, and the command would end with it."""
+    """A file server may be away just then. A job ends with its supervisor, and the command would
+    end with it.
+    """
     told = tmp_path / "told"
     change_settings(
         {
@@ -88,7 +90,9 @@ def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_
 
 @pytest.mark.slow
 def test_the_end_of_a_rank_is_seen_although_the_starter_ignores_its_children(runs: Runs) -> None:
-    """Such a program's descendants cannot tell how theirs ended, DeepSpeed's launcher among them, until one of them changes that."""
+    """Such a program's descendants cannot tell how theirs ended, DeepSpeed's launcher among them,
+    until one of them changes that.
+    """
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         run = runs.start()

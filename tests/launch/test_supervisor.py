@@ -1,4 +1,6 @@
-"""Runs under the real supervisor and the real ``deepspeed`` launcher: every end has its true cause, and no process is left."""
+"""Runs under the real supervisor and the real ``deepspeed`` launcher: every end has its true cause,
+and no process is left.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ WITHIN_S = 30.0
 
 
 def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
-    """No process known before lives, none on the host carries the run's mark, and its shared memory is gone."""
+    """No process known before lives, none on the host carries the run's mark, and its shared memory
+    is gone.
+    """
     mark = f"SO_TUI_RUN={run.path}".encode()
     marked = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -62,7 +66,9 @@ def nothing_is_left(run: RunDirectory, before: RunState) -> bool:
 
 
 def shared_memory_of(run: RunDirectory, state: RunState) -> list[Path]:
-    """The shared memory that is named by processes of a run. An earlier process with the same pid may have left some under another name."""
+    """The shared memory that is named by processes of a run. An earlier process with the same pid
+    may have left some under another name.
+    """
     return [
         path
         for process in state.processes
@@ -416,7 +422,8 @@ def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs, tmp_p
         "from so_tui.machine import inspect_machine\n"
         "from so_tui.spec import find_preset\n"
         "machine = msgspec.structs.replace(inspect_machine(), gpus=())\n"
-        f"run = start(prepare(find_preset('tiny').spec, machine, force=True), runs_dir={str(runs.folder)!r})\n"
+        "run = start(prepare(find_preset('tiny').spec, machine, force=True), "
+        f"runs_dir={str(runs.folder)!r})\n"
         "print(run.path, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -443,8 +450,8 @@ def test_a_supervisor_that_cannot_start_leaves_nothing(
 
 @pytest.mark.trains("forks")
 def test_the_supervisor_is_light(runs: Runs) -> None:
-    """While the run trains. Before its ranks are seen it looks five times as often, for the seconds that they take to start. It keeps no
-    zombies.
+    """While the run trains. Before its ranks are seen it looks five times as often, for the seconds
+    that they take to start. It keeps no zombies.
     """
     run, before = runs.training()
     assert before.supervisor is not None

@@ -39,7 +39,9 @@ from tests.support.waiting import running, wait_until
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the signals of the test process alone, and its children, which a supervisor in this process would take for the run's."""
+    """Leave the signals of the test process alone, and its children, which a supervisor in this
+    process would take for the run's.
+    """
     monkeypatch.setattr(Supervisor, "_install_signals", lambda _: None)
     monkeypatch.setattr("so_tui.launch.supervisor.processes.pids", set)
 
@@ -55,7 +57,9 @@ def attempt(folder: Path, spec: RunSpec, machine: Machine, *, forced: bool = Fal
 def test_a_run_is_forced_if_its_launch_was(
     forced: bool, tmp_path: Path, two_ranks: RunSpec, machine: Machine
 ) -> None:
-    """A launch may be forced past a check (a compiler, the disk) although its plan fits, and stays forced on resume."""
+    """A launch may be forced past a check (a compiler, the disk) although its plan fits, and stays
+    forced on resume.
+    """
     run = attempt(tmp_path, two_ranks, machine, forced=forced)
     assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._state.forced == forced
 

@@ -1,4 +1,6 @@
-"""Which cores and memory each rank gets on every kind of machine, and what DeepSpeed's launcher would do there."""
+"""Which cores and memory each rank gets on every kind of machine, and what DeepSpeed's launcher
+would do there.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_two_of_four_gh200(tmp_path: Path) -> None:
 
 
 def test_hyperthreads_stay_with_their_core(tmp_path: Path) -> None:
-    """Of the whole list DeepSpeed would give threads of both sockets to the first four ranks; so it is handed the first threads."""
+    """Of the whole list DeepSpeed would give threads of both sockets to the first four ranks; so it
+    is handed the first threads.
+    """
     bindings = bind(EIGHT_H100.machine(tmp_path), 8)
     assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings][::4] == [
         (0, "0-13,112-125"),
@@ -232,7 +236,8 @@ def test_this_machine() -> None:
     assert {cpu for one in bindings for cpu in one.cpus} <= set(machine.allowed_cpus)
 
 
-# What DeepSpeed 0.19.8 does with its own idea of the cores: (map, core list, ranks, prefixes without "numactl").
+# What DeepSpeed 0.19.8 does with its own idea of the cores: (map, core list, ranks, prefixes
+# without "numactl").
 DEEPSPEED_ALONE: list[tuple[Host, str, int, list[str]]] = [
     (ONE_GH200, "0-71", 1, ["-m 0 -C 0-71"]),
     (ONE_GH200_HBM_ONLY, "0-71", 1, ["-p 1 -C 0-71"]),

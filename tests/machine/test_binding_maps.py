@@ -1,6 +1,8 @@
-"""Every map of a machine: the right binding of each rank, and what DeepSpeed's launcher would do without our list of cores.
+"""Every map of a machine: the right binding of each rank, and what DeepSpeed's launcher would do
+without our list of cores.
 
-A rank is written ``GPU @ cores / memory nodes``. Each map is a published listing or follows its pattern.
+A rank is written ``GPU @ cores / memory nodes``. Each map is a published listing or follows its
+pattern.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ GB200_FOUR = ["0 @ 0-35 / 0", "1 @ 36-71 / 0", "2 @ 72-107 / 1", "3 @ 108-143 / 
 MAPS: list[tuple[str, Host, int, list[str], list[str]]] = [
     ("1x GH200", ONE_GH200, 1, ["0 @ 0-71 / 0"], [SAME]),
     ("1x GH200, CDMM", ONE_GH200_CDMM, 1, ["0 @ 0-71 / any"], [SAME]),
-    # As many nodes without CPUs as with: taken for a CPU's flat high-bandwidth memory, so the optimizer's memory comes from the GPU's.
+    # As many nodes without CPUs as with: taken for a CPU's flat high-bandwidth memory, so the
+    # optimizer's memory comes from the GPU's.
     ("1x GH200, only HBM", ONE_GH200_HBM_ONLY, 1, ["0 @ 0-71 / 0"], ["numactl -p 1 -C 0-71"]),
     ("1x GH200, numa=fake=4", fake_numa(4), 1, ["0 @ 0-71 / 0,1,2,3"], [SAME]),
     (
@@ -108,7 +111,8 @@ MAPS: list[tuple[str, Host, int, list[str], list[str]]] = [
         EIGHT_H200,
         8,
         [
-            f"{gpu} @ {14 * gpu}-{14 * gpu + 13},{112 + 14 * gpu}-{125 + 14 * gpu} / {gpu // 4}"  # each core with its second thread
+            # each core with its second thread
+            f"{gpu} @ {14 * gpu}-{14 * gpu + 13},{112 + 14 * gpu}-{125 + 14 * gpu} / {gpu // 4}"
             for gpu in range(8)
         ],
         [f"numactl -m {gpu // 4} -C {14 * gpu}-{14 * gpu + 13}" for gpu in range(8)],
@@ -135,7 +139,10 @@ def bind(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[RankBinding, ..
 
 def written(bindings: tuple[RankBinding, ...]) -> list[str]:
     return [
-        f"{one.gpu} @ {cpu_ranges(one.cpus)} / {','.join(map(str, one.memory_policy.nodes)) or 'any'}"
+        (
+            f"{one.gpu} @ {cpu_ranges(one.cpus)} / "
+            f"{','.join(map(str, one.memory_policy.nodes)) or 'any'}"
+        )
         for one in bindings
     ]
 
@@ -191,7 +198,9 @@ def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -
 
 
 def test_one_superchip_of_a_shared_quad_node(tmp_path: Path) -> None:
-    """The GPU of the third superchip is number 0 in the job, with cores 144-215. DeepSpeed asks for cores of other jobs."""
+    """The GPU of the third superchip is number 0 in the job, with cores 144-215. DeepSpeed asks for
+    cores of other jobs.
+    """
     bindings = bind(job(QUAD_GH200.machine(tmp_path), "144-215", (2,)), 1)
     assert written(bindings) == ["0 @ 144-215 / 2"]
     assert bindings[0].numa_node == 2
@@ -201,7 +210,9 @@ def test_one_superchip_of_a_shared_quad_node(tmp_path: Path) -> None:
 
 
 def test_two_superchips_with_a_part_of_the_cores(tmp_path: Path) -> None:
-    """``--cpus-per-task`` smaller than a superchip: 16 cores of the second one, 32 of the fourth."""
+    """``--cpus-per-task`` smaller than a superchip: 16 cores of the second one, 32 of the
+    fourth.
+    """
     bindings = bind(job(QUAD_GH200.machine(tmp_path), "72-87,216-247", (1, 3)), 2)
     assert written(bindings) == ["0 @ 72-87 / 1", "1 @ 216-247 / 3"]
     assert [deepspeed_text(one.deepspeed) for one in bindings] == [
@@ -212,7 +223,9 @@ def test_two_superchips_with_a_part_of_the_cores(tmp_path: Path) -> None:
 
 
 def test_a_task_mask_that_misses_the_gpus_node(tmp_path: Path) -> None:
-    """Without ``-c 72`` every task of some sites gets cores 0-7, whichever GPU it has: memory goes with the cores."""
+    """Without ``-c 72`` every task of some sites gets cores 0-7, whichever GPU it has: memory goes
+    with the cores.
+    """
     bindings = bind(job(QUAD_GH200.machine(tmp_path), "0-7", (3,)), 1)
     assert written(bindings) == ["0 @ 0-7 / 0"]
 
@@ -224,7 +237,9 @@ def test_half_a_socket_of_two_with_hyperthreads(tmp_path: Path) -> None:
 
 
 def test_memory_nodes_that_the_cpuset_forbids(tmp_path: Path) -> None:
-    """set_mempolicy fails for a node outside ``Mems_allowed``: better no policy than a rank that does not start."""
+    """set_mempolicy fails for a node outside ``Mems_allowed``: better no policy than a rank that
+    does not start.
+    """
     machine = job(QUAD_GH200.machine(tmp_path), "0-143", (0, 1), allowed_memory_nodes=(0,))
     bindings = bind(machine, 2)
     assert [one.memory_policy.mode for one in bindings] == ["bind", "default"]
@@ -252,7 +267,9 @@ def test_gpus_split_by_mig_take_no_rank(tmp_path: Path) -> None:
 
 
 def test_threads_side_by_side_stay_together(tmp_path: Path) -> None:
-    """A guest whose kernel numbers the threads of a core 0 and 1: two ranks on one node never share a core."""
+    """A guest whose kernel numbers the threads of a core 0 and 1: two ranks on one node never share
+    a core.
+    """
     host = Host(
         cpu={0: ("0-11", 65536)},
         grace=False,

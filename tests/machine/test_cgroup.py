@@ -29,7 +29,8 @@ V1 = {
     "/sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000\n",
 }
 HIDDEN = {
-    # Inside a container the group's own path does not exist below the mount; its root is the container's group.
+    # Inside a container the group's own path does not exist below the mount; its root is the
+    # container's group.
     "/proc/self/cgroup": "0::/../../elsewhere\n",
     "/sys/fs/cgroup/cpuset.cpus.effective": "8-11\n",
     "/sys/fs/cgroup/memory.max": "68719476736\n",
@@ -60,7 +61,9 @@ def test_limits(tmp_path: Path, files: dict[str, str]) -> None:
         V1
         | {
             "/sys/fs/cgroup/memory/docker/a/memory.usage_in_bytes": "68000000000\n",
-            "/sys/fs/cgroup/memory/docker/a/memory.stat": "active_file 9\ntotal_active_file 20\ntotal_inactive_file 3\n",
+            "/sys/fs/cgroup/memory/docker/a/memory.stat": (
+                "active_file 9\ntotal_active_file 20\ntotal_inactive_file 3\n"
+            ),
             "/sys/fs/cgroup/memory/memory.usage_in_bytes": "99000000000\n",
         },
     ],

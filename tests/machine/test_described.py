@@ -1,4 +1,6 @@
-"""Machines that are known by name: what they are, and that plans for them say that nothing was measured."""
+"""Machines that are known by name: what they are, and that plans for them say that nothing was
+measured.
+"""
 
 from __future__ import annotations
 

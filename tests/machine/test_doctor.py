@@ -197,14 +197,18 @@ def test_build_tools_do_not_matter_in_gpu_mode(tmp_path: Path) -> None:
     [
         (
             {
-                "/proc/swaps": "Filename Type Size Used Priority\n/dev/nvme0n1p3 partition 16777212 0 -2\n"
+                "/proc/swaps": (
+                    "Filename Type Size Used Priority\n/dev/nvme0n1p3 partition 16777212 0 -2\n"
+                )
             },
             "note",
             "swap-on",
         ),
         (
             {
-                "/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n",
+                "/proc/self/limits": (
+                    "Max locked memory         8388608              8388608              bytes\n"
+                ),
                 "/sys/class/infiniband/mlx5_0/node_type": "1: CA\n",
             },
             "note",

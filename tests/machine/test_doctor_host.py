@@ -26,7 +26,9 @@ from tests.support.sysroots import (
 
 
 def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
-    """A typical rented machine: sixteen cores, memory that grows, no swap, half of the memory in /dev/shm."""
+    """A typical rented machine: sixteen cores, memory that grows, no swap, half of the memory in
+    /dev/shm.
+    """
     files = {
         "/proc/swaps": "Filename Type Size Used Priority\n",
         "/proc/sys/kernel/numa_balancing": "0\n",

@@ -1,4 +1,6 @@
-"""Doctor with a plan finds each trap of a run's settings on a machine where it matters, and nothing elsewhere."""
+"""Doctor with a plan finds each trap of a run's settings on a machine where it matters, and nothing
+elsewhere.
+"""
 
 from __future__ import annotations
 

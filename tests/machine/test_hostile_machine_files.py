@@ -1,4 +1,6 @@
-"""Machine files that anybody may have written: what is wrong with them ends in one problem with a code, in bounded time."""
+"""Machine files that anybody may have written: what is wrong with them ends in one problem with a
+code, in bounded time.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,8 @@ def test_a_copied_tree_is_inspected_without_live_queries(
 
 def test_no_numa_directory_is_one_node(tmp_path: Path) -> None:
     root = build_sysroot(
-        "/sys/devices/system/cpu/online\t0-3\\n\n/proc/meminfo\tMemTotal: 16777216 kB\\nMemFree: 1048576 kB\\nCached: 2048 kB\\n\n"
+        "/sys/devices/system/cpu/online\t0-3\\n\n/proc/meminfo\tMemTotal: 16777216 kB\\nMemFree: "
+        "1048576 kB\\nCached: 2048 kB\\n\n"
         "/proc/sys/kernel/hostname\tsmall\\n",
         tmp_path,
     )

@@ -1,4 +1,6 @@
-"""AMD's APUs, read from generated trees: four MI300A, whole and partitioned, and topologies that nobody should trust."""
+"""AMD's APUs, read from generated trees: four MI300A, whole and partitioned, and topologies that
+nobody should trust.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_partitions_are_seen_and_not_used(tmp_path: Path) -> None:
 
 
 def test_a_gpu_whose_properties_may_not_be_read_is_left_out(tmp_path: Path) -> None:
-    """As for a job that was given three of four: the kernel refuses to say anything of the other, and ROCm counts without it."""
+    """As for a job that was given three of four: the kernel refuses to say anything of the other,
+    and ROCm counts without it.
+    """
     root = build_sysroot(QUAD_MI300A.listing(), tmp_path)
     (root / f"{NODES}/5/properties".lstrip("/")).write_text("")
     gpus = inspect_machine(root).gpus
@@ -143,7 +147,10 @@ def test_rocm_variables_hide_nothing_of_nvidia(tmp_path: Path) -> None:
     assert hiding_variable(QUAD_GH200.machine(tmp_path).gpus, {"ROCR_VISIBLE_DEVICES": "0"}) is None
 
 
-ASIC = '{"gpu": 0, "asic": {"market_name": "AMD Instinct MI300A", "device_id": "0x74a0"}, "bus": {"bdf": "0000:02:00.0"}}'
+ASIC = (
+    '{"gpu": 0, "asic": {"market_name": "AMD Instinct MI300A", "device_id": "0x74a0"}, "bus": '
+    '{"bdf": "0000:02:00.0"}}'
+)
 NAMED = {"0000:02:00.0": "AMD Instinct MI300A"}
 
 
@@ -153,7 +160,10 @@ NAMED = {"0000:02:00.0": "AMD Instinct MI300A"}
         (f"[{ASIC}]", NAMED),
         (f'{{"gpu_data": [{ASIC}, {{"gpu": 1, "asic": "N/A", "bus": "N/A"}}]}}', NAMED),
         (
-            f'[{ASIC}, 5, null, {{"bus": {{"bdf": 7}}}}, {{"bus": {{"bdf": "x"}}, "asic": {{"market_name": "N/A"}}}}]',
+            (
+                f'[{ASIC}, 5, null, {{"bus": {{"bdf": 7}}}}, {{"bus": {{"bdf": "x"}}, "asic": '
+                '{"market_name": "N/A"}}]'
+            ),
             NAMED,
         ),
         ("", {}),

@@ -1,4 +1,6 @@
-"""This machine itself: whatever it is, the snapshot must agree with what the kernel says elsewhere."""
+"""This machine itself: whatever it is, the snapshot must agree with what the kernel says
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def test_a_smaller_affinity_is_respected() -> None:
     """In a process of its own, held to its first CPU."""
     code = (
         "import os; first = min(os.sched_getaffinity(0)); os.sched_setaffinity(0, {first});"
-        "from so_tui.machine import inspect_machine; m = inspect_machine(); assert m.allowed_cpus == (first,), m.allowed_cpus;"
+        "from so_tui.machine import inspect_machine; m = inspect_machine(); assert m.allowed_cpus "
+        "== (first,), m.allowed_cpus;"
         "assert len(m.online_cpus) == 1 or any('may use 1 of' in note for note in m.notes), m.notes"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -70,7 +73,7 @@ spent = time.process_time() - start
 heavy = {"torch", "deepspeed", "transformers", "textual", "rich", "psutil", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 assert spent < 0.15, spent
-"""
+"""  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,4 +1,6 @@
-"""Tested sets of training packages and their bounds: they agree with each other, with pyproject.toml, and with what is found installed."""
+"""Tested sets of training packages and their bounds: they agree with each other, with
+pyproject.toml, and with what is found installed.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,9 @@ def layer(**tensors: tuple[int, ...]) -> ParameterBlock:
 def test_the_last_product_is_as_large_as_the_models_own(
     tensors: dict[str, tuple[int, ...]], product: int
 ) -> None:
-    """Not as ``intermediate_size`` says, of which LFM2 takes two thirds, nor in layers without a feed-forward block beside another one."""
+    """Not as ``intermediate_size`` says, of which LFM2 takes two thirds, nor in layers without a
+    feed-forward block beside another one.
+    """
     config = {
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -179,7 +181,9 @@ def test_a_sliding_window_cuts_pairs_off(length: int, window: int | None, pairs:
 
 
 def test_a_real_dense_model() -> None:
-    """Llama 3.1 8B: per layer q, o 4096^2, k, v 4096 x 1024, three 4096 x 14336; 32 layers and the head."""
+    """Llama 3.1 8B: per layer q, o 4096^2, k, v 4096 x 1024, three 4096 x 14336; 32 layers and the
+    head.
+    """
     expected = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
     assert flops_of(PRESETS["llama-3.1-8b"].spec.model).active_parameters == expected
 
@@ -200,7 +204,9 @@ def test_gpt_oss_alternates_sliding_and_full_attention() -> None:
 
 
 def test_layers_have_the_attention_that_they_have() -> None:
-    """Gemma 4's wide heads in every sixth layer, Llama 4's chunks, and layers of a hybrid without attention."""
+    """Gemma 4's wide heads in every sixth layer, Llama 4's chunks, and layers of a hybrid without
+    attention.
+    """
     shape: dict[str, Any] = {
         "hidden_size": 64,
         "num_attention_heads": 4,

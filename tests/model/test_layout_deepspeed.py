@@ -1,4 +1,6 @@
-"""The cut is DeepSpeed's own: the same lists through the grouping functions of its two stage-3 optimizers."""
+"""The cut is DeepSpeed's own: the same lists through the grouping functions of its two stage-3
+optimizers.
+"""
 
 from __future__ import annotations
 

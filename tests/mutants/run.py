@@ -1,9 +1,11 @@
-"""Apply changes that must not go unnoticed, one at a time in a copy of the tree, and say which ones the tests notice.
+"""Apply changes that must not go unnoticed, one at a time in a copy of the tree, and say which ones
+the tests notice.
 
     python tests/mutants/run.py [--check] [ID ...] [-- COMMAND ...]
 
-``mutants.toml`` names each change, by its text and not by its file, and the test files that are expected to fail. ``--check`` only says
-whether each text occurs once in its folder. Another command replaces pytest with those files. The exit code is 1 if a change is not noticed.
+``mutants.toml`` names each change, by its text and not by its file, and the test files that are
+expected to fail. ``--check`` only says whether each text occurs once in its folder. Another command
+replaces pytest with those files. The exit code is 1 if a change is not noticed.
 """
 
 from __future__ import annotations

@@ -109,7 +109,9 @@ def test_an_error_is_a_share_of_the_prediction_and_of_settings_that_no_constant_
 
 
 def test_ratios_are_of_different_settings_of_one_model_on_one_machine() -> None:
-    """What all of them are off by does not count, and a machine on which many were measured counts as one."""
+    """What all of them are off by does not count, and a machine on which many were measured counts
+    as one.
+    """
     steady = [measured("a", 1.0, 2.0), measured("b", 2.0, 4.0), measured("b", 2.0, 4.0)]
     others = [measured("a", 1.0, 1.0, machine="b"), measured("c", 4.0, 2.0, machine="b", tokens=2)]
     apart = [
@@ -124,7 +126,7 @@ def test_ratios_are_of_different_settings_of_one_model_on_one_machine() -> None:
     assert ratio_error([*found, *found[:1]]) == pytest.approx(0.0)
 
 
-def test_the_error_of_a_step_depends_on_whose_rates_it_rests_on_and_says_where_it_was_not_checked() -> (
+def test_the_error_of_a_step_depends_on_whose_rates_it_rests_on_and_says_where_it_was_not_checked() -> (  # noqa: E501
     None
 ):
     assert step_error(speed_of(H200, calibrated=True), H200, 1) == StepError(

@@ -109,7 +109,9 @@ def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
 
 
 def test_where_there_is_one_memory_no_more_offloading_is_proposed() -> None:
-    """Whichever side asked in vain: what helps either helps both, and a larger ratio frees nothing."""
+    """Whichever side asked in vain: what helps either helps both, and a larger ratio frees
+    nothing.
+    """
     spec = spec_of(
         "qwen3-14b",
         offload__mode="superoffload",

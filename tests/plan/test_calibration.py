@@ -1,4 +1,6 @@
-"""What was measured on a machine takes the place of what is published, on it and on machines like it."""
+"""What was measured on a machine takes the place of what is published, on it and on machines like
+it.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,9 @@ def test_a_probe_corrects_each_part_of_a_step_by_its_own_error() -> None:
 
 
 def test_a_small_wait_that_was_several_times_as_long_does_not_multiply_a_long_one() -> None:
-    """What is exposed is a small difference of large times, so its ratio says little about another setting."""
+    """What is exposed is a small difference of large times, so its ratio says little about another
+    setting.
+    """
     probe = probe_of(1.0, 0.0)
     figures = [
         replace(figures, exposed_optimizer_s=seconds)

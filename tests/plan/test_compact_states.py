@@ -17,7 +17,9 @@ from tests.support.planning import BIG, QUAD, facts_of, only, spec_of
 
 FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
 SHORT = x86("NVIDIA H100 80GB HBM3", gpu_count=2, cores=32, memory_mib=256 * 1024)
-"""A host whose memory suffices for the states of models with 15 to 20 billion parameters, and not for many second ones."""
+"""A host whose memory suffices for the states of models with 15 to 20 billion parameters, and not
+for many second ones.
+"""
 SHORTER = x86("NVIDIA H100 80GB HBM3", gpu_count=2, cores=32, memory_mib=224 * 1024, gpu_mib=81_559)
 TWO_BIG = superchips(2, node_mib=490_037, name="NVIDIA GH200 480GB")
 

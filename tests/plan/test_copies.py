@@ -1,4 +1,6 @@
-"""The memory that a plan gives to copies of states, from which checkpoints are written while training goes on."""
+"""The memory that a plan gives to copies of states, from which checkpoints are written while
+training goes on.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def test_second_states_come_first_and_hold_copies_too() -> None:
 def seconds_of_1000_steps(plan: Plan) -> float:
     """Return how long they take with a checkpoint every half an hour, on a disk that takes 1 GB/s.
 
-    Training waits for what is not copied. While second states hold copies, which are written first, their sub-groups are held back.
+    Training waits for what is not copied. While second states hold copies, which are written first,
+    their sub-groups are held back.
     """
     step_s, write_s, saves = plan.step_s or 0.0, plan.disk_bytes / DISK_BYTES_PER_S, behind(plan)
     assert saves is not None
@@ -86,7 +89,9 @@ def seconds_of_1000_steps(plan: Plan) -> float:
 def test_memory_gains_more_as_second_states_than_as_copies(
     model: str, gpus: int, machine: Machine, minutes: tuple[int, int]
 ) -> None:
-    """The minutes of 1000 steps in docs/checkpoints.md: as planned, and with copies first, which leaves these hosts no second states."""
+    """The minutes of 1000 steps in docs/checkpoints.md: as planned, and with copies first, which
+    leaves these hosts no second states.
+    """
     spec = with_values(
         recommend(spec_of(model, gpus=str(gpus)), machine, gpus).spec,
         {"checkpoint.every_minutes": "30"},
@@ -124,7 +129,9 @@ def test_a_host_that_is_full_holds_fewer_and_one_without_room_none() -> None:
 
 
 def test_a_later_attempt_gets_what_its_host_has_then() -> None:
-    """What a plan gives to copies and second states is no limit of the run's: it may be resumed on a larger host."""
+    """What a plan gives to copies and second states is no limit of the run's: it may be resumed on
+    a larger host.
+    """
     before = planned(170)
     given = planned(170, offload__speculation_gib="3", checkpoint__copies_gib="2")
     assert before.optional.second_states_bytes > 0

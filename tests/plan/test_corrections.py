@@ -1,4 +1,6 @@
-"""What a probe found corrects every part of a step that another plan shares with it, and no other part."""
+"""What a probe found corrects every part of a step that another plan shares with it, and no other
+part.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def computing(spec: RunSpec) -> Passes:
 def probe_of(
     spec: RunSpec, forward: float, backward: float, exposed: float = 1.0, more_gb: float = 0.0
 ) -> Probe:
-    """Return a probe that took so many times what was predicted of its passes and its exposed optimizer."""
+    """Return a probe that took so many times what was predicted of its passes and its exposed
+    optimizer.
+    """
     fetches = spec.offload.parameters == "cpu"
     plan = make_plan(spec, H200, workload=WORKLOAD, probed=False)
     step = step_of(spec, probed=False)
@@ -98,10 +102,12 @@ def test_fetching_is_hidden_or_not_as_the_other_tests_take_it_to_be() -> None:
     assert step_of(on_host(SHORT)).backward_s == computing(on_host(SHORT)).backward_s
 
 
-def test_a_probe_that_hid_fetching_corrects_plans_that_do_not_fetch_by_the_lower_error_of_its_passes() -> (
+def test_a_probe_that_hid_fetching_corrects_plans_that_do_not_fetch_by_the_lower_error_of_its_passes() -> (  # noqa: E501
     None
 ):
-    """A pass takes as long as its computation at least: what it took more may have been a wait for weights."""
+    """A pass takes as long as its computation at least: what it took more may have been a wait for
+    weights.
+    """
     store(H200, probe=(probe := probe_of(on_host(LONG), 1.3, 1.2, exposed=1.5)))
     for spec in (LONG, SHORT, with_values(LONG, {"offload.mode": "gpu"})):
         found, predicted = step_of(spec), step_of(spec, probed=False)
@@ -128,7 +134,7 @@ def test_memory_of_a_probe_that_fetched_weights_says_nothing_of_a_gpu_that_has_t
         assert probed == unprobed + more
 
 
-def test_a_probe_whose_forward_waited_for_weights_corrects_what_waits_and_its_backward_what_is_computed() -> (
+def test_a_probe_whose_forward_waited_for_weights_corrects_what_waits_and_its_backward_what_is_computed() -> (  # noqa: E501
     None
 ):
     store(H200, probe=probe_of(on_host(SHORT), 4.0, 1.1))

@@ -1,4 +1,6 @@
-"""Fitting the planner's constants: from rows that other constants made, it finds constants that predict as those do."""
+"""Fitting the planner's constants: from rows that other constants made, it finds constants that
+predict as those do.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_a_fit_predicts_what_it_was_fitted_to() -> None:
 
 @pytest.mark.parametrize("row", KEPT, ids=lambda row: f"{row['label']} {row['name']}")
 def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
-    """On an H200, for the data that was trained on. Rows say what is known to be missed, so that it is noticed when it no longer is."""
+    """On an H200, for the data that was trained on. Rows say what is known to be missed, so that it
+    is noticed when it no longer is.
+    """
     one = planner_fit.case_of(row)
     told, found = planner_fit.predicted(one), one.measured.figures
     bounds = {
@@ -111,7 +115,9 @@ def test_what_was_measured_is_met(row: dict[str, Any]) -> None:
 
 
 def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
-    """NCCL included. The plan holds the most that was seen of each kind, or a little more; some runs do not show it at their fullest."""
+    """NCCL included. The plan holds the most that was seen of each kind, or a little more; some
+    runs do not show it at their fullest.
+    """
     told: dict[tuple[int, str], set[int]] = {}
     seen: dict[tuple[int, str], int] = {}
     for row in [*KEPT, *CHECKED]:
@@ -136,9 +142,10 @@ def test_the_driver_keeps_as_much_of_each_of_several_gpus() -> None:
 
 @pytest.mark.parametrize("row", CHECKED, ids=lambda row: f"{row['setting']['size']} {row['name']}")
 def test_a_check_holds_for_the_plans_of_today(row: dict[str, Any]) -> None:
-    """Today's constants predict what was predicted before it was measured: only then is it still a check of them. Rows say which
-    figures are planned otherwise since, and these are nearer now; which the program's own changes have made obsolete; and which differ a
-    little since attention has rates of its own and the rest was fitted again.
+    """Today's constants predict what was predicted before it was measured: only then is it still a
+    check of them. Rows say which figures are planned otherwise since, and these are nearer now;
+    which the program's own changes have made obsolete; and which differ a little since attention
+    has rates of its own and the rest was fitted again.
     """
     case = planner_fit.case_of(row)
     told, then = planner_fit.predicted(case), msgspec.convert(row["predicted"], Figures)
@@ -180,10 +187,12 @@ def test_a_sweep_says_how_good_the_recommendation_is() -> None:
     ]
     text = planner_fit.sweep_table(rows)
     assert "x as fast as the original setting" in text
-    # What is recommended for 40 GiB takes more than that here, so the best of the two others is what it is held against.
+    # What is recommended for 40 GiB takes more than that here, so the best of the two others is
+    # what it is held against.
     share = tokens_per_s(small[1]) / tokens_per_s(small[0])
     assert text.splitlines()[-1] == (
-        f"Recommended with 40 GiB: {small[1]['name']}, {share:.1%} of the fastest that fits there, {small[0]['name']}."
+        f"Recommended with 40 GiB: {small[1]['name']}, {share:.1%} of the fastest that fits there, "
+        f"{small[0]['name']}."
     )
 
 
@@ -252,7 +261,9 @@ def test_the_sets_are_disjoint_and_cover_what_they_must() -> None:
 
 @pytest.mark.parametrize("name", list(SETS))
 def test_every_setting_fits_its_machine_and_a_set_its_time(name: str) -> None:
-    """On hosts with 128 GiB and 16 cores for each H200: nothing is refused there, and no machine is held for long."""
+    """On hosts with 128 GiB and 16 cores for each H200: nothing is refused there, and no machine is
+    held for long.
+    """
     pytest.importorskip("transformers")  # which counts the parameters, on torch's meta device
     pytest.importorskip("torch")
     arguments = Namespace(sequence_length=4096, shape=None, rows=None, steps=3, sweep=False)

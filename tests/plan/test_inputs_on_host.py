@@ -1,4 +1,6 @@
-"""Layer inputs and attention's results in host memory: what plans count for them, and when they are proposed."""
+"""Layer inputs and attention's results in host memory: what plans count for them, and when they are
+proposed.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def test_layers_without_attention_keep_none_of_its_results() -> None:
 
 
 def test_they_are_recommended_where_attention_would_be_computed_again_otherwise() -> None:
-    """256k tokens of the 4B shape: layer inputs and results together are more than the host has beside the states."""
+    """256k tokens of the 4B shape: layer inputs and results together are more than the host has
+    beside the states.
+    """
     spec = long_spec(262_144)
     found = recommend(spec, H200)
     assert (

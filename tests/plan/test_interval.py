@@ -15,7 +15,9 @@ DAY = 86_400.0
 
 
 def expected_s(interval_s: float, cost_s: float, failure_s: float) -> float:
-    """Return the expected seconds for each second of work, without those of restarts (Daly 2006, equation 13)."""
+    """Return the expected seconds for each second of work, without those of restarts (Daly 2006,
+    equation 13).
+    """
     return failure_s * (math.exp((interval_s + cost_s) / failure_s) - 1) / interval_s
 
 
@@ -48,7 +50,7 @@ def test_more_gpus_fail_more_often() -> None:
     assert eight.minutes < one.minutes
 
 
-def test_checkpoints_that_are_written_behind_training_hold_it_up_less_and_are_saved_more_often() -> (
+def test_checkpoints_that_are_written_behind_training_hold_it_up_less_and_are_saved_more_often() -> (  # noqa: E501
     None
 ):
     behind, before = (

@@ -225,7 +225,9 @@ MEASURED = {
 
 @pytest.mark.parametrize(("mode", "host_gb"), [("superoffload", 52.8), ("zerooffload", 73.5)])
 def test_measured_host_memory_is_met(mode: str, host_gb: float) -> None:
-    """Qwen3 4B shape, 4 x 4096 tokens on an H200, torch 2.11: the memory of the process tree. What GPUs hold: ``test_fit``."""
+    """Qwen3 4B shape, 4 x 4096 tokens on an H200, torch 2.11: the memory of the process tree. What
+    GPUs hold: ``test_fit``.
+    """
     spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": mode})
     host = x86("NVIDIA H200")
     plan = make_plan(spec, replace(host, software=replace(host.software, torch="2.11.0")))
@@ -233,7 +235,9 @@ def test_measured_host_memory_is_met(mode: str, host_gb: float) -> None:
 
 
 def test_the_norm_of_deepspeeds_cpu_optimizer_takes_room_for_a_chunk_in_double_precision() -> None:
-    """On one H200 torch's memory history shows 2.79 GB on the stream of the reductions: 2 B x 400 M, and 8 B x 250 M."""
+    """On one H200 torch's memory history shows 2.79 GB on the stream of the reductions: 2 B x 400
+    M, and 8 B x 250 M.
+    """
     spec = with_values(PRESETS["qwen3-4b-random"].spec, MEASURED | {"offload.mode": "zerooffload"})
     reduced = only(terms_of(spec, 1), TermKind.BUCKETS_IN_REDUCTION)
     assert reduced.bytes / 1e9 == pytest.approx(2.79, abs=0.03)
@@ -266,7 +270,9 @@ def test_newer_torch_rounds_no_pinned_memory() -> None:
     ],
 )
 def test_what_several_gpus_gather_is_bounded(preset: str, gathered_gb: float) -> None:
-    """Whatever the mode: the host's run-ahead and, of small layers, the embedding twice; of large ones the next two and a copy."""
+    """Whatever the mode: the host's run-ahead and, of small layers, the embedding twice; of large
+    ones the next two and a copy.
+    """
     spec = with_values(PRESETS[preset].spec, {"offload.mode": "superoffload", "gpus": "4"})
     for ranks in (2, 4):
         gathered = only(terms_of(spec, ranks), TermKind.GATHERED_PARAMETERS)
@@ -299,8 +305,9 @@ def test_what_is_kept_of_experts_is_what_a_token_meets_of_them() -> None:
 
 @pytest.mark.parametrize(("name", "width"), [("qwen3-30b-a3b", 8), ("gpt-oss-20b", 14)])
 def test_the_rows_of_experts_are_counted_as_torch_holds_them(name: str, width: int) -> None:
-    """Per token, k experts of width f, hidden h: what torch's memory profiler found of transformers' grouped path, forward and backward,
-    and of the trainer's forward."""
+    """Per token, k experts of width f, hidden h: what torch's memory profiler found of
+    transformers' grouped path, forward and backward, and of the trainer's forward.
+    """
     shape = architecture(PRESETS[name].spec.model.config)
     rows, f, router = (
         shape.experts_per_token * shape.hidden,
@@ -356,7 +363,9 @@ def test_making_deepspeeds_gradients_takes_two_ordinary_buffers_or_their_partiti
 
 
 def test_a_block_stays_pinned_where_no_other_of_its_size_follows() -> None:
-    """Seen on an H200: 1.7 billion parameters, `zerooffload` 0.3, 2.15 GB more of the host while training than without that block."""
+    """Seen on an H200: 1.7 billion parameters, `zerooffload` 0.3, 2.15 GB more of the host while
+    training than without that block.
+    """
     assert blocks_of([GRADIENTS, GRADIENTS // 4], 1, 2_000_000).unused == 2**22
     assert blocks_of([GRADIENTS, GRADIENTS], 1, 2_000_000).unused == 0
     assert blocks_of([GRADIENTS, GRADIENTS // 4], 1, 2_000_000, rounded=False).unused == 0, (

@@ -71,27 +71,42 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
         ),
         (
             LargerHostFits(gpus=4, host_bytes=480 * 10**9, needs_bytes=330 * GIB, micro_batch=2),
-            "4 x GH200 with 480 GB of host memory each would fit the run with train.micro_batch = 2 (330 GiB needed per node)",
+            (
+                "4 x GH200 with 480 GB of host memory each would fit the run with "
+                "train.micro_batch = 2 (330 GiB needed per node)"
+            ),
         ),
         (
             AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=SHORT),
-            "auto is superoffload here: without offload each of host nodes 0, 1 needs 200 GiB, has 111 GiB",
+            (
+                "auto is superoffload here: without offload each of host nodes 0, 1 needs 200 GiB, "
+                "has 111 GiB"
+            ),
         ),
         (
             MicroBatchChosen(
                 micro_batch=8, accumulation=2, given_micro_batch=4, given_slower=0.071
             ),
-            "micro-batch 8 with accumulation 2 keeps the tokens of a step; micro-batch 4 would be 7.1% slower",
+            (
+                "micro-batch 8 with accumulation 2 keeps the tokens of a step; micro-batch 4 would "
+                "be 7.1% slower"
+            ),
         ),
         (
             NextBest(
                 mode="superoffload", ratio=0.35, micro_batch=4, policy="selective", slower=0.072
             ),
-            "next best: superoffload at ratio 0.35, micro-batch 4, activation checkpointing selective, 7.2% slower",
+            (
+                "next best: superoffload at ratio 0.35, micro-batch 4, activation checkpointing "
+                "selective, 7.2% slower"
+            ),
         ),
         (
             NextBest(mode="gpu", ratio=0.9, micro_batch=4, policy="none", slower=0.004, alike=True),
-            "about as fast as no offload, micro-batch 4, activation checkpointing none (planned 0.4% slower, less than plans are off)",
+            (
+                "about as fast as no offload, micro-batch 4, activation checkpointing none "
+                "(planned 0.4% slower, less than plans are off)"
+            ),
         ),
         (
             NextBest(
@@ -104,8 +119,11 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
                 chosen_for="no-offload",
                 more_gpu_bytes=-12 * GIB,
             ),
-            "about as fast as superoffload at ratio 0.35, micro-batch 4, activation checkpointing none (planned 2.1% faster, less than "
-            "plans are off): offloads nothing, leaves 12.0 GiB less of each GPU",
+            (
+                "about as fast as superoffload at ratio 0.35, micro-batch 4, activation "
+                "checkpointing none (planned 2.1% faster, less than plans are off): offloads "
+                "nothing, leaves 12.0 GiB less of each GPU"
+            ),
         ),
         (
             FasterRatio(
@@ -116,8 +134,10 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
                 alike=True,
                 more_gpu_bytes=24 * GIB,
             ),
-            "ratio 0.90: about as fast as 0.70, which would fit too (3.62 s a step instead of 3.66 s), "
-            "and leaves 24.0 GiB more of each GPU",
+            (
+                "ratio 0.90: about as fast as 0.70, which would fit too (3.62 s a step instead of "
+                "3.66 s), and leaves 24.0 GiB more of each GPU"
+            ),
         ),
         (
             FasterRatio(
@@ -127,7 +147,10 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
                 smallest_step_s=3.6,
                 more_gpu_bytes=24 * GIB,
             ),
-            "ratio 0.90: 0.70 would fit too, but the GPU would step more itself; 3.00 s a step instead of 3.60 s",
+            (
+                "ratio 0.90: 0.70 would fit too, but the GPU would step more itself; 3.00 s a step "
+                "instead of 3.60 s"
+            ),
         ),
         (
             MemoryAdvice(
@@ -136,12 +159,17 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
                     MemorySaving(changes=(Change("offload.ratio", 0.6, 0.8),), saves_bytes=3 * GIB),
                 ),
             ),
-            "offload.ratio 0.6 -> 0.8 needs 3.0 GiB less on each GPU (predicted). `so-tui plan` shows the rest",
+            (
+                "offload.ratio 0.6 -> 0.8 needs 3.0 GiB less on each GPU (predicted). `so-tui "
+                "plan` shows the rest"
+            ),
         ),
         (
             RemoteCode(model="/models/a\x1bb", revision=""),
-            "model.trust_remote_code is on: Python code of the folder /models/a\\x1bb runs with your rights; "
-            "launch it only if you have read that code",
+            (
+                "model.trust_remote_code is on: Python code of the folder /models/a\\x1bb runs "
+                "with your rights; launch it only if you have read that code"
+            ),
         ),
         (Note(text="as the machine says"), "as the machine says"),
     ],
@@ -197,8 +225,9 @@ def test_the_source_of_a_prediction() -> None:
         probed=True,
     )
     assert speed_source_text(source, "superoffload") == (
-        "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for GH200; "
-        "for documents of 200 tokens, 50% of all trained, as measured on this data; corrected by a probe of this model here"
+        "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for "
+        "GH200; for documents of 200 tokens, 50% of all trained, as measured on this data; "
+        "corrected by a probe of this model here"
     )
 
 

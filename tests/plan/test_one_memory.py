@@ -51,13 +51,16 @@ def test_states_count_once_and_all_memory_is_that_of_the_nodes(mode: str) -> Non
     states, parameters = state_bytes(plan), spec.model.parameter_count
     assert states == state_bytes(apart)  # each of them once, as where the memories are two
     assert sum(states.values()) == pytest.approx(14 * parameters, rel=1e-3)
-    # What was on either side is in the one memory. Loading needs nothing beside it: what comes later is larger.
+    # What was on either side is in the one memory. Loading needs nothing beside it: what comes
+    # later is larger.
     loading = sum(term.bytes for term in apart.breakdown if term.kind is TermKind.LOADING)
     assert bytes_at(plan, "node") == bytes_at(apart, "gpu") + bytes_at(apart, "node") - loading
 
 
 def test_what_needs_both_sides_of_a_memory_does_not_fit() -> None:
-    """8 billion parameters need 128 GiB: less on each side of a superchip than it has, and more than one APU has."""
+    """8 billion parameters need 128 GiB: less on each side of a superchip than it has, and more
+    than one APU has.
+    """
     spec = spec_of("llama-3.1-8b", gpus="1", offload__mode="superoffload", offload__ratio="1.0")
     plan = make_plan(spec, APUS)
     assert plan.verdict == "does not fit"

@@ -1,4 +1,6 @@
-"""Published figures beside ours: complete, explained where they differ, and consistent with each other."""
+"""Published figures beside ours: complete, explained where they differ, and consistent with each
+other.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_every_notable_difference_has_its_reason(figures: dict[str, Compared]) -
 def test_deepspeeds_superoffload_is_faster_than_zerooffload_on_a_superchip_unless_it_clips() -> (
     None
 ):
-    """It was planned at 208 TFLOPS, below ZeRO-Offload's 219: copies over PCIe had been counted as traffic of the host's memory."""
+    """It was planned at 208 TFLOPS, below ZeRO-Offload's 219: copies over PCIe had been counted as
+    traffic of the host's memory.
+    """
     superoffload, clipped = (
         planned(offload__engine="deepspeed"),
         planned(offload__engine="deepspeed", train__gradient_clipping="1"),

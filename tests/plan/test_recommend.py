@@ -101,7 +101,7 @@ def steps_by_ratio(plan: Plan, machine: Machine) -> dict[float, float]:
     ("preset", "machine", "micro_batch"),
     [("qwen3-14b", "h200-8", "2"), ("phi-4", "gh200-480", "4"), ("llama-3.1-8b", "h200-8", "8")],
 )
-def test_the_recommended_ratio_is_the_fastest_and_leaves_adam_some_time_where_its_rate_is_another_hosts(
+def test_the_recommended_ratio_is_the_fastest_and_leaves_adam_some_time_where_its_rate_is_another_hosts(  # noqa: E501
     preset: str, machine: str, micro_batch: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too small, and the GPU steps more itself; too large, and backward no longer hides Adam."""
@@ -343,7 +343,9 @@ def test_a_recommendation_without_an_alternative_says_so() -> None:
 
 
 def test_gradients_that_sum_up_on_the_host_keep_no_larger_micro_batch_from_being_tried() -> None:
-    """Summing takes 4 B a parameter there: one micro-batch fits where two of half the size do not."""
+    """Summing takes 4 B a parameter there: one micro-batch fits where two of half the size do
+    not.
+    """
     roomy = recommend(spec_of("qwen3-30b-a3b", train__micro_batch="4"), BIG, 1)
     assert roomy.recommended
     cut = make_plan(

@@ -1,4 +1,6 @@
-"""Ranks that share sequences: what plans count for them, when they are proposed, what is refused."""
+"""Ranks that share sequences: what plans count for them, when they are proposed, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def test_heads_and_backends_that_cannot_share_are_refused(
 
 @pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "conv"])
 def test_layers_that_would_see_only_a_part_are_refused_and_never_tried(kind: str) -> None:
-    """Recurrences and convolutions carry state from token to token, chunks are counted from the start of a row."""
+    """Recurrences and convolutions carry state from token to token, chunks are counted from the
+    start of a row.
+    """
     given = long_spec(LONG, data__packing="false")
     config = given.model.config | {"layer_types": ["full_attention", kind]}
     hybrid = replace(given, model=replace(given.model, config=config))

@@ -106,7 +106,10 @@ def test_a_checkpoint_has_one_size_in_commands_and_on_the_screen_and_memory_the_
 
 def test_the_json_is_the_contracts() -> None:
     (row,) = plans_json([recommend(spec_of("qwen3-14b"), QUAD, 4)])["plans"]
-    contract = "preset gpus mode ratio fits verdict recommended reasons warnings gpu_bytes host_bytes_per_node shm_bytes disk_bytes"
+    contract = (
+        "preset gpus mode ratio fits verdict recommended reasons warnings gpu_bytes "
+        "host_bytes_per_node shm_bytes disk_bytes"
+    )
     assert {
         *contract.split(),
         "breakdown",
@@ -166,8 +169,9 @@ def test_the_table_names_a_source_of_rates_once_and_what_data_differs() -> None:
 
 
 def test_planning_is_quick_enough_to_follow_typing() -> None:
-    """The whole table of a quad node under 0.45 s, one plan under 10 ms: the best of some tries, of this process's own time. Where a
-    machine is slower for a while than the one it was written on, as much longer as a piece of plain Python takes there.
+    """The whole table of a quad node under 0.45 s, one plan under 10 ms: the best of some tries, of
+    this process's own time. Where a machine is slower for a while than the one it was written on,
+    as much longer as a piece of plain Python takes there.
     """
     tables, plans, plain = [], [], []
     for attempt in range(8):

@@ -56,7 +56,9 @@ def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forwa
 def test_norms_of_several_kernels_cost_no_more_than_fused_ones_outside_their_tile(
     policy: str,
 ) -> None:
-    """A tile of them holds less than one of the feed-forward block, which takes 12 f instead of 10 f bytes a token."""
+    """A tile of them holds less than one of the feed-forward block, which takes 12 f instead of 10
+    f bytes a token.
+    """
     given = {"model__activation_checkpointing": policy}
     whole, tiled = (
         block_bytes(LONG, value, model__kernels="plain", **given)

@@ -1,4 +1,6 @@
-"""The step model against steps measured on H200 hosts with PCIe: Qwen3 4B shape, 4 x 4096 tokens, whole layers repeated."""
+"""The step model against steps measured on H200 hosts with PCIe: Qwen3 4B shape, 4 x 4096 tokens,
+whole layers repeated.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ PACKED = Workload(attended_tokens=300, trained_share=0.92, useful_share=1.0)
 def test_packed_rows_are_met(
     kernels: str, kept: str, micro_batch: str, measured_s: float | None, measured_gib: float
 ) -> None:
-    """benchmarks/results/speed-h200.jsonl: no offload, packed Alpaca rows. The last waited for its host, not for the GPU."""
+    """benchmarks/results/speed-h200.jsonl: no offload, packed Alpaca rows. The last waited for its
+    host, not for the GPU.
+    """
     changes = {
         "gpus": "1",
         "offload.mode": "gpu",
@@ -148,7 +152,9 @@ def test_packed_rows_are_met(
 
 @pytest.mark.parametrize(("states", "measured_s"), [("bf16-moments", 1.19), ("int8-moments", 1.29)])
 def test_steps_with_compact_moments_are_met(states: str, measured_s: float) -> None:
-    """benchmarks/results/whole-program-h200.json: packed Alpaca rows, everything saved, norms within the limit, second states for all."""
+    """benchmarks/results/whole-program-h200.json: packed Alpaca rows, everything saved, norms
+    within the limit, second states for all.
+    """
     changes = {
         "gpus": "1",
         "offload.mode": "superoffload",
@@ -183,7 +189,9 @@ def test_clipping_holds_adam_back_until_the_norm_is_known() -> None:
 
 
 def test_speculation_need_not_wait_for_the_norm() -> None:
-    """offload-h200.json: 0.10 s for sub-groups of 400 million parameters, 0.03 s for 100 million. The norm itself costs some 0.05 s."""
+    """offload-h200.json: 0.10 s for sub-groups of 400 million parameters, 0.03 s for 100 million.
+    The norm itself costs some 0.05 s.
+    """
     clipped = {
         "offload__mode": "superoffload",
         "train__gradient_clipping": "1",
@@ -209,8 +217,10 @@ def test_what_cannot_speculate_is_stepped_while_forward_computes_what_comes_befo
 
 
 def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> None:
-    """CPU Adam of two ranks at half the rate each. DeepSpeed's optimizer is slower by what its kernel moves, ours by nearly all it does; it
-    loses less by sharing, since beside a forward it never has its whole rate."""
+    """CPU Adam of two ranks at half the rate each. DeepSpeed's optimizer is slower by what its
+    kernel moves, ours by nearly all it does; it loses less by sharing, since beside a forward it
+    never has its whole rate.
+    """
     undisturbed = replace(
         published(), adam=((16, 120e9), (32, 240e9)), node_bytes_per_s=1e12, adam_together=()
     )
@@ -241,7 +251,9 @@ def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> Non
 
 
 def test_copies_of_zerooffload_hide_where_the_gpu_is_busy_but_not_behind_python() -> None:
-    """Every gradient in bf16 for its partition, and in fp32 for the optimizer's, at the link's rate."""
+    """Every gradient in bf16 for its partition, and in fp32 for the optimizer's, at the link's
+    rate.
+    """
 
     def backward_s(mode: str, **changes: str) -> float:
         step = planned(offload__mode=mode, offload__ratio="1.0", **changes).step
@@ -271,15 +283,19 @@ def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
         ]
         return weight_wait_s(updates, 1e30, 0.0, forward_s=1.0, forward_begins_s=0.0)
 
-    # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s for the second.
+    # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s
+    # for the second.
     assert wait_s(1.0, 0.0, 0.0) == pytest.approx(1.5)
-    # Beside a backward of 2 s: the second half is complete 1 s before its end and stepped by then, the first at the end.
+    # Beside a backward of 2 s: the second half is complete 1 s before its end and stepped by then,
+    # the first at the end.
     assert wait_s(1.0, 0.0, -1.0) == pytest.approx(1.0)
     assert wait_s(1e-9, 0.0, -1.0) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_worker_takes_what_forward_uses_first() -> None:
-    """Of four quarters that are ready 0.5 s after each other and take 1 s each, the last to come and the first to be used overtakes."""
+    """Of four quarters that are ready 0.5 s after each other and take 1 s each, the last to come
+    and the first to be used overtakes.
+    """
     quarters = [
         Update(0.75, -1.5, 1.0, 0),
         Update(0.5, -1.0, 1.0, 0),
@@ -299,7 +315,9 @@ def test_repeating_less_is_faster() -> None:
 
 
 def test_what_is_computed_anew_is_launched_anew() -> None:
-    """Where layers are too small to keep a GPU busy, Python is what repeating them costs: once more a forward's."""
+    """Where layers are too small to keep a GPU busy, Python is what repeating them costs: once more
+    a forward's.
+    """
     small = {"offload__mode": "gpu", "train__micro_batch": "1", "data__sequence_length": "512"}
     steps = {
         policy: planned(**small, model__activation_checkpointing=policy).step
@@ -553,7 +571,9 @@ def named(row: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("row", LONG, ids=named)
 def test_gpu_memory_of_long_sequences_is_planned(row: dict[str, Any]) -> None:
-    """As torch reserved it. Nothing is planned too small by more than 1 %, and where weights are on the GPU too large by more than 5 %."""
+    """As torch reserved it. Nothing is planned too small by more than 1 %, and where weights are on
+    the GPU too large by more than 5 %.
+    """
     plan, measured = planned_row(row), row["gpu_reserved_gib"] * 2**30
     on_host = plan.spec.offload.parameters == "cpu"
     assert (

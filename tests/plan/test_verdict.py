@@ -253,7 +253,9 @@ def test_a_memory_limit_of_the_session_counts() -> None:
 
 
 def test_memory_of_nodes_that_a_cpuset_leaves_out_does_not_count() -> None:
-    """A job with GPUs 0 and 1 whose cpuset has memory of node 1 only: both ranks' states come from there."""
+    """A job with GPUs 0 and 1 whose cpuset has memory of node 1 only: both ranks' states come from
+    there.
+    """
     spec = spec_of("qwen3-14b", gpus="2", offload__mode="superoffload", offload__speculation="off")
     whole, part = make_plan(spec, QUAD), make_plan(spec, replace(QUAD, allowed_memory_nodes=(1,)))
     assert set(part.host_bytes_per_node) == set(part.host_capacity_bytes_per_node) == {1}
@@ -292,7 +294,9 @@ def test_ranks_that_share_a_node_add_up_there() -> None:
 
 
 def test_nodes_with_the_same_figures_share_a_shortage() -> None:
-    """Rank 0's node also holds what starts the run, a few hundred MB, and no two nodes have the same memory to the byte."""
+    """Rank 0's node also holds what starts the run, a few hundred MB, and no two nodes have the
+    same memory to the byte.
+    """
     gib = 2**30
     demand = Demand(
         gpu_bytes=0,
@@ -343,7 +347,9 @@ def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
 
 
 def test_what_fits_barely_without_offload_is_planned_where_nothing_fits_well() -> None:
-    """Between the two margins of the GPU, with a host too small for the states: closer than any offload."""
+    """Between the two margins of the GPU, with a host too small for the states: closer than any
+    offload.
+    """
     narrow = replace(
         BIG,
         gpus=(replace(BIG.gpus[0], memory_total_bytes=71 * 2**30),),

@@ -102,7 +102,7 @@ def test_each_of_several_ranks_fetches_its_shards() -> None:
     assert fetched == pytest.approx(1.2 * 2 * share, rel=1e-6)
 
 
-def test_copies_are_hidden_where_the_bus_is_fast_and_make_a_pass_as_long_as_they_take_where_it_is_not() -> (
+def test_copies_are_hidden_where_the_bus_is_fast_and_make_a_pass_as_long_as_they_take_where_it_is_not() -> (  # noqa: E501
     None
 ):
     settings = {

@@ -33,7 +33,9 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def add(folder: Path, name: str) -> None:
-    """Add a file without changing the time of its folder, as within one second of a file system that dates in seconds."""
+    """Add a file without changing the time of its folder, as within one second of a file system
+    that dates in seconds.
+    """
     before = folder.stat()
     (folder / name).touch()
     os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -1,4 +1,6 @@
-"""Files of a run that anybody may have written: readers skip what is wrong with them, in bounded time and memory."""
+"""Files of a run that anybody may have written: readers skip what is wrong with them, in bounded
+time and memory.
+"""
 
 from __future__ import annotations
 

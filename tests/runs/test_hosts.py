@@ -1,4 +1,6 @@
-"""Whether a run lives, as far as this host can tell, and what may be done to one whose host cannot be asked."""
+"""Whether a run lives, as far as this host can tell, and what may be done to one whose host cannot
+be asked.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,9 @@ def test_a_living_supervisor_keeps_its_run_whatever_the_user_says(run: RunDirect
 def test_a_lock_that_a_file_server_holds_for_a_host_that_is_gone_keeps_no_run(
     heartbeat: str, run: RunDirectory
 ) -> None:
-    """Some servers hold it until that host starts again. The user's word and a minute without a sign of life are enough."""
+    """Some servers hold it until that host starts again. The user's word and a minute without a
+    sign of life are enough.
+    """
     recorded(run, "elsewhere", AGES[heartbeat])
     with run_lock(run) as held:
         assert held is not None
@@ -168,7 +172,9 @@ def test_a_lock_that_a_file_server_holds_for_a_host_that_is_gone_keeps_no_run(
 def test_a_heartbeat_of_a_clock_that_is_ahead_needs_the_users_word(
     ahead_s: float, where: str, run: RunDirectory
 ) -> None:
-    """A clock that is seconds ahead is no reason to doubt a heartbeat; one that is an hour ahead says nothing about life."""
+    """A clock that is seconds ahead is no reason to doubt a heartbeat; one that is an hour ahead
+    says nothing about life.
+    """
     state = recorded(run, where, -ahead_s)
     seen = sighting(run, state)
     assert seen.liveness is (Liveness.ALIVE if ahead_s < STALE_S else Liveness.UNKNOWN)
@@ -197,7 +203,7 @@ state = msgspec.structs.replace(read_state(run), state="training", attempt=1, ho
 write_state(run, state)
 print("ready", flush=True)
 sys.stdin.read()
-"""
+"""  # noqa: E501
     argv = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, str(run.path)]
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -1,4 +1,6 @@
-"""Segments without a usable index: read completely, with an index of the reader's own, and nothing written into the run."""
+"""Segments without a usable index: read completely, with an index of the reader's own, and nothing
+written into the run.
+"""
 
 from __future__ import annotations
 
@@ -274,7 +276,9 @@ def test_a_segment_that_was_changed_and_dated_back_has_no_kept_index(made: RunDi
 
 
 def kept_index(run: RunDirectory) -> tuple[Path, Path]:
-    """Open a run of which the first segment has no index. Return that segment, and its index in the cache."""
+    """Open a run of which the first segment has no index. Return that segment, and its index in the
+    cache.
+    """
     first = segments(run.metrics_dir)[1]
     index_path(first).unlink()
     opened(run)

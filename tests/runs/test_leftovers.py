@@ -1,4 +1,6 @@
-"""Which shared memory is a run's leftover: only what surely belongs to one of its ended processes."""
+"""Which shared memory is a run's leftover: only what surely belongs to one of its ended
+processes.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_what_a_living_process_uses_stays(tmp_path: Path, ended: Process, how: s
 def test_an_open_file_elsewhere_with_the_same_inode_is_another_file(
     tmp_path: Path, ended: Process
 ) -> None:
-    """Two new file systems number their first files alike. (Mounts need a name space of one's own, which not every container allows.)"""
+    """Two new file systems number their first files alike. (Mounts need a name space of one's own,
+    which not every container allows.)
+    """
     script = f"""
 import os, subprocess
 from pathlib import Path
@@ -110,7 +114,7 @@ left.touch()
 other = (folder / "elsewhere" / "other").open("w")
 assert os.fstat(other.fileno()).st_ino == left.stat().st_ino
 assert leftovers([Process(pid={ended.pid}, start_time={ended.start_time})], folder / "shared") == (left,)
-"""
+"""  # noqa: E501
     if subprocess.run(
         ["unshare", "--map-root-user", "--mount", "true"], check=False, capture_output=True
     ).returncode:

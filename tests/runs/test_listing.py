@@ -269,7 +269,9 @@ def test_an_ended_run_can_be_deleted_and_a_live_one_cannot(spec: RunSpec) -> Non
 
 
 def test_what_a_deletion_leaves_is_named(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is gone from every list, and only this says where its checkpoints still take up space."""
+    """The run is gone from every list, and only this says where its checkpoints still take up
+    space.
+    """
     run = create_run(spec)
 
     def held(path: Path) -> None:
@@ -306,7 +308,7 @@ try:
     create_run(RunSpec(name="tiny", model=ModelSpec(id="m"), data=DataSpec(source="d")), Path(sys.argv[1]))
 except InputError as error:
     print(*(problem.code for problem in error.problems))
-"""
+"""  # noqa: E501
 
 
 def test_a_disk_that_takes_no_more_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ for i in range(int(sys.argv[2])):
     if i % 15 == 0:
         time.sleep(0.001)
 """
-"""It waits for its reader from time to time, which a busy machine may hold up for longer than a trimmed log lasts."""
+"""It waits for its reader from time to time, which a busy machine may hold up for longer than a
+trimmed log lasts.
+"""
 
 
 def test_trimming_under_a_writer_keeps_head_and_tail_and_readers_find_their_place(

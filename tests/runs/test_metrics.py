@@ -1,4 +1,6 @@
-"""Writing and reading metrics through real files: what is written comes back, whoever is killed when."""
+"""Writing and reading metrics through real files: what is written comes back, whoever is killed
+when.
+"""
 
 from __future__ import annotations
 
@@ -487,7 +489,9 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
 def test_a_segment_that_fails_to_close_costs_no_later_record(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network file system may say only then that a quota is used up; the descriptor is free all the same, and another file may get it."""
+    """A network file system may say only then that a quota is used up; the descriptor is free all
+    the same, and another file may get it.
+    """
     writer = write(run, 1, [step(1)], close=False, segment_bytes=1000)
     close, closed = os.close, []
 

@@ -1,4 +1,6 @@
-"""One process is responsible for a run, also where the file system's locks fail or exclude nobody."""
+"""One process is responsible for a run, also where the file system's locks fail or exclude
+nobody.
+"""
 
 from __future__ import annotations
 
@@ -234,7 +236,9 @@ def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(
 def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(
     run: RunDirectory,
 ) -> None:
-    """A file server may give up the lock of a host that is gone while another one supervises the run."""
+    """A file server may give up the lock of a host that is gone while another one supervises the
+    run.
+    """
     os.utime(run.state_path, (1.0, 1.0))
     with run_lock(run) as gone:
         assert gone is not None

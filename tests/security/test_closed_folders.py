@@ -1,4 +1,6 @@
-"""Folders that a user may not open: a command that meets one goes on without it, or says which it is."""
+"""Folders that a user may not open: a command that meets one goes on without it, or says which it
+is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Where the locks of GPUs are: the same for all of a user's shells, and out of the reach of other users."""
+"""Where the locks of GPUs are: the same for all of a user's shells, and out of the reach of other
+users.
+"""
 
 from __future__ import annotations
 

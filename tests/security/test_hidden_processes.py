@@ -1,4 +1,6 @@
-"""A host whose /proc shows each user only processes of their own (mount option hidepid), as many login nodes have it."""
+"""A host whose /proc shows each user only processes of their own (mount option hidepid), as many
+login nodes have it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 
 from tests.support.users import SharedMachine, User
 
-HIDING = 'mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid "$0" --regid "$0" --clear-groups "$@"'
+HIDING = (
+    'mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid "$0" --regid "$0" '
+    '--clear-groups "$@"'
+)
 WITH_A_RUN = """
 import os, sys, time
 from pathlib import Path
@@ -31,7 +36,7 @@ for path in run.path.iterdir():
     path.chmod(0o755 if path.is_dir() else 0o644)
 print(run.name, flush=True)
 sys.stdin.read()
-"""
+"""  # noqa: E501
 
 
 def hidden(user: User, *argv: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -60,7 +65,9 @@ def hidden(user: User, *argv: str, timeout_s: float = 60.0) -> subprocess.Comple
 
 @pytest.fixture(autouse=True)
 def hiding(machine: SharedMachine) -> None:
-    """Skip where a process of another user cannot be hidden: no privilege, or no hidepid in this kernel."""
+    """Skip where a process of another user cannot be hidden: no privilege, or no hidepid in this
+    kernel.
+    """
     shown = hidden(machine.other, "test", "-e", f"/proc/{os.getpid()}/stat")
     if shown.returncode != 1 or shown.stderr:
         pytest.skip(f"/proc cannot be mounted with hidepid here ({shown.stderr.strip()})")
@@ -80,7 +87,7 @@ def test_a_run_whose_processes_the_kernel_hides_is_not_called_lost(machine: Shar
     owner, folder = machine.owner, machine.scratch / "runs"
     with subprocess.Popen(
         [owner.interpreter, "-P", "-c", WITH_A_RUN, str(folder)],
-        user=owner.uid, group=owner.uid, extra_groups=(), umask=0o022, env=owner.environment(), cwd="/",
+        user=owner.uid, group=owner.uid, extra_groups=(), umask=0o022, env=owner.environment(), cwd="/",  # noqa: E501
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None

@@ -25,7 +25,9 @@ print("loaded", path)
 
 
 def plant(machine: SharedMachine, cache: Path) -> None:
-    """Let the other user put a library in place of the owner's compiled kernels, which runs code when it is loaded."""
+    """Let the other user put a library in place of the owner's compiled kernels, which runs code
+    when it is loaded.
+    """
     source = machine.scratch / "planted.c"
     source.write_text("#include <stdio.h>\n" + PLANTED)
     code = (
@@ -43,7 +45,9 @@ def plant(machine: SharedMachine, cache: Path) -> None:
 
 
 def fast_compiler(machine: SharedMachine) -> str:
-    """Return a compiler that does not optimise: who can have written a kernel matters here, not its speed."""
+    """Return a compiler that does not optimise: who can have written a kernel matters here, not its
+    speed.
+    """
     path = machine.scratch / "fast-compiler"
     if not path.exists():
         path.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
@@ -131,7 +135,9 @@ def test_a_kernel_that_the_group_can_write_is_replaced_and_a_lax_umask_makes_non
 
 
 def test_exchanging_a_kernel_between_check_and_load_changes_nothing(machine: SharedMachine) -> None:
-    """The other user holds the folder above the owner's, moves the owner's away after the check, and puts another there."""
+    """The other user holds the folder above the owner's, moves the owner's away after the check,
+    and puts another there.
+    """
     cache = shared_cache(machine)
     load(machine, cache)
     (cache / "so-tui").chmod(0o777)
@@ -163,7 +169,8 @@ print("loaded", flush=True)
             "folder, name, source = sys.argv[1:]\n"
             "os.rename(folder, os.path.join(os.path.dirname(folder), 'moved'))\n"
             "os.mkdir(folder, 0o755)\n"
-            "subprocess.run(['gcc', '-shared', '-fPIC', '-o', os.path.join(folder, name), source], check=True)\n"
+            "subprocess.run(['gcc', '-shared', '-fPIC', '-o', os.path.join(folder, name), source], "
+            "check=True)\n"
         )
         done = machine.other.python(code, str(folder), name, str(source))
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Looking at a run only reads: whatever a run folder says, nothing of it is executed and nobody's process is signalled."""
+"""Looking at a run only reads: whatever a run folder says, nothing of it is executed and nobody's
+process is signalled.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Scene:
         return run
 
     def nothing_happened(self) -> None:
-        """Fail if anything of the run was executed, a supervisor was started or the bystander was ended."""
+        """Fail if anything of the run was executed, a supervisor was started or the bystander was
+        ended.
+        """
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             assert not supervisors_of(self.viewer), "a supervisor was started"
@@ -222,7 +226,9 @@ def test_a_copied_run_whose_processes_are_gone_is_lost_and_starts_nothing(scene:
 def test_a_run_with_a_part_that_others_control_is_not_acted_upon(
     scene: Scene, part: str, trick: str
 ) -> None:
-    """The folder is the viewer's own, with a process that carries its marker, so that only this part stands in the way."""
+    """The folder is the viewer's own, with a process that carries its marker, so that only this
+    part stands in the way.
+    """
     folder = scene.viewer.home / "runs"
     run = write_hostile_run(folder, scene.proof, state="training", supervisor=gone())
     scene.viewer.give(folder)
@@ -261,7 +267,9 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(
 def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_process_is_left_alone(
     scene: Scene,
 ) -> None:
-    """The opposite of the tests above: the marker, and not the state file, decides which processes are stopped."""
+    """The opposite of the tests above: the marker, and not the state file, decides which processes
+    are stopped.
+    """
     viewer = scene.viewer
     folder = viewer.home / "runs"
     run = write_hostile_run(

@@ -1,4 +1,6 @@
-"""A run folder whose files are pipes or devices: opening a pipe waits for a writer, and reading a device may never end."""
+"""A run folder whose files are pipes or devices: opening a pipe waits for a writer, and reading a
+device may never end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Who can read a run, on a machine with other users: its owner alone, or the owner's group if the owner says so."""
+"""Who can read a run, on a machine with other users: its owner alone, or the owner's group if the
+owner says so.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ writer.close()
 run.log_path(attempt, "here").write_text("a line of the log\\n")
 write_state(run, RunState(name=run.name, state="stopped", attempt=attempt, host="here", started=1.0))
 print(run.path)
-"""
+"""  # noqa: E501
 
 
 def made(owner: User, folder: Path, share: str = "") -> Path:

@@ -24,7 +24,10 @@ NAMED = (
 def preset() -> str:
     """A preset whose author wants the model's code to run."""
     user_folder().mkdir(parents=True)
-    text = 'extends = "tiny"\nname = "theirs"\ntitle = "Theirs"\n[model]\nid = "org/model"\nrevision = "v1"\ntrust_remote_code = true\n'
+    text = (
+        'extends = "tiny"\nname = "theirs"\ntitle = "Theirs"\n[model]\nid = "org/model"\nrevision '
+        '= "v1"\ntrust_remote_code = true\n'
+    )
     (user_folder() / "theirs.toml").write_text(text)
     return "theirs"
 

@@ -154,7 +154,9 @@ def looked_at() -> dict[bytes, list[Progress | DataPreview]]:
 def _the_same_data_is_looked_at_once(
     looked_at: dict[bytes, list[Progress | DataPreview]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the helper process, which takes seconds, answer the first of three commands that ask for the same."""
+    """Let the helper process, which takes seconds, answer the first of three commands that ask for
+    the same.
+    """
     preview_data = helper_jobs.preview_data
 
     def remembered(spec: RunSpec, rows: int) -> Iterator[Progress | DataPreview]:
@@ -255,7 +257,10 @@ def test_json_and_toml_still_say_what_was_written(
 
 
 def test_a_traceback_and_bytes_that_are_no_text_are_printed_safely(tmp_path: Path) -> None:
-    code = "import sys; from so_tui.trust.streams import guard_output; guard_output(); print(sys.argv[1]); raise OSError(sys.argv[1])"
+    code = (
+        "import sys; from so_tui.trust.streams import guard_output; guard_output(); "
+        "print(sys.argv[1]); raise OSError(sys.argv[1])"
+    )
     argv = [sys.executable, "-c", code, HOSTILE + SURROGATE]
     done = subprocess.run(
         argv,

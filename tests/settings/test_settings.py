@@ -1,4 +1,6 @@
-"""The user's settings file: what is wrong in it is named and the default holds; changes keep the rest of it."""
+"""The user's settings file: what is wrong in it is named and the default holds; changes keep the
+rest of it.
+"""
 
 from __future__ import annotations
 

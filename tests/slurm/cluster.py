@@ -1,6 +1,8 @@
-"""A real Slurm on one machine: munge, slurmctld and one slurmd for each node, all in one folder, and gone afterwards.
+"""A real Slurm on one machine: munge, slurmctld and one slurmd for each node, all in one folder,
+and gone afterwards.
 
-Each slurmd has a host name of its own (a UTS namespace), so what runs in a job finds itself on another host than the tests.
+Each slurmd has a host name of its own (a UTS namespace), so what runs in a job finds itself on
+another host than the tests.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ PartitionName=strict Nodes=n1,n2 MaxTime=01:00:00 State=UP
 
 
 def missing() -> tuple[str, ...]:
-    """Return why Slurm cannot be run here: the programs that are missing, or the right to name a host."""
+    """Return why Slurm cannot be run here: the programs that are missing, or the right to name a
+    host.
+    """
     path = f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}"
     absent = tuple(tool for tool in TOOLS if shutil.which(tool, path=path) is None)
     if absent:
@@ -135,7 +139,9 @@ class Cluster:
         )
 
     def stop_node(self, node: str) -> None:
-        """Kill a node as when its power fails: its slurmd, every step before it can report, and the processes of its jobs."""
+        """Kill a node as when its power fails: its slurmd, every step before it can report, and the
+        processes of its jobs.
+        """
         self._a_node_failed = True
         for pid in self._steps(node):
             with contextlib.suppress(ProcessLookupError):
@@ -147,7 +153,9 @@ class Cluster:
         self._daemons.pop(node).wait()
 
     def processes(self, node: str | None = None) -> tuple[int, ...]:
-        """Return the processes that jobs of this cluster started (on one node): their environment names the cluster's configuration."""
+        """Return the processes that jobs of this cluster started (on one node): their environment
+        names the cluster's configuration.
+        """
         wanted = {f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()} | (
             {f"SLURMD_NODENAME={node}".encode()} if node else set()
         )
@@ -173,7 +181,9 @@ class Cluster:
         return tuple(found)
 
     def has_steps(self) -> bool:
-        """Return whether anything of a job is left on the nodes that run, Slurm's own processes included."""
+        """Return whether anything of a job is left on the nodes that run, Slurm's own processes
+        included.
+        """
         return bool(self.processes()) or any(
             self._steps(node) for node in NODES if node in self._daemons
         )
@@ -200,12 +210,15 @@ class Cluster:
             )
             time.sleep(0.2)
         if self._a_node_failed:
-            # Slurm 22.05 may count the devices of a job whose node failed as in use for good; it counts anew then.
+            # Slurm 22.05 may count the devices of a job whose node failed as in use for good; it
+            # counts anew then.
             self.run("scontrol", "reconfigure")
             self._a_node_failed = False
 
     def left(self) -> tuple[str, tuple[int, ...]]:
-        """Return the jobs and processes that there are. A job outlives the end of its run, on a busy machine by many seconds."""
+        """Return the jobs and processes that there are. A job outlives the end of its run, on a
+        busy machine by many seconds.
+        """
         deadline = time.monotonic() + 60
         while (left := (self.jobs(), self.processes())) != ("", ()) and time.monotonic() < deadline:
             time.sleep(0.1)

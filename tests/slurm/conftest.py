@@ -30,7 +30,9 @@ def _slurm() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Two idle nodes, which the test's own commands find too. Whatever the test leaves in the queue fails it and is removed."""
+    """Two idle nodes, which the test's own commands find too. Whatever the test leaves in the queue
+    fails it and is removed.
+    """
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, _slurm.environ[name])
     monkeypatch.setattr(client, "CLUSTER", client.ClusterName())
@@ -45,7 +47,9 @@ def cluster(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
 
 @pytest.fixture(autouse=True)
 def _polled_quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Use a profile whose scheduler may be asked every second, and a queue file of the test's own."""
+    """Use a profile whose scheduler may be asked every second, and a queue file of the test's
+    own.
+    """
     sites = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites"
     sites.mkdir(parents=True)
     (sites / "generic.toml").write_text(QUICKLY.read_text())

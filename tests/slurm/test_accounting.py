@@ -1,4 +1,6 @@
-"""A Slurm that charges accounts and keeps jobs in a database: what it refuses, and what it keeps."""
+"""A Slurm that charges accounts and keeps jobs in a database: what it refuses, and what it
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(
 
 
 def _ended(job_id: str) -> Job:
-    """Return what the database says of a job, which is asked when the controller has forgotten it. It learns of its end a little later."""
+    """Return what the database says of a job, which is asked when the controller has forgotten it.
+    It learns of its end a little later.
+    """
     end = time.monotonic() + 60
     while (found := client.accounted(job_id)) is None or found.state == "RUNNING":
         assert time.monotonic() < end, found

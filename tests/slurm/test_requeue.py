@@ -1,4 +1,6 @@
-"""Jobs that Slurm starts again where the site profile allows it: one run, one history, the same losses."""
+"""Jobs that Slurm starts again where the site profile allows it: one run, one history, the same
+losses.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def job_of(run: RunDirectory, attempt: int) -> str:
 def do_not_wait(cluster: Cluster, job: str) -> None:
     """Let a job that Slurm has put back into the queue start as soon as it can.
 
-    Slurm gives it a start time two minutes later. Within the second in which the job ended, nodes refuse its credential.
+    Slurm gives it a start time two minutes later. Within the second in which the job ended, nodes
+    refuse its credential.
     """
     deadline = time.monotonic() + 60
     while (

@@ -157,7 +157,8 @@ def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(
 ) -> None:
     python = tmp_path / "python"  # says that torch can use GPUs, though that of these tests cannot
     python.write_text(
-        f'#!/bin/sh\ncase "$*" in *so_tui.machine.interpreter*) exit 0;; esac\nexec {sys.executable} "$@"\n'
+        '#!/bin/sh\ncase "$*" in *so_tui.machine.interpreter*) exit 0;; esac\nexec '
+        f'{sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
@@ -221,7 +222,9 @@ def test_many_screens_ask_slurm_once_in_an_interval(
 def test_a_job_is_warned_and_another_one_continues_as_if_nothing_had_happened(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Slurm's warning is sent by hand: its own may come a minute early, and time limits are whole minutes."""
+    """Slurm's warning is sent by hand: its own may come a minute early, and time limits are whole
+    minutes.
+    """
     run = submit(tmp_path / "two", train__steps="16")
     wait_for(run, lambda state: state.state == "training" and state.step >= 2)
     submission = read_submission(run, 1)

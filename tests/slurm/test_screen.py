@@ -1,4 +1,6 @@
-"""The screen beside a real Slurm: a queued run that it did not start, and the partitions it can name."""
+"""The screen beside a real Slurm: a queued run that it did not start, and the partitions it can
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every site profile: read, made into a script, and accepted by a real Slurm that has the site's partitions under another name."""
+"""Every site profile: read, made into a script, and accepted by a real Slurm that has the site's
+partitions under another name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A preset that anybody may have written: it gets one message with a code, in bounded time, and the others work."""
+"""A preset that anybody may have written: it gets one message with a code, in bounded time, and the
+others work.
+"""
 
 from __future__ import annotations
 

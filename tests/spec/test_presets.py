@@ -1,4 +1,6 @@
-"""The built-in presets: true shapes, tables equal to the models, the settings of the original scripts."""
+"""The built-in presets: true shapes, tables equal to the models, the settings of the original
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ PRESETS = {
     if preset.origin == "built-in"
 }
 
-# name -> (published parameters in billions, GPUs, sequence length, ratio, sub-group size in millions)
+# name -> (published parameters in billions, GPUs, sequence length, ratio, sub-group size in
+# millions)
 PUBLISHED = {
     "gpt-oss-20b": (20.91, 1, 8192, 0.9),
     "qwen3-14b": (14.77, 1, 4096, 0.9),
@@ -146,14 +149,22 @@ def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
 
 
 def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None:
-    """Of a shape that leaves half of itself to the model's defaults; what a person wrote stays as it is."""
+    """Of a shape that leaves half of itself to the model's defaults; what a person wrote stays as
+    it is.
+    """
     pytest.importorskip("transformers")
     from so_tui.model.flops import flops_of
     from so_tui_trainer.tools.presets import rewritten
 
     path = tmp_path / "mini.toml"
-    shape = '[model.config]  # mine\nmodel_type = "llama"\nhidden_size = 256 # narrow\nnum_hidden_layers = 4\n'
-    own = f'[model]\nid = "own/mini"\nweights = "random"\n{shape}[data]\nsource = "x"\n[train]\nsteps = 1\n'
+    shape = (
+        '[model.config]  # mine\nmodel_type = "llama"\nhidden_size = 256 # narrow\n'
+        "num_hidden_layers = 4\n"
+    )
+    own = (
+        f'[model]\nid = "own/mini"\nweights = "random"\n{shape}[data]\nsource = "x"\n[train]\n'
+        "steps = 1\n"
+    )
     path.write_text(own)
     path.write_text(rewritten(path)[0])
     assert all(line in path.read_text().splitlines() for line in own.splitlines())

@@ -1,4 +1,6 @@
-"""Select DeepSpeed's accelerator. There is one per process, chosen on import, so this happens before any test is collected."""
+"""Select DeepSpeed's accelerator. There is one per process, chosen on import, so this happens
+before any test is collected.
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +9,9 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select CUDA for ``-m gpu`` if there is a device, and the CPU for all other tests, even on machines with GPUs."""
+    """Select CUDA for ``-m gpu`` if there is a device, and the CPU for all other tests, even on
+    machines with GPUs.
+    """
     if config.getoption("markexpr") == "gpu":
         import torch
 
@@ -17,7 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="package", autouse=True)
 def _process_group_of_its_own() -> Iterator[None]:
-    """Remove the process group of one rank that the tests in this folder share, and the environment variables that it set."""
+    """Remove the process group of one rank that the tests in this folder share, and the environment
+    variables that it set.
+    """
     import torch.distributed as dist
 
     before = dict(os.environ)
@@ -25,6 +31,7 @@ def _process_group_of_its_own() -> Iterator[None]:
     if dist.is_initialized():
         import deepspeed.comm
 
-        deepspeed.comm.destroy_process_group()  # torch's own leaves DeepSpeed with groups that no longer exist
+        # torch's own leaves DeepSpeed with groups that no longer exist
+        deepspeed.comm.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)

@@ -1,4 +1,6 @@
-"""Whole checkpoints in their folder, with a small engine of one rank: which are used, how they are verified, which are removed."""
+"""Whole checkpoints in their folder, with a small engine of one rank: which are used, how they are
+verified, which are removed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Moments in bf16 and in 8 bits: how they round, and that a run with them does not depend on ranks, threads, speculation or resuming."""
+"""Moments in bf16 and in 8 bits: how they round, and that a run with them does not depend on ranks,
+threads, speculation or resuming.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_a_step_rounds_each_moment_to_a_neighbour_and_is_right_on_average(moment
 
 @pytest.mark.parametrize("moments", PRECISION)
 def test_small_changes_of_a_second_moment_are_not_lost(moments: Moments) -> None:
-    """After the gradient has become smaller, it decays by a thousandth a step: far less than the distance of two codes."""
+    """After the gradient has become smaller, it decays by a thousandth a step: far less than the
+    distance of two codes.
+    """
     states, large, small = (
         States(moments),
         np.full(NUMEL, 1.0, np.float32),
@@ -302,7 +306,9 @@ def test_the_memory_is_as_large_as_the_plan_says(states: StatesFormat, accumulat
 def trained(
     states: StatesFormat, data: list[torch.Tensor], folder: Path, poisoned: int = 0, **settings: Any
 ) -> tuple[Any, ...]:
-    """Train and return losses, states and stats. After ``poisoned`` steps comes one whose gradient is not finite."""
+    """Train and return losses, states and stats. After ``poisoned`` steps comes one whose gradient
+    is not finite.
+    """
     with support.engine(
         support.spec("superoffload", 0.8, clipping=10.7),
         states=states,
@@ -323,7 +329,9 @@ def trained(
 def test_a_run_is_close_to_one_with_fp32_moments_and_the_same_with_speculation(
     states: StatesFormat, tmp_path: Path
 ) -> None:
-    """Steps are kept, redone, and in the middle skipped. The bits are those of steps that are held back."""
+    """Steps are kept, redone, and in the middle skipped. The bits are those of steps that are held
+    back.
+    """
     data = support.batches(2) * 10
     exact = trained("fp32", data, tmp_path / "fp32")
     held = trained(states, data, tmp_path / "held")
@@ -429,7 +437,9 @@ def test_blocks_are_counted_where_both_runs_have_them_on_the_host(tmp_path: Path
 
 @pytest.mark.parametrize("states", EACH_FORMAT)
 def test_moments_that_no_run_can_have_are_refused(states: StatesFormat, tmp_path: Path) -> None:
-    """Left alone, a negative second moment would be the largest of its block, and a NaN could become a number."""
+    """Left alone, a negative second moment would be the largest of its block, and a NaN could
+    become a number.
+    """
     run = support.spec("superoffload", 1.0)
     with support.engine(run) as made:
         support.train(made, support.batches(1))

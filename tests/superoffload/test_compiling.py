@@ -24,7 +24,7 @@ assert step.shape == (4, 4)
 assert len(compiled) >= 1
 from deepspeed.runtime import compiler
 assert compiler.compile() is torch.compile, "as it was"
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Moments of parameters that get no gradient for long: they decay into denormal numbers, which count as zero and cost nothing."""
+"""Moments of parameters that get no gradient for long: they decay into denormal numbers, which
+count as zero and cost nothing.
+"""
 
 from __future__ import annotations
 

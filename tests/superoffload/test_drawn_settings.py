@@ -1,7 +1,8 @@
-"""Engines with drawn shapes, settings and configs, compared with plain AdamW and clipping. One rank, on the CPU.
+"""Engines with drawn shapes, settings and configs, compared with plain AdamW and clipping. One
+rank, on the CPU.
 
-``SO_TUI_FUZZ_S=600 pytest tests/superoffload/test_drawn_settings.py`` draws new runs for ten minutes. By default the same few are drawn
-each time.
+``SO_TUI_FUZZ_S=600 pytest tests/superoffload/test_drawn_settings.py`` draws new runs for ten
+minutes. By default the same few are drawn each time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ RUNS = 20
 
 
 class Product(torch.nn.Module):
-    """The sum of a parameter's products with given factors, which are its gradient whatever its weights are."""
+    """The sum of a parameter's products with given factors, which are its gradient whatever its
+    weights are.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -187,7 +190,9 @@ class Plain:
         """Magnitude of each parameter's gradients so far."""
 
     def step(self, learning_rate: float, micro_batches: list[list[torch.Tensor]]) -> float:
-        """Step and return the norm before clipping. Gradients are those of the weights' own type, summed in float32."""
+        """Step and return the norm before clipping. Gradients are those of the weights' own type,
+        summed in float32.
+        """
         sums = [torch.zeros_like(weights) for weights in self.weights]
         for factors in micro_batches:
             (self.model(factors) / self.run.accumulation).backward()
@@ -207,7 +212,9 @@ class Plain:
 
 
 def try_run(run: Drawn) -> superoffload.OffloadStats:
-    """Train with the engine and without; compare norms, states and weights. Return the engine's stats."""
+    """Train with the engine and without; compare norms, states and weights. Return the engine's
+    stats.
+    """
     plain, made_model = Plain(run), run.model()
     names = [name for name, _ in made_model.named_parameters()]
     made, *_ = superoffload.initialize(

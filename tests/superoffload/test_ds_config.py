@@ -199,7 +199,10 @@ def test_deepspeed_reads_the_same_settings_with_and_without_the_section() -> Non
 
 
 def test_importing_it_loads_neither_torch_nor_deepspeed() -> None:
-    code = "import sys, superoffload, superoffload.ds_config; print(sorted({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, superoffload, superoffload.ds_config; print(sorted({'torch', 'deepspeed', "
+        "'numpy'} & set(sys.modules)))"
+    )
     environment = os.environ | {"PYTHONPATH": checkout_path()}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,6 @@
-"""Starting, using or ending our SuperOffload optimizer in the wrong way: it raises a clear error and leaves nothing behind."""
+"""Starting, using or ending our SuperOffload optimizer in the wrong way: it raises a clear error
+and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.slow
 
 
 def traces() -> list[str]:
-    """Return what an engine has left behind in this process: shared memory, Adam workers, threads."""
+    """Return what an engine has left behind in this process: shared memory, Adam workers,
+    threads.
+    """
     gc.collect()
     memory = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     memory += Path("/proc/self/maps").read_text().splitlines()
@@ -208,7 +212,9 @@ def test_an_engine_that_is_closed_says_so(ratio: float, tmp_path: Path) -> None:
 def test_the_middle_of_a_step_is_neither_saved_nor_loaded_into(
     clipping: float, accumulation: int, tmp_path: Path
 ) -> None:
-    """Gradients that have arrived would be lost by a save, and applied to other weights after a load."""
+    """Gradients that have arrived would be lost by a save, and applied to other weights after a
+    load.
+    """
     run = support.spec("superoffload", 1.0, clipping=clipping, accumulation=accumulation)
     with support.engine(run) as made:
         support.train(made, support.batches(accumulation))

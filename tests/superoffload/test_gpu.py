@@ -1,4 +1,6 @@
-"""Tests of the offload engine that need CUDA: pinned memory, copies concurrent with computation, weights that arrive late."""
+"""Tests of the offload engine that need CUDA: pinned memory, copies concurrent with computation,
+weights that arrive late.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ pytestmark = [
 
 STEPS = 20
 WIDTH = 256
-"""Wide enough that copies and Adam take longer than queueing them: 1.6 million parameters, matrices of 131072."""
+"""Wide enough that copies and Adam take longer than queueing them: 1.6 million parameters, matrices
+of 131072.
+"""
 SUB_GROUP = 300_000
 BUCKET = 200_000
-"""Elements. One matrix fills a bucket, so every gradient is reduced in a bucket that the next one overwrites."""
+"""Elements. One matrix fills a bucket, so every gradient is reduced in a bucket that the next one
+overwrites.
+"""
 
 
 @contextmanager
@@ -69,7 +75,9 @@ def spec(mode: support.Mode, ratio: float, **settings: Any) -> RunSpec:
 def test_twenty_steps_are_those_of_float32_adamw(
     clipping: float, speculation_bytes: int, accumulation: int
 ) -> None:
-    """The test never makes the host wait for the GPU: gradients are recorded there, and the reference is stepped at the end."""
+    """The test never makes the host wait for the GPU: gradients are recorded there, and the
+    reference is stepped at the end.
+    """
     data = [tokens.to(support.DEVICE) for tokens in support.batches(STEPS * accumulation)]
     rates = [1e-3 * (1 + step) / STEPS for step in range(STEPS)]
     with engine(
@@ -105,7 +113,9 @@ def test_twenty_steps_are_those_of_float32_adamw(
 def test_what_is_saved_while_training_goes_on_is_the_state_of_that_step(
     clipping: float, speculation_bytes: int, copies_bytes: int, tmp_path: Path
 ) -> None:
-    """States on the GPU are copied behind what it has still to do, and written by a thread with steps under way."""
+    """States on the GPU are copied behind what it has still to do, and written by a thread with
+    steps under way.
+    """
     data = support.batches(STEPS)
     settings = {"speculation_bytes": speculation_bytes, "copies_bytes": copies_bytes}
     ends: list[tuple[bytes, bytes]] = []
@@ -138,7 +148,8 @@ def test_weights_in_host_memory_take_none_of_the_gpus_and_change_no_bit(
     ratio: float, clipping: float, accumulation: int, tmp_path: Path
 ) -> None:
     data = support.batches(8 * accumulation)
-    # cuBLAS allocates its workspace, 32 MiB for each thread that multiplies, at the first product of a process and keeps it.
+    # cuBLAS allocates its workspace, 32 MiB for each thread that multiplies, at the first product
+    # of a process and keeps it.
     support.Model().to(support.DEVICE, torch.bfloat16)(data[0].to(support.DEVICE)).backward()
     losses, states, at_rest, moved = [], [], [], 0
     parameters: Literal["none", "cpu"]
@@ -191,7 +202,9 @@ def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
 
 @contextmanager
 def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
-    """Make an engine with DeepSpeed's own SuperOffload, undo its change of this process's cores, and check that its worker ends."""
+    """Make an engine with DeepSpeed's own SuperOffload, undo its change of this process's cores,
+    and check that its worker ends.
+    """
     cores = os.sched_getaffinity(0)
     try:
         with engine(run) as made:
@@ -203,10 +216,12 @@ def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
 
 
 def test_losses_follow_deepspeeds_own_superoffload() -> None:
-    """Both run AdamW in float32 on the same bf16 gradients, but sometimes round the last bit of a master weight differently.
+    """Both run AdamW in float32 on the same bf16 gradients, but sometimes round the last bit of a
+    master weight differently.
 
-    Where that bit decides to which bf16 neighbour (2 ** -8 apart, relative) the weight is rounded, the next step's gradients differ, too.
-    Over 15 steps, 2 % of the loss allows for this, but not for a lost, doubled or late update.
+    Where that bit decides to which bf16 neighbour (2 ** -8 apart, relative) the weight is rounded,
+    the next step's gradients differ, too. Over 15 steps, 2 % of the loss allows for this, but not
+    for a lost, doubled or late update.
     """
     data = support.batches(1) * 15  # one batch, so that the loss falls if updates are made
     with deepspeeds_own(
@@ -341,7 +356,8 @@ def test_the_worker_is_no_compute_process_of_any_gpu() -> None:
             pynvml.nvmlShutdown()
         if os.getpid() not in listed:
             pytest.skip(
-                "NVML lists processes by numbers of another namespace: not even this one is among them"
+                "NVML lists processes by numbers of another namespace: not even this one is among "
+                "them"
             )
         assert superoffload.worker_pid(made) not in listed
 

@@ -1,4 +1,6 @@
-"""The engine under transformers' ``Trainer``, through the Trainer's own DeepSpeed integration: the example."""
+"""The engine under transformers' ``Trainer``, through the Trainer's own DeepSpeed integration: the
+example.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ print(json.dumps(losses))
 
 @pytest.mark.slow
 def test_a_trainer_has_the_losses_of_deepspeeds_own_optimizer_and_resumes(tmp_path: Path) -> None:
-    """In a process of its own, since transformers keeps a Trainer's DeepSpeed config for every model that is made after it.
+    """In a process of its own, since transformers keeps a Trainer's DeepSpeed config for every
+    model that is made after it.
 
     Without clipping, which the two optimizers do in another order of floating-point operations.
     """

@@ -1,6 +1,8 @@
-"""Weights in host memory: the same losses, gradients, weights and states bit for bit as with weights on the GPU.
+"""Weights in host memory: the same losses, gradients, weights and states bit for bit as with
+weights on the GPU.
 
-On the CPU both are the same memory, but the weights take the other way: the Adam worker writes them where DeepSpeed gathers them from.
+On the CPU both are the same memory, but the weights take the other way: the Adam worker writes them
+where DeepSpeed gathers them from.
 """
 
 from __future__ import annotations
@@ -140,7 +142,9 @@ def test_with_deepspeeds_zero_offload_too(ratio: float, tmp_path: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """Also: a state of two ranks with weights in host memory is loaded by one without, and the reverse."""
+    """Also: a state of two ranks with weights in host memory is loaded by one without, and the
+    reverse.
+    """
     script = Path(rank_processes.__file__).with_name("engine_ranks.py")
     rank_processes.finish(rank_processes.start(script, ["host_weights", str(tmp_path)], 2))
     saved = support.by_name(tmp_path / "cpu")

@@ -1,6 +1,8 @@
-"""Kill ranks that save after every step at random times: a valid checkpoint always remains, and training resumes from it exactly.
+"""Kill ranks that save after every step at random times: a valid checkpoint always remains, and
+training resumes from it exactly.
 
-The ranks run this file as a script: one process does the slow imports, then forks the two ranks of every round.
+The ranks run this file as a script: one process does the slow imports, then forks the two ranks of
+every round.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def serve() -> None:
-    """Serve requests: ``fork PORT FOLDER STEPS`` answers with the process group of the new ranks, ``reap`` with their exit codes."""
+    """Serve requests: ``fork PORT FOLDER STEPS`` answers with the process group of the new ranks,
+    ``reap`` with their exit codes.
+    """
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 -- as DeepSpeed does for every engine, and torch's compiler with it
 
     from tests.support import engine as support

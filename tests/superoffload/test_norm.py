@@ -12,7 +12,9 @@ from superoffload.transfers import Transfers
 
 
 def norm_of_two(*others: float) -> GradientNorm:
-    """Return the norm of two sub-groups, with another rank that has ``others`` as sums of squares."""
+    """Return the norm of two sub-groups, with another rank that has ``others`` as sums of
+    squares.
+    """
     groups = [
         SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False) for name in ("first", "second")
     ]

@@ -1,4 +1,6 @@
-"""The engine in a loop that is not so-tui's: the example, DeepSpeed's own checkpoints, and its script that reads them."""
+"""The engine in a loop that is not so-tui's: the example, DeepSpeed's own checkpoints, and its
+script that reads them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def _process_group() -> None:
 
 @pytest.mark.slow
 def test_an_outsiders_loop_has_the_losses_of_an_optimizer_on_the_gpu() -> None:
-    """DeepSpeed's ZeRO-3 with torch's AdamW, without clipping: it clips in another order of floating-point operations."""
+    """DeepSpeed's ZeRO-3 with torch's AdamW, without clipping: it clips in another order of
+    floating-point operations.
+    """
     ours, theirs = (own_loop.train(8, mode=mode, clipping=1e9) for mode in ("superoffload", "gpu"))
     assert ours == pytest.approx(theirs, rel=2e-3)
     assert ours != own_loop.train(8, clipping=1e-3), "updates must show in the losses"
@@ -86,7 +90,9 @@ def test_a_checkpoint_of_other_sub_groups_is_refused_and_changes_nothing(tmp_pat
 def test_a_group_without_trainable_parameters_lends_its_options_to_no_other(
     ratio: float, empty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed 0.18.9 and 0.19.0 count only the groups that have some; later versions note the place of each."""
+    """DeepSpeed 0.18.9 and 0.19.0 count only the groups that have some; later versions note the
+    place of each.
+    """
     original = DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups
 
     def without_places(optimizer: Any) -> Any:

@@ -36,7 +36,9 @@ def test_waiting_for_a_late_worker_is_exposed_optimizer_time_not_forward(ranks: 
 
 
 def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path: Path) -> None:
-    """Neither Adam workers nor named shared memory: DeepSpeed's CPU collectives would leave 69 MB a rank, named by the port."""
+    """Neither Adam workers nor named shared memory: DeepSpeed's CPU collectives would leave 69 MB a
+    rank, named by the port.
+    """
     port = rank_processes.free_port()
     ranks = start("first", tmp_path, 2, port)
     workers = [rank_processes.worker_of(rank) for rank in ranks]
@@ -53,7 +55,9 @@ def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path:
 def test_time_for_which_a_rank_is_suspended_with_its_worker_does_not_count_for_the_watchdog(
     tmp_path: Path,
 ) -> None:
-    """A scheduler suspends all processes of a job. The rank resumes first and finds its worker without progress."""
+    """A scheduler suspends all processes of a job. The rank resumes first and finds its worker
+    without progress.
+    """
     (rank,) = start("endless", tmp_path, 1)
     worker = rank_processes.worker_of(rank)
     os.kill(worker, signal.SIGSTOP)

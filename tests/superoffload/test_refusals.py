@@ -1,4 +1,6 @@
-"""What a script can get wrong in its call of ``initialize``: refused by name, with the value, before anything is made."""
+"""What a script can get wrong in its call of ``initialize``: refused by name, with the value,
+before anything is made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two ranks over gloo resume from the state of one rank, and one rank from that of two. The ranks run this file as a script."""
+"""Two ranks over gloo resume from the state of one rank, and one rank from that of two. The ranks
+run this file as a script.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None
 
 
 def resume(folder: Path) -> None:
-    """Resume two ranks, which see the same data, from one rank's state: they train on as that rank did."""
+    """Resume two ranks, which see the same data, from one rank's state: they train on as that rank
+    did.
+    """
     superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     losses = torch.load(folder / "losses")
     for mode, ratio, states in MODES:

@@ -76,7 +76,9 @@ def test_small_modules_are_not_waited_for() -> None:
 
 
 class _Coordinator:
-    """Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs (``benchmarks/planner.py --gpus 2``)."""
+    """Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs
+    (``benchmarks/planner.py --gpus 2``).
+    """
 
     def __init__(self) -> None:
         self.fetched: list[tuple[torch.nn.Module, bool]] = []

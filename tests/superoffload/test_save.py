@@ -1,4 +1,6 @@
-"""Saving while training goes on: what is written is the state of the step at which the save began, and training is none the wiser."""
+"""Saving while training goes on: what is written is the state of the step at which the save began,
+and training is none the wiser.
+"""
 
 from __future__ import annotations
 

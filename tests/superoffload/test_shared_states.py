@@ -1,4 +1,6 @@
-"""The memory shared with the Adam worker: how it is allocated, and what happens if there is not enough."""
+"""The memory shared with the Adam worker: how it is allocated, and what happens if there is not
+enough.
+"""
 
 from __future__ import annotations
 
@@ -85,13 +87,17 @@ def test_a_limit_of_the_process_is_reported_with_the_size() -> None:
 
 
 def test_a_memory_limit_of_the_control_group_counts(tmp_path: Path) -> None:
-    """A job's limit ends its processes long before the host runs out of memory. The trainer passes this reading to the engine."""
+    """A job's limit ends its processes long before the host runs out of memory. The trainer passes
+    this reading to the engine.
+    """
     files = {
         "proc/meminfo": "MemAvailable:   400000000 kB\n",
         "proc/self/cgroup": "0::/job\n",
         "sys/fs/cgroup/job/memory.max": "10000000000\n",
         "sys/fs/cgroup/job/memory.current": "7000000000\n",
-        "sys/fs/cgroup/job/memory.stat": "anon 5900000000\nactive_file 600000000\ninactive_file 500000000\n",
+        "sys/fs/cgroup/job/memory.stat": (
+            "anon 5900000000\nactive_file 600000000\ninactive_file 500000000\n"
+        ),
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,9 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_
 
 @pytest.mark.slow
 def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
-    """Each mode loads the state of the one before, with other sub-groups. All states hold the same values."""
+    """Each mode loads the state of the one before, with other sub-groups. All states hold the same
+    values.
+    """
     data = support.batches(10)
     with support.engine(support.spec("superoffload", 0.5)) as first:
         support.train(first, data[:5])
@@ -74,7 +76,9 @@ def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["superoffload", "gpu"])
 def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: Path) -> None:
-    """As DeepSpeed's own SuperOffload saves it, which needs a GPU: of sub-groups on the CPU neither moments nor steps."""
+    """As DeepSpeed's own SuperOffload saves it, which needs a GPU: of sub-groups on the CPU neither
+    moments nor steps.
+    """
     folder = tmp_path / "saved"
     with support.engine(support.spec("superoffload", 0.5)) as saved:
         support.train(saved, support.batches(3))
@@ -224,7 +228,9 @@ def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
 def test_ranks_whose_files_are_laid_out_differently_are_not_joined(
     change: tuple[str, Any], tmp_path: Path
 ) -> None:
-    """A parameter is looked up where the first rank has it: another's values would be read there, with the right checksums."""
+    """A parameter is looked up where the first rank has it: another's values would be read there,
+    with the right checksums.
+    """
     same = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
     for rank, record in enumerate((same, msgspec.structs.replace(same, **dict([change])))):
         described = checkpoint.Manifest(

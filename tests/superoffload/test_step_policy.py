@@ -1,4 +1,6 @@
-"""How clipping and gradient accumulation decide when a sub-group is stepped, with which gradient, and who takes the norm."""
+"""How clipping and gradient accumulation decide when a sub-group is stepped, with which gradient,
+and who takes the norm.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Our SuperOffload optimizer compared with plain float32 AdamW, and its behaviour when something goes wrong. One rank, on the CPU."""
+"""Our SuperOffload optimizer compared with plain float32 AdamW, and its behaviour when something
+goes wrong. One rank, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def train_late(made: Any, tokens: torch.Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", [False, True])
 def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: bool) -> None:
-    """An evaluation waits for the weights before the next step's forward, which then has nothing to wait for."""
+    """An evaluation waits for the weights before the next step's forward, which then has nothing to
+    wait for.
+    """
     with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
         one, other = support.batches(2)
         train_late(made, one)
@@ -110,7 +114,9 @@ def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: b
 def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing of the computation."""
+    """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing
+    of the computation.
+    """
     streams: list[object] = []
     mark = Transfers.mark
 
@@ -143,7 +149,9 @@ def test_waiting_for_all_weights_between_steps_is_not_in_forward() -> None:
 def test_odd_sizes_with_occasional_clipping_are_those_of_float32_adamw(
     ratio: float, accumulation: int
 ) -> None:
-    """Cover a parameter larger than a sub-group, one of a single element, a limit that some norms exceed, and a learning rate of 0."""
+    """Cover a parameter larger than a sub-group, one of a single element, a limit that some norms
+    exceed, and a learning rate of 0.
+    """
     run = support.spec("superoffload", ratio, clipping=18.0, accumulation=accumulation)
     torch.manual_seed(run.train.seed)
     with support.engine(run, model=support.OddModel()) as made:
@@ -261,7 +269,8 @@ def test_sub_groups_held_back_for_the_norm_return_in_the_order_in_which_forward_
 @pytest.mark.slow
 def test_stats_are_those_of_one_step() -> None:
     with support.engine(support.spec("superoffload", 1.0)) as made:
-        # Weights that arrive late count in the interval after their step. Waiting for them makes the figures those of one step.
+        # Weights that arrive late count in the interval after their step. Waiting for them makes
+        # the figures those of one step.
         core_of(made).lazy_weights = False
         begun = time.monotonic()
         support.train(made, support.batches(3))
@@ -413,7 +422,9 @@ def test_a_learning_rate_in_a_tensor_that_changes_too_late_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_step_keeps_its_learning_rate_when_its_tensor_gets_the_next_one(tmp_path: Path) -> None:
-    """Most of a step's commands leave later, while the scheduler already writes the next step's rate."""
+    """Most of a step's commands leave later, while the scheduler already writes the next step's
+    rate.
+    """
     found: list[bytes] = []
     for rate in (torch.tensor(0.5), 0.5):
         with support.engine(support.spec("superoffload", 1.0, clipping=1e-3)) as made:
@@ -428,7 +439,9 @@ def test_a_step_keeps_its_learning_rate_when_its_tensor_gets_the_next_one(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.0, 0.37, 1.0])
 def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
-    """Compare names, sizes and devices: if they differed, the planner would predict another optimizer's memory and speed."""
+    """Compare names, sizes and devices: if they differed, the planner would predict another
+    optimizer's memory and speed.
+    """
     run = support.spec("superoffload", ratio)
     with support.engine(run, model=support.OddModel()) as made:
         trainable = [
@@ -449,7 +462,9 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
 
 @pytest.mark.slow
 def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head is in the last sub-group: if it were needed first, no part of forward could run concurrently with Adam."""
+    """The head is in the last sub-group: if it were needed first, no part of forward could run
+    concurrently with Adam.
+    """
     shape = {
         "vocab_size": 64,
         "hidden_size": 32,

@@ -1,4 +1,6 @@
-"""The engine's worker process, threads and memory on one rank, on the CPU: where they run, and that nothing is left behind."""
+"""The engine's worker process, threads and memory on one rank, on the CPU: where they run, and that
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def test_compact_moments_save_traffic() -> None:
 
 
 def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> None:
-    """Another process that was forked meanwhile has the pipe open, so that the settings never end."""
+    """Another process that was forked meanwhile has the pipe open, so that the settings never
+    end.
+    """
     start = (
         "import os, subprocess, sys; from superoffload import worker\n"
         "command = [sys.executable, '-I', '-S', worker.__file__, str(os.getpid())]\n"

@@ -10,7 +10,9 @@ from so_tui.spec import InputError, Refused
 
 
 def problems_of(*argv: str) -> list[tuple[str, str, str]]:
-    """Call a command that must fail because of its input, and return the code, field and value of each problem."""
+    """Call a command that must fail because of its input, and return the code, field and value of
+    each problem.
+    """
     with pytest.raises(InputError) as caught:
         call(build_parser().parse_args(argv))
     return [(problem.code, problem.field, problem.value) for problem in caught.value.problems]

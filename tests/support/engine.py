@@ -128,11 +128,10 @@ def spec(
     parameters: Literal["none", "cpu"] = "none",
     **train: Any,
 ) -> RunSpec:
+    # stands for the small model, which has no preset; only its largest layer is read
     return RunSpec(
         name="small",
-        model=find_preset(
-            "tiny"
-        ).spec.model,  # stands for the small model, which has no preset; only its largest layer is read
+        model=find_preset("tiny").spec.model,
         data=DataSpec(source="none"),
         train=TrainSpec(
             micro_batch=2,
@@ -197,7 +196,9 @@ def ds_config(
 
 
 def ensure_process_group() -> None:
-    """Join a process group of one rank, over gloo or NCCL, unless this process is in a group already."""
+    """Join a process group of one rank, over gloo or NCCL, unless this process is in a group
+    already.
+    """
     if torch.distributed.is_initialized():
         return
     with socket.socket() as probe:
@@ -268,7 +269,9 @@ def train(made: Any, data: list[torch.Tensor]) -> list[float]:
 
 
 def suspend_worker(made: Any, seconds: float) -> threading.Timer:
-    """Suspend the engine's Adam worker, from now until ``seconds`` after the returned timer is started."""
+    """Suspend the engine's Adam worker, from now until ``seconds`` after the returned timer is
+    started.
+    """
     pid = superoffload.worker_pid(made)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -276,7 +279,9 @@ def suspend_worker(made: Any, seconds: float) -> threading.Timer:
 
 
 def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
-    """Return every parameter's saved state, joined from all ranks: step, and master weights and moments as bytes without padding."""
+    """Return every parameter's saved state, joined from all ranks: step, and master weights and
+    moments as bytes without padding.
+    """
     saved = checkpoint.manifests(folder)
     files = [
         np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32)

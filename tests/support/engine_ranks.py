@@ -1,4 +1,6 @@
-"""A rank that trains the small model with the engine. Run as a script: ``engine_ranks.py PART FOLDER``."""
+"""A rank that trains the small model with the engine. Run as a script:
+``engine_ranks.py PART FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ RUNS: tuple[tuple[support.Mode, float, float, int], ...] = (
 
 
 def reference(folder: Path) -> None:
-    """Compare each rank's shards with float32 AdamW, with padding, clipping in every step and two gradient accumulation steps.
+    """Compare each rank's shards with float32 AdamW, with padding, clipping in every step and two
+    gradient accumulation steps.
 
     Some ranks hold nothing but padding of parameters with one or two elements.
     """
@@ -61,10 +64,11 @@ def reference(folder: Path) -> None:
 
 
 def speculation(folder: Path) -> None:
-    """Step before the norm is known, with norms above and below the limit, and with one rank's gradient not finite in one step.
+    """Step before the norm is known, with norms above and below the limit, and with one rank's
+    gradient not finite in one step.
 
-    The states must be those of holding back, and of never having had that step. Meanwhile each rank writes a state for another while, in
-    which it does not speculate.
+    The states must be those of holding back, and of never having had that step. Meanwhile each rank
+    writes a state for another while, in which it does not speculate.
     """
     rank = torch.distributed.get_rank()
     ends: list[bytes] = []
@@ -101,7 +105,9 @@ def speculation(folder: Path) -> None:
 
 
 def late_worker(folder: Path) -> None:
-    """Have the last rank's Adam worker begin late in one step: in the next one's record exposed grows by that, and forward does not."""
+    """Have the last rank's Adam worker begin late in one step: in the next one's record exposed
+    grows by that, and forward does not.
+    """
     run, late_s = support.spec("superoffload", 1.0, clipping=1.0), 2.0
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ranks = Ranks(rank, size, support.DEVICE, torch.distributed.new_group(backend="gloo"))
@@ -145,7 +151,9 @@ def late_worker(folder: Path) -> None:
 
 
 def host_weights(folder: Path) -> None:
-    """Train with weights on the GPU and in host memory: losses, gradients, gathered weights and states must be the same."""
+    """Train with weights on the GPU and in host memory: losses, gradients, gathered weights and
+    states must be the same.
+    """
     rank = torch.distributed.get_rank()
     for clipping, accumulation, speculation_bytes in ((0.0, 2, 0), (9.0, 1, 1 << 30)):
         ends: list[tuple[Any, ...]] = []
@@ -177,7 +185,9 @@ def host_weights(folder: Path) -> None:
 
 
 def first(folder: Path) -> None:
-    """Train, save, and train on for the losses that ``second`` must reproduce, in every mode. Then train until killed."""
+    """Train, save, and train on for the losses that ``second`` must reproduce, in every mode. Then
+    train until killed.
+    """
     rank = torch.distributed.get_rank()
     for name, run in _runs():
         before, after = _data(run, rank)
@@ -190,7 +200,9 @@ def first(folder: Path) -> None:
 
 
 def second(folder: Path) -> None:
-    """Resume in new processes: losses, and the weights gathered from all ranks, equal those of ``first`` bit for bit."""
+    """Resume in new processes: losses, and the weights gathered from all ranks, equal those of
+    ``first`` bit for bit.
+    """
     rank = torch.distributed.get_rank()
     for name, run in _runs():
         _, after = _data(run, rank)

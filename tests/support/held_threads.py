@@ -1,4 +1,6 @@
-"""Threads that begin or end late, as they may on a busy machine. An event loop takes them by ``set_default_executor``."""
+"""Threads that begin or end late, as they may on a busy machine. An event loop takes them by
+``set_default_executor``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class HeldThreads(ThreadPoolExecutor):
 
 
 class LateThreads(ThreadPoolExecutor):
-    """Does what it is given at once, but nobody hears that it is done until the results are released."""
+    """Does what it is given at once, but nobody hears that it is done until the results are
+    released.
+    """
 
     def __init__(self) -> None:
         super().__init__()

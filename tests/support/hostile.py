@@ -1,4 +1,6 @@
-"""Texts that would control the terminal, put wherever another person could put text: a preset, a run, a machine, rows of data."""
+"""Texts that would control the terminal, put wherever another person could put text: a preset, a
+run, a machine, rows of data.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,26 @@ from so_tui.trust.text import printable
 from tests.support.make_run import quad_machine, write_run
 
 HOSTILE = (
-    "a\x1b]52;c;cm0gLXJm\x07b\x1b]0;owned\x1b\\c\x1b[2J\x1b[8md\x1bP1$r\x1b\\e\x9b31mf\x9d0;x\x9cg\x07\x08\rh"
-    "\u202ei\u2066j\u200bk\u2028l\ufeff\U000e0041m\tn\nforged line\x7f[red]o[/][@click=app.quit]p[/]:smile:"
+    "a\x1b]52;c;cm0gLXJm\x07b\x1b]0;owned\x1b\\c\x1b[2J\x1b[8md\x1bP1$r\x1b\\e\x9b31mf\x9d0;"
+    "x\x9cg\x07\x08\rh"
+    "\u202ei\u2066j\u200bk\u2028l\ufeff\U000e0041m\tn\nforged "
+    "line\x7f[red]o[/][@click=app.quit]p[/]:smile:"
 )
-"""Sequences of ESC and of C1 characters, single controls, bidirectional and invisible characters, a line of its own, markup."""
+"""Sequences of ESC and of C1 characters, single controls, bidirectional and invisible characters, a
+line of its own, markup.
+"""
 SURROGATE = "\udc9b"
-"""What Python makes of the byte 9b in a file's name or an argument: written out raw, that byte is a CSI."""
+"""What Python makes of the byte 9b in a file's name or an argument: written out raw, that byte is a
+CSI.
+"""
 IN_A_NAME = (HOSTILE + SURROGATE).replace("/", "|")
 """The same as a file's name."""
 
 
 def unsafe(text: str) -> set[str]:
-    """Return the characters of an output that are more than text: all but printable ones, tabs and ends of lines."""
+    """Return the characters of an output that are more than text: all but printable ones, tabs and
+    ends of lines.
+    """
     return {character for character in set(text) if printable(character) != character}
 
 
@@ -49,7 +59,9 @@ class HostileWorld:
 
 
 def hostile_world(folder: Path) -> HostileWorld:
-    """Write a preset, a broken one, a failed run, a machine file and rows of data, full of such texts."""
+    """Write a preset, a broken one, a failed run, a machine file and rows of data, full of such
+    texts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     row = {

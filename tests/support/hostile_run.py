@@ -1,4 +1,6 @@
-"""A run folder that would do harm if somebody's so-tui acted on it: its command leaves a proof, and it names processes to kill."""
+"""A run folder that would do harm if somebody's so-tui acted on it: its command leaves a proof, and
+it names processes to kill.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,15 @@ def write_hostile_run(
     processes: Sequence[Process] = (),
     supervisor: Process | None = None,
 ) -> RunDirectory:
-    """Write a run whose first attempt, if anybody started it, would write its user's number into ``proof``.
+    """Write a run whose first attempt, if anybody started it, would write its user's number into
+    ``proof``.
 
     Args:
         folder: Where the run is made.
         proof: What the command of the attempt writes.
         state: The state that the run claims.
-        processes: What it claims to be its processes, which a request to stop in ``control/`` would have killed.
+        processes: What it claims to be its processes, which a request to stop in ``control/`` would
+            have killed.
         supervisor: What it claims to be its supervisor.
     """
     launch = prepare(

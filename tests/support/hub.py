@@ -1,7 +1,8 @@
-"""A hub on loopback that speaks what ``huggingface_hub``, ``transformers`` and ``datasets`` ask for.
+"""A hub on loopback that speaks what ``huggingface_hub``, ``transformers`` and ``datasets`` ask
+for.
 
-Small files are answered directly; large ones redirect to a store of their own, as on the real hub, which takes ranges. Requests are
-recorded. Connections can be cut, and repositories be gated.
+Small files are answered directly; large ones redirect to a store of their own, as on the real hub,
+which takes ranges. Requests are recorded. Connections can be cut, and repositories be gated.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Hub:
         gated: bool = False,
         tags: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
-        """Add a repository with a commit for each version, of which ``main`` is the last, and return the commits.
+        """Add a repository with a commit for each version, of which ``main`` is the last, and
+        return the commits.
 
         Args:
             kind: ``models`` or ``datasets``.
@@ -108,7 +110,9 @@ class Hub:
 
 @contextmanager
 def loopback_hub() -> Iterator[Hub]:
-    """Serve an empty hub, and its store, which is another host to clients: they follow redirects there only for content."""
+    """Serve an empty hub, and its store, which is another host to clients: they follow redirects
+    there only for content.
+    """
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server,
         ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as store,
@@ -233,7 +237,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(302, b"", {**linked, "Location": where, "ETag": f'"{sha}"'})
 
     def _refusal(self) -> int:
-        """Return the status for a gated repository: 401 without a token, 403 with one that has no access, 0 with access."""
+        """Return the status for a gated repository: 401 without a token, 403 with one that has no
+        access, 0 with access.
+        """
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         return 401 if not given else 0 if given == TOKEN else 403
 

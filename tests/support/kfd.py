@@ -1,7 +1,8 @@
 """The topology of AMD's compute driver (KFD) on a host of four MI300A, as Linux writes it.
 
-Names, order and most values are those of a host whose ``nodes/*/properties`` were published with the tests of a Kubernetes device plugin;
-banks and links, which that listing lacks, are as ``kfd_crat.c`` of Linux fills them in.
+Names, order and most values are those of a host whose ``nodes/*/properties`` were published with
+the tests of a Kubernetes device plugin; banks and links, which that listing lacks, are as
+``kfd_crat.c`` of Linux fills them in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ _SAME_SOCKET, _XGMI = 13, 15
 
 
 def apu_files(node_mib: Sequence[int], *, partitions: int = 1) -> dict[str, str]:
-    """Return the files of a host with one APU on each NUMA node, each split into ``partitions`` devices (CPX has 6)."""
+    """Return the files of a host with one APU on each NUMA node, each split into ``partitions``
+    devices (CPX has 6).
+    """
     apus = len(node_mib)
     files: dict[str, str] = {}
     for apu, mib in enumerate(node_mib):

@@ -1,4 +1,6 @@
-"""The metrics of a run of any length, made of one real segment: what as many steps would have written, without writing each."""
+"""The metrics of a run of any length, made of one real segment: what as many steps would have
+written, without writing each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.support.records import step_record
 
 SEGMENT_STEPS = 5000
 FIRST = 1_000_001
-"""The first step: all numbers of steps have as many digits, so that all segments have as many bytes."""
+"""The first step: all numbers of steps have as many digits, so that all segments have as many
+bytes.
+"""
 
 
 def loss_at(step: int) -> float:
@@ -28,9 +32,11 @@ def loss_at(step: int) -> float:
 
 
 def write_long_run(run: RunDirectory, count: int, real_segments: int = 3) -> int:
-    """Write ``count`` steps in segments of SEGMENT_STEPS, the last one without an index. Return the last step.
+    """Write ``count`` steps in segments of SEGMENT_STEPS, the last one without an index. Return the
+    last step.
 
-    The records of all but the last ``real_segments`` carry the steps of the first segment: only their indexes are to be read.
+    The records of all but the last ``real_segments`` carry the steps of the first segment: only
+    their indexes are to be read.
     """
     writer = MetricsWriter(run, 1, segment_bytes=1 << 24)
     for step in range(FIRST, FIRST + SEGMENT_STEPS):

@@ -10,7 +10,9 @@ MIB = 2**20
 def superchips(
     count: int, *, node_mib: int = 117_000, hbm_mib: int = 97_280, name: str = "NVIDIA GH200 120GB"
 ) -> Machine:
-    """``count`` Grace Hopper superchips, 72 cores each, one CPU node and one GPU memory node per chip."""
+    """``count`` Grace Hopper superchips, 72 cores each, one CPU node and one GPU memory node per
+    chip.
+    """
     nodes = [
         NumaNode(
             id=chip,

@@ -1,4 +1,6 @@
-"""A run directory with plausible numbers, written with the real writers: what dashboards are looked at and tested with."""
+"""A run directory with plausible numbers, written with the real writers: what dashboards are looked
+at and tested with.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
 
 
 def plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
-    """Return the plan of a preset, made once unless there is something in the state folder that plans may read."""
+    """Return the plan of a preset, made once unless there is something in the state folder that
+    plans may read.
+    """
     if any(state_home().rglob("*.json")):
         return _plan_for(machine, preset, gpus, steps)
     asked = msgspec.msgpack.encode((machine, preset, gpus, steps))
@@ -433,7 +437,8 @@ def _write_log(
     for step in range(max(1, steps - 200), steps + 1):
         when = time.strftime("%H:%M:%S", time.localtime(began + 42 + step * STEP_S))
         lines.append(
-            f"{when} rank 0  step {step}/{total}  loss {1.42 + 1.05 * math.exp(-step / 260):.4f}  lr 9.1e-06  3.10 s"
+            f"{when} rank 0  step {step}/{total}  loss {1.42 + 1.05 * math.exp(-step / 260):.4f}  "
+            "lr 9.1e-06  3.10 s"
         )
     run.log_path(attempt, host).write_text("\n".join(lines) + "\n")
 

@@ -39,7 +39,9 @@ ONE_OF_EACH = {
 
 
 def known(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the kinds that the installed transformers has; older ones that are supported lack the newest."""
+    """Return the kinds that the installed transformers has; older ones that are supported lack the
+    newest.
+    """
     return {kind: keys for kind, keys in kinds.items() if kind in CONFIG_MAPPING}
 
 
@@ -137,7 +139,8 @@ INDEXED = {
     "head_dim": None,
     "layer_types": None,
     "index_topk": 8,
-    "index_n_heads": 16,  # with few, tokens have equal scores, of which padding decides which one is chosen
+    # with few, tokens have equal scores, of which padding decides which one is chosen
+    "index_n_heads": 16,
     "index_head_dim": 16,
     "n_routed_experts": 4,
     "n_group": 1,
@@ -194,7 +197,9 @@ def scaled_down(name: str) -> ModelSpec:
 
 
 def saved(name: str, folder: Path, **changes: object) -> PreTrainedModel:
-    """Save a preset's model, scaled down with random weights, in the layout of the hub: saving reverts what loading converts."""
+    """Save a preset's model, scaled down with random weights, in the layout of the hub: saving
+    reverts what loading converts.
+    """
     torch.manual_seed(0)
     config = load_config(scaled_down(name))
     for key, value in changes.items():

@@ -1,4 +1,6 @@
-"""Hypothesis strategies that harm valid documents: values of any type in the wrong place, nesting, torn and flipped bytes."""
+"""Hypothesis strategies that harm valid documents: values of any type in the wrong place, nesting,
+torn and flipped bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The screen as an SVG of few bytes: a line of the file for each row of the terminal, so that a diff shows which rows changed.
+"""The screen as an SVG of few bytes: a line of the file for each row of the terminal, so that a
+diff shows which rows changed.
 
-Textual's own export takes five times as many bytes, and names styles by their order, so that one new colour changes every line.
+Textual's own export takes five times as many bytes, and names styles by their order, so that one
+new colour changes every line.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from textual.strip import Strip
 CELL_WIDTH, CELL_HEIGHT, FONT_SIZE = 9, 18, 15
 _BASELINE = 14
 _HEAD = (
-    '<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {height}" fill="{colour}"'
+    '<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {height}" '
+    'fill="{colour}"'
     ' font-family="monospace" font-size="{size}px">\n'
     '<rect width="{width}" height="{height}" fill="{background}"/>'
 )
@@ -63,20 +66,26 @@ def _row(strip: Strip, y: int, colour: str, background: str) -> Iterator[str]:
         if drawn:
             at = x + len(drawn) - len(drawn := drawn.lstrip(" "))
             spans.append(
-                f'<tspan x="{at * CELL_WIDTH}"{_width(drawn)}{_looks(style, ink, colour)}>{escape(drawn, quote=False)}</tspan>'
+                "<tspan "
+                f'x="{at * CELL_WIDTH}"{_width(drawn)}{_looks(style, ink, colour)}>{escape(drawn, quote=False)}</tspan>'  # noqa: E501
             )
         x += cells
     for paper, run in groupby(enumerate(papers), key=itemgetter(1)):
         if paper != background:
             cells_of_run = [at for at, _ in run]
-            box = f'x="{cells_of_run[0] * CELL_WIDTH}" y="{top}" width="{len(cells_of_run) * CELL_WIDTH}" height="{CELL_HEIGHT}"'
+            box = (
+                f'x="{cells_of_run[0] * CELL_WIDTH}" y="{top}" '
+                f'width="{len(cells_of_run) * CELL_WIDTH}" height="{CELL_HEIGHT}"'
+            )
             yield f'<rect {box} fill="{paper}"/>'
     if spans:
         yield f'<text y="{top + _BASELINE}">{"".join(spans)}</text>'
 
 
 def _width(text: str) -> str:
-    """Return the attribute that keeps text in its cells if its characters may come from another font; empty for others."""
+    """Return the attribute that keeps text in its cells if its characters may come from another
+    font; empty for others.
+    """
     return (
         ""
         if text.isascii()

@@ -1,4 +1,6 @@
-"""What the pictures of the screens show: runs made from records, and what helper processes and this host would have answered."""
+"""What the pictures of the screens show: runs made from records, and what helper processes and this
+host would have answered.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,9 @@ FINDINGS = (
 
 
 class FixedMonitor:
-    """Stands in for the monitor of this host: the same minutes of four superchips, whenever it is asked."""
+    """Stands in for the monitor of this host: the same minutes of four superchips, whenever it is
+    asked.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self._view = host_view(machine)
@@ -280,11 +284,17 @@ DATA = DataPreview(
             24,
             (
                 (
-                    "### Instruction:\nWhat is the difference between git fetch and git pull?\n\n### Response:\n",
+                    (
+                        "### Instruction:\nWhat is the difference between git fetch and git "
+                        "pull?\n\n### Response:\n"
+                    ),
                     False,
                 ),
                 (
-                    "git fetch only downloads new commits. git pull also merges them into the current branch.<|eos|>",
+                    (
+                        "git fetch only downloads new commits. git pull also merges them into the "
+                        "current branch.<|eos|>"
+                    ),
                     True,
                 ),
             ),
@@ -296,7 +306,10 @@ DATA = DataPreview(
             10,
             (
                 (
-                    "### Instruction:\nConvert the temperature to Fahrenheit.\n\n-5 degrees Celsius\n\n### Response:\n",
+                    (
+                        "### Instruction:\nConvert the temperature to Fahrenheit.\n\n-5 degrees "
+                        "Celsius\n\n### Response:\n"
+                    ),
                     False,
                 ),
                 ("-5 degrees Celsius are 23 degrees Fahrenheit.<|eos|>", True),
@@ -318,11 +331,17 @@ class FixedModel:
 
     ANSWERS: ClassVar[dict[Side, tuple[str, Ended]]] = {
         "tuned": (
-            "git fetch only downloads new commits. git pull also merges them into the current branch.",
+            (
+                "git fetch only downloads new commits. git pull also merges them into the current "
+                "branch."
+            ),
             "stop",
         ),
         "base": (
-            "The difference between git fetch and git pull is that they are both commands. The difference between",
+            (
+                "The difference between git fetch and git pull is that they are both commands. The "
+                "difference between"
+            ),
             "length",
         ),
     }

@@ -9,10 +9,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def python_path(*first: Path | str) -> str:
-    """Return a ``PYTHONPATH`` with these folders before the current ones, which on some machines provide torch or DeepSpeed."""
+    """Return a ``PYTHONPATH`` with these folders before the current ones, which on some machines
+    provide torch or DeepSpeed.
+    """
     return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def checkout_path(*more: Path | str) -> str:
-    """Return a ``PYTHONPATH`` with this checkout first, so that it takes precedence over installed packages."""
+    """Return a ``PYTHONPATH`` with this checkout first, so that it takes precedence over installed
+    packages.
+    """
     return python_path(ROOT, ROOT / "trainer", *more)

@@ -1,4 +1,6 @@
-"""Processes that are ranks of a small run: a test starts a script once per rank, waits for it, or kills it."""
+"""Processes that are ranks of a small run: a test starts a script once per rank, waits for it, or
+kills it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def free_port() -> int:
 
 
 def environment(ranks: int, *, port: int | None = None, accelerator: str = "cpu") -> dict[str, str]:
-    """Return the environment that all ranks share; without a port, a rank needs ``MASTER_PORT`` from elsewhere."""
+    """Return the environment that all ranks share; without a port, a rank needs ``MASTER_PORT``
+    from elsewhere.
+    """
     values = os.environ | {
         "DS_ACCELERATOR": accelerator,
         "WORLD_SIZE": str(ranks),
@@ -68,7 +72,9 @@ def finish(ranks: Ranks) -> None:
 
 
 def leave() -> NoReturn:
-    """End a rank that is done. Without this, gloo's threads may abort an interpreter that exits while they still communicate."""
+    """End a rank that is done. Without this, gloo's threads may abort an interpreter that exits
+    while they still communicate.
+    """
     import torch.distributed as dist
 
     dist.barrier()

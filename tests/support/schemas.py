@@ -12,7 +12,9 @@ FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 
 
 def valid(name: str, printed: str) -> Any:
-    """Return the values that were printed. They agree with the schema and have no key that it does not describe."""
+    """Return the values that were printed. They agree with the schema and have no key that it does
+    not describe.
+    """
     values = json.loads(printed)
     schema = json.loads((FOLDER / f"{name}.json").read_text())
     for kind in schema["$defs"].values():

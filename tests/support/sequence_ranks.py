@@ -1,7 +1,9 @@
-"""A rank that shares sequences with others. Run as a script: ``sequence_ranks.py FOLDER``, once per rank.
+"""A rank that shares sequences with others. Run as a script: ``sequence_ranks.py FOLDER``, once per
+rank.
 
-It compares loss and gradients with a plain reference: one rank that has whole sequences, a row each, in transformers' own attention with
-masks, and that keeps all activations. Models are in float64, the loss and mixtures of experts in float32.
+It compares loss and gradients with a plain reference: one rank that has whole sequences, a row
+each, in transformers' own attention with masks, and that keeps all activations. Models are in
+float64, the loss and mixtures of experts in float32.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Case:
     tile: int = 0
     """Tokens of a tile; 0: whole feed-forward blocks."""
     uneven: bool = False
-    """Whether only the ends of documents carry loss, so that ranks have very different shares of it."""
+    """Whether only the ends of documents carry loss, so that ranks have very different shares of
+    it.
+    """
 
 
 CASES = (
@@ -103,7 +107,9 @@ CASES = (
         uneven=True,
     ),
 )
-"""gpt-oss has sinks. Where the policy is full or attention, all that layers keep is in host memory."""
+"""gpt-oss has sinks. Where the policy is full or attention, all that layers keep is in host
+memory.
+"""
 
 
 def uneven() -> Documents:
@@ -218,7 +224,9 @@ def plain_attention(
 
 
 def steps(**changes: str) -> list[tuple[float, float]]:
-    """Train three steps of four sequences as a run does; return the mean losses of all ranks, and gradient norms."""
+    """Train three steps of four sequences as a run does; return the mean losses of all ranks, and
+    gradient norms.
+    """
     size = dist.get_world_size()
     plan = make_plan(
         spec(gpus=str(size), offload__mode="superoffload", train__gradient_clipping="1", **changes),
@@ -251,9 +259,11 @@ def steps(**changes: str) -> list[tuple[float, float]]:
 
 
 def train() -> None:
-    """Under ZeRO-3 with our engine, whose weights are in bf16: the same sequences, each rank its own, or both a part of each.
+    """Under ZeRO-3 with our engine, whose weights are in bf16: the same sequences, each rank its
+    own, or both a part of each.
 
-    Inputs, attention's results and weights in host memory must not change a bit, tiles and parts round differently.
+    Inputs, attention's results and weights in host memory must not change a bit, tiles and parts
+    round differently.
     """
     attention.choose = plain_attention  # type: ignore[assignment]
     building.HostActivations = Measured  # type: ignore[assignment, attr-defined]

@@ -1,4 +1,5 @@
-"""Environments of the older sets of training packages, which are gigabytes: each is made once, in the user's cache.
+"""Environments of the older sets of training packages, which are gigabytes: each is made once, in
+the user's cache.
 
 python -m tests.support.set_environments
 """
@@ -18,7 +19,8 @@ from tests.support.python_path import ROOT
 
 
 def environment(packages: VersionSet) -> Path:
-    """Return the Python of a set's environment, made with this Python unless it exists. so-tui itself is not installed there.
+    """Return the Python of a set's environment, made with this Python unless it exists. so-tui
+    itself is not installed there.
 
     Raises CalledProcessError if pip fails.
     """

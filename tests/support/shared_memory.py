@@ -1,4 +1,6 @@
-"""What processes have in /dev/shm, where other tests and programs have files of their own at the same time."""
+"""What processes have in /dev/shm, where other tests and programs have files of their own at the
+same time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def files_in_shared_memory(pid: int) -> set[str]:
-    """Return the files of /dev/shm that a process has open or mapped, by name. Semaphores, of a page each, do not count."""
+    """Return the files of /dev/shm that a process has open or mapped, by name. Semaphores, of a
+    page each, do not count.
+    """
     links = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -28,7 +32,9 @@ def files_in_shared_memory(pid: int) -> set[str]:
 
 
 def named_after(*numbers: int) -> set[str]:
-    """Return the files of /dev/shm with one of these numbers in their names, which is how libraries call theirs: by process or by port."""
+    """Return the files of /dev/shm with one of these numbers in their names, which is how libraries
+    call theirs: by process or by port.
+    """
     wanted = {str(number) for number in numbers}
     return {
         path.name for path in SHARED_MEMORY.iterdir() if wanted & set(re.findall(r"\d+", path.name))

@@ -52,7 +52,8 @@ def install_command(folder: Path) -> None:
 def offered(
     shell: str, lines: Sequence[str], folder: Path, cwd: Path, environment: Mapping[str, str]
 ) -> list[list[str]]:
-    """Return the words that a shell offers in place of the last one of each line, as it would insert them.
+    """Return the words that a shell offers in place of the last one of each line, as it would
+    insert them.
 
     Args:
         shell: bash, zsh or fish.

@@ -13,7 +13,9 @@ from so_tui.runs import RunDirectory
 def supervise_to_end(
     run: RunDirectory, attempt: int = 1, environ: Mapping[str, str] = os.environ
 ) -> int:
-    """Start the attempt under a supervisor, wait for its end, and return the supervisor's exit code."""
+    """Start the attempt under a supervisor, wait for its end, and return the supervisor's exit
+    code.
+    """
     command = [
         sys.executable,
         "-m",

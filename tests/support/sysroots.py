@@ -16,7 +16,9 @@ GRACE_MIDR = "0x00000000410fd4f0\n"
 
 
 def build_sysroot(tab_text: str, folder: Path) -> Path:
-    r"""Write files below a folder from lines ``path<TAB>content`` with ``\n`` escaped; other lines are ignored."""
+    r"""Write files below a folder from lines ``path<TAB>content`` with ``\n`` escaped; other lines
+    are ignored.
+    """
     for line in tab_text.splitlines():
         name, tab, content = line.partition("\t")
         if tab and name.startswith("/"):
@@ -107,12 +109,14 @@ class Host:
             files["/sys/devices/system/memory/auto_online_blocks"] = "online_movable\n"
         elif self.apus:
             files["/proc/cpuinfo"] = (
-                "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD Instinct MI300A Accelerator\n"
+                "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD Instinct MI300A "
+                "Accelerator\n"
             )
             files |= apu_files([mib for _, mib in self.cpu.values()])
         else:
             files["/proc/cpuinfo"] = (
-                "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n"
+                "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) "
+                "Platinum 8480+\n"
             )
         return "\n".join(
             f"{name}\t{content}".replace("\n", "\\n")
@@ -217,7 +221,9 @@ FOUR_H100_SUBNUMA = Host(
     grace=False,
     smt=tuple((first, first + 1) for first in range(0, 112, 2)),
 )
-"""Two sockets of two nodes each (sub-NUMA clustering); the threads of a core have consecutive numbers."""
+"""Two sockets of two nodes each (sub-NUMA clustering); the threads of a core have consecutive
+numbers.
+"""
 QUAD_MI300A = Host(
     cpu={
         n: (f"{24 * n}-{24 * n + 23},{96 + 24 * n}-{96 + 24 * n + 23}", mib)

@@ -1,7 +1,10 @@
-"""A pytest plugin that keeps tests in their tier: a test that launches ranks must be marked ``slow`` (or ``smoke``, ``system``, ``gpu``).
+"""A pytest plugin that keeps tests in their tier: a test that launches ranks must be marked
+``slow`` (or ``smoke``, ``system``, ``gpu``).
 
-It also tells what a session cost, in CPU seconds, which a busy machine changes little. Tiers are markers, described in CONTRIBUTING.md. The plugin watches the processes that the test process starts, directly: a launch in a
-grandchild goes unnoticed, so commands that train in a process of their own are recognised by their arguments.
+It also tells what a session cost, in CPU seconds, which a busy machine changes little. Tiers are
+markers, described in CONTRIBUTING.md. The plugin watches the processes that the test process
+starts, directly: a launch in a grandchild goes unnoticed, so commands that train in a process of
+their own are recognised by their arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ LONGEST = (
     "tests/superoffload/",
     "tests/trainer/",
 )
-"""Files and folders that several workers begin with, so that none is still busy with one when the others have ended."""
+"""Files and folders that several workers begin with, so that none is still busy with one when the
+others have ended.
+"""
 _TRAINING_COMMANDS = {"run", "resume", "supervise", "validate"}
 _started: list[list[str]] = []
 
@@ -69,7 +74,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="fail when the session, with its workers and the processes that they started, takes more CPU seconds",
+        help=(
+            "fail when the session, with its workers and the processes that they started, takes "
+            "more CPU seconds"
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """Two users without privileges who share a machine, for tests of what one may make the other do.
 
-They need no accounts: a process may run under any number. Only root can start such processes, so elsewhere these tests are skipped.
+They need no accounts: a process may run under any number. Only root can start such processes, so
+elsewhere these tests are skipped.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class User:
         }
 
     def start(self, *argv: str, umask: int = 0o022, **changes: str) -> subprocess.Popen[str]:
-        """Start a command as this user, with its output in pipes. ``changes`` are of the environment."""
+        """Start a command as this user, with its output in pipes. ``changes`` are of the
+        environment.
+        """
         return subprocess.Popen(
             argv,
             user=self.uid,
@@ -115,7 +118,9 @@ class SharedMachine:
 
 @contextmanager
 def shared_machine() -> Iterator[SharedMachine]:
-    """Yield two users with empty homes. Everything they leave behind, processes too, is removed. Skips where it is not root."""
+    """Yield two users with empty homes. Everything they leave behind, processes too, is removed.
+    Skips where it is not root.
+    """
     if os.geteuid() != 0:
         pytest.skip("only root can run processes of other users")
     folder = Path(tempfile.mkdtemp(prefix="so-tui-users-", dir="/tmp"))
@@ -141,19 +146,24 @@ def _user(folder: Path, name: str, place: int) -> User:
     usable = next((user for user in users if _works(user)), None)
     if usable is None:
         pytest.skip(
-            f"other users can read neither {sys.executable} nor another Python of this version, or not the checkout"
+            f"other users can read neither {sys.executable} nor another Python of this version, or "
+            "not the checkout"
         )
     return usable
 
 
 def _interpreters() -> tuple[str, ...]:
-    """Return this interpreter and the system's of the same version: a home folder may hide the first."""
+    """Return this interpreter and the system's of the same version: a home folder may hide the
+    first.
+    """
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return (sys.executable, f"/usr/bin/{name}", f"/usr/local/bin/{name}")
 
 
 def _python_path() -> str:
-    """Return where this interpreter finds modules, without Python's own library, which every interpreter brings itself."""
+    """Return where this interpreter finds modules, without Python's own library, which every
+    interpreter brings itself.
+    """
     library = Path(os.__file__).parent
     return os.pathsep.join(
         path

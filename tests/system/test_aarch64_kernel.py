@@ -1,4 +1,6 @@
-"""The CPU Adam kernel on aarch64, which superchips are: compiled for NEON and SVE2, compared with numpy. Elsewhere, qemu-user runs it."""
+"""The CPU Adam kernel on aarch64, which superchips are: compiled for NEON and SVE2, compared with
+numpy. Elsewhere, qemu-user runs it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ NUMEL = 2 * (1 << 16) + 333
 def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(
     architecture: str, moments: int, precision: float, tmp_path: Path
 ) -> None:
-    """With compact moments: from those that the format holds, to one of the two neighbours of the exact result."""
+    """With compact moments: from those that the format holds, to one of the two neighbours of the
+    exact result.
+    """
     for tool in (COMPILER, *EMULATOR[:1]):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")

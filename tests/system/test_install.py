@@ -1,4 +1,6 @@
-"""The wheel as pipx and uv install it: the light install, and with the ``train`` extra beside a torch that the machine already has."""
+"""The wheel as pipx and uv install it: the light install, and with the ``train`` extra beside a
+torch that the machine already has.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def needed(name: str, found: dict[str, Distribution]) -> None:
 
 @pytest.fixture
 def torch_of_the_site(tmp_path: Path) -> Path:
-    """Give the user of ``tmp_path`` a torch outside any environment: the one that the tests run with, and only what it needs."""
+    """Give the user of ``tmp_path`` a torch outside any environment: the one that the tests run
+    with, and only what it needs.
+    """
     pytest.importorskip("torch")
     packages = (
         tmp_path

@@ -1,4 +1,6 @@
-"""The CPU Adam kernel under the sanitizers of the compiler: no access outside its arrays, and nothing undefined, whatever the sizes."""
+"""The CPU Adam kernel under the sanitizers of the compiler: no access outside its arrays, and
+nothing undefined, whatever the sizes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ DRIVER = Path(__file__).with_name("adam_bounds.cpp")
 
 
 def test_the_kernel_stays_within_its_arrays(tmp_path: Path) -> None:
-    """Sub-groups of 0 to 70,000 elements, whose parameters begin and end inside blocks, in arrays that begin at odd addresses."""
+    """Sub-groups of 0 to 70,000 elements, whose parameters begin and end inside blocks, in arrays
+    that begin at odd addresses.
+    """
     pytest.importorskip("torch")  # which the package of the kernel imports
     from superoffload.kernel import FLAGS, SOURCE
 

@@ -76,7 +76,7 @@ events = EventAccumulator(str(folder / "tensorboard"))
 events.Reload()
 scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 print(json.dumps({"rows": rows, "config": config, "name": name, "ended": ended, "scalars": scalars}))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""The tested sets of training packages (``so_tui/machine/versions.toml``), each in an environment of its own."""
+"""The tested sets of training packages (``so_tui/machine/versions.toml``), each in an environment
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ TESTS = (
     "tests/trainer/test_experts.py",
     "tests/trainer/test_sources.py",
 )
-"""Engine, building and loading of models, and reading of data: what older packages have otherwise."""
+"""Engine, building and loading of models, and reading of data: what older packages have
+otherwise.
+"""
 
 
 class Installed(NamedTuple):

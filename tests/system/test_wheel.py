@@ -1,4 +1,6 @@
-"""The wheel as a user installs it: in an empty environment, with the light lock, run from another folder."""
+"""The wheel as a user installs it: in an empty environment, with the light lock, run from another
+folder.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def so_tui(environment: Path, tmp_path: Path) -> Run:
-    """Run the installed command from a folder outside the checkout, in an environment that finds nothing of it."""
+    """Run the installed command from a folder outside the checkout, in an environment that finds
+    nothing of it.
+    """
     variables: Mapping[str, str] = {
         "HOME": str(tmp_path),
         "PATH": "/usr/bin:/bin",
@@ -150,7 +154,9 @@ def in_environment(environment: Path, folder: Path, code: str) -> str:
 
 
 def contents(wheel: Path) -> dict[str, list[bytes]]:
-    """Return the lines of each file, sorted: RECORD lists the files in the order in which they were found."""
+    """Return the lines of each file, sorted: RECORD lists the files in the order in which they were
+    found.
+    """
     with ZipFile(wheel) as archive:
         return {name: sorted(archive.read(name).splitlines()) for name in archive.namelist()}
 
@@ -193,7 +199,10 @@ def test_wheel_and_sdist_are_reproducible_and_an_sdist_makes_the_same_wheel(
 
 
 def test_all_three_packages_are_found_in_the_environment(environment: Path, tmp_path: Path) -> None:
-    code = "from importlib.util import find_spec as f; print(*(f(n).origin for n in ('so_tui', 'so_tui_trainer', 'superoffload')))"
+    code = (
+        "from importlib.util import find_spec as f; print(*(f(n).origin for n in ('so_tui', "
+        "'so_tui_trainer', 'superoffload')))"
+    )
     origins = in_environment(environment, tmp_path, code).split()
     assert len(origins) == 3
     assert all(Path(origin).is_relative_to(environment) for origin in origins)

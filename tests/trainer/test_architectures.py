@@ -1,4 +1,6 @@
-"""Every architecture of the presets, scaled down: packed documents train as if each were alone, whatever attention runs."""
+"""Every architecture of the presets, scaled down: packed documents train as if each were alone,
+whatever attention runs.
+"""
 
 import json
 import subprocess
@@ -45,7 +47,9 @@ from tests.support.problems import refusal
     ids=[*ONE_OF_EACH, *OTHERS, *RECURRENT],
 )
 def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
-    """In every attention that the CPU runs; the flash path with plain kernels in place of CUDA's."""
+    """In every attention that the CPU runs; the flash path with plain kernels in place of
+    CUDA's.
+    """
     check_packing(model)
 
 
@@ -147,7 +151,9 @@ def test_a_model_that_does_not_list_its_recurrent_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", IN_ROWS)
 def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
-    """Padding after a document changes neither loss nor gradients. Packed, the same model is refused."""
+    """Padding after a document changes neither loss nor gradients. Packed, the same model is
+    refused.
+    """
     torch.manual_seed(0)
     config = load_config(another(kind))
     needs = attention.needs_of(config, supports_sdpa=True, sinks=False, deterministic=False)
@@ -323,7 +329,9 @@ OTHER_KINDS = tuple(
 def test_every_architecture_trains_resumes_exactly_and_exports_its_weights(
     names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The benchmark that makes the table, on the CPU and without the launcher, which has nothing to do with architectures."""
+    """The benchmark that makes the table, on the CPU and without the launcher, which has nothing to
+    do with architectures.
+    """
     rows = tmp_path / "rows.json"
     script = Path(__file__).parents[2] / "benchmarks" / "architectures.py"
     command = [

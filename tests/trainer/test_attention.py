@@ -1,4 +1,6 @@
-"""Attention by kernels, with sinks, windows and capped scores: in float64, against eager attention; every backend on a GPU."""
+"""Attention by kernels, with sinks, windows and capped scores: in float64, against eager attention;
+every backend on a GPU.
+"""
 
 import json
 from collections.abc import Callable
@@ -24,7 +26,9 @@ NAMES = ("out", "query", "key", "value", "sinks")
 LENGTHS = (1, 37, 5, 64, 21)
 HEADS, KEY_HEADS, SIZE = 6, 2, 16
 ROUNDING = sum(LENGTHS) ** 2 * 2**6 * 2**-53
-"""Most by which sums in float64 can differ that threads add up in another order: of as many terms as tokens, each below 2**6."""
+"""Most by which sums in float64 can differ that threads add up in another order: of as many terms
+as tokens, each below 2**6.
+"""
 
 
 def case(
@@ -280,7 +284,9 @@ def test_steps_beside_their_plans_leave_out_kernels_and_what_was_not_planned() -
 
 
 def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ROCm torch calls an MI300A 9.4, as if it were a Hopper, for which flash-attn 3 and 4 are made."""
+    """Under ROCm torch calls an MI300A 9.4, as if it were a Hopper, for which flash-attn 3 and 4
+    are made.
+    """
     monkeypatch.setattr(torch.version, "hip", "7.0.1")
     here = present(torch.device("cuda", 0))
     assert here.generation == UNKNOWN_GPU

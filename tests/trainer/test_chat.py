@@ -1,4 +1,6 @@
-"""Where training starts and stops in what a chat template writes: templates that do what those of the presets' models do, and worse."""
+"""Where training starts and stops in what a chat template writes: templates that do what those of
+the presets' models do, and worse.
+"""
 
 from __future__ import annotations
 
@@ -26,48 +28,66 @@ from tests.support.problems import refusal
 
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    + ASK
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' "
+    "}}{% endfor %}" + ASK
 )
-# Keeps the thought of the newest answer only, and puts an empty one before an answer that has none; as Qwen3 does.
+# Keeps the thought of the newest answer only, and puts an empty one before an answer that has none;
+# as Qwen3 does.
 THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' "
+    "%}"
     "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
-    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content else '' %}"
-    "{% if loop.last %}{{ '<think>\n' + thought + '\n</think>\n\n' + said }}{% else %}{{ said }}{% endif %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if "
+    "'</think>' in m.content else '' %}"
+    "{% if loop.last %}{{ '<think>\n' + thought + '\n</think>\n\n' + said }}{% else %}{{ "
+    "said }}{% endif %}"
     "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}" + ASK
 )
 # Asks with an opened thought that the turns themselves do not show.
 OPENED = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
 # A BOS token, headers of their own, trimmed contents; as Llama 3 does.
 HEADERS = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|header|>' + m.role + '<|/header|>\n\n' + m.content | trim + '<|im_end|>' }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|header|>' + m.role + '<|/header|>\n\n' + "
+    "m.content | trim + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\n\n' }}{% endif %}"
 )
-# Nothing asks for an answer, roles must alternate, and no system message; as Mistral's and Gemma's do.
+# Nothing asks for an answer, roles must alternate, and no system message; as Mistral's and Gemma's
+# do.
 BRACKETS = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ "
+    "raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content "
+    "+ eos_token }}{% endif %}{% endfor %}"
 )
-# Another end for the newest answer than for earlier ones, and a channel before each; as gpt-oss does.
+# Another end for the newest answer than for earlier ones, and a channel before each; as gpt-oss
+# does.
 CHANNELS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
-    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ "
+    "'<|start|>assistant<|channel|>final<|message|>' + m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}{{ '<|start|>' + m.role + "
+    "'<|message|>' + m.content + '<|end|>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
-# The same with what was thought and called, each in a message of its own, the content of a call left out; as gpt-oss does.
+# The same with what was thought and called, each in a message of its own, the content of a call
+# left out; as gpt-oss does.
 CALLS = (
-    "{% for m in messages %}{% if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
-    "{% if m.tool_calls %}{{ '<|start|>assistant to=' + m.tool_calls[0].function.name + '<|message|>{' }}"
+    "{% for m in messages %}{% if m.thinking %}{{ "
+    "'<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+    "{% if m.tool_calls %}{{ '<|start|>assistant to=' + m.tool_calls[0].function.name + "
+    "'<|message|>{' }}"
     "{{ m.tool_calls[0].function.arguments | items | join + '}<|call|>' }}"
-    "{% elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
-    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    "{% elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + "
+    "m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}{{ '<|start|>' + m.role + "
+    "'<|message|>' + m.content + '<|end|>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 # Nothing ends an answer but the next turn; as GLM does.
 OPEN_ENDED = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for call in m.tool_calls or () %}"
-    "{{ '\n[' + call.function.name + ']' }}{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for call in m.tool_calls or "
+    "() %}"
+    "{{ '\n[' + call.function.name + ']' }}{% endfor %}{% endfor %}{% if add_generation_prompt "
+    "%}{{ '<|assistant|>' }}{% endif %}"
 )
 SPECIALS = [
     "<|im_start|>",
@@ -208,7 +228,10 @@ def test_calls_are_trained_whole_where_the_template_leaves_out_what_is_said_besi
         Message("assistant", "It is 5."),
     )
     assert trained(tokenizer_with(CALLS), talk) == [
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=add<|message|>{('a', 2)}<|call|>",
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=add<|message|>{('a', "
+            "2)}<|call|>"
+        ),
         "<|channel|>final<|message|>It is 5.<|return|>",
     ]
     headers = HEADERS.replace(
@@ -225,7 +248,10 @@ def test_a_thought_in_a_message_of_its_own_is_trained_with_its_answer() -> None:
     talk = (*TALK[:3], Message("assistant", "Then 6.", (("thinking", "hm"),)))
     assert trained(tokenizer_with(CALLS), talk) == [
         "<|channel|>final<|message|>It is 5.",
-        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Then 6.<|return|>",
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|"
+            ">Then 6.<|return|>"
+        ),
     ]
 
 
@@ -242,7 +268,10 @@ def test_calls_that_the_layout_does_not_write_are_no_answers() -> None:
 
 
 def test_a_template_gets_the_tools_and_the_mask_does_not_mind() -> None:
-    template = "{% if tools %}{{ '<|header|>' + tools | map(attribute='name') | join + '<|/header|>' }}{% endif %}"
+    template = (
+        "{% if tools %}{{ '<|header|>' + tools | map(attribute='name') | join + '<|/header|>' }}{% "
+        "endif %}"
+    )
     talk = (Message("tools", "", (("tools", [{"name": "add"}]),)), *TALK)
     for rest in (CHATML, BRACKETS):
         tokenizer = tokenizer_with(template + rest)

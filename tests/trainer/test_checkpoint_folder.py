@@ -251,7 +251,7 @@ def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(
     assert names(target) == ["precious"]
 
 
-def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_they_have_another_name(
+def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_they_have_another_name(  # noqa: E501
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gib = 1 << 30
@@ -280,7 +280,9 @@ def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_
 def test_a_checkpoint_that_cannot_be_removed_costs_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a network file system a folder stays as long as somebody has a file in it open, such as an export."""
+    """On a network file system a folder stays as long as somebody has a file in it open, such as an
+    export.
+    """
     spec = tiny(checkpoint__keep="1")
     run = create_run(spec, tmp_path / "runs")
     folder, own = claim(run, spec), run_id(run)

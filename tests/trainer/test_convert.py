@@ -104,7 +104,9 @@ def test_a_checkpoint_of_another_model_leaves_no_run_behind(tmp_path: Path) -> N
 def test_a_converted_run_is_resumed_with_another_engine_and_has_the_same_losses(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """Two ranks of SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed would read."""
+    """Two ranks of SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed
+    would read.
+    """
     run = RunDirectory(tmp_path / finished_run.name)
     shutil.copytree(finished_run.path, run.path)
     shutil.rmtree(run.checkpoints_dir / "step-000012")

@@ -1,4 +1,6 @@
-"""From files that people have to documents: layouts, sources, mixtures, what is lost and what is refused."""
+"""From files that people have to documents: layouts, sources, mixtures, what is lost and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,10 @@ def test_a_mixture_has_the_shares_of_its_weights_and_loses_no_row(tmp_path: Path
         tmp_path, [ROWS["alpaca"] | {"output": f"Answer {n}."} for n in range(40)], "many.jsonl"
     )
     few = lines(tmp_path, [ROWS["messages"]] * 3, "few.jsonl")
-    mixture = f'[{{source = "{many}", weight = 3}}, {{source = "{few}", weight = 1, format = "messages"}}]'
+    mixture = (
+        f'[{{source = "{many}", weight = 3}}, {{source = "{few}", weight = 1, format = '
+        '"messages"}]'
+    )
     documents = documents_of(tmp_path, mixture)
     assert [(part.counts.rows, part.documents, part.layout) for part in documents.parts] == [
         (40, 40, "alpaca"),
@@ -283,7 +288,8 @@ def test_a_tokenizer_of_another_name_has_not_the_models_revision(tmp_path: Path)
     load_tokenizer(tiny()).save_pretrained(place / "snapshots" / ("a" * 40))
     (place / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(tiny().model.config))
     code = (
-        "from so_tui.spec import find_preset, with_values; from so_tui_trainer.data.tokens import load_tokenizer;"
+        "from so_tui.spec import find_preset, with_values; from so_tui_trainer.data.tokens import "
+        "load_tokenizer;"
         "changes = {'model.revision': 'v2', 'model.tokenizer': 'owner/tokenizer'};"
         "print(load_tokenizer(with_values(find_preset('tiny').spec, changes)).eos_token)"
     )

@@ -26,7 +26,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def example(gate: Gate, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Weights]:
-    """Expert 2 has no token. The clamped kind is gpt-oss's: with biases, and with the inputs first."""
+    """Expert 2 has no token. The clamped kind is gpt-oss's: with biases, and with the inputs
+    first.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -272,5 +274,7 @@ def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, widt
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 def test_transformers_own_path_multiplies_in_groups_too(name: str) -> None:
-    """Its other one asks the GPU in every layer which experts have tokens, and waits for the answer."""
+    """Its other one asks the GPU in every layer which experts have tokens, and waits for the
+    answer.
+    """
     assert meta_model(load_config(scaled_down(name))).config._experts_implementation == "grouped_mm"

@@ -1,4 +1,6 @@
-"""What an export holds for every architecture, may replace and leaves behind; checkpoints of real runs are exported in ``test_runs.py``."""
+"""What an export holds for every architecture, may replace and leaves behind; checkpoints of real
+runs are exported in ``test_runs.py``.
+"""
 
 import json
 import logging
@@ -220,7 +222,8 @@ def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path
 def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(
     kind: str, tmp_path: Path
 ) -> None:
-    """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have them.
+    """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have
+    them.
 
     They are buffers, or parameters that the model has frozen (ERNIE 4.5).
     """
@@ -274,7 +277,9 @@ def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) ->
 
 
 def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:
-    """The settings of generation are a file of their own, which weights and configuration know nothing of."""
+    """The settings of generation are a file of their own, which weights and configuration know
+    nothing of.
+    """
     from transformers import GenerationConfig
 
     base = chat_model(tmp_path / "base")
@@ -447,7 +452,9 @@ STOP_ID = 2048
 
 
 def chat_model(folder: Path) -> Path:
-    """A model's folder without weights, whose chat template ends an answer with another token than the end of a text."""
+    """A model's folder without weights, whose chat template ends an answer with another token than
+    the end of a text.
+    """
     from transformers import AutoTokenizer
 
     from so_tui.spec import resolve_source
@@ -455,7 +462,10 @@ def chat_model(folder: Path) -> Path:
     tokenizer: Any = AutoTokenizer.from_pretrained(resolve_source("builtin:tiny"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
     assert tokenizer.convert_tokens_to_ids("<|eot|>") == STOP_ID
-    tokenizer.chat_template = "{% for message in messages %}{{ message.role + ': ' + message.content + '<|eot|>' }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '<|eot|>' }}{% "
+        "endfor %}"
+    )
     tokenizer.save_pretrained(folder)
     config = load_config(tiny().model)
     config.vocab_size = STOP_ID + 8
@@ -464,7 +474,9 @@ def chat_model(folder: Path) -> Path:
 
 
 def exported(base: Path, tmp_path: Path) -> Any:
-    """The generation config of an export of a checkpoint of this model; nothing is said about it."""
+    """The generation config of an export of a checkpoint of this model; nothing is said about
+    it.
+    """
     from transformers import GenerationConfig
 
     spec = tiny(model__id=str(base), model__weights="pretrained", data__sequence_length="128")

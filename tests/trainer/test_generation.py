@@ -1,4 +1,6 @@
-"""How tokens are chosen and become text, when an answer ends, and what a model is given to answer."""
+"""How tokens are chosen and become text, when an answer ends, and what a model is given to
+answer.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def chat() -> Chat:
 def templated() -> Chat:
     tokenizer: Any = load_tokenizer(tiny())
     tokenizer.chat_template = (
-        "{% for message in messages %}<|bos|>{{ message.role + ': ' + message.content + '<|eos|>' }}{% endfor %}"
+        "{% for message in messages %}<|bos|>{{ message.role + ': ' + message.content + '<|eos|>' "
+        "}}{% endfor %}"
         "{% if add_generation_prompt %}<|bos|>assistant: {% endif %}"
     )
     return chat_of(tokenizer)

@@ -1,4 +1,6 @@
-"""What only a CUDA device can show: the variable-length kernels, and training in each offload mode."""
+"""What only a CUDA device can show: the variable-length kernels, and training in each offload
+mode.
+"""
 
 from pathlib import Path
 
@@ -68,7 +70,9 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> None:
-    """bf16, against eager attention; every token meets every expert, whose choice would hang on the last bit otherwise."""
+    """bf16, against eager attention; every token meets every expert, whose choice would hang on the
+    last bit otherwise.
+    """
     torch.manual_seed(0)
     config = load_config(scaled_down(ONE_OF_EACH[kind]))
     config.num_experts_per_tok = SMALL["num_experts"]

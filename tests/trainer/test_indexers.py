@@ -1,4 +1,6 @@
-"""Indexers of sparse attention get no gradient: a run leaves them as they are, and says so before it starts."""
+"""Indexers of sparse attention get no gradient: a run leaves them as they are, and says so before
+it starts.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def _plan() -> Plan:
 
 
 def _parameters_after_training() -> dict[str, bool]:
-    """Return whether three steps left each parameter as it was. Weight decay of 0.9 would take 1 % of it in a step."""
+    """Return whether three steps left each parameter as it was. Weight decay of 0.9 would take 1 %
+    of it in a step.
+    """
     plan = _plan()
     run = plan.spec
     ensure_process_group()
@@ -81,7 +85,8 @@ def _parameters_after_training() -> dict[str, bool]:
 
 @pytest.mark.slow
 def test_training_changes_everything_but_the_indexers() -> None:
-    # In a process of its own: other tests make process groups of their own in theirs, and destroy them.
+    # In a process of its own: other tests make process groups of their own in theirs, and destroy
+    # them.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         unchanged = process.submit(_parameters_after_training).result(timeout=300)
     indexers = {name for name in unchanged if ".indexer." in name}

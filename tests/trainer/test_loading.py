@@ -1,4 +1,6 @@
-"""Weights into a model that is cut over one and two ranks, and the memory that takes. The ranks are this file, run as a script."""
+"""Weights into a model that is cut over one and two ranks, and the memory that takes. The ranks are
+this file, run as a script.
+"""
 
 from __future__ import annotations
 

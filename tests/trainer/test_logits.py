@@ -1,4 +1,6 @@
-"""No model of the installed transformers changes its logits in a way that the loss would leave out unnoticed."""
+"""No model of the installed transformers changes its logits in a way that the loss would leave out
+unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from so_tui_trainer.model.loss import LOGIT_KEYS
 
 CHANGES = re.compile(
-    r"self\.(?:config\.(?:text_config\.)?)?(\w*(?:logits?_s|logits_mup|multiplier|cap(?:ping)?\b|unpadded)\w*)"
+    r"self\.(?:config\.(?:text_config\.)?)?(\w*(?:logits?_s|logits_mup|multiplier|cap(?:ping)?\b|"
+    r"unpadded)\w*)"
 )
 """What a forward pass reads that scales, caps or cuts logits."""
 READ_ALREADY = {"logit_softcap"}

@@ -21,7 +21,9 @@ LAUNCHER = re.compile(r"launcher\.launch|launcher/launch\.py$")
 def started(
     run: RunDirectory, spec: RunSpec, attempt: int
 ) -> tuple[psutil.Process, list[psutil.Process], list[psutil.Process]]:
-    """Start the next attempt, and return DeepSpeed's runner, all its descendants, and the Adam workers among them."""
+    """Start the next attempt, and return DeepSpeed's runner, all its descendants, and the Adam
+    workers among them.
+    """
     runner = start(run, spec)
     while not any(
         isinstance(record, StepRecord) and record.attempt == attempt for record in records(run)
@@ -39,7 +41,9 @@ def started(
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Return whether the processes end within a minute. Zombies hold no resources and count as ended."""
+    """Return whether the processes end within a minute. Zombies hold no resources and count as
+    ended.
+    """
     deadline = time.monotonic() + LIMIT_S
     while left := any(running(process.pid) and process.is_running() for process in processes):
         if time.monotonic() > deadline:

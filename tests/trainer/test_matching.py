@@ -1,4 +1,6 @@
-"""What a checkpoint must hold, and what is said when it does not; on the layouts that the hub has."""
+"""What a checkpoint must hold, and what is said when it does not; on the layouts that the hub
+has.
+"""
 
 import json
 import os

@@ -76,7 +76,9 @@ KINDS = known(
 
 
 def saved(kind: str, folder: Path, *, as_before: bool) -> Any:
-    """Save a multimodal model with random weights; ``as_before``: under the names that transformers gave tensors before 4.52."""
+    """Save a multimodal model with random weights; ``as_before``: under the names that transformers
+    gave tensors before 4.52.
+    """
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
     model = factory.from_config(AutoConfig.for_model(kind, **KINDS[kind]), dtype=torch.float32)
@@ -164,7 +166,9 @@ QWEN3_5 = known(
 def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(
     kind: str, tied: bool, tmp_path: Path
 ) -> None:
-    """Its text_config says nothing of it, and transformers' default there is that the head is stored."""
+    """Its text_config says nothing of it, and transformers' default there is that the head is
+    stored.
+    """
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
     whole = factory.from_config(

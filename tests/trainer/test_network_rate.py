@@ -23,7 +23,7 @@ from so_tui_trainer.ranks import Ranks
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 network_rate.record(Ranks(dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD), RunDirectory(sys.argv[3]), 1, 2)
 dist.destroy_process_group()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A loop of one's own on the engine, with transformers' own loss, has the losses of the trainer from the same weights and rows."""
+"""A loop of one's own on the engine, with transformers' own loss, has the losses of the trainer
+from the same weights and rows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ GROUP = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADD
 
 
 def loop(folder: Path) -> list[float]:
-    """Train as a script does that knows neither plan nor run. Only which rows come when is asked of the trainer."""
+    """Train as a script does that knows neither plan nor run. Only which rows come when is asked of
+    the trainer.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,6 @@
-"""Answers during training: those that the model gives by itself, whatever shares a batch with them."""
+"""Answers during training: those that the model gives by itself, whatever shares a batch with
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Parts of a rank that need no training: binding, clocks, failures, the watch over finite values."""
+"""Parts of a rank that need no training: binding, clocks, failures, the watch over finite
+values.
+"""
 
 import errno
 import os
@@ -52,7 +54,7 @@ masks = {tuple(os.sched_getaffinity(int(task.name))) for task in pathlib.Path("/
 assert masks == {report.cpus}, masks
 assert "torch" not in sys.modules
 print(msgspec.json.encode(report).decode())
-"""
+"""  # noqa: E501
 
 
 LEAVE = """

@@ -102,7 +102,7 @@ def test_attentions_results_in_host_memory_change_no_bit(model_type: str) -> Non
         assert torch.equal(ours[name], gradient), name
 
 
-def test_a_layer_that_runs_twice_in_a_pass_is_refused_where_its_inputs_would_be_in_host_memory() -> (
+def test_a_layer_that_runs_twice_in_a_pass_is_refused_where_its_inputs_would_be_in_host_memory() -> (  # noqa: E501
     None
 ):
     """There is memory for one input of each layer."""
@@ -132,7 +132,9 @@ def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: checkpointing.P
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_attentions_results_go_to_pinned_memory_and_come_back_in_order_on_a_gpu() -> None:
-    """On a stream of their own, so that they run beside the kernels; numbers are those of keeping them on the GPU."""
+    """On a stream of their own, so that they run beside the kernels; numbers are those of keeping
+    them on the GPU.
+    """
     expected, gradients = trained("attention", passes=4, device="cuda", with_kernels=PLAIN)
     found, ours = trained("attention", passes=4, device="cuda", with_kernels=PLAIN, offloaded=True)
     assert found == pytest.approx(expected, rel=1e-6)
@@ -199,7 +201,9 @@ def test_between_forward_and_backward_only_the_last_layers_results_are_on_the_gp
 
 
 def test_backward_fetches_what_a_layer_kept_while_the_one_after_it_is_computed() -> None:
-    """Its input before that layer's attention, and its results when that layer has taken its own."""
+    """Its input before that layer's attention, and its results when that layer has taken its
+    own.
+    """
     causal: Any = model_of("attention", "qwen3", offloaded=True, with_kernels=PLAIN)
     layers = SHAPE["num_hidden_layers"]
     with Copies() as copies:
@@ -347,7 +351,9 @@ def test_selective_repeats_no_matrix_product(
     linear: Callable[..., Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A layer of Qwen3 has seven products; their gradients are two each. The last one of a layer feeds nothing that backward needs."""
+    """A layer of Qwen3 has seven products; their gradients are two each. The last one of a layer
+    feeds nothing that backward needs.
+    """
     monkeypatch.setattr(
         torch.nn.functional, "linear", linear
     )  # DeepSpeed puts its own there under ZeRO-3
@@ -363,10 +369,12 @@ def test_selective_repeats_no_matrix_product(
 
 @pytest.mark.parametrize(("kind", "all_products"), [("falcon_h1", 9), ("hunyuan_v1_dense", 7)])
 @pytest.mark.parametrize("policy", ["selective", "full"])
-def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it_or_counts_its_blocks(
+def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it_or_counts_its_blocks(  # noqa: E501
     policy: checkpointing.Policy, kind: str, all_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The feed-forward block of Falcon-H1 comes last, and is listed first; that of HunYuan knows its layer's number, as attention does."""
+    """The feed-forward block of Falcon-H1 comes last, and is listed first; that of HunYuan knows
+    its layer's number, as attention does.
+    """
     repeated = all_products - 1 if policy == "full" else 0
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     torch.manual_seed(0)
@@ -384,7 +392,9 @@ def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it
 def test_selective_repeats_no_product_of_experts(
     policy: checkpointing.Policy, repeated: int, model_type: str
 ) -> None:
-    """Theirs are two a layer. The second one, whose result backward does not need, is never repeated."""
+    """Theirs are two a layer. The second one, whose result backward does not need, is never
+    repeated.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE}

@@ -1,4 +1,6 @@
-"""Rotary positions beyond a model's length: what transformers computes for the same configuration, in training and in the export."""
+"""Rotary positions beyond a model's length: what transformers computes for the same configuration,
+in training and in the export.
+"""
 
 import json
 from pathlib import Path

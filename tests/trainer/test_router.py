@@ -1,4 +1,6 @@
-"""The load-balancing loss: transformers' own on plain data, blind to packing and padding, and exact through ZeRO-3."""
+"""The load-balancing loss: transformers' own on plain data, blind to packing and padding, and exact
+through ZeRO-3.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""Documents as rows of their own: every token has its place, and little is computed beyond the ends."""
+"""Documents as rows of their own: every token has its place, and little is computed beyond the
+ends.
+"""
 
 from __future__ import annotations
 

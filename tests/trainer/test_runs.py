@@ -130,7 +130,9 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: Ru
 def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """The weights come from the hub's cache, on a node without a network: nothing waits for the hub."""
+    """The weights come from the hub's cache, on a node without a network: nothing waits for the
+    hub.
+    """
     cached = tmp_path / "hub" / "models--someone--tiny"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0123")
@@ -199,7 +201,8 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(
     assert "rank 1 received SIGUSR1" in end.reason
     assert 3 < end.step < 12
     assert Path(end.saved).is_dir()
-    # The request still stands for another attempt: it ends where it would go on, and the checkpoint is not written again.
+    # The request still stands for another attempt: it ends where it would go on, and the checkpoint
+    # is not written again.
     assert start(run, spec).wait(timeout=120) == 0, log(run, 2)
     early = end_of(records(run))
     assert (early.attempt, early.state, early.step, early.saved) == (
@@ -227,7 +230,9 @@ def test_stopped_saved_and_resumed_it_trains_as_if_it_had_never_stopped(
 def test_one_rank_goes_on_where_two_were_and_a_damaged_checkpoint_is_named(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """With two micro-batches, one rank trains the sequences of two ranks: the same losses, from the newest readable checkpoint."""
+    """With two micro-batches, one rank trains the sequences of two ranks: the same losses, from the
+    newest readable checkpoint.
+    """
     spec = tiny(
         **TWELVE_STEPS, gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload"
     )
@@ -282,7 +287,8 @@ def test_stopped_while_it_loads_it_ends_before_the_first_step_and_saves_nothing(
 def test_ranks_and_accumulation_do_not_change_what_a_step_is(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """One rank with two micro-batches trains the sequences of two ranks with one, with the same loss and gradient.
+    """One rank with two micro-batches trains the sequences of two ranks with one, with the same
+    loss and gradient.
 
     The run is a deterministic benchmark of one step after one warm-up step, without a checkpoint.
     """
@@ -380,7 +386,9 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_with_a_warning(tmp_path:
 def test_a_gradient_that_is_not_finite_ends_a_run_that_cannot_skip_steps_though_its_loss_is(
     tmp_path: Path,
 ) -> None:
-    """What the first layer's feed-forward block computes is huge and comes to nothing, until the first step changes what it reads."""
+    """What the first layer's feed-forward block computes is huge and comes to nothing, until the
+    first step changes what it reads.
+    """
     causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
     layer = causal.model.layers[0]
     causal.model.embed_tokens.weight.data[:, 0] = layer.self_attn.o_proj.weight.data[0] = 0.0

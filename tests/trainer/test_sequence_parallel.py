@@ -1,4 +1,6 @@
-"""Ranks that share sequences: parts of batches, and loss and gradients as those of one rank with whole sequences."""
+"""Ranks that share sequences: parts of batches, and loss and gradients as those of one rank with
+whole sequences.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_groups_of_ranks_share_the_sequences_of_a_step() -> None:
 
 @pytest.mark.slow
 def test_loss_and_gradients_are_those_of_whole_sequences() -> None:
-    """In float64: packed and not, fewer key heads than ranks, windows, sinks, every recomputation, layers that keep all in host memory."""
+    """In float64: packed and not, fewer key heads than ranks, windows, sinks, every recomputation,
+    layers that keep all in host memory.
+    """
     rank_processes.finish(
         rank_processes.start(Path(rank_processes.__file__).with_name("sequence_ranks.py"), [], 2)
     )

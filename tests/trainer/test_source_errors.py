@@ -28,7 +28,10 @@ def test_a_source_with_nothing_to_train_is_refused(tmp_path: Path) -> None:
 
 
 GOOD = json.dumps(ROWS["alpaca"])
-NARRATOR = '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"role": "narrator", "content": "b"}]}'
+NARRATOR = (
+    '{"messages": [{"role": "user", "content": "a"}]}\n{"messages": [{"role": "narrator", '
+    '"content": "b"}]}'
+)
 
 
 @pytest.mark.parametrize(

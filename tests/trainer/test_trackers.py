@@ -1,4 +1,6 @@
-"""Trackers beside a run: real event files, and trackers that fail or hang without anyone noticing but in a warning."""
+"""Trackers beside a run: real event files, and trackers that fail or hang without anyone noticing
+but in a warning.
+"""
 
 import struct
 import threading
@@ -32,7 +34,9 @@ from tests.support.launching import records, tiny
 from tests.support.records import step_record
 
 Event = tuple[int, dict[str, float], bool]
-"""Step, scalars by tag, and whether it starts a session: what comes earlier in other files and is not older is taken back."""
+"""Step, scalars by tag, and whether it starts a session: what comes earlier in other files and is
+not older is taken back.
+"""
 
 
 step = partial(step_record, mfu=None, gradient_norm=None)
@@ -101,7 +105,8 @@ def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
     file.scalars({"train/loss": 2.5, "train/learning_rate": 1e-5}, 300, 1.7e9)
     file.close()
     (path,) = files_of(tmp_path)
-    # The length of the first event (time and "brain.Event:2") and its checksum: how every event file begins.
+    # The length of the first event (time and "brain.Event:2") and its checksum: how every event
+    # file begins.
     assert path.read_bytes()[:12] == bytes.fromhex("1800000000000000a37f4b22")
     assert [event[0] for event in events(path)] == [0, 300]
     assert events(path)[1][1] == {"train/loss": 2.5, "train/learning_rate": pytest.approx(1e-5)}

@@ -34,7 +34,9 @@ def test_devices_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_another_host_replaces_while_it_is_read_is_read_again(tmp_path: Path) -> None:
-    """As on a network file system, where a supervisor elsewhere replaces the state once a second."""
+    """As on a network file system, where a supervisor elsewhere replaces the state once a
+    second.
+    """
     library = shim.build(tmp_path)
     if library is None:
         pytest.skip("there is no C compiler")
@@ -49,7 +51,7 @@ from pathlib import Path
 from so_tui.trust.files import read_own
 from so_tui.trust.files import read_bounded
 print({read(Path(sys.argv[1])) for read in (read_own, lambda path: read_bounded(path, 100)) for _ in range(3)})
-"""
+"""  # noqa: E501
     argv = [sys.executable, "-c", code, str(path)]
     done = subprocess.run(
         argv,

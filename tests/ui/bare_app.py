@@ -1,9 +1,12 @@
-"""A bare Textual application that draws as much as the dashboard of a live run, and does nothing else: the measure of ``dashboard_cost``.
+"""A bare Textual application that draws as much as the dashboard of a live run, and does nothing
+else: the measure of ``dashboard_cost``.
 
-With each tick it draws what the dashboard draws: six charts of the same size, 288 cores, and the lines of figures (a title, a step, two
-headings of nodes, four GPUs, four lines of the log), which at 160x45 are 3952 cells of charts and 2212 cells of cores and lines. Each
-widget that changes is drawn and refreshed as a whole, as Textual has it, in one style. Rows of the dashboard that do not change (its top
-line, tabs, headings and keys) are left empty. It reads nothing, formats nothing, and has no axes, marks, legends or focus.
+With each tick it draws what the dashboard draws: six charts of the same size, 288 cores, and the
+lines of figures (a title, a step, two headings of nodes, four GPUs, four lines of the log), which
+at 160x45 are 3952 cells of charts and 2212 cells of cores and lines. Each widget that changes is
+drawn and refreshed as a whole, as Textual has it, in one style. Rows of the dashboard that do not
+change (its top line, tabs, headings and keys) are left empty. It reads nothing, formats nothing,
+and has no axes, marks, legends or focus.
 """
 
 from __future__ import annotations
@@ -88,7 +91,9 @@ class BareApp(App[None]):
         return f"{row} {self.count} " * 20
 
     def _plot(self, width: int, height: int) -> list[str]:
-        """Return the first values as a braille curve, from the least to the greatest of each column."""
+        """Return the first values as a braille curve, from the least to the greatest of each
+        column.
+        """
         values = self._curve[: self.count]
         low, high = values.min(), values.max()
         column = np.arange(self.count) * (2 * width - 1) // self.count

@@ -1,11 +1,14 @@
-"""What the dashboard of a live run costs, beside a bare Textual application that draws as much (``bare_app``), and an empty one.
+"""What the dashboard of a live run costs, beside a bare Textual application that draws as much
+(``bare_app``), and an empty one.
 
-``python -m tests.ui.dashboard_cost [SECONDS]``, in the root of the repository, measures all in ptys of 160x45 and prints a table, with what
-it takes to open a run of a million records and to show it; ``... bytes [SECONDS]`` prints how much a terminal is sent with each tick, in
-several sizes, which is what matters over ssh. The run has six charts, four nodes with 288 cores and four GPUs, and moves with each tick,
-once a second: a step, a sample of every core, a line in the log.
+``python -m tests.ui.dashboard_cost [SECONDS]``, in the root of the repository, measures all in ptys
+of 160x45 and prints a table, with what it takes to open a run of a million records and to show it;
+``... bytes [SECONDS]`` prints how much a terminal is sent with each tick, in several sizes, which
+is what matters over ssh. The run has six charts, four nodes with 288 cores and four GPUs, and moves
+with each tick, once a second: a step, a sample of every core, a line in the log.
 
-The dashboard draws as many cells as the bare application, but compares before it paints: a terminal is sent half as much.
+The dashboard draws as many cells as the bare application, but compares before it paints: a terminal
+is sent half as much.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ KEYS = (
     b"0",
     b"\x1b",
 )
-"""A cursor on all charts and along them, zoom in and out, other axes: pressed one after the other."""
+"""A cursor on all charts and along them, zoom in and out, other axes: pressed one after the
+other.
+"""
 
 
 class Cost(NamedTuple):
@@ -135,7 +140,9 @@ class _Terminal:
         self._last = b""
 
     def listen(self, limit_s: float) -> bool:
-        """Take what is there within a time. Return whether there was anything. Raises AssertionError where the program has ended."""
+        """Take what is there within a time. Return whether there was anything. Raises
+        AssertionError where the program has ended.
+        """
         ready, _, _ = select.select([self._controller, self._hearing], [], [], limit_s)
         if self._hearing in ready:
             said = os.read(self._hearing, 65536).decode()
@@ -262,7 +269,9 @@ def bare(seconds: float, size: Size = SIZE, tick_s: float = TICK_S) -> Cost:
 
 
 def side_by_side(seconds: float) -> tuple[Cost, Cost]:
-    """The bare application and the dashboard at the same time: a shared machine is a third slower in one minute than in the next."""
+    """The bare application and the dashboard at the same time: a shared machine is a third slower
+    in one minute than in the next.
+    """
     with ThreadPoolExecutor(1) as beside:
         reference = beside.submit(bare, seconds)
         ours = dashboard(seconds)
@@ -277,7 +286,9 @@ def empty() -> Cost:
 def _timed(
     app: App[None], seconds: float, telling: int, ticks: Callable[[], int] = lambda: 0
 ) -> None:
-    """Tell on a pipe when measuring begins, and after ``seconds`` the share of a core since then, the memory in bytes, and the ticks."""
+    """Tell on a pipe when measuring begins, and after ``seconds`` the share of a core since then,
+    the memory in bytes, and the ticks.
+    """
     spent: list[tuple[float, float, int]] = []
 
     def begin() -> None:
@@ -337,7 +348,9 @@ def _run_empty(seconds: float, telling: int) -> None:
 
 
 def opening_s() -> float:
-    """Return the CPU seconds until all of a run of a million records is known: the least of three, as noise only adds."""
+    """Return the CPU seconds until all of a run of a million records is known: the least of three,
+    as noise only adds.
+    """
     from so_tui.runs import RunDirectory
     from so_tui.runs.index import IndexCache
     from so_tui.runs.metrics import MetricsReader

@@ -1,6 +1,8 @@
-"""so-tui in a real terminal: tmux runs it, what a user's hands do is written to it, and its rows are read as text.
+"""so-tui in a real terminal: tmux runs it, what a user's hands do is written to it, and its rows
+are read as text.
 
-A ``Keyboard`` presses only keys that the screen names at that moment, and a ``Mouse`` has no keys at all.
+A ``Keyboard`` presses only keys that the screen names at that moment, and a ``Mouse`` has no keys
+at all.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ LEFT, WHEEL_UP, WHEEL_DOWN = 0, 64, 65
 class Terminal:
     """A tmux server of its own with one pane, in which a command runs.
 
-    Its socket and the command's home and working folder lie in ``folder``. Of the user's environment, the command gets ``PATH`` only.
+    Its socket and the command's home and working folder lie in ``folder``. Of the user's
+    environment, the command gets ``PATH`` only.
     """
 
     def __init__(self, folder: Path, columns: int = 120, rows: int = 36) -> None:
@@ -88,7 +91,9 @@ class Terminal:
         return self._tmux("capture-pane", "-p").splitlines()
 
     def exit_status(self) -> int | None:
-        """Return the command's exit status; None while it runs, and until tmux knows it: the end of the output comes first."""
+        """Return the command's exit status; None while it runs, and until tmux knows it: the end of
+        the output comes first.
+        """
         dead, server, status = (
             self._tmux("display-message", "-p", "#{pane_dead}:#{pid}:#{pane_dead_status}")
             .strip()
@@ -101,10 +106,12 @@ class Terminal:
         return int(status) if status else None
 
     def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:
-        """Wait until ``happened`` returns something true of the rows of the screen, and return these.
+        """Wait until ``happened`` returns something true of the rows of the screen, and return
+        these.
 
         Raises:
-            AssertionError: Nothing of the kind within ``GIVE_UP_S``; with ``what`` was awaited, and the last screen.
+            AssertionError: Nothing of the kind within ``GIVE_UP_S``; with ``what`` was awaited, and
+                the last screen.
         """
         deadline = time.monotonic() + GIVE_UP_S
         while True:
@@ -138,7 +145,9 @@ class Keyboard(Terminal):
     """A user who has no mouse, and knows no key but those that are named before their eyes."""
 
     def press(self, key: str, named: str) -> None:
-        """Press the key that ``named`` says, a text on the screen such as ``l/F5 Launch`` or ``Launch  y``; wait for the text first."""
+        """Press the key that ``named`` says, a text on the screen such as ``l/F5 Launch`` or
+        ``Launch  y``; wait for the text first.
+        """
         words = named.split()
         assert key in (*words, *words[0].split("/")), f"{named!r} does not name {key!r}"
         self.shown(named)
@@ -153,7 +162,9 @@ class Mouse(Terminal):
     """A user who has a mouse only: presses, releases and the wheel, where a text stands."""
 
     def click(self, text: str) -> None:
-        """Press and release the left button on a text, which must be on the screen once; wait for it first."""
+        """Press and release the left button on a text, which must be on the screen once; wait for
+        it first.
+        """
         x, y = self._cell_of(text)
         self._report(f"{LEFT};{x};{y}M")
         self._report(f"{LEFT};{x};{y}m")

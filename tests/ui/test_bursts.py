@@ -1,4 +1,6 @@
-"""Keys that arrive all at once, as a slow connection delivers them, act in their order: what is typed for a field reaches the field."""
+"""Keys that arrive all at once, as a slow connection delivers them, act in their order: what
+is typed for a field reaches the field.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The charts that a user chooses: metrics, grids, smoothing, scales, the mouse, and other runs over them."""
+"""The charts that a user chooses: metrics, grids, smoothing, scales, the mouse, and other runs over
+them.
+"""
 
 from __future__ import annotations
 
@@ -488,7 +490,8 @@ def test_what_is_remembered_and_unknown_is_left_out(tmp_path: Path) -> None:
     assert load_layout() == ChartLayout()
     layout_path().parent.mkdir(parents=True)
     layout_path().write_text(
-        '{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], "new": 1}'
+        '{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], '
+        '"new": 1}'
     )
     assert load_layout() == ChartLayout(shown=("loss",), ema=0.99, log=("norm",))
     layout_path().write_text("[")

@@ -1,4 +1,6 @@
-"""What the dashboard of a live run costs, beside bare Textual applications that run at the same time."""
+"""What the dashboard of a live run costs, beside bare Textual applications that run at the same
+time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.ui.dashboard_cost import empty, million, opening_s, side_by_side, tab
 SECONDS = 12
 """Ticks of each measurement."""
 MOST_CPU = 1.3
-"""Times the bare application's, by the median of rounds. The aim is 1.2; single rounds on a shared machine are a tenth more or less."""
+"""Times the bare application's, by the median of rounds. The aim is 1.2; single rounds on a shared
+machine are a tenth more or less.
+"""
 ROUNDS = 7
 """At most; more than LEAST_ROUNDS only where these are over."""
 LEAST_ROUNDS = 3
@@ -19,7 +23,9 @@ MOST_BYTES = 1.2
 MOST_MEMORY_BYTES = 25 << 20
 """Above an empty application."""
 MOST_LONG_MEMORY_BYTES = 34 << 20
-"""The same where the run has a million records: the series of its blocks alone take 6 MiB, and reading their indexes leaves some behind."""
+"""The same where the run has a million records: the series of its blocks alone take 6 MiB, and
+reading their indexes leaves some behind.
+"""
 MOST_KEY_S = 0.05
 """CPU seconds from a key to its frame, for 95 % of the keys."""
 MOST_OPENING_S = 1.0

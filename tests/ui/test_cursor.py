@@ -1,4 +1,6 @@
-"""The linked cursor: the step's anatomy, the NUMA nodes, the GPUs and the log show what was at the inspected step."""
+"""The linked cursor: the step's anatomy, the NUMA nodes, the GPUs and the log show what was at the
+inspected step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What counts as a change in Configure: what differs from what was opened, a preset with what was recommended for it."""
+"""What counts as a change in Configure: what differs from what was opened, a preset with what was
+recommended for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every record of a run is in what is drawn, however it is read: in any portions, with or without indexes, now or again later."""
+"""Every record of a run is in what is drawn, however it is read: in any portions, with or without
+indexes, now or again later.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def mean_of(losses: Losses, step: int, span: int) -> float:
 def check_drawn(
     series: StepSeries, losses: Losses, columns: Iterable[int] = (1, 7, 80, 317)
 ) -> None:
-    """Check that the raw line and the mean account for these losses, all of them and nothing else."""
+    """Check that the raw line and the mean account for these losses, all of them and nothing
+    else.
+    """
     line = series.line("loss", "raw", series.lengths)
     steps = sorted(losses)
     assert series.begin[0] == steps[0]
@@ -249,7 +253,9 @@ def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_s
 
 
 def read_anyhow(run: RunDirectory, cache: Path, draw: random.Random) -> StepSeries:
-    """Read a long run in chunks of any size, by a clock of any speed, drawing now and then, with the index of a real segment gone."""
+    """Read a long run in chunks of any size, by a clock of any speed, drawing now and then, with
+    the index of a real segment gone.
+    """
     reader, looks, look_s = (
         MetricsReader(run, IndexCache(cache)),
         count(),
@@ -301,7 +307,9 @@ def test_a_run_looks_the_same_at_every_time_live_and_opened_again(
 def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(
     run: RunDirectory, tmp_path: Path, ema: float
 ) -> None:
-    """Also with steps without a number, with a resume inside a block, and with a segment without an index."""
+    """Also with steps without a number, with a resume inside a block, and with a segment without an
+    index.
+    """
     draw = random.Random(int(100 * ema))
     exact: dict[int, float] = {}
     total = share = 0.0

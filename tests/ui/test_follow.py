@@ -305,7 +305,9 @@ def test_the_cursor_stands_on_a_recorded_step_so_that_number_and_value_agree() -
 def test_every_step_is_drawn_however_slowly_the_run_is_read(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, seconds_a_look: float
 ) -> None:
-    """On a busy host, or from a slow disk, one poll reads a part of the segments that have an index. The next ones read the others."""
+    """On a busy host, or from a slow disk, one poll reads a part of the segments that have an
+    index. The next ones read the others.
+    """
     run = write_run(runs_dir, steps=0, seconds_of_samples=0)
     writer = MetricsWriter(run, 1, segment_bytes=64_000)
     steps = 9_000

@@ -1,4 +1,6 @@
-"""The form of Configure: moving between fields, finding one, its description, and what other values would do."""
+"""The form of Configure: moving between fields, finding one, its description, and what other values
+would do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What GPUs and nodes did over time: as charts, with limits and marks of throttling, bounded however long a screen is open."""
+"""What GPUs and nodes did over time: as charts, with limits and marks of throttling, bounded
+however long a screen is open.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A screen whose terminal vanishes without SIGHUP, as under nohup, ends by itself instead of reading nothing for ever."""
+"""A screen whose terminal vanishes without SIGHUP, as under nohup, ends by itself instead of
+reading nothing for ever.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from pathlib import Path
 
 from tests.support.waiting import LIMIT_S
 
-IGNORING_HANGUP = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from so_tui.cli import main; sys.exit(main())"
+IGNORING_HANGUP = (
+    "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); from so_tui.cli import "
+    "main; sys.exit(main())"
+)
 
 
 def test_a_screen_that_lost_its_terminal_ends(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Settings on the screen: applied, changed, kept; vim's keys and keys of one's own; themes for all eyes."""
+"""Settings on the screen: applied, changed, kept; vim's keys and keys of one's own; themes for all
+eyes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pictures of screens, compared with those in ``__snapshots__``. CONTRIBUTING.md says how to renew them."""
+"""Pictures of screens, compared with those in ``__snapshots__``. CONTRIBUTING.md says how to renew
+them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ STANDING = ("list runs", "follow the run", "sample this machine", "load and ask 
 
 @dataclass(frozen=True)
 class Picture:
-    """A screen, the keys that lead to it from the picture before, and the sizes in which it is drawn."""
+    """A screen, the keys that lead to it from the picture before, and the sizes in which it is
+    drawn.
+    """
 
     name: str
     keys: str = ""
@@ -66,7 +70,9 @@ class Walk:
     """Seconds since the last heartbeat of live runs."""
     environment: dict[str, str] = field(default_factory=dict)
     short_form: bool = False
-    """Whether Configure has its first groups only: the others cost most of the time, and are not seen."""
+    """Whether Configure has its first groups only: the others cost most of the time, and are not
+    seen.
+    """
 
 
 def state(name: str, keys: str = "", **more: str) -> Picture:
@@ -268,13 +274,15 @@ async def at_rest(ui: Driver) -> None:
                 screen._refresh_layout()
                 await ui.pilot.pause()
         drawn = complete(ui)  # nothing came while the screen was drawn
-    # A scroll bar that a smaller size or a longer text needed goes with the next layout, whenever that is. The page may not even have heard
-    # of its size yet.
+    # A scroll bar that a smaller size or a longer text needed goes with the next layout, whenever
+    # that is. The page may not even have heard of its size yet.
     for screen in ui.app.screen_stack[:-1]:
         for _ in range(2):
             await heard(screen)
             if isinstance(screen, DashboardScreen):
-                await screen.on_resize()  # was laid out with the rows of another size since; the next snapshot of the run does the same
+                # was laid out with the rows of another size since; the next snapshot of the run
+                # does the same
+                await screen.on_resize()
             screen._refresh_layout()
             await ui.pilot.pause()
     ui.screen.refresh(layout=True)

@@ -1,4 +1,6 @@
-"""The first paint: how much more it costs than that of an empty application, and what it does not import."""
+"""The first paint: how much more it costs than that of an empty application, and what it does not
+import.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.support.python_path import ROOT
 
 SCRIPT = Path(__file__).with_name("first_paint.py")
 BUDGET_S = 0.10
-"""Process time above an empty Textual application with as many tabs; process time, so that a busy machine counts little."""
+"""Process time above an empty Textual application with as many tabs; process time, so that a busy
+machine counts little.
+"""
 
 
 def first_paint_s(*arguments: str) -> float:
@@ -56,7 +60,8 @@ def first_paint_s(*arguments: str) -> float:
 
 
 def test_first_paint_costs_little_more_than_an_empty_application(runs_dir: Path) -> None:
-    # Noise only ever adds: the least of several is what the program costs. More rounds only where the first are over.
+    # Noise only ever adds: the least of several is what the program costs. More rounds only where
+    # the first are over.
     empty: list[float] = []
     ours: list[float] = []
     for _ in range(15):
@@ -69,9 +74,9 @@ def test_first_paint_costs_little_more_than_an_empty_application(runs_dir: Path)
 
 def test_the_first_screen_imports_no_planner_and_no_inspection() -> None:
     code = (
-        "import sys; import so_tui.ui.app, so_tui.ui.presets.screen; "
-        "heavy = tuple(f'so_tui.{name}' for name in ('spec', 'machine', 'plan', 'runs', 'launch')) + ('psutil',); "
-        "print([name for name in sys.modules if name.startswith(heavy)])"
+        "import sys; import so_tui.ui.app, so_tui.ui.presets.screen; heavy = "
+        "tuple(f'so_tui.{name}' for name in ('spec', 'machine', 'plan', 'runs', 'launch')) + "
+        "('psutil',); print([name for name in sys.modules if name.startswith(heavy)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -88,7 +93,9 @@ def imports_own_modules(package: Path) -> bool:
 
 
 def test_packages_that_import_their_own_modules_are_known() -> None:
-    """Two threads that import such a package and one of its modules may both fail, now and then, on a busy machine."""
+    """Two threads that import such a package and one of its modules may both fail, now and then, on
+    a busy machine.
+    """
     packages = [init.parent for init in (ROOT / "so_tui").rglob("__init__.py")]
     eager = {
         str(package.relative_to(ROOT)).replace("/", ".")

@@ -337,7 +337,10 @@ def test_findings_fold_under_their_own_words(width: int) -> None:
         code="shm-tight",
         severity="warning",
         title="Memory is short",
-        evidence="/dev/shm: 1.0 GiB free of 64.0 GiB; the run needs 20.0 GiB of it and gets no more from anywhere else",
+        evidence=(
+            "/dev/shm: 1.0 GiB free of 64.0 GiB; the run needs 20.0 GiB of it and gets no more "
+            "from anywhere else"
+        ),
         cost="It ends.",
         remedy="`mount -o remount,size=90% /dev/shm`",
     )
@@ -483,7 +486,10 @@ def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None
 def test_pythons_own_locale_is_not_taken_for_the_terminals(
     variables: dict[str, str], expected: str
 ) -> None:
-    code = "from so_tui.ui.text import chosen_glyphs, environment_at_start; print(chosen_glyphs(environment_at_start()))"
+    code = (
+        "from so_tui.ui.text import chosen_glyphs, environment_at_start; "
+        "print(chosen_glyphs(environment_at_start()))"
+    )
     kept = {
         name: value
         for name, value in os.environ.items()

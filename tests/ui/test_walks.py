@@ -1,4 +1,6 @@
-"""A walk by keyboard alone and one by mouse alone, in a real terminal: from the first start to the exported model, without a GPU."""
+"""A walk by keyboard alone and one by mouse alone, in a real terminal: from the first start to the
+exported model, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def first_start(user: NewUser) -> Iterator[NewUser]:
 
 
 def watched_to_its_end(user: Terminal, steps: int) -> RunDirectory:
-    """Follow the only run on the dashboard: what is shown of a step is what the run has recorded of it."""
+    """Follow the only run on the dashboard: what is shown of a step is what the run has recorded of
+    it.
+    """
     shown = user.matched(rf"(\S+) +● training +step ([1-9]\d*) / {steps}\b")
     (run,) = runs_of(user)
     assert run.name == shown[1]

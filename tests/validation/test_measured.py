@@ -1,4 +1,6 @@
-"""The planner is held to every report of ``so-tui validate`` in ``benchmarks/results``: planned again, with the rates measured there."""
+"""The planner is held to every report of ``so-tui validate`` in ``benchmarks/results``: planned
+again, with the rates measured there.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,24 @@ KNOWN = {
     ("validate-h200", "published", "step_s"): 0.26,
     ("validate-h200", "published-unclipped", "step_s"): 0.29,
 }
-"""Figures that plans are known to miss by more, and by how much. With a micro-batch of 2 x 4096 on two GPUs, 0.82 s were planned and 1.18 s
-measured: backward took 0.84 s where two workers' Adam and its copies should have left it at 0.48 s.
+"""Figures that plans are known to miss by more, and by how much. With a micro-batch of 2 x 4096 on
+two GPUs, 0.82 s were planned and 1.18 s measured: backward took 0.84 s where two workers' Adam and
+its copies should have left it at 0.48 s.
 
-DeepSpeed's SuperOffload took 2 s longer after backward, with and without clipping, than on the host from which its plan was made: 7.13 and
-4.7 s a step there, 8.22 and 6.63 s here."""
+DeepSpeed's SuperOffload took 2 s longer after backward, with and without clipping, than on the host
+from which its plan was made: 7.13 and 4.7 s a step there, 8.22 and 6.63 s here.
+"""
 LOSS = 0.06
-"""Largest relative difference between losses at a step. The first reports trained tiny at its own learning rate, where two runs of the same
-arithmetic differ by as much within 200 steps; at the lower one that later reports have, by 0.002."""
+"""Largest relative difference between losses at a step. The first reports trained tiny at its own
+learning rate, where two runs of the same arithmetic differ by as much within 200 steps; at the
+lower one that later reports have, by 0.002.
+"""
 
 
 def machine_of(found: MachineFound) -> Machine:
-    """Return the machine of a report, as far as plans need it: its threads as cores, numbered by node."""
+    """Return the machine of a report, as far as plans need it: its threads as cores, numbered by
+    node.
+    """
     nodes, first = [], 0
     for node in found.nodes:
         cpus = tuple(range(first, first + node.cores))
@@ -89,7 +97,8 @@ def test_what_was_measured_is_planned(path: Path) -> None:
     parts = {part.key: part for part in parts_of(machine, report.gpus)}
     wrong = []
     for outcome, found in trained(report.outcomes):
-        # Plans are for bound ranks. A model so small that its speed says nothing is not predicted by it.
+        # Plans are for bound ranks. A model so small that its speed says nothing is not predicted
+        # by it.
         if found.placed != "bound" or found.losses_only or found.workload is None:
             continue
         plan = make_plan(

@@ -1,4 +1,6 @@
-"""Measurements are run in order, within the time, and the report is written after each and continued later."""
+"""Measurements are run in order, within the time, and the report is written after each and
+continued later.
+"""
 
 from __future__ import annotations
 

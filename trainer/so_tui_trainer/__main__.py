@@ -1,4 +1,6 @@
-"""Entry point of every rank: ``deepspeed --module so_tui_trainer``. Guarded, since spawned Adam workers import it and must not train."""
+"""Entry point of every rank: ``deepspeed --module so_tui_trainer``. Guarded, since spawned Adam
+workers import it and must not train.
+"""
 
 import sys
 

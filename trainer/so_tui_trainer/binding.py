@@ -1,8 +1,10 @@
-"""Bind this rank to the cores and the memory policy of the plan, before torch starts a thread or allocates a page.
+"""Bind this rank to the cores and the memory policy of the plan, before torch starts a thread or
+allocates a page.
 
-DeepSpeed's launcher may have bound the rank already, or not at all, or to the wrong cores, since it cannot express every machine. So each
-rank reads its binding, corrects it, and reports both. What the kernel forbids (a container's seccomp profile, a cpuset) is reported, not
-fatal. Imports neither torch nor anything that imports it.
+DeepSpeed's launcher may have bound the rank already, or not at all, or to the wrong cores, since it
+cannot express every machine. So each rank reads its binding, corrects it, and reports both. What
+the kernel forbids (a container's seccomp profile, a cpuset) is reported, not fatal. Imports neither
+torch nor anything that imports it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 from so_tui.plan.plan import MemoryPolicy, RankBinding
 from so_tui.runs.records import RankBindingReport
 
-# set_mempolicy(2) and get_mempolicy(2) have no wrapper in libc; numbers from asm/unistd_64.h and asm-generic/unistd.h.
+# set_mempolicy(2) and get_mempolicy(2) have no wrapper in libc; numbers from asm/unistd_64.h and
+# asm-generic/unistd.h.
 _SYSCALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 _MODES = {
     0: "default",
@@ -38,7 +41,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when DeepSpeed's launcher dies, however it dies, so that no rank is orphaned.
+    """Ask the kernel to kill this process when DeepSpeed's launcher dies, however it dies, so that
+    no rank is orphaned.
 
     Raises:
         OSError: The kernel refuses.
@@ -86,7 +90,8 @@ def bind(binding: RankBinding) -> RankBindingReport:
 
 
 def apply_main_cores(binding: RankBinding) -> None:
-    """Restrict all threads of the training process to the main cores, and size torch's thread pool by them.
+    """Restrict all threads of the training process to the main cores, and size torch's thread pool
+    by them.
 
     To be called after an Adam worker has taken its own cores.
     """
@@ -97,7 +102,9 @@ def apply_main_cores(binding: RankBinding) -> None:
 
 
 def memory_policy() -> str:
-    """Return this thread's memory policy: ``default``, ``bind:0``, ``preferred:1``; ``unknown`` if the kernel does not report it."""
+    """Return this thread's memory policy: ``default``, ``bind:0``, ``preferred:1``; ``unknown`` if
+    the kernel does not report it.
+    """
     numbers = _SYSCALLS.get(platform.machine())
     if numbers is None:
         return "unknown"
@@ -154,7 +161,9 @@ def _move_threads(cpus: Iterable[int]) -> list[str]:
 
 
 def set_memory_policy(policy: MemoryPolicy) -> list[str]:
-    """Set the policy of this thread, and of the threads and processes that it starts. Return problems in words."""
+    """Set the policy of this thread, and of the threads and processes that it starts. Return
+    problems in words.
+    """
     numbers = _SYSCALLS.get(platform.machine())
     if numbers is None:
         return [f"no set_mempolicy known for {platform.machine()}"]
@@ -170,6 +179,9 @@ def set_memory_policy(policy: MemoryPolicy) -> list[str]:
         != 0
     ):
         return [
-            f"cannot set the memory policy {_policy_text(policy)}: {os.strerror(ctypes.get_errno())}"
+            (
+                f"cannot set the memory policy {_policy_text(policy)}: "
+                f"{os.strerror(ctypes.get_errno())}"
+            )
         ]
     return []

@@ -1,12 +1,13 @@
 """Save and load checkpoints, on all ranks together.
 
-All ranks write into ``step-000060.partial``. One rename makes it valid, and older checkpoints are removed once it is proven readable. What
-the engine has copied is written by a thread of each rank while training goes on; rank 0's also renames, verifies and removes. The ranks
-agree in their training threads only, between two steps.
+All ranks write into ``step-000060.partial``. One rename makes it valid, and older checkpoints are
+removed once it is proven readable. What the engine has copied is written by a thread of each rank
+while training goes on; rank 0's also renames, verifies and removes. The ranks agree in their
+training threads only, between two steps.
 
-A checkpoint has the fp32 master weights, moments and counters of the optimizer (the bf16 weights are a cast of the master weights), the
-random number generators of every rank, and a description of the data. The learning rate follows from the step. ``checkpoint_folder`` has
-the files.
+A checkpoint has the fp32 master weights, moments and counters of the optimizer (the bf16 weights
+are a cast of the master weights), the random number generators of every rank, and a description of
+the data. The learning rate follows from the step. ``checkpoint_folder`` has the files.
 """
 
 from __future__ import annotations
@@ -99,9 +100,11 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
 
 
 class Saving:
-    """A checkpoint that is being written, on all ranks together. Checkpoints beyond ``checkpoint.keep`` are removed at its end.
+    """A checkpoint that is being written, on all ranks together. Checkpoints beyond
+    ``checkpoint.keep`` are removed at its end.
 
-    Every rank must make it, and call each method, after the same step. Training may go on in between.
+    Every rank must make it, and call each method, after the same step. Training may go on in
+    between.
 
     Args:
         engine: The DeepSpeed engine.
@@ -109,15 +112,18 @@ class Saving:
         folder: The folder of the run's checkpoints.
         ranks: The process group.
         attempt: The run's attempt, for the record.
-        background: Have the states copied, as far as there is memory for it, and write them afterwards. Otherwise they are written at once.
+        background: Have the states copied, as far as there is memory for it, and write them
+            afterwards. Otherwise they are written at once.
         due_step: When it fell due, if that was before its step; for the record.
-        check: Called on rank 0 before the checkpoint is made valid, in a thread. Raises TrainingError if it must not be.
+        check: Called on rank 0 before the checkpoint is made valid, in a thread. Raises
+            TrainingError if it must not be.
 
     Attributes:
         step: The step that it saves.
 
     Raises:
-        TrainingError: It does not fit, or a rank cannot write; raised on all ranks, by the methods too. Earlier checkpoints stay.
+        TrainingError: It does not fit, or a rank cannot write; raised on all ranks, by the methods
+            too. Earlier checkpoints stay.
     """
 
     def __init__(
@@ -160,7 +166,9 @@ class Saving:
         self._paused_s = time.monotonic() - self._began
 
     def poll(self) -> CheckpointRecord | None:
-        """Return the record of the checkpoint once it is complete on all ranks; None before. Waits for no disk."""
+        """Return the record of the checkpoint once it is complete on all ranks; None before. Waits
+        for no disk.
+        """
         return self._go_on() if self._all_ready() else None
 
     def wait(self) -> CheckpointRecord:
@@ -175,7 +183,8 @@ class Saving:
         return msgspec.structs.replace(record, paused_s=min(record.seconds, waited_s))
 
     def _all_ready(self) -> bool:
-        """Return whether all ranks had ended the part in progress when they were last asked, and ask them again if not.
+        """Return whether all ranks had ended the part in progress when they were last asked, and
+        ask them again if not.
 
         They answer while a step computes, so none waits for another here.
         """
@@ -193,7 +202,9 @@ class Saving:
         return False
 
     def _go_on(self) -> CheckpointRecord | None:
-        """End the part in progress on all ranks, and begin the next one: rank 0 makes valid what all have written."""
+        """End the part in progress on all ranks, and begin the next one: rank 0 makes valid what
+        all have written.
+        """
         ranks, partial = self._ranks, self._partial
         if self._completed is None:
             written = 0
@@ -228,7 +239,9 @@ class Saving:
 
 
 def _in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function in a thread that ends with the process, whatever it is doing: what it leaves unfinished is no checkpoint."""
+    """Run a function in a thread that ends with the process, whatever it is doing: what it leaves
+    unfinished is no checkpoint.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -244,8 +257,9 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
 def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rounded:
     """Restore the state of a checkpoint, which any number of ranks may have written.
 
-    With another number of ranks the random number generators stay as seeded; only some routers use them in training (Phi-3.5-MoE, noise in
-    Mixtral). So they do with the files of earlier versions, which were pickles: loading one can run any code.
+    With another number of ranks the random number generators stay as seeded; only some routers use
+    them in training (Phi-3.5-MoE, noise in Mixtral). So they do with the files of earlier versions,
+    which were pickles: loading one can run any code.
 
     Returns:
         What ``superoffload.load_state`` returns, summed over all ranks.
@@ -270,7 +284,8 @@ def _random_file(checkpoint: Path, rank: int) -> Path:
 
 @contextmanager
 def all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
-    """Run a block on every rank and agree on whether it worked: an error of one rank is raised on all.
+    """Run a block on every rank and agree on whether it worked: an error of one rank is raised on
+    all.
 
     Args:
         ranks: The process group.
@@ -386,13 +401,19 @@ def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterat
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
-        message = "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those of the checkpoint, the moments are zero"
+        message = (
+            "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those "
+            "of the checkpoint, the moments are zero"
+        )
         yield _Warned(
             "moments-restarted", message, 'Train with offload.engine = "so-tui", which saves them.'
         )
         return
     if before != after:
-        message = f"the checkpoint's moments are {before} and this run's are {after}: what the new format cannot hold is rounded"
+        message = (
+            f"the checkpoint's moments are {before} and this run's are {after}: what the new "
+            "format cannot hold is rounded"
+        )
         yield _Warned(
             "states-format-changed",
             message,
@@ -400,11 +421,20 @@ def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterat
         )
         return
     if rounded.numel:
-        message = f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are rounded to {after} in host memory"
-        suggestion = f"Resume on {saved.ranks} GPUs with the same offload.ratio and offload.sub_group_size to continue bit for bit."
+        message = (
+            f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are "
+            f"rounded to {after} in host memory"
+        )
+        suggestion = (
+            f"Resume on {saved.ranks} GPUs with the same offload.ratio and offload.sub_group_size "
+            "to continue bit for bit."
+        )
         yield _Warned("moments-rounded", message, suggestion)
     if rounded.blocks:
-        message = f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards and are rounded once more"
+        message = (
+            f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards "
+            "and are rounded once more"
+        )
         yield _Warned(
             "blocks-rounded-again",
             message,
@@ -423,7 +453,8 @@ Warn = Callable[[str, str, str], None]
 def newest_to_resume(
     run: RunDirectory, spec: RunSpec, warn: Warn, *, start_over: bool
 ) -> Found | None:
-    """Return the checkpoint to resume from. Newer ones that cannot be used are renamed or left, with a warning.
+    """Return the checkpoint to resume from. Newer ones that cannot be used are renamed or left,
+    with a warning.
 
     Args:
         run: The run.
@@ -432,7 +463,8 @@ def newest_to_resume(
         start_over: Set all checkpoints aside and return None.
 
     Raises:
-        TrainingError: The folder of checkpoints is another run's, or what the run saved is missing or unreadable.
+        TrainingError: The folder of checkpoints is another run's, or what the run saved is missing
+            or unreadable.
     """
     folder = checkpoints_folder(run, spec)
     if spec.checkpoint.saves or folder.exists():
@@ -460,7 +492,9 @@ def newest_to_resume(
 
 
 def _set_aside(damage: Damage, found: Found, warn: Warn) -> None:
-    """Rename a checkpoint that cannot be read, but not one that is whole and does not belong here."""
+    """Rename a checkpoint that cannot be read, but not one that is whole and does not belong
+    here.
+    """
     if damage.code in ("other-run", "misnamed"):
         message = (
             f"{damage.path.name} is not used ({damage.reason}); resuming from {found.path.name}"
@@ -497,8 +531,14 @@ def restore(
     """
     manifest = found.manifest
     if manifest.data != fingerprint or _order(manifest.spec) != _order(spec):
-        message = f"the data or their order changed since the checkpoint; continuing at sequence {manifest.consumed_sequences + 1}"
-        suggestion = "Resume with the same data, weights, seed, sequence length and packing to neither skip nor repeat sequences."
+        message = (
+            "the data or their order changed since the checkpoint; continuing at sequence "
+            f"{manifest.consumed_sequences + 1}"
+        )
+        suggestion = (
+            "Resume with the same data, weights, seed, sequence length and packing to neither skip "
+            "nor repeat sequences."
+        )
         warn("data-changed", message, suggestion)
     rounded = load(engine, found.path, manifest, ranks)
     for warning in rounding_warnings(manifest, spec, rounded):

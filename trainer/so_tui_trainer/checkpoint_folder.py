@@ -1,4 +1,5 @@
-"""The folder of a run's checkpoints: finding, verifying, writing and removing them. Independent of the engine and of other ranks.
+"""The folder of a run's checkpoints: finding, verifying, writing and removing them. Independent of
+the engine and of other ranks.
 
 run.json                whose checkpoints these are
 step-000060             valid: renamed to this after all ranks had written it
@@ -74,13 +75,17 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
     if needed_bytes > free_bytes:
         raise TrainingError(
             "disk-full",
-            f"{field} = {folder}: a checkpoint needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free",
-            "Free some space there, of older checkpoints say, then resume. A new run can set `checkpoint.folder` to a larger disk.",
+            f"{field} = {folder}: a checkpoint needs {disk_size(needed_bytes)}, but only "
+            f"{disk_size(free_bytes)} are free",
+            "Free some space there, of older checkpoints say, then resume. A new run can set "
+            "`checkpoint.folder` to a larger disk.",
         )
 
 
 def _retire(checkpoint: Path) -> None:
-    """Remove a checkpoint that is no longer needed. What cannot be removed now is said in the log; the next checkpoint tries again."""
+    """Remove a checkpoint that is no longer needed. What cannot be removed now is said in the log;
+    the next checkpoint tries again.
+    """
     half_removed = checkpoint.with_name(checkpoint.name + PARTIAL)
     try:
         checkpoint.rename(half_removed)  # first: half removed, it is no checkpoint
@@ -91,7 +96,9 @@ def _retire(checkpoint: Path) -> None:
 
 
 def _remove_or_say(checkpoint: Path) -> None:
-    """Remove a folder, or say why not: whoever has a file in it open on a network file system keeps it, and that costs no training."""
+    """Remove a folder, or say why not: whoever has a file in it open on a network file system keeps
+    it, and that costs no training.
+    """
     try:
         remove(checkpoint)
     except OSError as error:
@@ -101,8 +108,8 @@ def _remove_or_say(checkpoint: Path) -> None:
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint's folder, its large files a piece at a time.
 
-    A file system that frees tens of GB at once keeps everyone waiting who writes to it meanwhile. Links, and files that have another name
-    elsewhere, are only unlinked.
+    A file system that frees tens of GB at once keeps everyone waiting who writes to it meanwhile.
+    Links, and files that have another name elsewhere, are only unlinked.
     """
     for _, _, names, folder in os.fwalk(checkpoint):
         for name in names:
@@ -129,7 +136,9 @@ def _empty(name: str, folder: int) -> None:
 
 T = TypeVar("T")
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Between tries: a file server that restarts, or a path to it that changes, takes this long. The other ranks wait."""
+"""Between tries: a file server that restarts, or a path to it that changes, takes this long. The
+other ranks wait.
+"""
 _SAYS_WHAT_IS_THERE = frozenset(
     {
         errno.ENOENT,
@@ -163,8 +172,14 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
             if not _reading_failed(error):
                 raise
             if (pause_s := next(pauses_s, None)) is None:
-                reason = f"{path} cannot be read now ({brief_message(str(error))}), and may be whole. It is left as it is"
-                suggestion = "Resume when its file system answers. Should that be never, move it away, and an older checkpoint is used."
+                reason = (
+                    f"{path} cannot be read now ({brief_message(str(error))}), and may be whole. "
+                    "It is left as it is"
+                )
+                suggestion = (
+                    "Resume when its file system answers. Should that be never, move it away, and "
+                    "an older checkpoint is used."
+                )
                 raise TrainingError("checkpoint-read-failed", reason, suggestion) from error
         time.sleep(pause_s)
 
@@ -185,11 +200,15 @@ SUPERSEDED = ".superseded"
 _MANIFEST = "checkpoint.json"
 _MARK = "run.json"
 _SMALL_BYTES = 64 << 20
-"""Files up to this size are checked as a whole; only the optimizer states of real models are larger."""
+"""Files up to this size are checked as a whole; only the optimizer states of real models are
+larger.
+"""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What a checkpoint belongs to. It is written last, so a folder without it is not a checkpoint."""
+    """What a checkpoint belongs to. It is written last, so a folder without it is not a
+    checkpoint.
+    """
 
     schema: int = SCHEMA
     run: str = ""
@@ -218,8 +237,9 @@ class Damage(NamedTuple):
 
     path: Path
     code: str
-    """``torn``, ``checksum``, ``unreadable``, or another code of OffloadError; ``other-run`` and ``misnamed`` if it is whole but not this
-    run's, or not of the step in its name."""
+    """``torn``, ``checksum``, ``unreadable``, or another code of OffloadError; ``other-run`` and
+    ``misnamed`` if it is whole but not this run's, or not of the step in its name.
+    """
     reason: str
 
 
@@ -233,10 +253,12 @@ class Found(NamedTuple):
 
 
 def claim(run: RunDirectory, spec: RunSpec) -> Path:
-    """Return the folder of a run's checkpoints, made and marked as this run's if it does not exist yet.
+    """Return the folder of a run's checkpoints, made and marked as this run's if it does not exist
+    yet.
 
     Raises:
-        TrainingError: Another run's checkpoints are there, or somebody else made the folder (``checkpoint-folder-taken``).
+        TrainingError: Another run's checkpoints are there, or somebody else made the folder
+            (``checkpoint-folder-taken``).
         OSError: It cannot be made.
     """
     folder = checkpoints_folder(run, spec)
@@ -245,7 +267,8 @@ def claim(run: RunDirectory, spec: RunSpec) -> Path:
         return folder
     if spec.checkpoint.folder:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    # Marked before it has its name, so that no other run ever finds it unmarked. The umask decides whether the group keeps its rights.
+    # Marked before it has its name, so that no other run ever finds it unmarked. The umask decides
+    # whether the group keeps its rights.
     unnamed = folder.with_name(f".{folder.name}.{os.urandom(4).hex()}")
     unnamed.mkdir(mode=0o750)
     try:
@@ -261,7 +284,9 @@ def claim(run: RunDirectory, spec: RunSpec) -> Path:
 
 
 def _refuse_other_run(run: RunDirectory, folder: Path) -> None:
-    """Refuse a folder that another run or another user made. What is inside the run directory is the run's, marked or not."""
+    """Refuse a folder that another run or another user made. What is inside the run directory is
+    the run's, marked or not.
+    """
     own = folder == run.checkpoints_dir
     if not own and (distrust := distrust_of_folder(folder)) is not None:
         raise _taken(folder, f"is not a folder that only you can write ({distrust})")
@@ -288,8 +313,9 @@ def newest(folder: Path, run: str = "") -> Found | None:
         run: Its identity; empty for a run of an older version.
 
     Raises:
-        TrainingError: There are checkpoints but none can be used (``checkpoints-unreadable``), or their file system does not let one be
-            read (``checkpoint-read-failed``). Starting anew, or from an older one, would lose training.
+        TrainingError: There are checkpoints but none can be used (``checkpoints-unreadable``), or
+            their file system does not let one be read (``checkpoint-read-failed``). Starting anew,
+            or from an older one, would lose training.
     """
     damaged: list[Damage] = []
     for path in reversed(_read_with_retries(listed_checkpoints, folder)):
@@ -326,7 +352,8 @@ def _misplaced(path: Path, manifest: Manifest, run: str) -> Damage | None:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Verify that a checkpoint is readable: every file with its size, and samples of the states with their checksums.
+    """Verify that a checkpoint is readable: every file with its size, and samples of the states
+    with their checksums.
 
     Raises:
         OSError: A file cannot be read.
@@ -387,7 +414,8 @@ def set_aside(checkpoint: Path, suffix: str = _DAMAGED) -> Path:
 
 
 def set_all_aside(folder: Path, run: str) -> None:
-    """Set the checkpoints of a run aside, so that its training starts over. None is deleted, and other runs' stay as they are.
+    """Set the checkpoints of a run aside, so that its training starts over. None is deleted, and
+    other runs' stay as they are.
 
     Args:
         folder: The folder of its checkpoints.
@@ -402,7 +430,9 @@ def set_all_aside(folder: Path, run: str) -> None:
 
 
 def _owner(checkpoint: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint; None if its manifest cannot be read."""
+    """Return the identity of the run that wrote a checkpoint; None if its manifest cannot be
+    read.
+    """
     try:
         return read_manifest(checkpoint).run
     except (OSError, msgspec.DecodeError, RecursionError):
@@ -418,7 +448,8 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def complete(partial: Path, manifest: Manifest) -> Path:
-    """Publish what all ranks have written, verify it, and only then remove checkpoints beyond ``checkpoint.keep``.
+    """Publish what all ranks have written, verify it, and only then remove checkpoints beyond
+    ``checkpoint.keep``.
 
     Returns:
         The path of the checkpoint.
@@ -471,7 +502,9 @@ def _says(path: Path, run: str) -> bool:
 
 
 def _file_of(checkpoint: Path, name: str) -> Path:
-    """Return the path of a file that a manifest names. Refuse one outside its checkpoint, below a link, or that is no regular file."""
+    """Return the path of a file that a manifest names. Refuse one outside its checkpoint, below a
+    link, or that is no regular file.
+    """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         raise superoffload.OffloadError(

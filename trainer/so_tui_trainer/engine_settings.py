@@ -1,4 +1,6 @@
-"""Map a run's spec and a rank's binding to the settings of the offload engine, which has no notion of either."""
+"""Map a run's spec and a rank's binding to the settings of the offload engine, which has no notion
+of either.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def engine_settings(
     Args:
         spec: The run's spec.
         binding: The rank's.
-        optional: What the plan gives to second states and to copies. They get less where other processes hold memory that it counted on.
+        optional: What the plan gives to second states and to copies. They get less where other
+            processes hold memory that it counted on.
 
     Raises:
         OffloadError: If the offload mode is still ``auto`` (``mode-not-resolved``).
@@ -62,9 +65,11 @@ def states_format(spec: RunSpec) -> StatesFormat:
 
 
 def _within_memory(spec: RunSpec, planned: int, taken: int) -> int:
-    """Return ``planned`` bytes beside the states, or less where other processes hold memory that the plan counted on.
+    """Return ``planned`` bytes beside the states, or less where other processes hold memory that
+    the plan counted on.
 
-    No result depends on them, so a run on a host that is fuller than planned is slower and does not fail.
+    No result depends on them, so a run on a host that is fuller than planned is slower and does not
+    fail.
 
     Args:
         spec: The run's spec.

@@ -64,7 +64,9 @@ def _record_imports(writer: MetricsWriter, attempt: int) -> None:
 
 
 def leave(code: int) -> None:
-    """End the process as an ordinary exit does, but without taking the interpreter apart: with torch's modules that takes seconds."""
+    """End the process as an ordinary exit does, but without taking the interpreter apart: with
+    torch's modules that takes seconds.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -37,7 +37,8 @@ class _HeldOutSplit(NamedTuple):
 
 
 def divide(documents: Documents, spec: RunSpec) -> _HeldOutSplit:
-    """Split the documents into those to train on and those to hold out. It depends only on the seed, so all ranks and attempts agree.
+    """Split the documents into those to train on and those to hold out. It depends only on the
+    seed, so all ranks and attempts agree.
 
     All documents of a row are held out together.
 
@@ -78,7 +79,9 @@ def held_out_rows(spec: RunSpec, rows: int) -> int:
 
 
 def _rows(documents: Documents) -> npt.NDArray[np.int64]:
-    """Return the row of each document, counted over all sources, [documents]. Documents of a row are adjacent."""
+    """Return the row of each document, counted over all sources, [documents]. Documents of a row
+    are adjacent.
+    """
     if documents.rows is None:
         return np.arange(len(documents.offsets) - 1)
     begins = np.diff(documents.rows, prepend=documents.rows[0] - 1) != 0
@@ -89,7 +92,9 @@ def _rows(documents: Documents) -> npt.NDArray[np.int64]:
 
 
 def trained_fingerprint(fingerprint: str, spec: RunSpec) -> str:
-    """Return a fingerprint of the trained documents: that of all documents, and what is held out."""
+    """Return a fingerprint of the trained documents: that of all documents, and what is held
+    out.
+    """
     if not spec.data.held_out:
         return fingerprint
     return hashlib.sha256(
@@ -105,7 +110,8 @@ def evaluation_spec(spec: RunSpec) -> RunSpec | None:
     split = data.evaluation_split or data.split
     if data.evaluation:
         return replace(spec, data=replace(data, source=data.evaluation, subset="", split=split))
-    # The split of the section then applies to all sources, including those that train on a split of their own.
+    # The split of the section then applies to all sources, including those that train on a split of
+    # their own.
     sources = (
         tuple(replace(part, split="") for part in data.source)
         if isinstance(data.source, tuple)
@@ -148,7 +154,8 @@ class Evaluation:
     def measure(
         self, model: torch.nn.Module, ranks: Ranks, *, attempt: int, step: int
     ) -> EvaluationRecord:
-        """Measure the mean loss over all tokens, independent of batches and ranks. All ranks must call it, between two steps.
+        """Measure the mean loss over all tokens, independent of batches and ranks. All ranks must
+        call it, between two steps.
 
         Training is not affected: no gradients are computed and no random numbers drawn.
 
@@ -187,7 +194,8 @@ class Evaluation:
     def _batches(self, ranks: int) -> Iterator[Batch]:
         """Yield this rank's micro-batches.
 
-        Every rank yields the same number, since all take part in the all-gathers of the weights; some batches have no trained tokens.
+        Every rank yields the same number, since all take part in the all-gathers of the weights;
+        some batches have no trained tokens.
         """
         size, parts = self._spec.train.micro_batch, self._spec.train.sequence_parallel
         replica, part = divmod(self._rank, parts)

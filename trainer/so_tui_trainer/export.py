@@ -1,4 +1,6 @@
-"""Export a checkpoint as a Hugging Face folder: bf16 weights, configuration, tokenizer. One process, without DeepSpeed or GPU."""
+"""Export a checkpoint as a Hugging Face folder: bf16 weights, configuration, tokenizer. One
+process, without DeepSpeed or GPU.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,26 @@ _MARKER_NAME = "so_tui_export.json"
 
 
 class ExportMarker(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """File in every export, which says what it was made from and that it may be replaced. Other model folders do not have it."""
+    """File in every export, which says what it was made from and that it may be replaced. Other
+    model folders do not have it.
+    """
 
     run: str
     step: int
     version: str
     """Version of so-tui."""
     base: str = ""
-    """Hub id or folder of the model whose weights the training began with; empty if they were random."""
+    """Hub id or folder of the model whose weights the training began with; empty if they were
+    random.
+    """
     revision: str = ""
     """Of the base model on the hub."""
 
 
 def read_marker(folder: Path) -> ExportMarker | None:
-    """Return what an export says about itself; None if the folder is no export, or says it in a way that cannot be read."""
+    """Return what an export says about itself; None if the folder is no export, or says it in a way
+    that cannot be read.
+    """
     try:
         return read_json(folder / _MARKER_NAME, ExportMarker)
     except (OSError, msgspec.DecodeError):
@@ -130,7 +138,8 @@ def export(
         checkpoint: The checkpoint's folder.
         folder: Where to write.
         run_name: The run's name, for the marker.
-        spec: The run's own spec. It alone says which model this is and whether the model's code may run: a checkpoint is data.
+        spec: The run's own spec. It alone says which model this is and whether the model's code may
+            run: a checkpoint is data.
         stage: Is told how far it is.
 
     Returns:
@@ -138,8 +147,9 @@ def export(
 
     Raises:
         OSError: A file cannot be read or written.
-        InputError: The checkpoint is of another model (``model-differs``, ``checkpoint-differs``), the folder holds something else or is
-            another user's, the disk is full, or tokenizer or configuration cannot be loaded.
+        InputError: The checkpoint is of another model (``model-differs``, ``checkpoint-differs``),
+            the folder holds something else or is another user's, the disk is full, or tokenizer or
+            configuration cannot be loaded.
     """
     folder, stage = folder.resolve(), stage or Stage()
     refuse_foreign(folder)
@@ -235,7 +245,8 @@ def _does_not_fit(checkpoint: Path, message: str) -> InputError:
 def generation_config(
     model: ModelSpec, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> GenerationConfig:
-    """Return the model's generation settings, with the token that ends an answer of the data as a further stop token.
+    """Return the model's generation settings, with the token that ends an answer of the data as a
+    further stop token.
 
     Contradictory settings, which transformers refuses to write, are left out.
     """
@@ -266,7 +277,8 @@ def refuse_foreign(folder: Path) -> None:
     """Refuse to overwrite a folder that is neither an export nor empty, or that is another user's.
 
     Raises:
-        InputError: Something else is there (``export-would-overwrite``), or it is another user's (``not-your-folder``).
+        InputError: Something else is there (``export-would-overwrite``), or it is another user's
+            (``not-your-folder``).
     """
     if not os.path.lexists(folder):
         return
@@ -305,7 +317,8 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def refuse_without_room(folder: Path, needed_bytes: int) -> None:
-    """Refuse a folder whose disk has too little space. An older export is removed only when the new one is complete.
+    """Refuse a folder whose disk has too little space. An older export is removed only when the new
+    one is complete.
 
     Raises:
         InputError: Less than ``needed_bytes`` is free.
@@ -333,7 +346,9 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
-    """Yield a marked folder to write into. It replaces ``folder`` at the end, and is removed after an error."""
+    """Yield a marked folder to write into. It replaces ``folder`` at the end, and is removed after
+    an error.
+    """
     partial, old = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".old"))
     for path in (folder, partial, old):
         refuse_foreign(path)
@@ -362,7 +377,9 @@ def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
 
 
 _ROOM = 1.25
-"""Free memory that a GPU must have, as a multiple of the weights: keys and values of what is written need some too."""
+"""Free memory that a GPU must have, as a multiple of the weights: keys and values of what is
+written need some too.
+"""
 
 
 def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
@@ -384,7 +401,8 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
             attn_implementation=DEFAULT_ATTENTION,
             trust_remote_code=spec.model.trust_remote_code,
         )
-    causal.tie_weights()  # left out with the initialisation; without it a tied head would be a parameter of its own
+    # left out with the initialisation; without it a tied head would be a parameter of its own
+    causal.tie_weights()
     meta = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     tensors = weights(checkpoint, trained_shapes(causal)) | untrained(meta, spec.model)
     causal.load_state_dict(tensors, strict=False, assign=True)
@@ -393,7 +411,8 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
 
 
 def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
-    """Load a model's folder. Only safetensors are read: other weights are pickles, which can run code. So can kernels that it names.
+    """Load a model's folder. Only safetensors are read: other weights are pickles, which can run
+    code. So can kernels that it names.
 
     Args:
         folder: The folder.
@@ -441,7 +460,8 @@ def parameter_count(causal: PreTrainedModel) -> int:
 
 
 def chosen_device(wanted: Device, parameters: int) -> torch.device:
-    """Return where models of so many parameters together can write: the GPU with the most free memory if they fit there, else the CPU.
+    """Return where models of so many parameters together can write: the GPU with the most free
+    memory if they fit there, else the CPU.
 
     Raises:
         InputError: A GPU is asked for, and none has the memory (``gpu-without-room``).
@@ -474,7 +494,9 @@ def chosen_device(wanted: Device, parameters: int) -> torch.device:
 
 
 def placed(causal: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Return a model ready to write on a device. CPUs compute in fp32, because many are slow in bf16."""
+    """Return a model ready to write on a device. CPUs compute in fp32, because many are slow in
+    bf16.
+    """
     moving: Any = causal
     moved: PreTrainedModel = moving.to(device) if device.type == "cuda" else moving.float()
     moved.requires_grad_(False).train(False)

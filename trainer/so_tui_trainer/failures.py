@@ -20,8 +20,8 @@ from so_tui.units import thousands
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 
 _LOWER_RATE = (
-    "Lower `train.learning_rate`, leave `train.gradient_clipping` on, inspect the data around that step; "
-    "then resume from the last checkpoint."
+    "Lower `train.learning_rate`, leave `train.gradient_clipping` on, inspect the data around that "
+    "step; then resume from the last checkpoint."
 )
 SUPERSEDED = "superseded"
 """Code of the error of an attempt that counted as lost, once a newer one has been started."""
@@ -31,11 +31,15 @@ _CONNECTION_LOST = ("closed by peer", "reset by peer")
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """Why a rank failed. Written to ``failure.rank<R>.json`` in the attempt's folder, for rank 0 and the supervisor."""
+    """Why a rank failed. Written to ``failure.rank<R>.json`` in the attempt's folder, for rank 0
+    and the supervisor.
+    """
 
     rank: int
     code: str = ""
-    """What happened, in kebab-case: ``gpu-out-of-memory``. For wrong input it is the code of the first problem."""
+    """What happened, in kebab-case: ``gpu-out-of-memory``. For wrong input it is the code of the
+    first problem.
+    """
     reason: str
     suggestion: str = ""
     step: int = 0
@@ -77,7 +81,8 @@ def explain(
     """Explain an exception of a rank.
 
     Args:
-        error: The exception. The explanation of an unknown one is its type and message; the log has the traceback.
+        error: The exception. The explanation of an unknown one is its type and message; the log has
+            the traceback.
         spec: The run's spec, for suggestions.
         rank: The rank that failed.
         step: The last completed step.
@@ -97,7 +102,9 @@ def report(failure: Failure, run: RunDirectory, attempt: int) -> None:
 
 
 def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
-    """Return the failure that was reported first; later ones are mostly its consequences. None if no rank could report one."""
+    """Return the failure that was reported first; later ones are mostly its consequences. None if
+    no rank could report one.
+    """
     found = []
     for rank in range(ranks):
         path = _path(run, attempt, rank)
@@ -131,7 +138,10 @@ def _explanation(
             return _host_out_of_memory(spec, given)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
-            suggestion = "Free some space there, then resume the run. A new run can set `checkpoint.folder` to a larger disk."
+            suggestion = (
+                "Free some space there, then resume the run. A new run can set `checkpoint.folder` "
+                "to a larger disk."
+            )
             return Explanation("disk-full", f"the disk is full{where}", suggestion)
         case _ if type(error).__name__ == "OutOfMemoryError":
             return Explanation(
@@ -155,7 +165,10 @@ def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY)
         case NonFiniteGradientError():
             return Explanation("not-finite", str(error), _LOWER_RATE)
         case WorkerLostError(code="worker-stuck"):
-            advice = "Give CPU Adam more cores (`offload.cpu_adam_cores_fraction`), and see `so-tui doctor`."
+            advice = (
+                "Give CPU Adam more cores (`offload.cpu_adam_cores_fraction`), and see `so-tui "
+                "doctor`."
+            )
             return Explanation("adam-timeout", str(error), advice)
         case WorkerLostError():
             return Explanation(
@@ -167,12 +180,17 @@ def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY)
 
 
 def _explain_runtime_error(error: RuntimeError, spec: RunSpec, given: GivenMemory) -> Explanation:
-    """Recognise errors of torch's allocator and of gloo, which have no types of their own, by their texts."""
+    """Recognise errors of torch's allocator and of gloo, which have no types of their own, by their
+    texts.
+    """
     text = str(error)
     if any(part in text for part in _ALLOCATION_FAILED):
         return _host_out_of_memory(spec, given)
     if any(part in text for part in _CONNECTION_LOST):
-        suggestion = "See the end of the log. If the host ran out of memory, the kernel killed its largest process."
+        suggestion = (
+            "See the end of the log. If the host ran out of memory, the kernel killed its largest "
+            "process."
+        )
         return Explanation("rank-lost", "another rank was lost", suggestion)
     return _unknown(error)
 

@@ -51,13 +51,17 @@ def next_token(logits: Tensor, sampling: Sampling, source: torch.Generator) -> i
 
 
 class Detokenizer:
-    """Turns tokens into text as they come. Text that the next token may still change is held back."""
+    """Turns tokens into text as they come. Text that the next token may still change is held
+    back.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._context, self._given = 0, 0
-        """Where decoding begins, as tokens decode differently at the start of a text; and how many tokens were given out."""
+        """Where decoding begins, as tokens decode differently at the start of a text; and how many
+        tokens were given out.
+        """
 
     def add(self, token: int) -> str:
         """Return the text that a token completes; empty if there is none yet."""
@@ -115,7 +119,8 @@ class Writer:
             Text as it is written, and last the whole answer.
 
         Raises:
-            InputError: The prompt is longer than the model's longest sequence, or the chat template rejects it.
+            InputError: The prompt is longer than the model's longest sequence, or the chat template
+                rejects it.
         """
         began = time.monotonic()
         ids = prompt_ids(self.chat, prompt)
@@ -235,7 +240,9 @@ def prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
 
 
 def stop_tokens(chat: Chat, causal: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end an answer: that of the data's layout, and those of the model's own generation settings."""
+    """Return the tokens that end an answer: that of the data's layout, and those of the model's own
+    generation settings.
+    """
     settings = causal.generation_config
     named = getattr(settings, "eos_token_id", None) if settings is not None else None
     ids = [*(named if isinstance(named, list) else [named]), chat.tokenizer.eos_token_id]

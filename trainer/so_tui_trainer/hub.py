@@ -26,7 +26,8 @@ UNWANTED = ("original/*", "metal/*", "onnx/*")
 
 
 def stay_offline_when_cut_off() -> None:
-    """Use only the local cache if the hub cannot be reached: otherwise every lookup would retry for half a minute.
+    """Use only the local cache if the hub cannot be reached: otherwise every lookup would retry for
+    half a minute.
 
     Call it before anything imports huggingface_hub, which reads its settings once.
     """
@@ -43,7 +44,8 @@ def stay_offline_when_cut_off() -> None:
 def _answers(host: str, port: int) -> bool:
     """Return whether a host accepts connections, within ``_CONNECT_S``.
 
-    Connects in a thread: name resolution has no timeout, and takes up to half a minute without a name server.
+    Connects in a thread: name resolution has no timeout, and takes up to half a minute without a
+    name server.
     """
     answered = threading.Event()
 
@@ -75,7 +77,10 @@ def _refusals_explained(model: ModelSpec) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:
-        remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
+        remedy = (
+            "Accept its terms on its page on the hub, then log in with `hf auth login` (or set "
+            "HF_TOKEN)."
+        )
         raise InputError(
             [_problem("hub-access-denied", model, "is gated, and this user has no access", remedy)]
         ) from error
@@ -90,15 +95,18 @@ def _refusals_explained(model: ModelSpec) -> Iterator[None]:
         )
         raise InputError([problem]) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        remedy = "Check the spelling; if it is private, log in with `hf auth login` (or set HF_TOKEN); or name a folder."
+        remedy = (
+            "Check the spelling; if it is private, log in with `hf auth login` (or set HF_TOKEN); "
+            "or name a folder."
+        )
         raise InputError(
             [_problem("hub-model-missing", model, "is not on the hub, or private", remedy)]
         ) from error
 
 
 def remote_files(model: ModelSpec) -> dict[str, int]:
-    """Return the model's wanted files on the hub with their bytes; nothing if the hub cannot be reached but the model is in the local
-    cache.
+    """Return the model's wanted files on the hub with their bytes; nothing if the hub cannot be
+    reached but the model is in the local cache.
 
     Raises:
         InputError: No such model, no access, or neither hub nor cache available.
@@ -112,7 +120,10 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         if _cached(model, "config.json"):
             return {}
-        remedy = "Connect to the network, or run `so-tui fetch` on a machine with a network and the same cache folder."
+        remedy = (
+            "Connect to the network, or run `so-tui fetch` on a machine with a network and the "
+            "same cache folder."
+        )
         message = "is not in the local cache, and the hub cannot be reached"
         raise InputError([_problem("hub-unreachable", model, message, remedy)]) from error
     return {
@@ -130,7 +141,8 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
         Once a second, the bytes that are there so far.
 
     Raises:
-        InputError: The hub refuses it, or the connection was lost more often than the client tries again (``download-failed``).
+        InputError: The hub refuses it, or the connection was lost more often than the client tries
+            again (``download-failed``).
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is

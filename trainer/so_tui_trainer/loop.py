@@ -1,4 +1,6 @@
-"""The training loop. It waits for the GPU only where a record, an evaluation or a checkpoint is due."""
+"""The training loop. It waits for the GPU only where a record, an evaluation or a checkpoint is
+due.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class StoppedEarlyError(Exception):
 
 
 def refuse_if_superseded(run: RunDirectory, attempt: int) -> None:
-    """Refuse to go on once the run's state names a newer attempt: this one counted as lost and must write nothing more.
+    """Refuse to go on once the run's state names a newer attempt: this one counted as lost and must
+    write nothing more.
 
     Raises:
         TrainingError: There is one (``superseded``).
@@ -64,7 +67,8 @@ def refuse_if_superseded(run: RunDirectory, attempt: int) -> None:
 
 
 class Control:
-    """Rank 0 broadcasts after each step what it finds in ``control/``; the ranks act on it after the next step.
+    """Rank 0 broadcasts after each step what it finds in ``control/``; the ranks act on it after
+    the next step.
 
     The broadcast runs while that step computes, so no rank waits for another here.
     """
@@ -100,7 +104,9 @@ class Control:
             raise StoppedEarlyError
 
     def poll(self) -> frozenset[control.Action]:
-        """Return what was broadcast after the step before, and broadcast what is requested now. All ranks must call it after every step."""
+        """Return what was broadcast after the step before, and broadcast what is requested now. All
+        ranks must call it after every step.
+        """
         if self._broadcast is not None:
             self._broadcast.wait()
         received = int(self._flags)
@@ -120,7 +126,9 @@ class Control:
         return frozenset(action for action, bit in actions.items() if received & bit)
 
     def _cleared(self) -> bool:
-        """Remove the request for a checkpoint. While its folder cannot be written it has to wait: it would be carried out at every step."""
+        """Remove the request for a checkpoint. While its folder cannot be written it has to wait:
+        it would be carried out at every step.
+        """
         try:
             control.clear(self._run, "checkpoint")
         except OSError as error:
@@ -155,10 +163,11 @@ class Control:
 def learning_rate(step: int, total_steps: int, train: TrainSpec) -> float:
     """Return the learning rate of a step.
 
-    It rises linearly over the warm-up of ``ceil(warmup_ratio * total_steps)`` steps and reaches the peak at the last of them. ``cosine``
-    and ``linear`` decay from there, ``wsd`` (warm-up, stable, decay) decays linearly over the last ``ceil(decay_ratio * total_steps)``
-    steps, as far as they come after the warm-up. The floor would be reached one step after the last, so that no step has a learning rate
-    of 0.
+    It rises linearly over the warm-up of ``ceil(warmup_ratio * total_steps)`` steps and reaches the
+    peak at the last of them. ``cosine`` and ``linear`` decay from there, ``wsd`` (warm-up, stable,
+    decay) decays linearly over the last ``ceil(decay_ratio * total_steps)`` steps, as far as they
+    come after the warm-up. The floor would be reached one step after the last, so that no step has
+    a learning rate of 0.
 
     Args:
         step: From 1.
@@ -230,7 +239,9 @@ class Loop:
     step: int = 0
     """The last completed step."""
     useful_tokens: int = 0
-    """Tokens trained so far that are not padding, over all ranks. Those of skipped steps do not count."""
+    """Tokens trained so far that are not padding, over all ranks. Those of skipped steps do not
+    count.
+    """
     trained_tokens: int = 0
     """Tokens so far that carried loss, likewise."""
     last_loss: float | None = None
@@ -307,7 +318,9 @@ class Loop:
         )
 
     def train_step(self, micro_batches: Prefetcher[MicroBatch]) -> Step:
-        """Run one optimizer step: forward and backward of every micro-batch, then the update. Does not wait for the GPU."""
+        """Run one optimizer step: forward and backward of every micro-batch, then the update. Does
+        not wait for the GPU.
+        """
         number = self.step + 1
         rate = learning_rate(number, self.total_steps, self.spec.train)
         superoffload.set_learning_rate(self.engine, rate)
@@ -316,8 +329,8 @@ class Loop:
         for _ in range(self.spec.gradient_accumulation_steps):
             counts, batch = next(micro_batches)
             self.clock.lap("data")
-            # DeepSpeed averages gradients over ranks and sums them over micro-batches. With these scales the result is the gradient of the
-            # mean over all trained tokens of the step.
+            # DeepSpeed averages gradients over ranks and sums them over micro-batches. With these
+            # scales the result is the gradient of the mean over all trained tokens of the step.
             micro_loss = self.engine(
                 batch,
                 self.ranks.size / counts.trained_tokens,
@@ -375,14 +388,17 @@ class Loop:
         self.recorder.write(record)
         if self.ranks.first:
             print(
-                f"step {thousands(record.step)}/{thousands(self.total_steps)}  evaluation loss {record.loss:.4f}",
+                f"step {thousands(record.step)}/{thousands(self.total_steps)}  evaluation loss "
+                f"{record.loss:.4f}",
                 flush=True,
             )
         self._show_training()
         self._restart_clocks()
 
     def ask(self) -> None:
-        """Have the model answer the prompts of the spec, if there are any. A disk that does not take them costs no training."""
+        """Have the model answer the prompts of the spec, if there are any. A disk that does not
+        take them costs no training.
+        """
         if self.prompts is None:
             return
         self.metrics.check()
@@ -391,7 +407,8 @@ class Loop:
         if self.ranks.first:
             for answer in asked.answers:
                 print(
-                    f"step {thousands(asked.step)}/{thousands(self.total_steps)}  {answer.prompt!r} -> {answer.text!r}",
+                    f"step {thousands(asked.step)}/{thousands(self.total_steps)}  "
+                    f"{answer.prompt!r} -> {answer.text!r}",
                     flush=True,
                 )
             try:
@@ -405,7 +422,8 @@ class Loop:
         """Write a checkpoint of the last step, unless there is one.
 
         Args:
-            background: Go on training while it is written. No other checkpoint may be being written.
+            background: Go on training while it is written. No other checkpoint may be being
+                written.
 
         Raises:
             NonFiniteError: A loss was not finite; these weights must not be saved.
@@ -458,7 +476,9 @@ class Loop:
         self._saving = None
 
     def _is_due(self, every: int) -> bool:
-        """Return whether something is due that happens every so many steps (0: never), and after the last one."""
+        """Return whether something is due that happens every so many steps (0: never), and after
+        the last one.
+        """
         return self.step == self.total_steps or bool(every and self.step % every == 0)
 
     def _restart_clocks(self) -> None:
@@ -477,15 +497,23 @@ class Loop:
     def _warn_of_skipped_step(self, error: NonFiniteGradientError) -> None:
         where = f"sub-group {error.sub_group} ({error.parameter} ...)"
         message = f"step {thousands(self.step)} was skipped: the gradient of {where} is not finite"
-        suggestion = f"Inspect the data around that step. More than {self.spec.train.max_skipped_steps} in a row end the run"
+        suggestion = (
+            f"Inspect the data around that step. More than {self.spec.train.max_skipped_steps} in "
+            "a row end the run"
+        )
         self.recorder.warn("step-skipped", message, suggestion)
         if self.ranks.first:
             print(message, flush=True)
 
     def _check_first_loss(self, loss: float, expected: float) -> None:
-        """Compare the first loss with that of random weights: uninitialised weights would otherwise train for hours unnoticed."""
+        """Compare the first loss with that of random weights: uninitialised weights would otherwise
+        train for hours unnoticed.
+        """
         difference = abs(loss - expected)
-        message = f"the first loss is {loss:.2f}, but random weights of this shape give about {expected:.2f}"
+        message = (
+            f"the first loss is {loss:.2f}, but random weights of this shape give about "
+            f"{expected:.2f}"
+        )
         if difference > _WRONG_LOSS_DIFFERENCE:
             reason = f"{message}: they are not initialised correctly"
             raise TrainingError(
@@ -500,5 +528,11 @@ def log_line(record: StepRecord, total_steps: int) -> str:
     norm = "" if record.gradient_norm is None else f"  gradient norm {record.gradient_norm:.3g}"
     tokens = rate(record.useful_tokens_per_s_total)
     per = "rank" if record.gpu_memory_peak_bytes is None else "GPU"
-    speed = f"{tokens} tokens/s  {significant(record.model_tflops_per_gpu, 4)} TFLOPS/{per}  {record.step_s:.3f} s"
-    return f"step {thousands(record.step)}/{thousands(total_steps)}  loss {record.loss:.4f}{norm}  {speed}"
+    speed = (
+        f"{tokens} tokens/s  {significant(record.model_tflops_per_gpu, 4)} TFLOPS/{per}  "
+        f"{record.step_s:.3f} s"
+    )
+    return (
+        f"step {thousands(record.step)}/{thousands(total_steps)}  loss {record.loss:.4f}{norm}  "
+        f"{speed}"
+    )

@@ -1,4 +1,5 @@
-"""All figures of a run. Each rank measures, the ranks gather, and rank 0 writes one record for each logged step.
+"""All figures of a run. Each rank measures, the ranks gather, and rank 0 writes one record for each
+logged step.
 
 ``docs/metrics.md`` has the definitions, ``so_tui.model.flops`` the formulas.
 """
@@ -87,7 +88,9 @@ class _Laps:
 
 
 class StepClock:
-    """Clock of a rank. A step lasts from the end of the one before; what happens in between (records, control) is in ``other``."""
+    """Clock of a rank. A step lasts from the end of the one before; what happens in between
+    (records, control) is in ``other``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -140,7 +143,9 @@ _COST_SHARE = 0.01
 
 
 def rank_memory_bytes() -> int:
-    """Return the proportional set size of this process and its descendants (Adam workers): pages that they share count once."""
+    """Return the proportional set size of this process and its descendants (Adam workers): pages
+    that they share count once.
+    """
     return sum(pss_bytes(pid) or 0 for pid in _process_tree(os.getpid()))
 
 
@@ -205,7 +210,9 @@ class Step(NamedTuple):
     counts: StepCounts
     learning_rate: float
     loss: Tensor
-    """This rank's share of the loss. The sum over ranks is the mean over trained tokens times the number of ranks."""
+    """This rank's share of the loss. The sum over ranks is the mean over trained tokens times the
+    number of ranks.
+    """
     laps: _Laps
     router_loss: Tensor | None = None
     """This rank's share of the load-balancing loss, like ``loss``."""
@@ -242,7 +249,9 @@ class Metrics:
         self._engine_stats: dict[int, OffloadStats] = {}
 
     def watch(self, step: Step) -> None:
-        """Note, on the device, the first step whose loss is not finite; collect a benchmark's steps."""
+        """Note, on the device, the first step whose loss is not finite; collect a benchmark's
+        steps.
+        """
         bad = ~torch.isfinite(step.loss) & (self._first_bad_step == 0)
         self._first_bad_step = torch.where(bad, step.number, self._first_bad_step)
         if self._spec.benchmark.measured_steps and step.number > self._spec.benchmark.warmup_steps:
@@ -315,7 +324,8 @@ class Metrics:
             mfu=rates["model_tflops_per_gpu"] * 1e12 / self._peak if self._peak else None,
             gpu_memory_peak_bytes=int(max(peaks)) or None,
             host_memory_bytes=int(sum(memory)),
-            # Ranks wait for each other in forward and backward, so only the other parts show which rank is late.
+            # Ranks wait for each other in forward and backward, so only the other parts show which
+            # rank is late.
             slowest_rank=unsynchronised_s.index(max(unsynchronised_s)),
             adam_busy_s=max(busy) or None,
             router_loss=None if step.router_loss is None else sum(router) / self._ranks.size,
@@ -331,10 +341,11 @@ class Metrics:
         return record
 
     def summary(self) -> dict[str, float]:
-        """Return medians over a benchmark's measured steps, by this rank's clock; empty in a normal run. Waits for the GPU.
+        """Return medians over a benchmark's measured steps, by this rank's clock; empty in a normal
+        run. Waits for the GPU.
 
-        The engine's figures (Adam's time, waits of the forward pass) exist for logged steps only. If there are any, the medians that
-        depend on them are over logged steps.
+        The engine's figures (Adam's time, waits of the forward pass) exist for logged steps only.
+        If there are any, the medians that depend on them are over logged steps.
         """
         if not self._measured:
             return {}
@@ -397,7 +408,9 @@ class Metrics:
 
 
 def executed_flops(spec: RunSpec, flops: Flops, shape: Architecture, counts: StepCounts) -> float:
-    """Return the FLOPs that all GPUs execute in a step, with recomputation and padding. The head runs on trained tokens only."""
+    """Return the FLOPs that all GPUs execute in a step, with recomputation and padding. The head
+    runs on trained tokens only.
+    """
     lengths = counts.document_lengths.tolist()
     executed = hw_flops(
         flops,
@@ -424,7 +437,9 @@ def _separate_exposed_optimizer(times: _StepTimes, exposed_in_forward_s: float) 
 
 
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 28
-"""Of a whole tensor. Buckets and layers of large models have some hundred megabytes; a slow network is measured with less."""
+"""Of a whole tensor. Buckets and layers of large models have some hundred megabytes; a slow network
+is measured with less.
+"""
 _LONG_ENOUGH_S = 0.05
 _REPEATS = 3
 
@@ -444,9 +459,11 @@ def record(ranks: Ranks, run: RunDirectory, attempt: int, nodes: int) -> None:
 
 
 def measure(ranks: Ranks) -> float:
-    """Return how many bytes a second enter each node, and leave it, while all ranks exchange a large tensor.
+    """Return how many bytes a second enter each node, and leave it, while all ranks exchange a
+    large tensor.
 
-    As in a ring, each byte but a rank's own share passes through every node once (see ``so_tui.plan.rates``).
+    As in a ring, each byte but a rank's own share passes through every node once (see
+    ``so_tui.plan.rates``).
     """
     whole_bytes = _FIRST_BYTES
     while True:
@@ -457,7 +474,9 @@ def measure(ranks: Ranks) -> float:
 
 
 def _both_s(ranks: Ranks, whole_bytes: int) -> float:
-    """Return the seconds of an all-gather and a reduce-scatter of that many bytes on the slowest rank, at best."""
+    """Return the seconds of an all-gather and a reduce-scatter of that many bytes on the slowest
+    rank, at best.
+    """
     share = torch.zeros(max(1, whole_bytes // 4 // ranks.size), device=ranks.device)
     whole = torch.empty(share.numel() * ranks.size, device=ranks.device)
     seconds = []

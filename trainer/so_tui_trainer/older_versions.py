@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 def by_group(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
-    """Multiply group after group, as ``grouped_mm`` does at once. Waits for the GPU, to know the groups.
+    """Multiply group after group, as ``grouped_mm`` does at once. Waits for the GPU, to know the
+    groups.
 
     Args:
         left: [rows, inner], or [columns, rows].
@@ -32,7 +33,9 @@ def by_group(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
 
 
 grouped_mm: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", by_group)
-"""torch's product of groups of rows, which ``torch.nn.functional`` has since 2.10: with that as the oldest version, this can go."""
+"""torch's product of groups of rows, which ``torch.nn.functional`` has since 2.10: with that as the
+oldest version, this can go.
+"""
 
 all_gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,13 +43,16 @@ all_gather_single: Callable[..., Any] = (
 reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-"""torch's names of these since 2.13, which warns of the older ones: with that as the oldest version, they can go."""
+"""torch's names of these since 2.13, which warns of the older ones: with that as the oldest
+version, they can go.
+"""
 
 
 def cache_argument(function: Callable[..., Any]) -> str:
-    """Return how a function of transformers, or the ``forward`` of a model, calls the keys and values of earlier tokens.
+    """Return how a function of transformers, or the ``forward`` of a model, calls the keys and
+    values of earlier tokens.
 
-    transformers 5.24 has renamed it, and says that the older name goes with 5.40. With 5.24 as the oldest version, this can go, but for
-    models whose code comes with their weights.
+    transformers 5.24 has renamed it, and says that the older name goes with 5.40. With 5.24 as the
+    oldest version, this can go, but for models whose code comes with their weights.
     """
     return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"

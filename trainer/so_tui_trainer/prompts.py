@@ -1,7 +1,8 @@
 """Answer the prompts of the spec during training, with the weights as they are sharded.
 
-All ranks compute the same forward passes, which all-gather each layer's weights as training does. Rank 0 chooses the tokens. There is no
-cache of keys and values: a pass costs its all-gathers, whatever the number of tokens.
+All ranks compute the same forward passes, which all-gather each layer's weights as training does.
+Rank 0 chooses the tokens. There is no cache of keys and values: a pass costs its all-gathers,
+whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Prompts:
             end_to_end: Whether attention takes boundaries, so that all prompts are one row.
 
         Raises:
-            InputError: A prompt has no room for its answer in a sequence, or the chat template rejects it. Raised on all ranks.
+            InputError: A prompt has no room for its answer in a sequence, or the chat template
+                rejects it. Raised on all ranks.
         """
         self._spec, self._ranks, self._end_to_end, self._apart = (
             spec,
@@ -128,7 +130,9 @@ class Prompts:
         )
 
     def _groups(self, answers: Sequence[_Answer]) -> Iterator[list[_Answer]]:
-        """Yield answers that are written together: no more tokens than a micro-batch of training has on this rank."""
+        """Yield answers that are written together: no more tokens than a micro-batch of training
+        has on this rank.
+        """
         limit = self._spec.micro_batch_tokens
         group: list[_Answer] = []
         for answer in answers:

@@ -36,7 +36,8 @@ class Ranks(NamedTuple):
     def all_gather(self, value: Value, kind: Any) -> list[Value]:
         """Return every rank's value, in rank order.
 
-        Values are exchanged as MessagePack and checked on arrival, never pickled: a pickle could run code of whoever joined the group.
+        Values are exchanged as MessagePack and checked on arrival, never pickled: a pickle could
+        run code of whoever joined the group.
 
         Args:
             value: This rank's value.
@@ -51,7 +52,9 @@ class Ranks(NamedTuple):
         return [_decoded(row[:size], kind) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast(self, value: Value | None, kind: Any) -> Value:
-        """Return rank 0's value; the values of other ranks are ignored. Arguments as for ``all_gather``."""
+        """Return rank 0's value; the values of other ranks are ignored. Arguments as for
+        ``all_gather``.
+        """
         mine = _encoded(value)
         size = torch.tensor([len(mine)], dtype=torch.int64)
         dist.broadcast(size, src=0, group=self.group)
@@ -61,7 +64,9 @@ class Ranks(NamedTuple):
         return result
 
     def all_gather_row(self, row: list[float]) -> list[list[float]]:
-        """Return every rank's row of numbers, in rank order. Rows must have the same length. Cheaper than ``all_gather``."""
+        """Return every rank's row of numbers, in rank order. Rows must have the same length.
+        Cheaper than ``all_gather``.
+        """
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self.group)
@@ -69,7 +74,9 @@ class Ranks(NamedTuple):
 
 
 def join(use_gpu: bool) -> Ranks:
-    """Join the process group of the run, at the rendezvous that the supervisor made for its ranks."""
+    """Join the process group of the run, at the rendezvous that the supervisor made for its
+    ranks.
+    """
     from superoffload import join_process_group  # imports DeepSpeed
 
     local_rank = int(os.environ["LOCAL_RANK"])

@@ -41,17 +41,20 @@ _SESSION_START = b"\x08\x01"
 
 
 class EventFile:
-    """One file of scalars; a later attempt adds another file to the folder. Every method raises OSError if the disk is full."""
+    """One file of scalars; a later attempt adds another file to the folder. Every method raises
+    OSError if the disk is full.
+    """
 
     def __init__(self, folder: Path, *, purge_after: int | None = None) -> None:
         """Create a file.
 
         Args:
             folder: Where to create it.
-            purge_after: The step that a resumed run continues from; TensorBoard then ignores later steps in earlier files.
+            purge_after: The step that a resumed run continues from; TensorBoard then ignores later
+                steps in earlier files.
         """
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"  # noqa: E501
         self._file = (folder / name).open("ab", buffering=0)
         self._write(time.time(), 0, _bytes(3, b"brain.Event:2"))
         if purge_after is not None:
@@ -92,7 +95,9 @@ def crc32c(data: bytes) -> int:
 
 
 def _masked_checksum(data: bytes) -> bytes:
-    """Return the checksum rotated and shifted, so that checksums of data that contain checksums stay meaningful."""
+    """Return the checksum rotated and shifted, so that checksums of data that contain checksums
+    stay meaningful.
+    """
     value = crc32c(data)
     return struct.pack("<I", (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -255,7 +260,9 @@ class TensorBoard:
         self._file: EventFile | None = None
 
     def start(self) -> None:
-        """Do nothing: the first record, which creates the file, shows whether the run was resumed."""
+        """Do nothing: the first record, which creates the file, shows whether the run was
+        resumed.
+        """
 
     def write(self, record: MetricRecord) -> None:
         if isinstance(record, ResumedRecord):
@@ -270,7 +277,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs all attempts to the same run on W&B. ``WANDB_*`` variables apply (account, offline mode)."""
+    """Logs all attempts to the same run on W&B. ``WANDB_*`` variables apply (account, offline
+    mode).
+    """
 
     name = "Weights & Biases"
 
@@ -302,7 +311,9 @@ class WeightsAndBiases:
         self._session.finish()
 
     def _id(self) -> str:
-        """Return the run's id on W&B, which is stored in the run's folder: run names are unique there, but not on W&B."""
+        """Return the run's id on W&B, which is stored in the run's folder: run names are unique
+        there, but not on W&B.
+        """
         path = self._run.path / "wandb.id"
         if not path.exists():
             path.write_text(uuid.uuid4().hex[:12])
@@ -310,7 +321,9 @@ class WeightsAndBiases:
 
 
 def figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
-    """Return the numbers of a record by tag (``train/loss``, ``evaluation/perplexity``), without those that are None."""
+    """Return the numbers of a record by tag (``train/loss``, ``evaluation/perplexity``), without
+    those that are None.
+    """
     group = "train" if isinstance(record, StepRecord) else "evaluation"
     values: Mapping[str, Any] = msgspec.structs.asdict(record)
     return {
@@ -326,8 +339,8 @@ Phase = Literal["loading", "training", "saving"]
 class Recorder:
     """Writes records on rank 0, for the run and its trackers; does nothing on other ranks.
 
-    A thread writes them in order. A disk that other files keep busy, or a file system over a network, can hold up a single line for
-    seconds, and the step that wrote it would wait as long.
+    A thread writes them in order. A disk that other files keep busy, or a file system over a
+    network, can hold up a single line for seconds, and the step that wrote it would wait as long.
     """
 
     def __init__(
@@ -353,7 +366,8 @@ class Recorder:
         return self._sidecars.hanging
 
     def write(self, record: MetricRecord) -> None:
-        """Write a record, soon. Records that a full disk does not take are lost, and counted in a later warning.
+        """Write a record, soon. Records that a full disk does not take are lost, and counted in a
+        later warning.
 
         An end record is written at once, after all others.
 
@@ -424,7 +438,10 @@ class Recorder:
             OSError: There is still no space.
         """
         if self._lost:
-            message = f"{self._lost} records could not be written ({self._lost_because}); training continued"
+            message = (
+                f"{self._lost} records could not be written ({self._lost_because}); training "
+                "continued"
+            )
             writer.append(
                 self._warning(
                     "records-lost",

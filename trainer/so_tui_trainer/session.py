@@ -61,10 +61,12 @@ from superoffload.settings import Settings
 
 
 def freeze_garbage() -> None:
-    """Keep what was loaded out of every later collection. Call it when all is loaded, before the first step.
+    """Keep what was loaded out of every later collection. Call it when all is loaded, before the
+    first step.
 
-    A full collection looks at every object that there is: with the libraries some hundred thousand, which takes a good part of a step. It
-    may begin anywhere in a step, on any rank, and the others wait for that rank in their next collective.
+    A full collection looks at every object that there is: with the libraries some hundred thousand,
+    which takes a good part of a step. It may begin anywhere in a step, on any rank, and the others
+    wait for that rank in their next collective.
     """
     gc.collect()
     gc.freeze()
@@ -76,8 +78,9 @@ def freeze_garbage() -> None:
 def install_handlers(on_warning: Callable[[], None], on_terminate: Callable[[], None]) -> None:
     """Handle SIGUSR1 and SIGTERM in a thread.
 
-    Python runs signal handlers only in the main thread, between two of its instructions, so they would wait for a collective. The wake-up
-    descriptor, which its C code writes to, can be read by any thread.
+    Python runs signal handlers only in the main thread, between two of its instructions, so they
+    would wait for a collective. The wake-up descriptor, which its C code writes to, can be read by
+    any thread.
 
     Args:
         on_warning: Called on SIGUSR1, a scheduler's warning.
@@ -100,7 +103,9 @@ def install_handlers(on_warning: Callable[[], None], on_terminate: Callable[[], 
 
 
 def _call(action: Callable[[], None]) -> None:
-    """Call a handler. Its error is shown and ends nothing: without the thread that calls it, SIGTERM would not end the process."""
+    """Call a handler. Its error is shown and ends nothing: without the thread that calls it,
+    SIGTERM would not end the process.
+    """
     try:
         action()
     except Exception:  # noqa: BLE001 -- whatever it is, later signals must be obeyed
@@ -179,14 +184,20 @@ def _check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarni
                     code="tokenizer-too-large",
                     field="model.tokenizer",
                     value=spec.model.tokenizer,
-                    message=f"has ids up to {largest}, but the model's vocabulary has {config.vocab_size} tokens",
+                    message=(
+                        f"has ids up to {largest}, but the model's vocabulary has "
+                        f"{config.vocab_size} tokens"
+                    ),
                     remedy="Use the model's own tokenizer.",
                 )
             ]
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions and int(documents.lengths.max()) > positions:
-        message = f"some documents are longer than the {thousands(positions)} positions that the model supports"
+        message = (
+            f"some documents are longer than the {thousands(positions)} positions that the model "
+            "supports"
+        )
         warn(
             "documents-exceed-positions",
             message,
@@ -198,7 +209,8 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
     """Tokenise on rank 0, and read on all ranks.
 
     Raises:
-        TrainingError: This rank is on another host than rank 0 and does not see its cache (code ``cache-not-shared``).
+        TrainingError: This rank is on another host than rank 0 and does not see its cache (code
+            ``cache-not-shared``).
     """
 
     def progress(rows: int, total: int) -> None:
@@ -251,7 +263,8 @@ def train(
         session.fail(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by return: the destructors of NCCL and CUDA may wait for a lost rank. Adam workers die with this process.
+        # Not by return: the destructors of NCCL and CUDA may wait for a lost rank. Adam workers die
+        # with this process.
         os._exit(1)
     if session.recorder.hanging:
         os._exit(0)  # Not by return: an exit handler of the tracker would wait for its server.
@@ -321,7 +334,9 @@ class Session:
         return outcome
 
     def finish(self, outcome: Outcome) -> None:
-        """Close everything, then write the end record, which must be the last thing that is written."""
+        """Close everything, then write the end record, which must be the last thing that is
+        written.
+        """
         ending = "releasing memory and ending the processes"
         self.recorder.phase("saving", ending, stage=ENDING)
         if self.engine is not None:
@@ -353,7 +368,9 @@ class Session:
         return "stopped", f"stopped on request{cause}"
 
     def fail(self, error: Exception) -> None:
-        """Report a failure to the other ranks and the run. Closes nothing that would wait for a lost rank."""
+        """Report a failure to the other ranks and the run. Closes nothing that would wait for a
+        lost rank.
+        """
         if isinstance(error, TrainingError) and error.code == SUPERSEDED:
             print(error, file=sys.stderr)
             return
@@ -471,14 +488,16 @@ class Session:
             self.recorder.warn(
                 "second-states-reduced",
                 f"clipping: second states get {found} of the planned {wanted}, {because}",
-                "Results stay the same, but more of Adam waits for the gradient norm. Free the memory and resume, or go on as it is.",
+                "Results stay the same, but more of Adam waits for the gradient norm. Free the "
+                "memory and resume, or go on as it is.",
             )
         if settings.copies_bytes < planned.copies_bytes:
             found, wanted = memory_size(settings.copies_bytes), memory_size(planned.copies_bytes)
             self.recorder.warn(
                 "copies-reduced",
                 f"checkpoints: copies of states get {found} of the planned {wanted}, {because}",
-                "Checkpoints stay the same, but training waits for more of each. Free the memory and resume, or go on as it is.",
+                "Checkpoints stay the same, but training waits for more of each. Free the memory "
+                "and resume, or go on as it is.",
             )
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
@@ -526,7 +545,9 @@ class Session:
         self.recorder.phase("loading", detail, stage=stage, done=done, total=total)
 
     def _write_failure(self) -> None:
-        """Write the end record on rank 0, from the failure that was reported first. Does nothing if no rank failed."""
+        """Write the end record on rank 0, from the failure that was reported first. Does nothing if
+        no rank failed.
+        """
         failure: Failure | None = failures.reported(self.run, self.attempt, self.plan.gpus)
         if failure is None or self.rank != 0:
             return

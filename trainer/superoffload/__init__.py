@@ -1,7 +1,8 @@
-"""AdamW for DeepSpeed ZeRO-3 with optimizer states in GPU and host memory, stepped by both processors while backward and forward run.
+"""AdamW for DeepSpeed ZeRO-3 with optimizer states in GPU and host memory, stepped by both
+processors while backward and forward run.
 
-``initialize`` makes a DeepSpeed engine with this optimizer. Names are imported on first use, so that ``superoffload.ds_config`` needs
-neither torch nor DeepSpeed.
+``initialize`` makes a DeepSpeed engine with this optimizer. Names are imported on first use, so
+that ``superoffload.ds_config`` needs neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ from superoffload.memory_layout import (
 
 
 class AdamWScalars(ctypes.Structure):
-    """The scalars of one AdamW step, as in ``moments.h``: computed in double precision, as torch does, and rounded once."""
+    """The scalars of one AdamW step, as in ``moments.h``: computed in double precision, as torch
+    does, and rounded once.
+    """
 
     _fields_ = [
         *(
@@ -60,7 +62,9 @@ def adamw_scalars(command: Command) -> AdamWScalars:
 
 
 class States(ctypes.Structure):
-    """One set of a sub-group's arrays, as in ``adam.cpp``; all null for a set that does not exist."""
+    """One set of a sub-group's arrays, as in ``adam.cpp``; all null for a set that does not
+    exist.
+    """
 
     _fields_ = [(name, ctypes.c_void_p) for name in StateOffsets._fields]
 
@@ -88,7 +92,8 @@ def _fields_of(segments: tuple[Segment, ...], size: MemorySize) -> _SubGroupFiel
 
 
 class Kernel:
-    """The compiled functions, bound to one shared memory, and to that of the weights where they are in host memory.
+    """The compiled functions, bound to one shared memory, and to that of the weights where they are
+    in host memory.
 
     Without the latter it can do no more than ``decode`` and ``encode`` them.
     """
@@ -188,7 +193,9 @@ class Kernel:
         )
 
     def encode(self, index: int, states: int, first: int, second: int) -> None:
-        """Set the moments of one set of states, rounded to nearest. Those that ``decode`` returned are set without rounding."""
+        """Set the moments of one set of states, rounded to nearest. Those that ``decode`` returned
+        are set without rounding.
+        """
         self._encode(
             self._states(states, index), first, second, ctypes.byref(self._sub_groups[index])
         )

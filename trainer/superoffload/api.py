@@ -1,6 +1,8 @@
-"""The functions of the package: make a DeepSpeed engine for an offload mode, and save, load, measure and close it.
+"""The functions of the package: make a DeepSpeed engine for an offload mode, and save, load,
+measure and close it.
 
-DeepSpeed itself has no way to do the latter. All functions must be called by every rank, from the main thread.
+DeepSpeed itself has no way to do the latter. All functions must be called by every rank, from the
+main thread.
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from superoffload.settings import Settings
 
 
 ParameterGroups = Iterable[dict[str, Any]] | Iterable[torch.nn.Parameter]
-"""As torch's optimizers take them: groups ``{"params": [...], "weight_decay": ...}``, or parameters. Frozen ones are ignored."""
+"""As torch's optimizers take them: groups ``{"params": [...], "weight_decay": ...}``, or
+parameters. Frozen ones are ignored.
+"""
 
 
 def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> list[dict[str, Any]]:
     """Return the groups without frozen parameters, and without groups of nothing else.
 
     Raises:
-        OffloadError: If nothing is left (``nothing-trainable``), or a parameter is none of the model's (``other-parameters``).
+        OffloadError: If nothing is left (``nothing-trainable``), or a parameter is none of the
+            model's (``other-parameters``).
     """
     given: list[Any] = list(parameter_groups)
     given = (
@@ -60,18 +65,24 @@ def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> list
     ]
     if foreign:
         raise OffloadError(
-            f"parameter_groups has parameters that are none of the model's: {len(foreign)}, the first of shape "
-            f"{tuple(foreign[0].shape)}. Make the groups from model.parameters(), after the last change of the model.",
+            f"parameter_groups has parameters that are none of the model's: {len(foreign)}, the "
+            f"first of shape {tuple(foreign[0].shape)}. Make the groups from model.parameters(), "
+            "after the last change of the model.",
             code="other-parameters",
         )
     return groups
 
 
 def _check_options(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise OffloadError (``optimizer-option``) for what torch's AdamW can do and the Adam worker cannot."""
+    """Raise OffloadError (``optimizer-option``) for what torch's AdamW can do and the Adam worker
+    cannot.
+    """
     for index, name in product(range(len(groups)), ("amsgrad", "maximize")):
         if groups[index].get(name):
-            message = f"Parameter group {index} has {name} = True, which our AdamW does not do. Leave it out."
+            message = (
+                f"Parameter group {index} has {name} = True, which our AdamW does not do. Leave it "
+                "out."
+            )
             raise OffloadError(message, code="optimizer-option")
 
 
@@ -87,7 +98,8 @@ class Save:
         attach: Prepares a thread for reading copies.
 
     Attributes:
-        copies: The copies that are not written yet, by sub-group, in the order in which they are written.
+        copies: The copies that are not written yet, by sub-group, in the order in which they are
+            written.
     """
 
     def __init__(self, file: StatesFile, *, attach: Callable[[], None]) -> None:
@@ -95,7 +107,8 @@ class Save:
         self.copies: dict[int, StatesCopy] = {}
 
     def finish(self) -> int:
-        """Write the rest, sync it to disk and return the size of this rank's state. No collective runs, and no rank waits for another.
+        """Write the rest, sync it to disk and return the size of this rank's state. No collective
+        runs, and no rank waits for another.
 
         Raises:
             OffloadError: If the Adam worker ended before it had copied everything.
@@ -129,25 +142,28 @@ def initialize(
     ds_config: Mapping[str, Any],
     **arguments: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Call ``deepspeed.initialize`` for an engine whose optimizer is AdamW and runs where ``settings.mode`` says.
+    """Call ``deepspeed.initialize`` for an engine whose optimizer is AdamW and runs where
+    ``settings.mode`` says.
 
-    Sub-groups are stepped while backward runs, so set the learning rate of a step before its last backward begins. DeepSpeed's own
-    schedulers do, since they set it right after the step before.
+    Sub-groups are stepped while backward runs, so set the learning rate of a step before its last
+    backward begins. DeepSpeed's own schedulers do, since they set it right after the step before.
 
     Args:
         model: The model, sharded (``shard``) or whole.
         parameter_groups: The parameters to train.
         settings: How this rank's optimizer runs.
-        ds_config: A DeepSpeed ZeRO-3 config. Where our optimizer runs, ``engine_config`` is applied unless it already was;
-            otherwise ``accepting_config``.
+        ds_config: A DeepSpeed ZeRO-3 config. Where our optimizer runs, ``engine_config`` is applied
+            unless it already was; otherwise ``accepting_config``.
         arguments: More of ``deepspeed.initialize``, such as ``training_data`` and ``lr_scheduler``.
 
     Returns:
-        What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler. Call ``close`` with the engine at the end.
+        What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler. Call
+        ``close`` with the engine at the end.
 
     Raises:
-        OffloadError: For another DeepSpeed version (``deepspeed-version``), a mode that cannot run here, parameters that are none of the
-            model's (``other-parameters``), options that our AdamW lacks (``optimizer-option``), and codes of ``engine_config``.
+        OffloadError: For another DeepSpeed version (``deepspeed-version``), a mode that cannot run
+            here, parameters that are none of the model's (``other-parameters``), options that our
+            AdamW lacks (``optimizer-option``), and codes of ``engine_config``.
     """
     adapter.check_version()
     adapter.import_muon()
@@ -169,24 +185,29 @@ def initialize(
 
 @contextmanager
 def replacing_optimizers(settings: Settings) -> Iterator[None]:
-    """Make ``deepspeed.initialize`` give its engines our optimizer, for programs that call it, as transformers' ``Trainer`` does.
+    """Make ``deepspeed.initialize`` give its engines our optimizer, for programs that call it, as
+    transformers' ``Trainer`` does.
 
-    Within the context, each call needs ``optimizer``, a ``torch.optim.AdamW``, and a ZeRO-3 config as a dictionary; ``engine_config`` is
-    applied to it. Learning rate, betas, epsilon and weight decay are those of the AdamW, so that schedulers of it work; those in
-    ``settings`` are not used.
+    Within the context, each call needs ``optimizer``, a ``torch.optim.AdamW``, and a ZeRO-3 config
+    as a dictionary; ``engine_config`` is applied to it. Learning rate, betas, epsilon and weight
+    decay are those of the AdamW, so that schedulers of it work; those in ``settings`` are not used.
 
     Args:
-        settings: How this rank's optimizer runs. Its mode must be ``superoffload`` and its engine ``so-tui``.
+        settings: How this rank's optimizer runs. Its mode must be ``superoffload`` and its engine
+            ``so-tui``.
 
     Raises:
-        OffloadError: For another DeepSpeed version (``deepspeed-version``), other settings (``mode``); from ``deepspeed.initialize``, for
-            another optimizer or config (``optimizer-class``, ``optimizer-option``, ``no-config``, and codes of ``engine_config``).
+        OffloadError: For another DeepSpeed version (``deepspeed-version``), other settings
+            (``mode``); from ``deepspeed.initialize``, for another optimizer or config
+            (``optimizer-class``, ``optimizer-option``, ``no-config``, and codes of
+            ``engine_config``).
     """
     adapter.check_version()
     adapter.import_muon()
     if not settings.replaces_deepspeeds_optimizer:
         raise OffloadError(
-            f'mode = "{settings.mode}", engine = "{settings.engine}": our optimizer needs "superoffload" and "so-tui".',
+            f'mode = "{settings.mode}", engine = "{settings.engine}": our optimizer needs '
+            '"superoffload" and "so-tui".',
             code="mode",
         )
     original = deepspeed.initialize
@@ -197,13 +218,15 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
         given = config if config is not None else config_params
         if not isinstance(given, Mapping):
             raise OffloadError(
-                "deepspeed.initialize needs its config as a dictionary (`config`) for our optimizer.",
+                "deepspeed.initialize needs its config as a dictionary (`config`) for our "
+                "optimizer.",
                 code="no-config",
             )
         if not isinstance(optimizer := keywords.get("optimizer"), torch.optim.AdamW):
             raise OffloadError(
-                f"deepspeed.initialize was given {type(optimizer).__name__} as `optimizer`. Our optimizer takes the place of a "
-                "torch.optim.AdamW; leave the section `optimizer` out of DeepSpeed's config.",
+                f"deepspeed.initialize was given {type(optimizer).__name__} as `optimizer`. Our "
+                "optimizer takes the place of a torch.optim.AdamW; leave the section `optimizer` "
+                "out of DeepSpeed's config.",
                 code="optimizer-class",
             )
         _check_options(optimizer.param_groups)
@@ -213,7 +236,8 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
             made = original(*arguments, config=config, **keywords)
             if adapter.super_offload(made[0]) is None:
                 raise OffloadError(
-                    f"DeepSpeed did not use our optimizer but made a {type(made[0].optimizer).__name__}.",
+                    "DeepSpeed did not use our optimizer but made a "
+                    f"{type(made[0].optimizer).__name__}.",
                     code="optimizer-not-used",
                 )
             _finish(made[0], settings)
@@ -243,7 +267,9 @@ def worker_pid(engine: Any) -> int | None:
 
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """Set the learning rate of the step whose last backward begins next. Raises OffloadError (``learning-rate``) if it is impossible."""
+    """Set the learning rate of the step whose last backward begins next. Raises OffloadError
+    (``learning-rate``) if it is impossible.
+    """
     if not (math.isfinite(learning_rate) and learning_rate >= 0):
         raise OffloadError(
             f"The learning rate is {learning_rate}. Use a finite number, at least 0.",
@@ -253,22 +279,26 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
 
 
 def save_state(engine: Any, folder: Path) -> int:
-    """Write this rank's master weights, moments and step counts into ``folder`` and return their size in bytes.
+    """Write this rank's master weights, moments and step counts into ``folder`` and return their
+    size in bytes.
 
     No rank waits for another.
 
     Raises:
-        OffloadError: If the state in memory is not sound, for example after a gradient that is not finite.
+        OffloadError: If the state in memory is not sound, for example after a gradient that is not
+            finite.
         OSError: If the disk does not take it.
     """
     return begin_save(engine, folder, copying=False).finish()
 
 
 def begin_save(engine: Any, folder: Path, *, copying: bool = True) -> Save:
-    """Begin to write this rank's state, so that training may go on at once: what is written is the state of the last step.
+    """Begin to write this rank's state, so that training may go on at once: what is written is the
+    state of the last step.
 
-    States are copied as far as there is memory for it (``Settings.copies_bytes``, second sets of states); the rest is written before this
-    function returns. DeepSpeed's own optimizers copy nothing.
+    States are copied as far as there is memory for it (``Settings.copies_bytes``, second sets of
+    states); the rest is written before this function returns. DeepSpeed's own optimizers copy
+    nothing.
 
     Args:
         engine: The engine.
@@ -276,10 +306,12 @@ def begin_save(engine: Any, folder: Path, *, copying: bool = True) -> Save:
         copying: Whether to copy anything. Without copies everything is written at once.
 
     Returns:
-        What is still to be written. Call its ``finish`` before the next ``begin_save``, in any thread.
+        What is still to be written. Call its ``finish`` before the next ``begin_save``, in any
+        thread.
 
     Raises:
-        OffloadError, OSError: As ``save_state``; also if a save before has not been finished (``copies-in-use``).
+        OffloadError, OSError: As ``save_state``; also if a save before has not been finished
+            (``copies-in-use``).
     """
     synchronize(engine)
     optimizer = adapter.super_offload(engine)
@@ -299,21 +331,25 @@ def begin_save(engine: Any, folder: Path, *, copying: bool = True) -> Save:
 
 
 def load_state(engine: Any, folder: Path) -> Rounded:
-    """Load this rank's shards of a saved state and cast the weights from it, so that training continues as if it had never stopped.
+    """Load this rank's shards of a saved state and cast the weights from it, so that training
+    continues as if it had never stopped.
 
-    Any number of ranks may have saved the state, in any offload mode and with any ratio: parameters are matched by name. Compact moments
-    are saved as fp32, and are not rounded again where they are loaded in the same format, with two exceptions.
+    Any number of ranks may have saved the state, in any offload mode and with any ratio: parameters
+    are matched by name. Compact moments are saved as fp32, and are not rounded again where they are
+    loaded in the same format, with two exceptions.
 
-    A state that lacks moments, which DeepSpeed's own SuperOffload saves, is loaded as DeepSpeed does: all moments and the count of steps
-    begin anew. So they do where that engine loads a state, in a new process only: its worker keeps the moments that it has.
+    A state that lacks moments, which DeepSpeed's own SuperOffload saves, is loaded as DeepSpeed
+    does: all moments and the count of steps begin anew. So they do where that engine loads a state,
+    in a new process only: its worker keeps the moments that it has.
 
     Returns:
-        The exceptions, on this rank: 8-bit blocks that shards of other ranks had cut, parameters whose moments were on a GPU, and those
-        whose moments begin anew.
+        The exceptions, on this rank: 8-bit blocks that shards of other ranks had cut, parameters
+        whose moments were on a GPU, and those whose moments begin anew.
 
     Raises:
         StateMismatchError: If it belongs to another model. Nothing was changed.
-        OffloadError: If a file is missing or cut short, or compact moments cannot hold the saved ones (``impossible-moments``).
+        OffloadError: If a file is missing or cut short, or compact moments cannot hold the saved
+            ones (``impossible-moments``).
     """
     synchronize(engine)
     states = adapter.sub_group_states(engine)
@@ -327,7 +363,8 @@ def load_state(engine: Any, folder: Path) -> Rounded:
 
 
 def verify_state(folder: Path) -> None:
-    """Check that all ranks' files of a saved state exist, have the right size and hold what was written, by sampling a thousandth of it.
+    """Check that all ranks' files of a saved state exist, have the right size and hold what was
+    written, by sampling a thousandth of it.
 
     One process checks the files of all ranks. No engine is needed.
 
@@ -338,12 +375,16 @@ def verify_state(folder: Path) -> None:
 
 
 def gradient_norm(engine: Any) -> float | None:
-    """Return the norm of the last step's gradients over all ranks, before clipping; None before the first step. May wait for the GPU."""
+    """Return the norm of the last step's gradients over all ranks, before clipping; None before the
+    first step. May wait for the GPU.
+    """
     return adapter.last_gradient_norm(engine)
 
 
 def skipped_step(engine: Any) -> NonFiniteGradientError | None:
-    """Return why the last step was skipped; None if it was taken. The states are then those of the step before it."""
+    """Return why the last step was skipped; None if it was taken. The states are then those of the
+    step before it.
+    """
     optimizer = adapter.super_offload(engine)
     return optimizer.skipped if optimizer else None
 
@@ -362,7 +403,9 @@ def leave_out_waits(engine: Any) -> None:
 
 
 def synchronize(engine: Any) -> None:
-    """Wait until the weights are those of the last step. Raises OffloadError if the state in memory is not sound."""
+    """Wait until the weights are those of the last step. Raises OffloadError if the state in memory
+    is not sound.
+    """
     optimizer = adapter.super_offload(engine)
     if optimizer:
         optimizer.synchronize()
@@ -388,7 +431,8 @@ def _deepspeed_optimizer(groups: list[dict[str, Any]], settings: Settings) -> to
         return _torch_adamw(groups, settings)
     if settings.mode == "superoffload" and not torch.cuda.is_available():
         raise OffloadError(
-            'DeepSpeed\'s own SuperOffload runs on CUDA only. Use offload.engine = "so-tui" or offload.mode = "zerooffload".',
+            'DeepSpeed\'s own SuperOffload runs on CUDA only. Use offload.engine = "so-tui" or '
+            'offload.mode = "zerooffload".',
             code="needs-cuda",
         )
     return _cpu_adam(groups, settings)

@@ -1,8 +1,10 @@
-"""Optimizer states on disk. Every rank writes one file of its own, directly from the states or from copies of them.
+"""Optimizer states on disk. Every rank writes one file of its own, directly from the states or from
+copies of them.
 
-``rank_00000.states`` holds the fp32 master weights and the first and second moments of one sub-group after another, as raw little-endian
-floats. ``rank_00000.json`` describes them and is written last, so a state without it is incomplete. The bf16 weights are not saved: loading
-casts them from the master weights.
+``rank_00000.states`` holds the fp32 master weights and the first and second moments of one
+sub-group after another, as raw little-endian floats. ``rank_00000.json`` describes them and is
+written last, so a state without it is incomplete. The bf16 weights are not saved: loading casts
+them from the master weights.
 
 ``resharding`` reads the states.
 """
@@ -94,7 +96,9 @@ class PacedFile:
             os.posix_fadvise(self._file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
 
     def _sync(self, offset: int, length: int, flags: int) -> bool:
-        """Call sync_file_range(2), which Python does not have; return whether this file system can do it."""
+        """Call sync_file_range(2), which Python does not have; return whether this file system can
+        do it.
+        """
         if _sync_file_range(self._file.fileno(), offset, length, flags) == 0:
             return True
         if (code := ctypes.get_errno()) in _UNSUPPORTED:
@@ -112,8 +116,10 @@ _LARGEST_MANIFEST_BYTES = 64 << 20
 _MOST_STEPS = 2**31
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_DISTANCE_BYTES = 64 << 20
-"""``verify`` reads only a thousandth of a file, so that checking hundreds of GB takes seconds. It detects a file that was cut short, never
-reached the disk or holds something else, but not a single flipped bit outside the samples."""
+"""``verify`` reads only a thousandth of a file, so that checking hundreds of GB takes seconds. It
+detects a file that was cut short, never reached the disk or holds something else, but not a single
+flipped bit outside the samples.
+"""
 
 
 class SubGroupRecord(msgspec.Struct, frozen=True):
@@ -153,7 +159,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def records(
     states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple[str, int]]]
 ) -> tuple[SubGroupRecord, ...]:
-    """Return the manifest's records of the sub-groups; ``parameters`` has the name and the elements over all ranks of their members."""
+    """Return the manifest's records of the sub-groups; ``parameters`` has the name and the elements
+    over all ranks of their members.
+    """
     return tuple(
         SubGroupRecord(
             state.master_weights.numel(),
@@ -184,7 +192,9 @@ class StatesFile:
         self._manifest_path.unlink(missing_ok=True)
         self._manifest = manifest
         self._samples: dict[int, list[bytes]] = {}
-        """By sub-group, because they may be written in any order: a thousandth of what was written."""
+        """By sub-group, because they may be written in any order: a thousandth of what was
+        written.
+        """
         self._file = PacedFile(data_path)
 
     def write(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
@@ -201,7 +211,9 @@ class StatesFile:
             begin += len(view)
 
     def finish(self) -> int:
-        """Sync the file to disk, once every sub-group is in it, complete it with its manifest and return its size. Raises OSError."""
+        """Sync the file to disk, once every sub-group is in it, complete it with its manifest and
+        return its size. Raises OSError.
+        """
         samples = 0
         for index in range(len(self._manifest.sub_groups)):
             for sample in self._samples[index]:
@@ -225,7 +237,9 @@ class StatesFile:
 
 
 def verify(folder: Path) -> None:
-    """Check every rank's file. Raises OffloadError if one is missing, cut short (``torn``) or holds other bytes (``checksum``)."""
+    """Check every rank's file. Raises OffloadError if one is missing, cut short (``torn``) or holds
+    other bytes (``checksum``).
+    """
     for manifest in manifests(folder):
         samples = 0
         with open_states(folder, manifest) as file:
@@ -240,7 +254,9 @@ def verify(folder: Path) -> None:
 
 
 def manifests(folder: Path) -> tuple[Manifest, ...]:
-    """Return the manifests of all ranks that saved, in order. Raises OffloadError if one is missing or cannot be read."""
+    """Return the manifests of all ranks that saved, in order. Raises OffloadError if one is missing
+    or cannot be read.
+    """
     if folder.is_symlink():
         raise OffloadError(
             f"{folder} is a link, and what it points to is no part of the checkpoint.",
@@ -259,7 +275,8 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             manifest = msgspec.json.decode(content, type=Manifest)  # noqa: TID251 -- bounded when it was read
         except FileNotFoundError:
             raise OffloadError(
-                f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is missing.",
+                f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is "
+                "missing.",
                 code="incomplete",
             ) from None
         except (OSError, msgspec.DecodeError, RecursionError) as error:
@@ -277,7 +294,8 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             )
         ):
             raise OffloadError(
-                f"{path} contradicts itself or the other ranks: its ranks, steps, names or sizes are impossible.",
+                f"{path} contradicts itself or the other ranks: its ranks, steps, names or sizes "
+                "are impossible.",
                 code="unreadable",
             )
         found.append(manifest)
@@ -290,7 +308,9 @@ def _layout(group: SubGroupRecord) -> tuple[object, ...]:
 
 
 def _consistent(group: SubGroupRecord, ranks: int) -> bool:
-    """Return whether the step is possible and the parameters fit into the sub-group: no tensor is larger than its file."""
+    """Return whether the step is possible and the parameters fit into the sub-group: no tensor is
+    larger than its file.
+    """
     if (
         group.numel < 0
         or not 0 <= group.step <= _MOST_STEPS
@@ -311,7 +331,9 @@ def _extents(sub_groups: Sequence[SubGroupRecord]) -> Iterator[tuple[int, int]]:
 
 
 def _sampled(size: int) -> Iterator[tuple[int, int]]:
-    """Yield the first byte and the length of the samples of a tensor of ``size`` bytes: one at regular distances, and one at the end."""
+    """Yield the first byte and the length of the samples of a tensor of ``size`` bytes: one at
+    regular distances, and one at the end.
+    """
     for start in (*range(0, size, _SAMPLE_DISTANCE_BYTES), max(0, size - _SAMPLE_BYTES)):
         yield start, min(_SAMPLE_BYTES, size - start)
 
@@ -321,7 +343,9 @@ def _paths(folder: Path, rank: int) -> tuple[Path, Path]:
 
 
 def _open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading. Raises OffloadError for a link, a pipe, a folder or a device, and OSError."""
+    """Open a regular file for reading. Raises OffloadError for a link, a pipe, a folder or a
+    device, and OSError.
+    """
     # A link leads out of the checkpoint, and a pipe would wait for a writer.
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OffloadError(f"{path} cannot be read: it is not a regular file.", code="unreadable")
@@ -348,7 +372,9 @@ def open_states(folder: Path, manifest: Manifest) -> FileIO:
 
 
 def tensors_of(state: SubGroupState) -> Iterator[torch.Tensor]:
-    """Yield master weights, first and second moment, in the order of the file; only the master weights if the moments are out of reach."""
+    """Yield master weights, first and second moment, in the order of the file; only the master
+    weights if the moments are out of reach.
+    """
     yield state.master_weights
     if state.moments is not None:
         yield from state.moments()
@@ -360,7 +386,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def read_into(file: FileIO, begin: int, target: torch.Tensor) -> None:
-    """Fill a contiguous CPU tensor from byte ``begin`` on. Raises OffloadError if the file ends before."""
+    """Fill a contiguous CPU tensor from byte ``begin`` on. Raises OffloadError if the file ends
+    before.
+    """
     view = _bytes_of(target)
     while view:
         got = os.preadv(file.fileno(), [view], begin)

@@ -1,6 +1,7 @@
 """Commands for the Adam worker and its results: fixed-size packets on a socket. Tensors never move.
 
-The worker process imports this, ``memory_layout`` and ``adam``, which therefore use the standard library only.
+The worker process imports this, ``memory_layout`` and ``adam``, which therefore use the standard
+library only.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from superoffload.memory_layout import Moments
 
 class Operation(IntEnum):
     INITIALIZE = 0
-    """Copy the weights, in the staging buffer or in host memory, to the fp32 master weights, and zero the moments."""
+    """Copy the weights, in the staging buffer or in host memory, to the fp32 master weights, and
+    zero the moments.
+    """
     ACCUMULATE = 1
     """Add the gradient in the staging buffer to the accumulated gradient."""
     STEP = 2
-    """Run AdamW in place and leave the new weights in the staging buffer, or in host memory where the weights are."""
+    """Run AdamW in place and leave the new weights in the staging buffer, or in host memory where
+    the weights are.
+    """
     SPECULATE = 3
-    """Run AdamW from the current set of states into the other one, and leave the new weights in the second buffer, or as STEP does."""
+    """Run AdamW from the current set of states into the other one, and leave the new weights in the
+    second buffer, or as STEP does.
+    """
     RESTORE = 4
     """Leave the weights of the current set of states where STEP does."""
     COPY = 5
@@ -49,7 +56,9 @@ class GradientSource(IntEnum):
     ACCUMULATED = 1
     """In the accumulated gradient, which includes every micro-batch."""
     ACCUMULATED_AND_STAGING = 2
-    """The accumulated gradient of all earlier micro-batches, plus the last micro-batch's in the staging buffer."""
+    """The accumulated gradient of all earlier micro-batches, plus the last micro-batch's in the
+    staging buffer.
+    """
 
 
 class Command(NamedTuple):
@@ -102,7 +111,8 @@ def receive(channel: socket.socket) -> Result | None:
 
 
 def serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
-    """Execute commands in order until the other side closes the socket, which it may do at any time.
+    """Execute commands in order until the other side closes the socket, which it may do at any
+    time.
 
     Args:
         channel: The worker's end.
@@ -126,7 +136,9 @@ def serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
 def bytes_moved(
     command: Command, numel: int, weight_bytes: int, moments: Moments = Moments.FP32
 ) -> int:
-    """Return the host memory traffic of a command: what it must read and write of a sub-group of ``numel`` parameters."""
+    """Return the host memory traffic of a command: what it must read and write of a sub-group of
+    ``numel`` parameters.
+    """
     if command.operation == Operation.ACCUMULATE:
         return numel * ((4 if command.first_micro_batch else 8) + weight_bytes)
     if command.operation not in (Operation.STEP, Operation.SPECULATE):

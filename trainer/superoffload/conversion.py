@@ -1,8 +1,10 @@
-"""Converts optimizer states on disk between ours (``checkpoint``) and DeepSpeed's, one parameter at a time. No engine is needed.
+"""Converts optimizer states on disk between ours (``checkpoint``) and DeepSpeed's, one parameter at
+a time. No engine is needed.
 
-Ours become DeepSpeed's universal format, which its ZeRO-3 loads on any number of ranks (``"checkpoint": {"load_universal": true}``). What
-DeepSpeed saved is read from there or from ZeRO-3's own files. Those are pickles: they are loaded as tensors and plain values only, so
-reading them runs no code of theirs.
+Ours become DeepSpeed's universal format, which its ZeRO-3 loads on any number of ranks
+(``"checkpoint": {"load_universal": true}``). What DeepSpeed saved is read from there or from
+ZeRO-3's own files. Those are pickles: they are loaded as tensors and plain values only, so reading
+them runs no code of theirs.
 """
 
 from __future__ import annotations
@@ -65,9 +67,13 @@ class DeepSpeedStates:
     numels: Mapping[str, int]
     """Elements of each parameter."""
     moments: bool
-    """Whether the moments were saved. DeepSpeed's own SuperOffload keeps those of the CPU out of reach."""
+    """Whether the moments were saved. DeepSpeed's own SuperOffload keeps those of the CPU out of
+    reach.
+    """
     read: Callable[[], Iterator[_ParameterStates]]
-    """Yields the states of one parameter after another, in the order of ``numels``. Raises OffloadError as ``deepspeed_states``."""
+    """Yields the states of one parameter after another, in the order of ``numels``. Raises
+    OffloadError as ``deepspeed_states``.
+    """
 
 
 def deepspeed_states(folder: Path) -> DeepSpeedStates:
@@ -77,8 +83,9 @@ def deepspeed_states(folder: Path) -> DeepSpeedStates:
         folder: The folder given to ``save_checkpoint``, or that of a step in it.
 
     Raises:
-        OffloadError: It is no such folder (``not-deepspeeds``), its files are more than tensors and plain values (``unsafe-pickle``), they
-            contradict each other (``unreadable``), or the model was cut across ranks (``tensor-parallel``).
+        OffloadError: It is no such folder (``not-deepspeeds``), its files are more than tensors and
+            plain values (``unsafe-pickle``), they contradict each other (``unreadable``), or the
+            model was cut across ranks (``tensor-parallel``).
     """
     folder = _step_folder(Path(folder))
     model = _load(folder / _MODEL_FILE)
@@ -109,7 +116,9 @@ class _Layout(NamedTuple):
 
 
 def _universal(zero: Path) -> _Layout:
-    """Return the layout of a universal checkpoint: a folder for each parameter, a file for each of its states."""
+    """Return the layout of a universal checkpoint: a folder for each parameter, a file for each of
+    its states.
+    """
     names = sorted(entry.name for entry in os.scandir(zero) if entry.is_dir(follow_symlinks=False))
     numels = {name: _tensor(_load(zero / name / "fp32.pt")).numel() for name in names}
     moments = all((zero / name / "exp_avg_sq.pt").is_file() for name in names)
@@ -128,7 +137,9 @@ def _universal(zero: Path) -> _Layout:
 
 
 def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _Layout:
-    """Return the layout of ZeRO-3's own files: one for each rank, with a flat tensor for each state of each sub-group."""
+    """Return the layout of ZeRO-3's own files: one for each rank, with a flat tensor for each state
+    of each sub-group.
+    """
     ranks = [_load(path)["optimizer_state_dict"] for path in _rank_files(folder)]
     groups = [{str(name): math.prod(shape) for name, shape in group.items()} for group in shapes]
     moments = all(_has_moments(rank, len(groups)) for rank in ranks)
@@ -167,7 +178,8 @@ def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _La
 def write_universal(
     states: Path, folder: Path, progress: Progress, rename: Callable[[str], str] = str
 ) -> Path:
-    """Write saved states in DeepSpeed's universal format, with the files that ``load_checkpoint`` looks for.
+    """Write saved states in DeepSpeed's universal format, with the files that ``load_checkpoint``
+    looks for.
 
     States without moments, which DeepSpeed's own SuperOffload saves, get moments of zero at step 0.
 
@@ -181,7 +193,8 @@ def write_universal(
         The folder of the step.
 
     Raises:
-        OffloadError: A file is missing or cut short, or the name of a parameter cannot be that of a folder (``impossible-name``).
+        OffloadError: A file is missing or cut short, or the name of a parameter cannot be that of a
+            folder (``impossible-name``).
         OSError: It cannot be written.
     """
     states, folder = Path(states), Path(folder)
@@ -194,7 +207,8 @@ def write_universal(
         new = rename(name)
         if not _NAME.fullmatch(new):
             raise OffloadError(
-                f"{new!r} cannot be the name of a folder, which a parameter of a universal checkpoint has.",
+                f"{new!r} cannot be the name of a folder, which a parameter of a universal "
+                "checkpoint has.",
                 code="impossible-name",
             )
         (target / "zero" / new).mkdir()
@@ -202,7 +216,8 @@ def write_universal(
             _KINDS, (kinds[0], *(kinds[1:] or (torch.zeros_like(kinds[0]),) * 2)), strict=True
         ):
             _save(tensor, target / "zero" / new / f"{kind}.pt")
-    # Without hyperparameters: DeepSpeed would give those of the first group to all, and the script that loads it has its own.
+    # Without hyperparameters: DeepSpeed would give those of the first group to all, and the script
+    # that loads it has its own.
     adam = {"state": {0: {"step": step}}, "param_groups": [{"params": []}]}
     _save(
         {"optimizer_state_dict": adam, "param_groups": adam["param_groups"]},
@@ -271,7 +286,9 @@ def _states(name: str, kinds: Sequence[torch.Tensor]) -> _ParameterStates:
 
 
 def _step_folder(folder: Path) -> Path:
-    """Return the folder of the step that a folder's file names as its latest, or the folder itself."""
+    """Return the folder of the step that a folder's file names as its latest, or the folder
+    itself.
+    """
     for latest in (_LATEST_UNIVERSAL, _LATEST):
         if (path := folder / latest).is_file():
             with path.open("rb") as file:
@@ -283,7 +300,10 @@ def _step_folder(folder: Path) -> Path:
             folder = folder / name
             break
     if not (folder / _MODEL_FILE).is_file():
-        message = f"{folder} has no {_MODEL_FILE}: it is no checkpoint of DeepSpeed's ZeRO-3, and no step of one."
+        message = (
+            f"{folder} has no {_MODEL_FILE}: it is no checkpoint of DeepSpeed's ZeRO-3, and no "
+            "step of one."
+        )
         raise OffloadError(message, code="not-deepspeeds")
     return folder
 
@@ -340,7 +360,9 @@ def _save(content: Any, path: Path) -> None:
 
 
 def _load(path: Path) -> Any:
-    """Load a file's tensors, mapped into memory, and plain values. Anything that would run code is refused."""
+    """Load a file's tensors, mapped into memory, and plain values. Anything that would run code is
+    refused.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -348,17 +370,23 @@ def _load(path: Path) -> Any:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OffloadError(f"{path} is a link or not a regular file.", code="unreadable")
         try:
-            # Python 3.11.2 (Debian 12) saves the member of an enum as an attribute that getattr is to read, 3.11.7 does not.
+            # Python 3.11.2 (Debian 12) saves the member of an enum as an attribute that getattr is
+            # to read, 3.11.7 does not.
             known = [LossScaler, DynamicLossScaler, ZeroStageEnum, (_stage, "builtins.getattr")]
             with torch.serialization.safe_globals(known):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 -- with weights_only
         except pickle.UnpicklingError as error:
-            message = f"{path} holds more than tensors and plain values, and loading it could run code: {str(error).splitlines()[0]}"
+            message = (
+                f"{path} holds more than tensors and plain values, and loading it could run code: "
+                f"{str(error).splitlines()[0]}"
+            )
             raise OffloadError(message, code="unsafe-pickle") from error
 
 
 def _stage(kind: object, name: str) -> object:
-    """Return a saved stage of ZeRO by its name, in the place of ``getattr``. Raises UnpicklingError if it would be anything else."""
+    """Return a saved stage of ZeRO by its name, in the place of ``getattr``. Raises UnpicklingError
+    if it would be anything else.
+    """
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     stages: dict[str, object] = dict(ZeroStageEnum.__members__)

@@ -1,19 +1,25 @@
-"""The sub-groups whose states are in host memory: their shared arrays, the commands for their Adam worker, and its results.
+"""The sub-groups whose states are in host memory: their shared arrays, the commands for their Adam
+worker, and its results.
 
-One staging buffer per sub-group carries the gradient to the host and the new weights back. It may be written by:
+One staging buffer per sub-group carries the gradient to the host and the new weights back. It may
+be written by:
 
-    the gradient's copy   after the last step's weights have been copied from it, or the worker has accumulated the last micro-batch
+    the gradient's copy   after the last step's weights have been copied from it, or the worker has
+                          accumulated the last micro-batch
     the worker            when the gradient has been copied
     (then the new weights are copied to the GPU)
 
-Where the weights are in host memory the worker writes new ones there, and neither this buffer nor the second one below returns any.
+Where the weights are in host memory the worker writes new ones there, and neither this buffer nor
+the second one below returns any.
 
-A sub-group that speculates has two sets of states, of which one is current, and a second buffer for new weights. A speculative step reads
-the current set and the staging buffer, and writes the other set and the second buffer. To accept it is to make the other set current. To
-discard it is to step in place, as if it had never been: nothing that this reads or writes was touched.
+A sub-group that speculates has two sets of states, of which one is current, and a second buffer for
+new weights. A speculative step reads the current set and the staging buffer, and writes the other
+set and the second buffer. To accept it is to make the other set current. To discard it is to step
+in place, as if it had never been: nothing that this reads or writes was touched.
 
-While a checkpoint is written behind training, it is written from copies, which the worker makes before it steps the sub-groups again. They
-are in sets of their own or, where there is none, in the set that is not current. Such a sub-group does not speculate until it is written.
+While a checkpoint is written behind training, it is written from copies, which the worker makes
+before it steps the sub-groups again. They are in sets of their own or, where there is none, in the
+set that is not current. Such a sub-group does not speculate until it is written.
 """
 
 from __future__ import annotations
@@ -54,7 +60,8 @@ class _NewWeights:
     Args:
         transfers: Makes streams wait.
         meter: Is told of waits.
-        wait: Blocks until a function that it is given returns true, which only a result of the worker can bring about.
+        wait: Blocks until a function that it is given returns true, which only a result of the
+            worker can bring about.
     """
 
     def __init__(
@@ -62,7 +69,9 @@ class _NewWeights:
     ) -> None:
         self._transfers, self._meter, self._wait = transfers, meter, wait
         self._arrived: dict[int, Transfer | None] = {}
-        """By sub-group: the copy of its new weights to the GPU; None where they stay in host memory."""
+        """By sub-group: the copy of its new weights to the GPU; None where they stay in host
+        memory.
+        """
         self._unawaited: set[int] = set()
         """Sub-groups for whose new weights the computing stream has not waited yet."""
         self._unused: set[int] = set()
@@ -79,16 +88,22 @@ class _NewWeights:
         self._unused.add(index)
 
     def arrive(self, index: int, transfer: Transfer | None) -> None:
-        """Note that the worker has made a sub-group's new weights, and their copy to the GPU unless they stay in host memory."""
+        """Note that the worker has made a sub-group's new weights, and their copy to the GPU unless
+        they stay in host memory.
+        """
         self._arrived[index] = transfer
 
     def copied(self, index: int) -> list[Event]:
-        """Return the event after which a sub-group's new weights have been copied to the GPU; none where they are not copied."""
+        """Return the event after which a sub-group's new weights have been copied to the GPU; none
+        where they are not copied.
+        """
         transfer = self._arrived.get(index)
         return [transfer.done] if transfer else []
 
     def wait_for(self, sub_groups: Iterable[int] | None = None) -> None:
-        """Make the current stream wait for the new weights of these sub-groups, or of all. Blocks until the worker has made them."""
+        """Make the current stream wait for the new weights of these sub-groups, or of all. Blocks
+        until the worker has made them.
+        """
         waiting = sorted(
             self._unawaited if sub_groups is None else self._unawaited.intersection(sub_groups)
         )
@@ -103,9 +118,11 @@ class _NewWeights:
 
     @contextmanager
     def measuring_wait(self, sub_groups: Iterable[int]) -> Iterator[None]:
-        """Measure how long the current stream has nothing to compute within the context, because of new weights.
+        """Measure how long the current stream has nothing to compute within the context, because of
+        new weights.
 
-        They are those of ``sub_groups``, which it uses next, and all that the host waits for: it queues nothing meanwhile.
+        They are those of ``sub_groups``, which it uses next, and all that the host waits for: it
+        queues nothing meanwhile.
         """
         used = self._unused.intersection(sub_groups)
         if not used and not self._unawaited:  # else marks would cost time in every layer
@@ -133,10 +150,12 @@ _FORMATS: dict[StatesFormat, Moments] = {
 
 
 class CpuStates:
-    """States of the CPU sub-groups. Without CPU sub-groups there is neither memory nor a worker, and nothing to wait for.
+    """States of the CPU sub-groups. Without CPU sub-groups there is neither memory nor a worker,
+    and nothing to wait for.
 
     Raises:
-        OffloadError: If there is no kernel, not enough memory, or no worker. Nothing is left behind then.
+        OffloadError: If there is no kernel, not enough memory, or no worker. Nothing is left behind
+            then.
     """
 
     def __init__(
@@ -157,11 +176,17 @@ class CpuStates:
         self._device, self._host_weights = device, host_weights
         self.indices = [index for index, group in enumerate(sub_groups) if not group.on_gpu]
         self.in_order_of_use = sorted(self.indices, key=lambda index: sub_groups[index].first_use)
-        """Differs from the order of the sub-groups: the norms' group is last in the list and used by the first layer."""
+        """Differs from the order of the sub-groups: the norms' group is last in the list and used
+        by the first layer.
+        """
         self.slot = {index: slot for slot, index in enumerate(self.indices)}
-        """Index of a sub-group -> its position in the shared memory and in the worker's commands."""
+        """Index of a sub-group -> its position in the shared memory and in the worker's
+        commands.
+        """
         self.squares: dict[int, float] = {}
-        """Sums of squares of the gradients that the worker has accumulated or stepped with, as far as results have arrived."""
+        """Sums of squares of the gradients that the worker has accumulated or stepped with, as far
+        as results have arrived.
+        """
         self._speculating = tuple(slot for index, slot in self.slot.items() if index in room.second)
         self._copied = tuple(slot for index, slot in self.slot.items() if index in room.copied)
         """Slots of the sub-groups that have a set of states for copies."""
@@ -171,11 +196,17 @@ class CpuStates:
         self._speculative: set[int] = set()
         """Sub-groups with a speculative step that was neither accepted nor discarded."""
         self._pending: dict[int, set[int]] = {operation: set() for operation in Operation}
-        """By operation: sub-groups for which the worker has not done it yet. A speculative step is dropped when it is discarded."""
+        """By operation: sub-groups for which the worker has not done it yet. A speculative step is
+        dropped when it is discarded.
+        """
         self._deciding = threading.Lock()
-        """Held while a speculative step's result is handled, and while speculative steps are discarded."""
+        """Held while a speculative step's result is handled, and while speculative steps are
+        discarded.
+        """
         self.lent: set[int] = set()
-        """Sub-groups that may not speculate, because a copy is in the set that is not current, until ``release_copy``."""
+        """Sub-groups that may not speculate, because a copy is in the set that is not current,
+        until ``release_copy``.
+        """
         self.new_weights = _NewWeights(transfers, meter, self._wait)
         self._states: SharedStates | None = None
         self._client: WorkerClient | None = None
@@ -196,7 +227,9 @@ class CpuStates:
             self._client.check()
 
     def stage_gradient(self, index: int, member: int, values: torch.Tensor) -> list[Copy]:
-        """Return the copies that bring a gradient into the staging buffer. They must wait for ``new_weights.copied``."""
+        """Return the copies that bring a gradient into the staging buffer. They must wait for
+        ``new_weights.copied``.
+        """
         if (
             index in self._pending[Operation.ACCUMULATE]
         ):  # rarely: the command was sent before a whole forward pass
@@ -210,7 +243,9 @@ class CpuStates:
         return copies
 
     def accumulate(self, index: int, step: int, *, first_micro_batch: bool, after: Event) -> None:
-        """Have the worker accumulate the gradient in the staging buffer. The first micro-batch overwrites the step before's sum."""
+        """Have the worker accumulate the gradient in the staging buffer. The first micro-batch
+        overwrites the step before's sum.
+        """
         self._send(
             Command(
                 Operation.ACCUMULATE,
@@ -222,7 +257,9 @@ class CpuStates:
         )
 
     def step(self, index: int, command: Command, after: Event) -> None:
-        """Have the worker step this sub-group by ``command``: in place, or out of place if the command is to speculate."""
+        """Have the worker step this sub-group by ``command``: in place, or out of place if the
+        command is to speculate.
+        """
         self.new_weights.expect(index)
         self.squares.pop(index, None)
         if command.operation == Operation.SPECULATE:
@@ -236,9 +273,11 @@ class CpuStates:
         self._speculative.clear()
 
     def discard(self) -> set[int]:
-        """Give up the speculative steps, whether or not the worker has begun them, and return their sub-groups.
+        """Give up the speculative steps, whether or not the worker has begun them, and return their
+        sub-groups.
 
-        Their weights on the GPU may be those of the discarded step: step the sub-groups again, or ``restore`` them.
+        Their weights on the GPU may be those of the discarded step: step the sub-groups again, or
+        ``restore`` them.
         """
         if self._client:
             self._client.withdraw(Operation.SPECULATE)
@@ -258,7 +297,9 @@ class CpuStates:
         self.step(index, Command(Operation.RESTORE, self.slot[index], step), after)
 
     def wait_for_squares(self) -> None:
-        """Block until the worker has stepped with, or accumulated, the step's whole gradient of every sub-group."""
+        """Block until the worker has stepped with, or accumulated, the step's whole gradient of
+        every sub-group.
+        """
         if self.indices:
             self._wait(
                 lambda: (
@@ -268,7 +309,8 @@ class CpuStates:
             )
 
     def copies(self) -> dict[int, Callable[[], Tensors]]:
-        """Have the worker copy the states of all sub-groups that have room for it, before it steps them again.
+        """Have the worker copy the states of all sub-groups that have room for it, before it steps
+        them again.
 
         Returns:
             By sub-group: a function for any thread that waits for the copy and returns it.
@@ -295,7 +337,9 @@ class CpuStates:
             self._wait(lambda: not self._pending[Operation.COPY])
 
     def release_copy(self, index: int) -> None:
-        """Let a sub-group speculate again whose copy is no longer read. May be called from any thread."""
+        """Let a sub-group speculate again whose copy is no longer read. May be called from any
+        thread.
+        """
         self.lent.discard(index)
 
     def _copied_states(self, index: int, which: int) -> Tensors:
@@ -311,18 +355,23 @@ class CpuStates:
         return self._states.master_weights(self.slot[index], self._current[index])
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first and second moment, in fp32: the state itself, or copies of compact moments."""
+        """Return the first and second moment, in fp32: the state itself, or copies of compact
+        moments.
+        """
         assert self._states is not None
         return self._states.moments(self.slot[index], self._current[index])
 
     def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Set both moments. Raises OffloadError (``impossible-moments``) for a NaN or a negative second moment where they are compact."""
+        """Set both moments. Raises OffloadError (``impossible-moments``) for a NaN or a negative
+        second moment where they are compact.
+        """
         assert self._states is not None
         # The minimum of values with a NaN is NaN.
         if self._moments is not Moments.FP32 and (first.min().isnan() or not second.min() >= 0):
             raise OffloadError(
-                f"The moments of {self._sub_groups[index].names[0]}, or of parameters that are stepped with it, are not numbers, or the "
-                "second moments are negative, which AdamW never makes. Compact moments cannot hold them; use another checkpoint.",
+                f"The moments of {self._sub_groups[index].names[0]}, or of parameters that are "
+                "stepped with it, are not numbers, or the second moments are negative, which "
+                "AdamW never makes. Compact moments cannot hold them; use another checkpoint.",
                 code="impossible-moments",
             )
         self._states.set_moments(self.slot[index], self._current[index], first, second)
@@ -435,7 +484,9 @@ class CpuStates:
         return self._states.new_weights(self.slot[index])
 
     def _send(self, command: Command, after: Event) -> None:
-        """Send a command when it is ready: sums of gradients first, then the sub-group that the next forward needs first."""
+        """Send a command when it is ready: sums of gradients first, then the sub-group that the
+        next forward needs first.
+        """
         assert self._client is not None
         index = self.indices[command.sub_group]
         updates = command.operation not in (Operation.INITIALIZE, Operation.ACCUMULATE)
@@ -450,7 +501,9 @@ class CpuStates:
 
 
 def _segments(group: SubGroup, seed: int) -> tuple[Segment, ...]:
-    """Return the parts of a sub-group; a parameter's random bits depend on its name and the seed."""
+    """Return the parts of a sub-group; a parameter's random bits depend on its name and the
+    seed.
+    """
     places = group.places or (0,) * len(group.names)
     return tuple(
         Segment(end - begin, place, zlib.crc32(name.encode(), seed & 0xFFFFFFFF))

@@ -1,4 +1,5 @@
-"""The DeepSpeed config that an engine needs, and a record of every value in it that differs from the user's.
+"""The DeepSpeed config that an engine needs, and a record of every value in it that differs from
+the user's.
 
 Imports neither torch nor DeepSpeed, so a launcher can write the config before training starts.
 """
@@ -13,11 +14,19 @@ from so_tui.model.sharding import OWN_LARGEST_BUCKET
 from superoffload.errors import OffloadError
 
 SECTION = "superoffload"
-"""Top-level key under which the overrides are recorded. DeepSpeed ignores keys that it does not define."""
+"""Top-level key under which the overrides are recorded. DeepSpeed ignores keys that it does not
+define.
+"""
 
 _OWN_PINNING = "Only the staging buffers are pinned, and the engine pins them itself."
-_OWN_WEIGHTS = "The engine puts the weights into one memory, which its Adam worker shares, and pins that itself."
-_OWN_ADAM = "Our optimizer replaces DeepSpeed's CPU Adam and is not one of the classes that DeepSpeed has tested."
+_OWN_WEIGHTS = (
+    "The engine puts the weights into one memory, which its Adam worker shares, and pins that "
+    "itself."
+)
+_OWN_ADAM = (
+    "Our optimizer replaces DeepSpeed's CPU Adam and is not one of the classes that DeepSpeed has "
+    "tested."
+)
 _WHOLE_OFFLOAD = (
     "DeepSpeed must leave all optimizer states to our optimizer, which applies the ratio itself."
 )
@@ -25,8 +34,14 @@ _SELECTS_CLASS = (
     "DeepSpeed looks up its SuperOffload optimizer, which ours replaces, only with this setting."
 )
 _OWN_STATES = "Our optimizer allocates and schedules the offloaded states itself."
-_SMALL_BUCKET = "A gradient leaves for the host when its bucket is full, so small buckets start the Adam worker early."
-_NO_PERSISTENCE = "Persistent parameters would be all-gathered right after a step, before most new weights have arrived."
+_SMALL_BUCKET = (
+    "A gradient leaves for the host when its bucket is full, so small buckets start the Adam "
+    "worker early."
+)
+_NO_PERSISTENCE = (
+    "Persistent parameters would be all-gathered right after a step, before most new weights have "
+    "arrived."
+)
 _UNTESTED = "DeepSpeed otherwise accepts only optimizer classes that it has tested."
 _OWN_ACCUMULATION = (
     "Gradients are handed over in the weights' type, and the Adam worker accumulates them in fp32."
@@ -59,18 +74,20 @@ class Override(NamedTuple):
 def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config that DeepSpeed must read for our optimizer.
 
-    The section ``"superoffload"`` of the result lists every value that differs from the user's config, so that the result is both what
-    DeepSpeed reads and a full account of what the user asked for.
+    The section ``"superoffload"`` of the result lists every value that differs from the user's
+    config, so that the result is both what DeepSpeed reads and a full account of what the user
+    asked for.
 
     Args:
-        ds_config: A ZeRO-3 config with the user's own values. Of a config that already has the section, only the bucket may change: one
-            that was ``auto`` and has been filled in since.
+        ds_config: A ZeRO-3 config with the user's own values. Of a config that already has the
+            section, only the bucket may change: one that was ``auto`` and has been filled in since.
 
     Returns:
         A new config; ``ds_config`` is not modified.
 
     Raises:
-        OffloadError: It or a section of it is no dictionary, or its bucket no number (``ds-config``); its stage is not 3 (``zero-stage``).
+        OffloadError: It or a section of it is no dictionary, or its bucket no number
+            (``ds-config``); its stage is not 3 (``zero-stage``).
     """
     _check(ds_config)
     if SECTION not in ds_config:
@@ -85,7 +102,9 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_clipping(ds_config: Mapping[str, Any]) -> None:
-    """Raise OffloadError (``ds-config``) unless the clipping of a config without ``auto`` is one that our optimizer can apply."""
+    """Raise OffloadError (``ds-config``) unless the clipping of a config without ``auto`` is one
+    that our optimizer can apply.
+    """
     clipping = ds_config.get(_CLIPPING, 0.0)
     if not isinstance(clipping, int | float) or not clipping >= 0:
         raise OffloadError(
@@ -113,11 +132,12 @@ def _check(ds_config: Mapping[str, Any]) -> None:
 
 
 def accepting_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with which DeepSpeed accepts an optimizer class that it has not tested, such as a fused AdamW.
+    """Return the config with which DeepSpeed accepts an optimizer class that it has not tested,
+    such as a fused AdamW.
 
     Args:
-        ds_config: A ZeRO-3 config. If it has no ``zero_allow_untested_optimizer``, the key is added and recorded as an override;
-            otherwise it is returned unchanged.
+        ds_config: A ZeRO-3 config. If it has no ``zero_allow_untested_optimizer``, the key is added
+            and recorded as an override; otherwise it is returned unchanged.
 
     Returns:
         A new config; ``ds_config`` is not modified.
@@ -128,12 +148,16 @@ def accepting_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overrides(ds_config: Mapping[str, Any]) -> tuple[Override, ...]:
-    """Return the overrides that ``engine_config`` recorded in a config; none for a config without the section."""
+    """Return the overrides that ``engine_config`` recorded in a config; none for a config without
+    the section.
+    """
     return tuple(Override(**entry) for entry in ds_config.get(SECTION, {}).get("overrides", ()))
 
 
 def _with(ds_config: Mapping[str, Any], prescribed: Iterable[Override]) -> dict[str, Any]:
-    """Return a copy with the prescribed values, in which those that differ from the user's are recorded."""
+    """Return a copy with the prescribed values, in which those that differ from the user's are
+    recorded.
+    """
     config = deepcopy(dict(ds_config))
     changes = [change for change in prescribed if change.given != change.used]
     for change in changes:

@@ -38,7 +38,9 @@ class NonFiniteGradientError(OffloadError):
 
 
 class WorkerLostError(OffloadError):
-    """Raised when the Adam worker died (``worker-ended``) or stopped making progress (``worker-stuck``)."""
+    """Raised when the Adam worker died (``worker-ended``) or stopped making progress
+    (``worker-stuck``).
+    """
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Mismatch:
     """One reason why a saved state cannot be loaded."""
 
     code: str
-    """``schema``, ``byte-order``, ``no-moments``, ``different-steps``, ``only-saved``, ``only-here`` or ``size``."""
+    """``schema``, ``byte-order``, ``no-moments``, ``different-steps``, ``only-saved``,
+    ``only-here`` or ``size``.
+    """
     message: str
     names: tuple[str, ...] = ()
     """The parameters concerned, where the reason is about parameters."""

@@ -1,4 +1,6 @@
-"""The sub-groups whose states stay on the GPU: fp32 master weights, gradients and moments, stepped by torch's AdamW."""
+"""The sub-groups whose states stay on the GPU: fp32 master weights, gradients and moments, stepped
+by torch's AdamW.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class StatesCopy:
-    """The states of one sub-group as they were when the copy was ordered. Both functions may be called from any thread."""
+    """The states of one sub-group as they were when the copy was ordered. Both functions may be
+    called from any thread.
+    """
 
     tensors: Callable[[], Tensors]
     """Waits until the copy is complete, and returns it."""
@@ -38,7 +42,9 @@ class SubGroup:
     """This rank's shards of the parameters that are stepped together, in one flat tensor."""
 
     weights: torch.Tensor
-    """What the model computes with: bf16 or fp32, padding included. On the GPU, or in host memory (``host_weights``)."""
+    """What the model computes with: bf16 or fp32, padding included. On the GPU, or in host memory
+    (``host_weights``).
+    """
     parameter_group: int
     """Index of the optimizer's parameter group, whose learning rate and weight decay apply."""
     names: tuple[str, ...]
@@ -49,10 +55,14 @@ class SubGroup:
     places: tuple[int, ...] = ()
     """Where each shard begins in the whole parameter; empty if all begin with it."""
     first_use: int = 0
-    """When a forward pass first needs the weights: the position of the earliest parameter in the model's order."""
+    """When a forward pass first needs the weights: the position of the earliest parameter in the
+    model's order.
+    """
 
     def span(self, member: int) -> tuple[int, int]:
-        """Return the first element of a parameter's shard and the one after its last, padding included."""
+        """Return the first element of a parameter's shard and the one after its last, padding
+        included.
+        """
         bounds = (*self.offsets, self.weights.numel())
         return bounds[member], bounds[member + 1]
 
@@ -70,30 +80,38 @@ class Gradient:
 
 @dataclass(frozen=True)
 class SubGroupState:
-    """The optimizer state of one sub-group of one rank: flat tensors of equal length, padding included.
+    """The optimizer state of one sub-group of one rank: flat tensors of equal length, padding
+    included.
 
-    All but ``weights`` are fp32. ``set_moments`` takes what ``moments`` returned, or tensors of the same form.
+    All but ``weights`` are fp32. ``set_moments`` takes what ``moments`` returned, or tensors of the
+    same form.
     """
 
     device: str
     """``gpu`` or ``cpu``; where DeepSpeed offloads nothing, the type of the torch device."""
     weights: torch.Tensor
-    """What the model computes with (bf16, on the GPU or in host memory): a cast of ``master_weights``."""
+    """What the model computes with (bf16, on the GPU or in host memory): a cast of
+    ``master_weights``.
+    """
     master_weights: torch.Tensor
     moments: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None
-    """Returns the first and second moment: the state itself, or copies of compact moments. None where they are out of reach, in the process
-    of DeepSpeed's own SuperOffload worker."""
+    """Returns the first and second moment: the state itself, or copies of compact moments. None
+    where they are out of reach, in the process of DeepSpeed's own SuperOffload worker.
+    """
     set_moments: Callable[[torch.Tensor, torch.Tensor], None]
     step: int
     set_step: Callable[[int], None]
 
 
 def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
-    """Raise OffloadError (``dtype``) unless all weights are bf16 or all are fp32, which the Adam kernel can read and write."""
+    """Raise OffloadError (``dtype``) unless all weights are bf16 or all are fp32, which the Adam
+    kernel can read and write.
+    """
     found = sorted({str(group.weights.dtype).removeprefix("torch.") for group in sub_groups})
     if found not in (["bfloat16"], ["float32"]):
         raise OffloadError(
-            f"SuperOffload trains models whose weights are all bfloat16 or all float32. These are {' and '.join(found)}.",
+            "SuperOffload trains models whose weights are all bfloat16 or all float32. These are "
+            f"{' and '.join(found)}.",
             code="dtype",
         )
 
@@ -101,8 +119,9 @@ def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
 class GpuStates:
     """States of the GPU sub-groups.
 
-    ``adamw`` steps them. Its parameter groups hold the master weights during a step only, and are empty otherwise. The sub-groups in
-    ``copied`` have room in host memory for a copy of their states, from which a checkpoint is written while training goes on.
+    ``adamw`` steps them. Its parameter groups hold the master weights during a step only, and are
+    empty otherwise. The sub-groups in ``copied`` have room in host memory for a copy of their
+    states, from which a checkpoint is written while training goes on.
 
     Raises:
         OffloadError: If host memory cannot be pinned (``pinning``).
@@ -136,7 +155,9 @@ class GpuStates:
             raise
 
     def add(self, index: int, begin: int, values: torch.Tensor, *, first_micro_batch: bool) -> None:
-        """Add one parameter's gradient from element ``begin`` on. The step's first micro-batch overwrites the step before's."""
+        """Add one parameter's gradient from element ``begin`` on. The step's first micro-batch
+        overwrites the step before's.
+        """
         target = self._gradients[index].narrow(0, begin, values.numel())
         if first_micro_batch:
             target.copy_(values)
@@ -148,7 +169,9 @@ class GpuStates:
         return self._gradients.items()
 
     def step(self, factor: float) -> None:
-        """Step all GPU sub-groups with their gradients times ``factor``, and cast the new weights."""
+        """Step all GPU sub-groups with their gradients times ``factor``, and cast the new
+        weights.
+        """
         if not self.indices:
             return
         self._empty_parameter_groups()
@@ -185,7 +208,8 @@ class GpuStates:
             target.copy_(values)
 
     def copies(self, transfers: Transfers) -> dict[int, Callable[[], Tensors]]:
-        """Queue copies of the states of all sub-groups that have room for it, before their next step.
+        """Queue copies of the states of all sub-groups that have room for it, before their next
+        step.
 
         Returns:
             By sub-group: a function for any thread that waits for the copy and returns it.

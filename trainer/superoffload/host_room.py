@@ -1,4 +1,6 @@
-"""What host memory has room for besides the states: second sets of states, and copies from which a checkpoint is written."""
+"""What host memory has room for besides the states: second sets of states, and copies from which a
+checkpoint is written.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class HostRoom:
     """Sub-groups that have more than one set of states."""
 
     second: frozenset[int]
-    """CPU sub-groups with a second set, so that they can be stepped before the gradient norm is known."""
+    """CPU sub-groups with a second set, so that they can be stepped before the gradient norm is
+    known.
+    """
     copied: tuple[int, ...]
     """Sub-groups with room for a copy of their states."""
 
@@ -39,7 +43,8 @@ def host_room(
     accumulates: bool,
     host_weights: bool,
 ) -> HostRoom:
-    """Share out what the states of the CPU sub-groups leave of the host's memory: second sets first, then copies.
+    """Share out what the states of the CPU sub-groups leave of the host's memory: second sets
+    first, then copies.
 
     Args:
         sub_groups: All sub-groups of the rank.
@@ -73,7 +78,8 @@ def within_share(
     accumulates: bool,
     host_weights: bool,
 ) -> Settings:
-    """Return settings with which the ranks of a host, all started at once, take no more of its memory together than it has.
+    """Return settings with which the ranks of a host, all started at once, take no more of its
+    memory together than it has.
 
     Each finds the whole of it available, as none has allocated anything yet.
 
@@ -114,7 +120,9 @@ def _spare_bytes(
     *,
     accumulates: bool,
 ) -> int:
-    """Return the host memory that the states of the CPU sub-groups leave; no limit where the available memory is not known."""
+    """Return the host memory that the states of the CPU sub-groups leave; no limit where the
+    available memory is not known.
+    """
     if available_bytes is None:
         return sys.maxsize
     each = state_bytes(sub_groups[0].weights.dtype.itemsize, states, accumulates=accumulates)
@@ -125,7 +133,9 @@ def _spare_bytes(
 def _speculating_within(
     sub_groups: Sequence[SubGroup], each_bytes: float, budget_bytes: int
 ) -> frozenset[int]:
-    """Return the CPU sub-groups that can have a second set of states, of ``each_bytes`` a parameter, within this much host memory."""
+    """Return the CPU sub-groups that can have a second set of states, of ``each_bytes`` a
+    parameter, within this much host memory.
+    """
     on_cpu = sorted(
         (index for index, group in enumerate(sub_groups) if not group.on_gpu),
         key=lambda index: sub_groups[index].first_use,
@@ -139,7 +149,9 @@ def _speculating_within(
 def _copied_within(
     sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], budget_bytes: int
 ) -> tuple[int, ...]:
-    """Return the sub-groups that can have room for a copy of their states within this much host memory; ``second``: with second states."""
+    """Return the sub-groups that can have room for a copy of their states within this much host
+    memory; ``second``: with second states.
+    """
     sizes = [
         copy_bytes("fp32" if group.on_gpu else states) * group.weights.numel()
         for group in sub_groups

@@ -1,6 +1,8 @@
-"""Compiles ``adam.cpp`` for this CPU. It takes seconds and happens once: the user's cache serves nodes without a compiler, too.
+"""Compiles ``adam.cpp`` for this CPU. It takes seconds and happens once: the user's cache serves
+nodes without a compiler, too.
 
-Only a library that nobody else can have written is loaded, from a folder that nobody else can write.
+Only a library that nobody else can have written is loaded, from a folder that nobody else can
+write.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def _make_private(folder: Path) -> bool:
-    """Make a folder that only this user can open, or check that an existing one is this user's own and take others' rights from it.
+    """Make a folder that only this user can open, or check that an existing one is this user's own
+    and take others' rights from it.
 
     Returns:
-        Whether the folder can be used. A link, another user's folder and one that others can write cannot.
+        Whether the folder can be used. A link, another user's folder and one that others can write
+        cannot.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,9 +54,11 @@ def _make_private(folder: Path) -> bool:
 
 
 def _open_own(path: Path) -> int | None:
-    """Open a file for reading if it is this user's own: a regular file, no link, and nobody else can write it.
+    """Open a file for reading if it is this user's own: a regular file, no link, and nobody else
+    can write it.
 
-    The open file is checked, so nobody can replace it between the check and its use through the descriptor.
+    The open file is checked, so nobody can replace it between the check and its use through the
+    descriptor.
 
     Returns:
         The descriptor, or None for any other file.
@@ -83,7 +89,8 @@ def is_own(path: Path) -> bool:
 
 SOURCE = Path(__file__).with_name("adam.cpp")
 HEADER = SOURCE.with_name("moments.h")
-# No -ffast-math: a NaN must stay one. Without errno and traps, square roots and selects are vectorised. The source says what is fused.
+# No -ffast-math: a NaN must stay one. Without errno and traps, square roots and selects are
+# vectorised. The source says what is fused.
 FLAGS = (
     *(
         "-O3",
@@ -99,11 +106,12 @@ FLAGS = (
 
 
 def library() -> Path:
-    """Return the compiled library, compiling it if necessary. Without a compiler, return one that was compiled for this CPU before.
+    """Return the compiled library, compiling it if necessary. Without a compiler, return one that
+    was compiled for this CPU before.
 
     Raises:
-        OffloadError: If there is neither (``no-compiler``), the compiler fails (``compiler-failed``), or no folder can be used
-            (``no-cache-folder``).
+        OffloadError: If there is neither (``no-compiler``), the compiler fails
+            (``compiler-failed``), or no folder can be used (``no-cache-folder``).
     """
     compiler, folder = _compiler(), _usable_cache_folder()
     if compiler is None:
@@ -112,7 +120,8 @@ def library() -> Path:
     if not is_own(path):
         if os.path.lexists(path):
             warnings.warn(
-                f"{path} is a link, belongs to another user or can be written by others; it is compiled anew",
+                f"{path} is a link, belongs to another user or can be written by others; it is "
+                "compiled anew",
                 stacklevel=2,
             )
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -125,7 +134,8 @@ def library() -> Path:
             )
             if done.returncode != 0:
                 raise OffloadError(
-                    f"{compiler} could not compile the CPU Adam kernel:\n{done.stderr.strip()[-2000:]}",
+                    f"{compiler} could not compile the CPU Adam kernel:\n"
+                    f"{done.stderr.strip()[-2000:]}",
                     code="compiler-failed",
                 )
             built.chmod(0o700)  # the umask of many sites lets the group write
@@ -137,7 +147,8 @@ def library() -> Path:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a compiled library to be loaded as ``loadable(descriptor)``, by this process or one that inherits the descriptor.
+    """Open a compiled library to be loaded as ``loadable(descriptor)``, by this process or one that
+    inherits the descriptor.
 
     Raises:
         OffloadError: Somebody else can have written it (``kernel-not-own``).
@@ -145,8 +156,8 @@ def opened(path: Path) -> Iterator[int]:
     descriptor = _open_own(path)
     if descriptor is None:
         raise OffloadError(
-            f"{path} is missing, a link, belongs to another user or can be written by others, so it is not loaded. Remove it, and see "
-            f"who can write {path.parent}.",
+            f"{path} is missing, a link, belongs to another user or can be written by others, so "
+            f"it is not loaded. Remove it, and see who can write {path.parent}.",
             code="kernel-not-own",
         )
     try:
@@ -156,12 +167,16 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def loadable(descriptor: int) -> str:
-    """Return a path by which a process that has this descriptor open loads exactly that file, even if another file has its name by then."""
+    """Return a path by which a process that has this descriptor open loads exactly that file, even
+    if another file has its name by then.
+    """
     return f"/proc/self/fd/{descriptor}"
 
 
 def cache_folder() -> Path:
-    """Return the folder for compiled kernels in the user's XDG cache. The doctor looks for them there, too."""
+    """Return the folder for compiled kernels in the user's XDG cache. The doctor looks for them
+    there, too.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (
         (base if base.is_absolute() else Path(os.environ.get("HOME") or Path.home()) / ".cache")
@@ -185,15 +200,18 @@ def _cached(folder: Path) -> Path:
     cached = sorted(path for path in folder.glob(f"adam-{_cpu_key()}-*.so") if is_own(path))
     if not cached:
         raise OffloadError(
-            "The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to choose one). None was found, and "
-            f"{folder} has no kernel compiled for this CPU. Run `so-tui doctor --fix` on a machine with the same CPU and a compiler.",
+            "The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to "
+            f"choose one). None was found, and {folder} has no kernel compiled for this CPU. Run "
+            "`so-tui doctor --fix` on a machine with the same CPU and a compiler.",
             code="no-compiler",
         )
     return cached[-1]
 
 
 def _usable_cache_folder() -> Path:
-    """Return a folder that only this user can open: the cache, or a new one that is removed when this process ends."""
+    """Return a folder that only this user can open: the cache, or a new one that is removed when
+    this process ends.
+    """
     folder = cache_folder()
     return folder if _make_private(folder) else _folder_of_this_process(folder)
 
@@ -205,20 +223,24 @@ def _folder_of_this_process(unusable: Path) -> Path:
         made = Path(tempfile.mkdtemp(prefix="so-tui-kernels-"))
     except OSError as error:
         raise OffloadError(
-            f"There is no folder of your own for the compiled CPU Adam kernel: {unusable} cannot be used, and {error}. Set XDG_CACHE_HOME.",
+            f"There is no folder of your own for the compiled CPU Adam kernel: {unusable} cannot "
+            f"be used, and {error}. Set XDG_CACHE_HOME.",
             code="no-cache-folder",
         ) from error
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     warnings.warn(
-        f"{unusable} cannot be written, or others can write it, so the CPU Adam kernel is compiled for this process only. "
-        "Make it a folder of your own (mode 0700), or set XDG_CACHE_HOME.",
+        f"{unusable} cannot be written, or others can write it, so the CPU Adam kernel is "
+        "compiled for this process only. Make it a folder of your own (mode 0700), or set "
+        "XDG_CACHE_HOME.",
         stacklevel=4,
     )
     return made
 
 
 def _cpu_key() -> str:
-    """Return a key for the source, the flags and this CPU's instructions, since a home folder may serve different machines."""
+    """Return a key for the source, the flags and this CPU's instructions, since a home folder may
+    serve different machines.
+    """
     return _digest(
         SOURCE.read_text(), HEADER.read_text(), *FLAGS, platform.machine(), _instructions()
     )

@@ -1,4 +1,5 @@
-"""The memory that the Adam worker shares with the training process: which arrays each sub-group has, and where.
+"""The memory that the Adam worker shares with the training process: which arrays each sub-group
+has, and where.
 
 Only the standard library is used, since the worker process imports this too.
 """
@@ -10,12 +11,15 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 REGION_ALIGNMENT = 65536
-"""Bytes. The largest page size in use (aarch64), so that a region can be pinned without its neighbours."""
+"""Bytes. The largest page size in use (aarch64), so that a region can be pinned without its
+neighbours.
+"""
 SUB_GROUP_ALIGNMENT = 64
 """Bytes. A cache line, so that threads working on adjacent sub-groups share none."""
 BLOCK = 128
-"""Elements of 8-bit moments that have one exponent, counted from the start of the whole parameter (``so_tui.model.sharding.MOMENT_BLOCK``,
-which the worker process cannot import)."""
+"""Elements of 8-bit moments that have one exponent, counted from the start of the whole parameter
+(``so_tui.model.sharding.MOMENT_BLOCK``, which the worker process cannot import).
+"""
 
 
 class Moments(IntEnum):
@@ -87,12 +91,15 @@ class StateOffsets(NamedTuple):
 
 
 class _MemoryLayout(NamedTuple):
-    """Byte offsets of each sub-group's arrays in the shared memory, whose first 8 bytes hold the progress counter."""
+    """Byte offsets of each sub-group's arrays in the shared memory, whose first 8 bytes hold the
+    progress counter.
+    """
 
     staging: tuple[int, ...]
     new_weights: tuple[int, ...]
-    """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as the second set of states, and where the
-    weights are in host memory."""
+    """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as
+    the second set of states, and where the weights are in host memory.
+    """
     states: tuple[StateOffsets, StateOffsets, StateOffsets]
     """By ``StatesSet``; of no size where a sub-group lacks the set."""
     accumulated: tuple[int, ...]
@@ -121,8 +128,9 @@ def memory_size(values: Sequence[Any]) -> MemorySize:
 def layout(size: MemorySize) -> _MemoryLayout:
     """Lay out the shared memory.
 
-    With bf16 weights it has 14 bytes a parameter, 10 with bf16 moments and 8 with 8-bit moments (and 2 for every block); as many again for
-    one that speculates, 4 with gradient accumulation, and for one with a copy what its states take.
+    With bf16 weights it has 14 bytes a parameter, 10 with bf16 moments and 8 with 8-bit moments
+    (and 2 for every block); as many again for one that speculates, 4 with gradient accumulation,
+    and for one with a copy what its states take.
     """
     end = REGION_ALIGNMENT
 
@@ -172,7 +180,9 @@ def layout(size: MemorySize) -> _MemoryLayout:
 
 
 def weights_layout(numels: Sequence[int], weight_bytes: int) -> tuple[tuple[int, ...], int]:
-    """Return the byte offsets of each sub-group's weights in the memory that holds nothing else, and its size."""
+    """Return the byte offsets of each sub-group's weights in the memory that holds nothing else,
+    and its size.
+    """
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)

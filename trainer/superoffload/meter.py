@@ -10,25 +10,37 @@ from superoffload.transfers import Mark, Transfer, Transfers
 
 
 class OffloadStats(Struct, frozen=True, kw_only=True):
-    """Times of one step of this rank, and counts of steps. All zero where DeepSpeed's own optimizer runs, which does not report them."""
+    """Times of one step of this rank, and counts of steps. All zero where DeepSpeed's own optimizer
+    runs, which does not report them.
+    """
 
     adam_busy_s: float = 0.0
     """Time for which the Adam worker computed."""
     adam_bytes: int = 0
     """Host memory traffic of that computation: what it must at least read and write."""
     exposed_wait_s: float = 0.0
-    """Time for which the GPU had nothing to do but wait for the worker, its copies or the gradient norm."""
+    """Time for which the GPU had nothing to do but wait for the worker, its copies or the gradient
+    norm.
+    """
     exposed_in_forward_s: float = 0.0
-    """The part of ``exposed_wait_s`` in the forward pass: nothing was left to compute until a layer's new weights had arrived."""
+    """The part of ``exposed_wait_s`` in the forward pass: nothing was left to compute until a
+    layer's new weights had arrived.
+    """
     host_wait_s: float = 0.0
-    """Time for which the engine blocked the main thread. The GPU may still have had work during it."""
+    """Time for which the engine blocked the main thread. The GPU may still have had work during
+    it.
+    """
     d2h_bytes: int = 0
     d2h_s: float = 0.0
-    """Time during which gradients were being copied; without a GPU, the time of the plain copies."""
+    """Time during which gradients were being copied; without a GPU, the time of the plain
+    copies.
+    """
     h2d_bytes: int = 0
     h2d_s: float = 0.0
     kept_steps: int = 0
-    """Steps so far in which sub-groups were stepped before the norm was known, and that was final."""
+    """Steps so far in which sub-groups were stepped before the norm was known, and that was
+    final.
+    """
     redone_steps: int = 0
     """Those in which the norm exceeded the limit, so that the sub-groups were stepped again."""
     skipped_steps: int = 0
@@ -49,12 +61,16 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class LayerWait:
-    """Between ``begin`` and ``end`` the computing stream had nothing to do: a layer's weights were updated, copied and all-gathered."""
+    """Between ``begin`` and ``end`` the computing stream had nothing to do: a layer's weights were
+    updated, copied and all-gathered.
+    """
 
     begin: Mark
     end: Mark
     updated: tuple[Mark, ...]
-    """When the host had queued what it waited for, and when this rank's new weights were on the GPU. What follows is all-gathering."""
+    """When the host had queued what it waited for, and when this rank's new weights were on the
+    GPU. What follows is all-gathering.
+    """
 
     def seconds(self, transfers: Transfers) -> float:
         """Return for how long the optimizer was the reason."""
@@ -82,7 +98,8 @@ class _Interval:
 class Meter:
     """Collects measurements of the current step in ``current``.
 
-    The training thread adds most of them, the worker client's thread Adam's time and the copies to the GPU.
+    The training thread adds most of them, the worker client's thread Adam's time and the copies to
+    the GPU.
     """
 
     def __init__(self, transfers: Transfers) -> None:
@@ -94,11 +111,15 @@ class Meter:
         self._last, self.current = self.current, _Interval()
 
     def leave_out_waits(self) -> None:
-        """Drop the waits for weights since the last step: they were not part of a step's forward pass."""
+        """Drop the waits for weights since the last step: they were not part of a step's forward
+        pass.
+        """
         self.current.layer_waits.clear()
 
     def stats(self) -> OffloadStats:
-        """Return the measurements of the last step, from the end of the step before it. May wait for the GPU."""
+        """Return the measurements of the last step, from the end of the step before it. May wait
+        for the GPU.
+        """
         last, seconds = self._last, self._transfers.seconds
         in_forward = sum(wait.seconds(self._transfers) for wait in last.layer_waits)
         return OffloadStats(

@@ -1,30 +1,35 @@
 """AdamW for one rank, computed by its GPU and its CPU while backward and forward run.
 
-The weights (bf16) are on the GPU, cut into sub-groups. The first sub-groups have their optimizer states on the GPU and are stepped there.
-The states of the others are in host memory, shared with an Adam worker. One staging buffer per sub-group carries the gradient to the host
-and the new weights back, 2 bytes a parameter in each direction:
+The weights (bf16) are on the GPU, cut into sub-groups. The first sub-groups have their optimizer
+states on the GPU and are stepped there. The states of the others are in host memory, shared with an
+Adam worker. One staging buffer per sub-group carries the gradient to the host and the new weights
+back, 2 bytes a parameter in each direction:
 
     backward        gradient -> staging buffer (d2h stream)               as soon as it is reduced
     worker          AdamW; the new weights overwrite the gradient         as soon as the sub-group is complete *
     worker client   staging buffer -> weights (h2d stream)                as soon as the worker is done
     forward         waits, layer by layer, for the weights it is about to use
 
-Weights can be in host memory instead (``host_weights``), those of the CPU sub-groups. Then the worker leaves the new weights there, nothing
-is copied after a step, and every forward and backward copies each layer to the GPU before it computes.
+Weights can be in host memory instead (``host_weights``), those of the CPU sub-groups. Then the
+worker leaves the new weights there, nothing is copied after a step, and every forward and backward
+copies each layer to the GPU before it computes.
 
-* Gradient clipping needs the norm of all gradients first. A sub-group that has a second set of states is stepped into it all the same, as
-if the norm were within the limit. When the norm is known the new set is accepted without a copy, or all sub-groups are stepped again from
-the old one. Sub-groups without a second set are held back until then. Either way the result is exactly that of clipped AdamW.
+* Gradient clipping needs the norm of all gradients first. A sub-group that has a second set of
+  states is stepped into it all the same, as
+if the norm were within the limit. When the norm is known the new set is accepted without a copy, or
+all sub-groups are stepped again from the old one. Sub-groups without a second set are held back
+until then. Either way the result is exactly that of clipped AdamW.
 
-The worker always takes the sub-group that the next forward needs first. What it has not finished when backward is over is needed late, so
-forward hides it.
+The worker always takes the sub-group that the next forward needs first. What it has not finished
+when backward is over is needed late, so forward hides it.
 
-With several gradient accumulation steps the worker sums the gradients in fp32 on the host. ``step_policy`` decides how clipping and
-accumulation combine.
+With several gradient accumulation steps the worker sums the gradients in fp32 on the host.
+``step_policy`` decides how clipping and accumulation combine.
 
-This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``, the gradient norm in ``norm``. ``arrivals``
-counts gradients, and ``cpu_steps`` has the worker step what is complete.
-"""
+This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``, the
+gradient norm in ``norm``. ``arrivals`` counts gradients, and ``cpu_steps`` has the worker step what
+is complete.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -78,19 +83,21 @@ class Arrivals:
         """Count a gradient.
 
         Raises:
-            OffloadError: If it is there already (``second-gradient``), or the step has all its micro-batches (``too-many-micro-batches``).
+            OffloadError: If it is there already (``second-gradient``), or the step has all its
+                micro-batches (``too-many-micro-batches``).
         """
         members = self._members.setdefault(gradient.sub_group, set())
         if gradient.member in members:
             name = self._sub_groups[gradient.sub_group].names[gradient.member]
             raise OffloadError(
-                f"The gradient of {name} arrived twice in one micro-batch. Call backward once per micro-batch.",
+                f"The gradient of {name} arrived twice in one micro-batch. Call backward once per "
+                "micro-batch.",
                 code="second-gradient",
             )
         if self.micro_batch >= self._accumulation_steps:
             raise OffloadError(
-                f"There were more backward passes than the configured {self._accumulation_steps} before a step. "
-                "Set train.gradient_accumulation to the number of micro-batches.",
+                f"There were more backward passes than the configured {self._accumulation_steps} "
+                "before a step. Set train.gradient_accumulation to the number of micro-batches.",
                 code="too-many-micro-batches",
             )
         members.add(gradient.member)
@@ -100,7 +107,9 @@ class Arrivals:
         return len(self._members.get(index, ())) == len(self._sub_groups[index].names)
 
     def end_micro_batch(self, step: int) -> None:
-        """Begin the next micro-batch of step ``step``. Raises OffloadError (``missing-gradient``), with names, if gradients are missing."""
+        """Begin the next micro-batch of step ``step``. Raises OffloadError (``missing-gradient``),
+        with names, if gradients are missing.
+        """
         missing = [
             name
             for index, group in enumerate(self._sub_groups)
@@ -113,8 +122,9 @@ class Arrivals:
             )
             raise OffloadError(
                 f"{len(missing)} trainable parameters got no gradient in step {step}, micro-batch "
-                f"{self.micro_batch + 1}: {shown}. Freeze parameters on which the loss does not depend (requires_grad_(False)), "
-                "list blocks of experts in model.leaf_modules, and use activation checkpointing with use_reentrant=False.",
+                f"{self.micro_batch + 1}: {shown}. Freeze parameters on which the loss does not "
+                "depend (requires_grad_(False)), list blocks of experts in model.leaf_modules, "
+                "and use activation checkpointing with use_reentrant=False.",
                 code="missing-gradient",
             )
         self._members.clear()
@@ -131,10 +141,13 @@ class SuperOffload:
 
     Args:
         sub_groups: All sub-groups of the rank.
-        adamw: Steps the GPU sub-groups. Its parameter groups give learning rate, betas, epsilon and weight decay of all sub-groups.
-        settings: How it runs. Second sets of states and copies take no more host memory than the states leave.
+        adamw: Steps the GPU sub-groups. Its parameter groups give learning rate, betas, epsilon and
+            weight decay of all sub-groups.
+        settings: How it runs. Second sets of states and copies take no more host memory than the
+            states leave.
         device: What the model computes on.
-        host_weights: Where the weights of the CPU sub-groups are, filled, unless they are on the GPU. It is closed with the optimizer.
+        host_weights: Where the weights of the CPU sub-groups are, filled, unless they are on the
+            GPU. It is closed with the optimizer.
         gradient_accumulation_steps: Micro-batches per step.
         clipping: Largest norm of a step's gradients, 0 for no limit.
         all_reduce: Sums a tensor over all ranks, in place.
@@ -163,7 +176,9 @@ class SuperOffload:
         self.lazy_weights = True
         """If False, ``step`` waits for all weights, as other optimizers do (for comparison)."""
         self.clipping = clipping
-        """Largest norm of a step's gradients. May be changed between steps, but not to or from 0."""
+        """Largest norm of a step's gradients. May be changed between steps, but not to or
+        from 0.
+        """
         self._max_skipped_steps = settings.max_skipped_steps
         self._skipped_steps = self._skipped_in_a_row = 0
         self._policy = step_policy(gradient_accumulation_steps, clipping)
@@ -219,7 +234,7 @@ class SuperOffload:
         """The sub-groups that are stepped before the norm is known, in the step in progress."""
         return self._cpu_steps.speculating
 
-    # -- backward ------------------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def receive(self, gradients: Sequence[Gradient], *, boundary: bool) -> None:
@@ -266,24 +281,29 @@ class SuperOffload:
                 )
 
     def end_of_backward(self) -> None:
-        """End a micro-batch. Raises OffloadError (``missing-gradient``), with names, if parameters got no gradient."""
+        """End a micro-batch. Raises OffloadError (``missing-gradient``), with names, if parameters
+        got no gradient.
+        """
         self._check()
         self._arrivals.end_micro_batch(self.steps_taken + 1)
 
-    # -- step ----------------------------------------------------------------------------------------------------------------------
+    # -- step --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Step all sub-groups. Their new weights may still be on their way: see ``wait_for_weights`` and ``synchronize``.
+        """Step all sub-groups. Their new weights may still be on their way: see
+        ``wait_for_weights`` and ``synchronize``.
 
         Returns:
-            Whether the step was taken. If not, a gradient is not finite (``skipped``), and the states are those of the step before.
+            Whether the step was taken. If not, a gradient is not finite (``skipped``), and the
+            states are those of the step before.
 
         Raises:
-            NonFiniteGradientError: With clipping, after too many skipped steps in a row, and in the very first step; the states are those
-                of the step before. Without clipping, sub-groups have been stepped by then and nothing in memory may be saved.
-            OffloadError: Without a complete backward before it (``incomplete-backward``), or if the learning rate changed since
-                (``learning-rate-changed``).
+            NonFiniteGradientError: With clipping, after too many skipped steps in a row, and in the
+                very first step; the states are those of the step before. Without clipping,
+                sub-groups have been stepped by then and nothing in memory may be saved.
+            OffloadError: Without a complete backward before it (``incomplete-backward``), or if the
+                learning rate changed since (``learning-rate-changed``).
         """
         self._check()
         if not self._arrivals.micro_batch or not self._cpu_steps.has_all_gradients:
@@ -311,15 +331,18 @@ class SuperOffload:
         return True
 
     def wait_for_weights(self, sub_groups: Collection[int]) -> None:
-        """Make the current stream wait for the new weights of these sub-groups. Blocks until the worker has stepped them."""
+        """Make the current stream wait for the new weights of these sub-groups. Blocks until the
+        worker has stepped them.
+        """
         self._cpu.new_weights.wait_for(sub_groups)
 
     def measuring_wait(self, sub_groups: Collection[int]) -> AbstractContextManager[None]:
-        """Return a context in which all of the forward pass's waits before a layer must happen, so that ``stats`` can tell them.
+        """Return a context in which all of the forward pass's waits before a layer must happen, so
+        that ``stats`` can tell them.
 
         Args:
-            sub_groups: Those whose weights the current stream uses next. Within the context it is made to wait for them; other streams may
-                be made to wait for others.
+            sub_groups: Those whose weights the current stream uses next. Within the context it is
+                made to wait for them; other streams may be made to wait for others.
         """
         if (
             self._arrivals.has_begun
@@ -328,11 +351,14 @@ class SuperOffload:
         return self._cpu.new_weights.measuring_wait(sub_groups)
 
     def synchronize(self) -> None:
-        """Wait until all weights are those of the last step. Raises OffloadError if the states are not sound."""
+        """Wait until all weights are those of the last step. Raises OffloadError if the states are
+        not sound.
+        """
         self._check()
         if self._arrivals.has_begun:
             raise OffloadError(
-                "The optimizer state is in the middle of a step, between backward and step(), and cannot be saved or loaded.",
+                "The optimizer state is in the middle of a step, between backward and step(), and "
+                "cannot be saved or loaded.",
                 code="middle-of-step",
             )
         self._cpu.new_weights.wait_for()
@@ -340,12 +366,16 @@ class SuperOffload:
         self._norm.last()
 
     def gradient_norm(self) -> float | None:
-        """Return the norm of the last step's gradients over all ranks, before clipping. Raises NonFiniteGradientError."""
+        """Return the norm of the last step's gradients over all ranks, before clipping. Raises
+        NonFiniteGradientError.
+        """
         self._check()
         return self._norm.last()
 
     def stats(self) -> OffloadStats:
-        """Return the times of the last step, from the end of the step before it, and what became of all steps so far."""
+        """Return the times of the last step, from the end of the step before it, and what became of
+        all steps so far.
+        """
         counts = self._cpu_steps.speculation
         return replace(
             self._meter.stats(),
@@ -365,7 +395,9 @@ class SuperOffload:
         self._gpu.close()
 
     def _clip_factor(self) -> float:
-        """Return this step's clipping factor. Waits for the norm only if the policy needs it. Raises NonFiniteGradientError."""
+        """Return this step's clipping factor. Waits for the norm only if the policy needs it.
+        Raises NonFiniteGradientError.
+        """
         step, factor = self.steps_taken + self._skipped_steps + 1, 1.0
         begin = self._transfers.mark()
         squares = self._norm.all_rank_squares(self._gpu.gradients(), self._squares_of_worker())
@@ -385,7 +417,8 @@ class SuperOffload:
     def _skip(self, error: NonFiniteGradientError) -> None:
         """Return to the states of the step before.
 
-        Raises the error after too many skipped steps in a row, in the very first step, or if the states of the step before are gone.
+        Raises the error after too many skipped steps in a row, in the very first step, or if the
+        states of the step before are gone.
         """
         self.skipped = error
         self._skipped_steps += 1
@@ -412,20 +445,24 @@ class SuperOffload:
                 "The offload engine is closed and its states are gone.", code="closed"
             )
 
-    # -- states --------------------------------------------------------------------------------------------------------------------
+    # -- states ------------------------------------------------------------------------------------
 
     def copy_states(self) -> dict[int, StatesCopy]:
-        """Copy the states of the last step where there is room for it, by sub-group, for writing them while training goes on.
+        """Copy the states of the last step where there is room for it, by sub-group, for writing
+        them while training goes on.
 
-        Release every copy before the next call, in their order: the first ones keep sub-groups from speculating.
+        Release every copy before the next call, in their order: the first ones keep sub-groups from
+        speculating.
 
         Raises:
-            OffloadError: As ``synchronize``; or if copies have not been released (``copies-in-use``).
+            OffloadError: As ``synchronize``; or if copies have not been released
+                (``copies-in-use``).
         """
         self.synchronize()
         if self._copies_in_use:
             raise OffloadError(
-                "The states are still being written. Finish or close the `Save` of the last `begin_save` before the next one.",
+                "The states are still being written. Finish or close the `Save` of the last "
+                "`begin_save` before the next one.",
                 code="copies-in-use",
             )
         copies = self._gpu.copies(self._transfers) | self._cpu.copies()
@@ -442,19 +479,27 @@ class SuperOffload:
         self._copies_in_use.discard(index)  # Last: then the next copy may be made.
 
     def attach(self) -> None:
-        """Prepare the calling thread for reading copies. Call it first in every thread but the training thread."""
+        """Prepare the calling thread for reading copies. Call it first in every thread but the
+        training thread.
+        """
         self._transfers.attach()
 
     def master_weights(self, index: int) -> torch.Tensor:
-        """Return a sub-group's fp32 weights. Call ``synchronize`` before reading them or writing them in place."""
+        """Return a sub-group's fp32 weights. Call ``synchronize`` before reading them or writing
+        them in place.
+        """
         return self._states(index).master_weights(index)
 
     def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a sub-group's first and second moment, in fp32: the state itself or, of compact moments, copies."""
+        """Return a sub-group's first and second moment, in fp32: the state itself or, of compact
+        moments, copies.
+        """
         return self._states(index).moments(index)
 
     def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Set a sub-group's moments. Compact ones are rounded to nearest, and what ``moments`` returned is not rounded at all."""
+        """Set a sub-group's moments. Compact ones are rounded to nearest, and what ``moments``
+        returned is not rounded at all.
+        """
         self._states(index).set_moments(index, first, second)
 
     def _states(self, index: int) -> GpuStates | CpuStates:

@@ -1,7 +1,9 @@
-"""Loads states that any number of ranks saved into the shards of this run's ranks. Parameters are matched by name, never by position.
+"""Loads states that any number of ranks saved into the shards of this run's ranks. Parameters are
+matched by name, never by position.
 
-The state of AdamW (master weights, both moments, the step) is the same in every offload mode. How many ranks saved it, with which ratio and
-sub-groups, only determines in which files the shards of a parameter are, and where.
+The state of AdamW (master weights, both moments, the step) is the same in every offload mode. How
+many ranks saved it, with which ratio and sub-groups, only determines in which files the shards of a
+parameter are, and where.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ class _Overlap(NamedTuple):
 class Rounded(NamedTuple):
     """What a rank does not load as it was saved.
 
-    Compact moments are rounded in two cases, though a run with the same format saved them. All moments begin anew where some were not
-    saved, or cannot be set: DeepSpeed's own SuperOffload keeps them in a process out of reach.
+    Compact moments are rounded in two cases, though a run with the same format saved them. All
+    moments begin anew where some were not saved, or cannot be set: DeepSpeed's own SuperOffload
+    keeps them in a process out of reach.
     """
 
     blocks: int
@@ -100,7 +103,8 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
 
 
 def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the fp32 weights, flat, of every parameter of a saved state, joined from all ranks' files one at a time.
+    """Yield the name and the fp32 weights, flat, of every parameter of a saved state, joined from
+    all ranks' files one at a time.
 
     Raises:
         OffloadError: If a file is missing or cut short.
@@ -112,7 +116,8 @@ def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def saved_states(
     folder: Path, *, moments: bool = True
 ) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-    """Yield the name and the flat states of every parameter of a saved state: master weights, and both moments if all ranks saved them.
+    """Yield the name and the flat states of every parameter of a saved state: master weights, and
+    both moments if all ranks saved them.
 
     Args:
         folder: Folder with the files of all ranks that saved.
@@ -135,7 +140,9 @@ def saved_states(
 
 
 def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[_Overlap]:
-    """Yield where a shard of ``rank`` lies in the saved shards, for a parameter of ``numel`` elements; padding is left out."""
+    """Yield where a shard of ``rank`` lies in the saved shards, for a parameter of ``numel``
+    elements; padding is left out.
+    """
     saved_shard, shard = partition_numel(numel, saved_ranks), partition_numel(numel, ranks)
     begin, end = min(rank * shard, numel), min((rank + 1) * shard, numel)
     position = begin
@@ -151,7 +158,8 @@ def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[_O
 def cut_blocks(numel: int, saved_ranks: int, rank: int, ranks: int) -> int:
     """Return how many blocks of 8-bit moments in a shard of ``rank`` lie in several saved shards.
 
-    Their parts had exponents of their own, so they are rounded once more. All other blocks keep their values.
+    Their parts had exponents of their own, so they are rounded once more. All other blocks keep
+    their values.
     """
     begin = min(rank * partition_numel(numel, ranks), numel)
     starts = [begin + overlap.offset for overlap in overlaps(numel, saved_ranks, rank, ranks)]
@@ -159,7 +167,9 @@ def cut_blocks(numel: int, saved_ranks: int, rank: int, ranks: int) -> int:
 
 
 def rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
-    """Return what is rounded when the rank of ``expected`` loads a saved state. Only moments in host memory are compact."""
+    """Return what is rounded when the rank of ``expected`` loads a saved state. Only moments in
+    host memory are compact.
+    """
     were_on_gpu = {
         name for group in saved[0].sub_groups if group.device != "cpu" for name in group.names
     }
@@ -179,7 +189,9 @@ def rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
 
 
 def mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Mismatch]:
-    """Yield every reason why saved states cannot be loaded by a rank that would save ``expected``."""
+    """Yield every reason why saved states cannot be loaded by a rank that would save
+    ``expected``.
+    """
     for code, name in (("schema", "schema"), ("byte-order", "byteorder")):
         found, here = getattr(saved[0], name), getattr(expected, name)
         if found != here:
@@ -254,7 +266,9 @@ def _read_shard(
     ranks: int,
     shard: torch.Tensor,
 ) -> None:
-    """Fill ``shard``, one rank's shard of a parameter with its padding, from all files that hold a part of it."""
+    """Fill ``shard``, one rank's shard of a parameter with its padding, from all files that hold a
+    part of it.
+    """
     filled = 0
     for overlap in overlaps(numel, len(files), rank, ranks):
         element = location.first + kind * location.distance + overlap.saved_offset

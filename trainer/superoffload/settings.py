@@ -1,4 +1,6 @@
-"""The engine's settings. Besides these it reads only DeepSpeed's config, which has the accumulation and the clipping."""
+"""The engine's settings. Besides these it reads only DeepSpeed's config, which has the accumulation
+and the clipping.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,30 @@ class Settings:
     """
 
     mode: Mode = "superoffload"
-    """Where the states are and Adam runs. ``zerooffload`` and ``gpu`` use DeepSpeed's own ZeRO-3 optimizer."""
+    """Where the states are and Adam runs. ``zerooffload`` and ``gpu`` use DeepSpeed's own ZeRO-3
+    optimizer.
+    """
     engine: Engine = "so-tui"
     """Whose optimizer runs in mode ``superoffload``: ours or DeepSpeed's."""
     ratio: float = 0.9
     """Offload ratio: share of the optimizer states in host memory."""
     speculation_bytes: int = 0
-    """Host memory for second sets of states, so that clipping need not wait for the norm. Of no use without clipping."""
+    """Host memory for second sets of states, so that clipping need not wait for the norm. Of no use
+    without clipping.
+    """
     copies_bytes: int = 0
-    """Host memory for copies of states, so that ``begin_save`` need not write them before training goes on. Second sets of states hold
-    copies too, but those sub-groups do not speculate until they are written."""
+    """Host memory for copies of states, so that ``begin_save`` need not write them before training
+    goes on. Second sets of states hold copies too, but those sub-groups do not speculate until they
+    are written.
+    """
     states: StatesFormat = "fp32"
     """Format of the moments in host memory. Those on the GPU are fp32."""
     seed: int = 0
     """Selects the random bits by which compact moments are rounded."""
     max_skipped_steps: int = 0
-    """How many steps in a row may be skipped because a gradient is not finite. Without clipping none can be, nor can the very first."""
+    """How many steps in a row may be skipped because a gradient is not finite. Without clipping
+    none can be, nor can the very first.
+    """
     learning_rate: float
     beta1: float = 0.9
     beta2: float = 0.999
@@ -52,7 +62,9 @@ class Settings:
     adam_cpus: tuple[int, ...] = ()
     """The Adam worker's cores; if empty, all but one of those that this process may use."""
     run_ahead_parameters: int = GATHERED_AHEAD
-    """All-gathered parameters that the host may be ahead of the GPU with; of no effect on one rank."""
+    """All-gathered parameters that the host may be ahead of the GPU with; of no effect on one
+    rank.
+    """
     watchdog_timeout_s: float = 30.0
     """How long the Adam worker may compute without progress before the run fails."""
     available_bytes: Callable[[], int | None] = host_available_bytes

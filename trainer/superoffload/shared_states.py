@@ -1,10 +1,12 @@
-"""The optimizer states of every CPU sub-group, in memory that the training process and its Adam worker share, allocated once.
+"""The optimizer states of every CPU sub-group, in memory that the training process and its Adam
+worker share, allocated once.
 
 Only the staging buffers are pinned, 2 bytes a parameter: nothing else is copied to or from the GPU.
-A sub-group that speculates has everything twice: a second set of states, and a second buffer for its new weights unless the weights are in
-host memory. One with room for a copy, from which a checkpoint is written, has one more set of states.
-Pages are allocated by the memory policy of whichever process first writes to them. That is the worker, which inherits the training
-process's policy.
+A sub-group that speculates has everything twice: a second set of states, and a second buffer for
+its new weights unless the weights are in host memory. One with room for a copy, from which a
+checkpoint is written, has one more set of states.
+Pages are allocated by the memory policy of whichever process first writes to them. That is the
+worker, which inherits the training process's policy.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from superoffload.memory_layout import MemorySize, Moments, layout, weights_layo
 
 
 class SharedMemory:
-    """Zeroed memory of one size, mapped in this process. Its pages are allocated by the memory policy of whoever first touches them.
+    """Zeroed memory of one size, mapped in this process. Its pages are allocated by the memory
+    policy of whoever first touches them.
 
     Args:
         name: Shown in /proc for its descriptor and mappings.
@@ -67,17 +70,22 @@ class SharedMemory:
         return self._all.narrow(0, offset, numel * dtype.itemsize).view(dtype)
 
     def close(self) -> None:
-        """Release this process's hold on the memory, which is freed with its last tensor and the worker. Safe to call twice."""
+        """Release this process's hold on the memory, which is freed with its last tensor and the
+        worker. Safe to call twice.
+        """
         if self.descriptor < 0:
             return
         os.close(self.descriptor)
         self.descriptor = -1
-        # Unmapped when the last reference goes: a tensor that is still in use must not point to unmapped memory.
+        # Unmapped when the last reference goes: a tensor that is still in use must not point to
+        # unmapped memory.
         del self._all, self.mapping
 
 
 def host_available_bytes() -> int | None:
-    """Return how much memory this host can still allocate without swapping; None where /proc does not say."""
+    """Return how much memory this host can still allocate without swapping; None where /proc does
+    not say.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -93,11 +101,14 @@ def gigabytes(size_bytes: int) -> str:
 
 
 def pin(address: int, size_bytes: int) -> None:
-    """Pin host memory at its exact size, where torch's own allocator may round up. Raises OffloadError (``pinning``)."""
+    """Pin host memory at its exact size, where torch's own allocator may round up. Raises
+    OffloadError (``pinning``).
+    """
     code = int(_cuda_runtime().cudaHostRegister(address, size_bytes, 0))
     if code != 0:
         raise OffloadError(
-            f"Pinning {gigabytes(size_bytes)} of host memory failed (CUDA error {code}). Check the memory limit of the container or job.",
+            f"Pinning {gigabytes(size_bytes)} of host memory failed (CUDA error {code}). Check "
+            "the memory limit of the container or job.",
             code="pinning",
         )
 
@@ -113,7 +124,9 @@ def _cuda_runtime() -> Any:
 
 
 def prefer_huge_pages(memory: mmap.mmap) -> None:
-    """Ask for huge pages, which make address translation cheaper. A kernel that is set to refuse them costs only speed."""
+    """Ask for huge pages, which make address translation cheaper. A kernel that is set to refuse
+    them costs only speed.
+    """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
         try:
@@ -135,7 +148,8 @@ WEIGHTS_MEMORY_NAME = "superoffload-weights"
 
 
 class HostWeights:
-    """The weights of one rank's CPU sub-groups, shared with its Adam worker. Pages are allocated as they are filled.
+    """The weights of one rank's CPU sub-groups, shared with its Adam worker. Pages are allocated as
+    they are filled.
 
     Args:
         numels: Elements of each sub-group.
@@ -162,7 +176,8 @@ class HostWeights:
         return self._memory.view(self._offsets[slot], self._numels[slot], self._dtype)
 
     def pin(self) -> None:
-        """Pin the memory, so that layers are copied at the full rate of the bus. Call it once, when it is filled.
+        """Pin the memory, so that layers are copied at the full rate of the bus. Call it once, when
+        it is filled.
 
         Raises:
             OffloadError: If CUDA refuses (``pinning``).
@@ -173,7 +188,9 @@ class HostWeights:
             self._address = address
 
     def close(self) -> None:
-        """Unpin the memory and release this process's hold on it; no copy may be using it. Safe to call twice."""
+        """Unpin the memory and release this process's hold on it; no copy may be using it. Safe to
+        call twice.
+        """
         if self._address:
             unpin(self._address)
             self._address = 0
@@ -194,7 +211,8 @@ class SharedStates:
         available_bytes: Returns how much memory this process can still allocate, None if unknown.
 
     Raises:
-        OffloadError: If the host has less memory than needed (``host-memory``), or refuses it (``host-memory-limit``).
+        OffloadError: If the host has less memory than needed (``host-memory``), or refuses it
+            (``host-memory-limit``).
     """
 
     def __init__(
@@ -235,7 +253,9 @@ class SharedStates:
         return self._view(self._layout.staging, index, self._dtype)
 
     def new_weights(self, index: int) -> torch.Tensor:
-        """Return the buffer with the weights of a speculative step, of a sub-group that speculates."""
+        """Return the buffer with the weights of a speculative step, of a sub-group that
+        speculates.
+        """
         return self._view(self._layout.new_weights, index, self._dtype)
 
     def master_weights(self, index: int, which: int = 0) -> torch.Tensor:
@@ -243,13 +263,17 @@ class SharedStates:
         return self._view(self._layout.states[which].master_weights, index, torch.float32)
 
     def load_kernel(self, library: Path) -> None:
-        """Load the compiled functions that ``moments`` and ``set_moments`` need where moments are compact."""
+        """Load the compiled functions that ``moments`` and ``set_moments`` need where moments are
+        compact.
+        """
         if self.size.moments is not Moments.FP32:
             with kernel.opened(library) as descriptor:
                 self._kernel = Kernel(kernel.loadable(descriptor), self._memory.mapping, self.size)
 
     def moments(self, index: int, which: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first and second moment of one set, in fp32: the state itself, or copies of compact moments."""
+        """Return the first and second moment of one set, in fp32: the state itself, or copies of
+        compact moments.
+        """
         if self._kernel is None:
             regions = self._layout.states[which]
             return self._view(regions.first_moment, index, torch.float32), self._view(
@@ -262,7 +286,9 @@ class SharedStates:
     def set_moments(
         self, index: int, which: int, first: torch.Tensor, second: torch.Tensor
     ) -> None:
-        """Set the first and second moment of one set. Compact ones are rounded to nearest; they cannot hold what is not a number."""
+        """Set the first and second moment of one set. Compact ones are rounded to nearest; they
+        cannot hold what is not a number.
+        """
         if self._kernel is None:
             for target, values in zip(self.moments(index, which), (first, second), strict=True):
                 if values.data_ptr() != target.data_ptr():
@@ -272,7 +298,8 @@ class SharedStates:
         self._kernel.encode(index, which, first.data_ptr(), second.data_ptr())
 
     def pin_staging(self) -> None:
-        """Pin the staging buffers, so that copies run at the full rate of the bus and concurrently with computation.
+        """Pin the staging buffers, so that copies run at the full rate of the bus and concurrently
+        with computation.
 
         Call it once, after the worker has touched the pages.
 
@@ -285,7 +312,9 @@ class SharedStates:
         self._is_pinned = True
 
     def close(self) -> None:
-        """Release this process's hold on the memory, which is freed with its last tensor and the worker. Safe to call twice."""
+        """Release this process's hold on the memory, which is freed with its last tensor and the
+        worker. Safe to call twice.
+        """
         if self._is_pinned:
             unpin(self._staging_range()[0])
             self._is_pinned = False
@@ -301,10 +330,13 @@ class SharedStates:
 
 
 def _check_available(needed_bytes: int, available_bytes: int | None) -> None:
-    """Raise before allocating: touching shared memory that the host lacks ends the process by SIGBUS or the out-of-memory killer."""
+    """Raise before allocating: touching shared memory that the host lacks ends the process by
+    SIGBUS or the out-of-memory killer.
+    """
     if available_bytes is not None and needed_bytes > available_bytes:
         raise OffloadError(
-            f"The optimizer states of this rank need {gigabytes(needed_bytes)} of host memory, but only {gigabytes(available_bytes)} are "
-            "available to this process. Lower offload.ratio, use more GPUs, or train a smaller model.",
+            f"The optimizer states of this rank need {gigabytes(needed_bytes)} of host memory, "
+            f"but only {gigabytes(available_bytes)} are available to this process. Lower "
+            "offload.ratio, use more GPUs, or train a smaller model.",
             code="host-memory",
         )

@@ -1,4 +1,6 @@
-"""Steps of the CPU sub-groups: each is stepped at the time, and with the gradient, that ``step_policy`` says."""
+"""Steps of the CPU sub-groups: each is stepped at the time, and with the gradient, that
+``step_policy`` says.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Speculation:
 
     Attributes:
         kept: Steps so far in which sub-groups were stepped early and the norm was within the limit.
-        redone: Those in which it was not, so that these sub-groups were stepped again from the old states.
+        redone: Those in which it was not, so that these sub-groups were stepped again from the old
+            states.
     """
 
     def __init__(self) -> None:
@@ -42,11 +45,15 @@ class Speculation:
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether to speculate in the next step: unless all of the last steps' norms exceeded the limit."""
+        """Whether to speculate in the next step: unless all of the last steps' norms exceeded the
+        limit.
+        """
         return len(self._within) < REMEMBERED or any(self._within)
 
     def record(self, *, within: bool, speculated: bool) -> None:
-        """Record a step whose norm was within the limit, or exceeded it; ``speculated``: whether sub-groups had been stepped early."""
+        """Record a step whose norm was within the limit, or exceeded it; ``speculated``: whether
+        sub-groups had been stepped early.
+        """
         self._within.append(within)
         if speculated:
             self.kept += within
@@ -82,7 +89,9 @@ class StepTime(Enum):
     GRADIENT_COMPLETE = "gradient complete"
     """As soon as all of its gradients have arrived, while backward goes on."""
     SPECULATIVE = "speculative"
-    """Likewise, but out of place: the step is final, or discarded, when the norm of all gradients is known."""
+    """Likewise, but out of place: the step is final, or discarded, when the norm of all gradients
+    is known.
+    """
     NORM_KNOWN = "norm known"
     """Held back until the norm of all gradients is known, after backward."""
 
@@ -93,7 +102,9 @@ class NormSource(Enum):
     GPU = "gpu"
     """The GPU, while backward runs."""
     WORKER = "worker"
-    """The Adam worker, when it steps the sub-group, or adds the last micro-batch's gradient to one that is held back."""
+    """The Adam worker, when it steps the sub-group, or adds the last micro-batch's gradient to one
+    that is held back.
+    """
 
 
 @dataclass(frozen=True)
@@ -109,11 +120,14 @@ class _StepPolicy:
 
     @property
     def norm_is_read_before_step(self) -> bool:
-        """Whether ``step`` reads the norm on the host. Otherwise it is read a step later, and nothing waits for it."""
+        """Whether ``step`` reads the norm on the host. Otherwise it is read a step later, and
+        nothing waits for it.
+        """
         return self.accumulates or self.step_time is not StepTime.GRADIENT_COMPLETE
 
     def on_complete(self, *, boundary: bool) -> Operation | None:
-        """Return what the worker does with a sub-group whose gradients are complete; ``boundary`` in a step's last micro-batch.
+        """Return what the worker does with a sub-group whose gradients are complete; ``boundary``
+        in a step's last micro-batch.
 
         None: the gradient waits in the staging buffer until the norm is known.
         """
@@ -127,8 +141,9 @@ class _StepPolicy:
         """Return where the worker finds the gradient to step with.
 
         Args:
-            micro_batch: Index of the step's last micro-batch, counted from 0. It does not matter where sub-groups are held back;
-                otherwise the last gradient is added inside the Adam pass.
+            micro_batch: Index of the step's last micro-batch, counted from 0. It does not matter
+                where sub-groups are held back; otherwise the last gradient is added inside the Adam
+                pass.
         """
         if not self.accumulates:
             return GradientSource.STAGING
@@ -146,7 +161,8 @@ def step_policy(
     Args:
         gradient_accumulation_steps: Micro-batches per step.
         clipping: The largest gradient norm, 0 for no limit.
-        speculates: Whether the sub-group is stepped before the norm is known. Of no effect without clipping.
+        speculates: Whether the sub-group is stepped before the norm is known. Of no effect without
+            clipping.
     """
     step_time = StepTime.GRADIENT_COMPLETE
     if clipping:
@@ -164,7 +180,8 @@ class _WholeGradient:
 
 
 class CpuSteps:
-    """Has the worker step one rank's CPU sub-groups. A step begins with its first gradient and ends with ``finish`` or ``undo``.
+    """Has the worker step one rank's CPU sub-groups. A step begins with its first gradient and ends
+    with ``finish`` or ``undo``.
 
     Args:
         sub_groups: All sub-groups of the rank.
@@ -222,18 +239,22 @@ class CpuSteps:
         return len(self.gradients) == len(self._cpu.indices)
 
     def check_learning_rates(self) -> None:
-        """Raise OffloadError (``learning-rate-changed``) if a sub-group was stepped with another learning rate than it has now."""
+        """Raise OffloadError (``learning-rate-changed``) if a sub-group was stepped with another
+        learning rate than it has now.
+        """
         for index, rate in self._learning_rates.items():
             if rate != float(
                 self._adamw.param_groups[self._sub_groups[index].parameter_group]["lr"]
             ):
                 raise OffloadError(
-                    "The learning rate changed between backward and step. Set it before the step's last backward.",
+                    "The learning rate changed between backward and step. Set it before the "
+                    "step's last backward.",
                     code="learning-rate-changed",
                 )
 
     def finish(self, step: int, factor: float) -> None:
-        """Accept what was stepped before the norm was known, or discard it; step what was discarded or held back.
+        """Accept what was stepped before the norm was known, or discard it; step what was discarded
+        or held back.
 
         Args:
             step: The step's number.
@@ -252,7 +273,9 @@ class CpuSteps:
         self._begin()
 
     def undo(self, last_step: int) -> None:
-        """Return to the weights of ``last_step``, the last that was taken, where a sub-group was stepped before the norm was known."""
+        """Return to the weights of ``last_step``, the last that was taken, where a sub-group was
+        stepped before the norm was known.
+        """
         for index in self._cpu.discard():
             self._cpu.restore(index, last_step, self.gradients[index].copied)
         self._begin()

@@ -25,19 +25,23 @@ class CudaEvent(Protocol):
 
 
 SMALL_SHARE = 1 / 100
-"""Modules with less than this share of the limit (norms) are not counted. Waiting for the GPU to reach one would leave the GPU idle."""
+"""Modules with less than this share of the limit (norms) are not counted. Waiting for the GPU to
+reach one would leave the GPU idle.
+"""
 
 
 class RunAheadLimiter:
     """Limits how many all-gathered parameters the host may be ahead of the GPU.
 
-    ZeRO-3 releases all-gathered weights as soon as the host has passed their layer, but their memory is free only when the GPU has
-    passed it too. Nothing else holds back a fast host: on two H200s it all-gathered 12 layers of an 8B model too many, 5 GB.
+    ZeRO-3 releases all-gathered weights as soon as the host has passed their layer, but their
+    memory is free only when the GPU has passed it too. Nothing else holds back a fast host: on two
+    H200s it all-gathered 12 layers of an 8B model too many, 5 GB.
 
     Used by one thread only: each device has one thread for its backward.
 
     Args:
-        limit: Parameters that the host may have all-gathered beyond those that the GPU has begun to use.
+        limit: Parameters that the host may have all-gathered beyond those that the GPU has begun to
+            use.
         event: Makes an event of the current stream.
     """
 
@@ -49,9 +53,11 @@ class RunAheadLimiter:
         self._last: object = None
 
     def before_use(self, module: object, numel: int) -> None:
-        """Record that the host now queues work with ``module``, of ``numel`` parameters, and wait until the GPU is near.
+        """Record that the host now queues work with ``module``, of ``numel`` parameters, and wait
+        until the GPU is near.
 
-        A module that is used twice in a row counts once: backward uses a layer, and again when it recomputes the layer.
+        A module that is used twice in a row counts once: backward uses a layer, and again when it
+        recomputes the layer.
         """
         if numel < SMALL_SHARE * self._limit or module is self._last:
             return
@@ -75,13 +81,17 @@ Event = Any
 """A point in the work of a stream: a ``torch.cuda.Event`` or a ``CompletedEvent``."""
 
 Mark = Any
-"""A point in the GPU's time (a timing ``torch.cuda.Event``), or the host's time in seconds without a GPU."""
+"""A point in the GPU's time (a timing ``torch.cuda.Event``), or the host's time in seconds without
+a GPU.
+"""
 
 Stream = Any
 """A ``torch.cuda.Stream``; None without a GPU."""
 
 MAX_D2H_IN_FLIGHT = 2
-"""Batches of gradients that may wait for the bus before computation waits for them. Bounds the GPU memory that they hold."""
+"""Batches of gradients that may wait for the bus before computation waits for them. Bounds the GPU
+memory that they hold.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,15 +117,19 @@ class CompletedEvent:
 class Transfers:
     """Copies in both directions; without a GPU every copy is complete when its call returns.
 
-    ``attach`` and ``weights_to_gpu`` may be called from any thread, all other methods from the training thread only, on the stream on
-    which it computes.
+    ``attach`` and ``weights_to_gpu`` may be called from any thread, all other methods from the
+    training thread only, on the stream on which it computes.
     """
 
     def attach(self) -> None:
-        """Prepare the calling thread for ``weights_to_gpu`` and events. Call it first in every thread but the training thread."""
+        """Prepare the calling thread for ``weights_to_gpu`` and events. Call it first in every
+        thread but the training thread.
+        """
 
     def gradients_to_host(self, copies: Sequence[Copy], after: Iterable[Event]) -> Transfer:
-        """Copy what the current stream has computed so far; ``after``: events before which the targets must not be overwritten."""
+        """Copy what the current stream has computed so far; ``after``: events before which the
+        targets must not be overwritten.
+        """
         begin = time.perf_counter()
         for target, source in copies:
             target.copy_(source)
@@ -133,7 +147,9 @@ class Transfers:
         return values.clone(), CompletedEvent()
 
     def states_to_host(self, copies: Sequence[Copy]) -> Event:
-        """Queue copies to pinned memory, behind what the current stream computes; they are valid once the returned event has completed."""
+        """Queue copies to pinned memory, behind what the current stream computes; they are valid
+        once the returned event has completed.
+        """
         return self.gradients_to_host(copies, ()).done
 
     def stream(self) -> Stream:
@@ -141,16 +157,22 @@ class Transfers:
         return None
 
     def mark(self, stream: Stream = None) -> Mark:
-        """Record the point in time at which ``stream``, by default the current one, has done what is queued so far."""
+        """Record the point in time at which ``stream``, by default the current one, has done what
+        is queued so far.
+        """
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the time between two marks, negative if ``end`` came first. Waits until both have passed."""
+        """Return the time between two marks, negative if ``end`` came first. Waits until both have
+        passed.
+        """
         return float(end - begin)
 
 
 class _CudaTransfers(Transfers):
-    """One stream per direction: the bus carries both directions at the same time, and copies in one direction stay in order."""
+    """One stream per direction: the bus carries both directions at the same time, and copies in one
+    direction stay in order.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._d2h = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -160,7 +182,8 @@ class _CudaTransfers(Transfers):
     def attach(self) -> None:
         """Set the calling thread's device.
 
-        A new thread starts on the first GPU. Leaving another GPU's stream would then open a CUDA context there.
+        A new thread starts on the first GPU. Leaving another GPU's stream would then open a CUDA
+        context there.
         """
         torch.cuda.set_device(self._d2h.device)
 

@@ -1,8 +1,9 @@
-"""The Adam worker: a process that runs AdamW on one rank's CPU sub-groups, in memory that it shares with the training process.
+"""The Adam worker: a process that runs AdamW on one rank's CPU sub-groups, in memory that it shares
+with the training process.
 
-The training process starts this file as an isolated script (``python -I -S worker.py PARENT``) and writes the settings to its stdin, as a
-line of JSON. It uses the standard library only: without torch it needs no CUDA context and no second OpenMP runtime, and it starts within
-milliseconds.
+The training process starts this file as an isolated script (``python -I -S worker.py PARENT``) and
+writes the settings to its stdin, as a line of JSON. It uses the standard library only: without
+torch it needs no CUDA context and no second OpenMP runtime, and it starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from types import ModuleType
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        # Signals reach the whole process group. The training process decides what they mean, and this process ends with it.
+        # Signals reach the whole process group. The training process decides what they mean, and
+        # this process ends with it.
         signal.signal(number, signal.SIG_IGN)
     _die_with(int(sys.argv[1]))
     line = (
@@ -44,13 +46,14 @@ def main() -> None:
         socket.socket(fileno=settings["channel"]) as channel,
     ):
         serve(channel, Kernel(settings["library"], memory, size, weights).run)
-        os._exit(
-            0
-        )  # the kernel still points into the memory, so leaving the block, which closes it, would fail
+        # the kernel still points into the memory, so leaving the block, which closes it, would fail
+        os._exit(0)
 
 
 def import_from(folder: Path) -> None:
-    """Let this process import the engine's modules without the package's ``__init__``, which imports torch."""
+    """Let this process import the engine's modules without the package's ``__init__``, which
+    imports torch.
+    """
     package = ModuleType("superoffload")
     package.__path__ = [str(folder)]
     sys.modules[package.__name__] = package

@@ -1,6 +1,8 @@
-"""The training process's end of the connection to its Adam worker: starts it, sends commands when their data is ready, and watches it.
+"""The training process's end of the connection to its Adam worker: starts it, sends commands when
+their data is ready, and watches it.
 
-One thread does all of this, so that commands and results pass while the training thread is busy launching kernels.
+One thread does all of this, so that commands and results pass while the training thread is busy
+launching kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.transfers import Event
 
 MAX_OUTSTANDING = 2
-"""Commands that the worker has: the one that it executes and the next. The others wait here, where the most urgent overtakes."""
+"""Commands that the worker has: the one that it executes and the next. The others wait here, where
+the most urgent overtakes.
+"""
 EVENT_POLL_S = 0.0005
 
 
@@ -42,7 +46,8 @@ class Waiting(NamedTuple):
 class WorkerClient:
     """A running Adam worker.
 
-    Make it in the main thread of the training process: the worker dies with the thread that started it.
+    Make it in the main thread of the training process: the worker dies with the thread that started
+    it.
 
     Args:
         states: The memory to share with the worker.
@@ -50,11 +55,13 @@ class WorkerClient:
         cpus: The worker's cores.
         library: The compiled kernel.
         on_start: Called in the client's thread before anything else.
-        on_result: Called in the client's thread with every command and its result, in order. What it raises becomes the failure.
+        on_result: Called in the client's thread with every command and its result, in order. What
+            it raises becomes the failure.
         watchdog_timeout_s: How long the worker may compute without progress.
 
     Raises:
-        OffloadError: If the process cannot be started (``worker-start``), or may not run on these cores (``adam-cpus``).
+        OffloadError: If the process cannot be started (``worker-start``), or may not run on these
+            cores (``adam-cpus``).
     """
 
     def __init__(
@@ -91,7 +98,8 @@ class WorkerClient:
         self._thread.start()
 
     def submit(self, command: Command, after: Event, priority: int = 0) -> None:
-        """Send a command once ``after`` has completed. Of those that can be sent, the one with the lowest priority number goes first.
+        """Send a command once ``after`` has completed. Of those that can be sent, the one with the
+        lowest priority number goes first.
 
         Commands with the same priority are sent in the order of their submission.
         """
@@ -112,7 +120,9 @@ class WorkerClient:
             raise self._failure
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Block until ``ready()``, which only a result can make true. Raises the failure, if one happens first."""
+        """Block until ``ready()``, which only a result can make true. Raises the failure, if one
+        happens first.
+        """
         with self._changed:
             self._changed.wait_for(lambda: ready() or self._failure is not None)
         self.check()
@@ -209,13 +219,15 @@ class WorkerClient:
             self._restart_watchdog()
             return
         now = time.monotonic()
-        # Time in which this process did not check is not counted: a scheduler, for example, may have suspended both processes.
+        # Time in which this process did not check is not counted: a scheduler, for example, may
+        # have suspended both processes.
         self._idle_s += min(now - self._last_check, 2 * self._check_every_s)
         self._last_check = now
         if self._idle_s > self._watchdog_timeout_s:
             raise WorkerLostError(
-                f"The Adam worker (process {self.process.pid}) made no progress for {self._idle_s:.0f} s {self._activity()}. "
-                f"{_process_state(self.process.pid)} The optimizer state in memory is lost; resume from the last checkpoint.",
+                f"The Adam worker (process {self.process.pid}) made no progress for "
+                f"{self._idle_s:.0f} s {self._activity()}. {_process_state(self.process.pid)} The "
+                "optimizer state in memory is lost; resume from the last checkpoint.",
                 code="worker-stuck",
             )
 
@@ -259,8 +271,9 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     if missing := sorted(set(cpus) - _allowed(cpus)):
         raise OffloadError(
-            f"adam_cpus has {', '.join(map(str, missing))}, on which this process may not run. Use others, or leave it empty: the Adam "
-            "worker then takes all but one of those of this process.",
+            f"adam_cpus has {', '.join(map(str, missing))}, on which this process may not run. "
+            "Use others, or leave it empty: the Adam worker then takes all but one of those of "
+            "this process.",
             code="adam-cpus",
         )
     descriptors = [states.descriptor, channel, *([host_weights.descriptor] if host_weights else [])]
@@ -305,7 +318,9 @@ def _start(
 
 
 def _allowed(cpus: Sequence[int]) -> set[int]:
-    """Return those of the cores on which a thread of this process may run, whichever it is bound to now."""
+    """Return those of the cores on which a thread of this process may run, whichever it is bound to
+    now.
+    """
     found: set[int] = set()
 
     def try_them() -> None:

@@ -1,4 +1,6 @@
-"""Slurm's commands, called with argument lists and a time limit, and their output parsed. The formats are those of 22.05 to 25.05."""
+"""Slurm's commands, called with argument lists and a time limit, and their output parsed. The
+formats are those of 22.05 to 25.05.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ _ACCOUNTING = "JobIDRaw,State,Reason,Start,NodeList,WorkDir"
 _CONNECTION = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 """Variables that say how Slurm is reached."""
 _OPTIONS = ("SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SLURM_", "SLURMD_", "SRUN_")
-"""What other variables begin with that Slurm's commands read as options, or that Slurm set for the job which submits a successor."""
+"""What other variables begin with that Slurm's commands read as options, or that Slurm set for the
+job which submits a successor.
+"""
 
 
 class SlurmError(SoTuiError):
@@ -131,7 +135,9 @@ def requeue(job_id: str) -> None:
 
 
 class ClusterName:
-    """The name of the cluster that commands of this host speak to. Once known it is not asked for again."""
+    """The name of the cluster that commands of this host speak to. Once known it is not asked for
+    again.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -169,7 +175,9 @@ def cluster_name() -> str:
 
 
 def sinfo(layout: str) -> str:
-    """Return what ``sinfo`` prints of the partitions that this user can see, without a header. Raises SlurmError."""
+    """Return what ``sinfo`` prints of the partitions that this user can see, without a header.
+    Raises SlurmError.
+    """
     return _call(("sinfo", "--noheader", f"--format={layout}"))
 
 
@@ -237,8 +245,9 @@ def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
 
 
 _FORMAT = "%P|%a|%l|%F|%G|%f"
-"""A line for each group of nodes that are alike: partition (the default one with a star), state, time limit, nodes that are
-allocated/idle/other/in all, generic resources, features."""
+"""A line for each group of nodes that are alike: partition (the default one with a star), state,
+time limit, nodes that are allocated/idle/other/in all, generic resources, features.
+"""
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d{1,4})")
 _COUNTS = re.compile(r"(\d{1,9})/(\d{1,9})/(\d{1,9})/(\d{1,9})")
 _NONE = frozenset(("(null)", "N/A", ""))
@@ -331,7 +340,9 @@ class Queue(Struct, frozen=True, kw_only=True):
 
 
 def queue(cluster: str, interval_s: float) -> Queue | None:
-    """Return the newest answer of this cluster, after asking again if it is older than ``interval_s``. None if there was none yet."""
+    """Return the newest answer of this cluster, after asking again if it is older than
+    ``interval_s``. None if there was none yet.
+    """
     path = _path(cluster)
     if _is_due(path, interval_s):
         before, asked = _found(path), time.time()
@@ -346,11 +357,15 @@ def queue(cluster: str, interval_s: float) -> Queue | None:
 
 
 _answers: dict[Path, Queue] = {}
-"""What this process was answered: where no file can be written, Slurm must not be asked more often."""
+"""What this process was answered: where no file can be written, Slurm must not be asked more
+often.
+"""
 
 
 def _is_due(path: Path, interval_s: float) -> bool:
-    """Return whether to ask now. The file gets its date before the answer, so that nobody else asks meanwhile."""
+    """Return whether to ask now. The file gets its date before the answer, so that nobody else asks
+    meanwhile.
+    """
     try:
         private_folder(path.parent)
         try:
@@ -484,7 +499,8 @@ _REFUSALS = (
 def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
     """Return a refused submission as a problem of the key that caused it.
 
-    It stays as it is if Slurm's words are not known, or if a site's own rule has refused it, in words of its own.
+    It stays as it is if Slurm's words are not known, or if a site's own rule has refused it, in
+    words of its own.
     """
     if not isinstance(error, RefusedError) or not all(
         line.startswith(_SLURMS) for line in error.lines

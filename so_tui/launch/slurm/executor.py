@@ -1,6 +1,7 @@
 """Supervisors as jobs of Slurm.
 
-An attempt's folder holds ``job.sh``, the batch script, and ``submission.json``, which says what became of it.
+An attempt's folder holds ``job.sh``, the batch script, and ``submission.json``, which says what
+became of it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class HubCache:
         self.datasets = Path(environment.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
 
     def snapshot(self, name: str, revision: str) -> Path | None:
-        """Return the folder of a model's files at a branch, tag or commit; None if there is none."""
+        """Return the folder of a model's files at a branch, tag or commit; None if there is
+        none.
+        """
         folder = self.hub / f"models--{name.replace('/', '--')}"
         try:
             commit = read_bounded(folder / "refs" / revision, 100).decode(errors="replace").strip()
@@ -178,7 +181,9 @@ def _problem(spec: RunSpec, field: str, value: str, message: str, where: str) ->
 
 
 _FORGOTTEN_S = 60.0
-"""An answer this much younger than a submission, without the job, means that Slurm has forgotten it or never had it. Clocks differ."""
+"""An answer this much younger than a submission, without the job, means that Slurm has forgotten it
+or never had it. Clocks differ.
+"""
 _RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
 _QUEUED = frozenset(
     (
@@ -202,7 +207,9 @@ _ENDS: dict[str, OutcomeCode | None] = {
     "OUT_OF_MEMORY": OutcomeCode.KILLED_FOR_MEMORY,
     "FAILED": OutcomeCode.JOB_FAILED,
 }
-"""States of jobs that have ended, and why. In any other, one of a newer Slurm too, a job may still run."""
+"""States of jobs that have ended, and why. In any other, one of a newer Slurm too, a job may still
+run.
+"""
 
 
 class Submission(Struct, frozen=True, kw_only=True):
@@ -218,7 +225,9 @@ class Submission(Struct, frozen=True, kw_only=True):
     poll_s: Annotated[float, Meta(ge=1)]
     submitted: float
     works_in: Annotated[int, Meta(ge=0)] = 0
-    """The attempt in whose folder the job works, if it is an earlier one: Slurm has started the job again."""
+    """The attempt in whose folder the job works, if it is an earlier one: Slurm has started the job
+    again.
+    """
 
 
 class Restarted(Struct, frozen=True, kw_only=True):
@@ -237,14 +246,18 @@ class SlurmExecutor:
     def __init__(
         self, *, edit: Callable[[str], str] = str, restarted: Restarted | None = None
     ) -> None:
-        """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before anything is submitted.
+        """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before
+        anything is submitted.
 
-        With ``restarted``, nothing is submitted: attempts are started in a job that Slurm has started again.
+        With ``restarted``, nothing is submitted: attempts are started in a job that Slurm has
+        started again.
         """
         self._edit, self._restarted = edit, restarted
 
     def start(self, run: RunDirectory, attempt: int) -> None:
-        """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued`` before Slurm can start the job."""
+        """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued``
+        before Slurm can start the job.
+        """
         launch = read_launch(run, attempt)
         plan = launch.plan
         name, site = site_of(plan.spec)
@@ -276,7 +289,9 @@ class SlurmExecutor:
             write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
-        """Return that the nodes cannot execute the interpreter, and what is not in the cache, if nodes have no internet."""
+        """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
+        nodes have no internet.
+        """
         spec, site = launch.spec, site_of(launch.spec)[1]
         absent = (
             ()
@@ -290,7 +305,9 @@ class SlurmExecutor:
         return _script(launch.plan, site_of(launch.spec)[1], Path("RUN"), 1, None)
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
-        """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the profile's interval."""
+        """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the
+        profile's interval.
+        """
         submission = read_submission(run, attempt)
         if submission is None:
             return None
@@ -332,7 +349,8 @@ class SlurmExecutor:
             return False
         if submission.cluster != client.cluster_name():
             raise SlurmError(
-                f"its job is on the cluster {submission.cluster}. Cancel it from a login node of that cluster"
+                f"its job is on the cluster {submission.cluster}. Cancel it from a login node of "
+                "that cluster"
             )
         job = _job_of(run, attempt, submission, client.own_jobs())
         if job is None:
@@ -362,18 +380,24 @@ class SlurmExecutor:
 
 
 def site_of(spec: RunSpec) -> tuple[str, Site]:
-    """Return the profile that a spec names or that names this cluster, with its name. Raises InputError."""
+    """Return the profile that a spec names or that names this cluster, with its name. Raises
+    InputError.
+    """
     return named_site(spec.slurm.site)
 
 
 def named_site(given: str) -> tuple[str, Site]:
-    """Return the profile of this name, or if it is empty that of this cluster; otherwise as ``site_of``."""
+    """Return the profile of this name, or if it is empty that of this cluster; otherwise as
+    ``site_of``.
+    """
     name = given or recognised_site(cluster_here())
     return name, load_site(name)
 
 
 def cluster_here() -> str:
-    """Return the name of this host's cluster; empty where there is none, or Slurm does not answer."""
+    """Return the name of this host's cluster; empty where there is none, or Slurm does not
+    answer.
+    """
     try:
         return client.cluster_name()
     except SlurmError:
@@ -381,9 +405,11 @@ def cluster_here() -> str:
 
 
 def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
-    """Return how an attempt was submitted; None if it was not, or the file is damaged or not this user's own.
+    """Return how an attempt was submitted; None if it was not, or the file is damaged or not this
+    user's own.
 
-    Another user's jobs are not in the queue that is asked for, and what their files say must not decide what Slurm is asked.
+    Another user's jobs are not in the queue that is asked for, and what their files say must not
+    decide what Slurm is asked.
     """
     try:
         return decode_json(read_own(run.submission_path(attempt)), Submission)
@@ -397,7 +423,9 @@ def write_submission(run: RunDirectory, attempt: int, submission: Submission) ->
 
 
 def _submitted(run: RunDirectory, attempt: int, spec: RunSpec) -> str:
-    """Submit an attempt's script and return the job's id. Raises InputError with the codes of ``refusals``, or SlurmError."""
+    """Submit an attempt's script and return the job's id. Raises InputError with the codes of
+    ``refusals``, or SlurmError.
+    """
     try:
         return client.submit(
             str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
@@ -418,7 +446,8 @@ def _enter_queue(
         before = read_state(run)
         if lock is None or before.state == "queued":
             raise SoTuiError(
-                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` shows it"
+                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` "
+                "shows it"
             )
         write_run_file(run, run.job_script_path(attempt), script.encode())
         write_submission(run, attempt, submission)
@@ -430,9 +459,11 @@ def _enter_queue(
 def _job_of(
     run: RunDirectory, attempt: int, submission: Submission, jobs: Iterable[Job]
 ) -> Job | None:
-    """Return an attempt's job: it works in the attempt's folder, and has the number that was written, if it was.
+    """Return an attempt's job: it works in the attempt's folder, and has the number that was
+    written, if it was.
 
-    The number alone would name the original's job in a copy of its folder, and some other job once Slurm begins to count again.
+    The number alone would name the original's job in a copy of its folder, and some other job once
+    Slurm begins to count again.
     """
     folder = run.attempt_dir(submission.works_in or attempt)
     return next(

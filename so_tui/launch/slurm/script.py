@@ -4,9 +4,11 @@ Problem codes:
     account-missing: The site charges an account, and the spec names none.
     option-refused: The site refuses an option of ``slurm.options``.
     option-reserved: so-tui itself sets an option of ``slurm.options``.
-    path-unfit-for-slurm: Slurm would read the run directory's path as a pattern, or it has more than one line.
+    path-unfit-for-slurm: Slurm would read the run directory's path as a pattern, or it has more
+        than one line.
     script-without-run: A script of the user has no line that names the run directory.
-    time-limit-too-short: The job would be warned of its end before it has trained for as long as the warning is early.
+    time-limit-too-short: The job would be warned of its end before it has trained for as long as
+        the warning is early.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _DEFAULT_EDITOR = "vi"
 
 
 def edited(text: str) -> str:
-    """Return a text as the user saves it in ``$VISUAL``, ``$EDITOR``, or vi. Only the main thread may call this.
+    """Return a text as the user saves it in ``$VISUAL``, ``$EDITOR``, or vi. Only the main thread
+    may call this.
 
     Raises:
         SoTuiError: The editor cannot be started, fails, or leaves nothing.
@@ -70,7 +73,8 @@ def edited(text: str) -> str:
             saved = path.read_text(encoding="utf-8") if path.exists() else ""
         except UnicodeDecodeError as error:
             raise SoTuiError(
-                f"the editor `{editor}` saved what is not UTF-8 ({error}). Set its encoding to UTF-8"
+                f"the editor `{editor}` saved what is not UTF-8 ({error}). Set its encoding to "
+                "UTF-8"
             ) from error
     if code != 0 or not saved.strip():
         why = f"ended with code {code}" if code else "left an empty file"
@@ -112,7 +116,9 @@ def kept(script: str, name: str, before: Draft | None = None) -> Draft:
 
 @contextlib.contextmanager
 def _interrupts_left_to_the_editor() -> Iterator[None]:
-    """Let Ctrl-C reach the editor alone, which is in the same process group. A handler, unlike SIG_IGN, is not inherited by it."""
+    """Let Ctrl-C reach the editor alone, which is in the same process group. A handler, unlike
+    SIG_IGN, is not inherited by it.
+    """
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield
@@ -157,7 +163,9 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str = ""
     """Where this comes from, and when it was read."""
     clusters: tuple[str, ...] = ()
-    """Names of clusters (``ClusterName`` in ``scontrol show config``) by which the profile is recognised."""
+    """Names of clusters (``ClusterName`` in ``scontrol show config``) by which the profile is
+    recognised.
+    """
     account_required: bool = False
     options: tuple[Option, ...] = ()
     """Options of ``sbatch`` that every job gets."""
@@ -172,30 +180,43 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpu_option: OptionOrNone = "--gpus-per-node={gpus}"
     """How a job asks for GPUs; empty where nodes are given with all of theirs."""
     interface: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]*\Z", max_length=64)] = ""
-    """The network interface over which the ranks of several nodes find each other (``hsn0``, ``ib0``)."""
+    """The network interface over which the ranks of several nodes find each other (``hsn0``,
+    ``ib0``).
+    """
     network: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_ .-]*\Z", max_length=100)] = ""
-    """What NCCL calls the network that it should use between nodes (``IB``, ``AWS Libfabric``). If it uses sockets instead, a run ends."""
+    """What NCCL calls the network that it should use between nodes (``IB``, ``AWS Libfabric``). If
+    it uses sockets instead, a run ends.
+    """
     setup: tuple[Line, ...] = ()
     """Lines of shell before the start: modules, an environment to activate."""
     environment: dict[VariableName, str] = {}
     """Variables of the job."""
     python: str = ""
-    """The interpreter of the compute nodes, with so-tui and its training packages; if empty, the one that submits."""
+    """The interpreter of the compute nodes, with so-tui and its training packages; if empty, the
+    one that submits.
+    """
     requeue: bool = False
-    """Whether Slurm may start a job again, after a node has failed, when it gives way to another job, or at its time limit. Otherwise
-    another job continues."""
+    """Whether Slurm may start a job again, after a node has failed, when it gives way to another
+    job, or at its time limit. Otherwise another job continues.
+    """
     internet: bool = True
-    """Whether nodes reach the internet. If not, model and data must be in the cache before a job is submitted."""
+    """Whether nodes reach the internet. If not, model and data must be in the cache before a job is
+    submitted.
+    """
     step_options: tuple[Option, ...] = ()
     """Options of ``srun``, such as the container to enter."""
     machine: str = ""
-    """What the nodes of partitions are that say nothing else; planned for until a job has seen one."""
+    """What the nodes of partitions are that say nothing else; planned for until a job has seen
+    one.
+    """
     network_gbit_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0
     """Line rate of a node's network, all adapters together, each way; 0 if it is not published."""
     poll_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
     """The least seconds between two questions to the scheduler."""
     warning_s: Annotated[int, Meta(ge=30, le=86_400)] = 300
-    """How long before its time limit a job is warned, to save a checkpoint. Slurm may warn up to 60 s earlier."""
+    """How long before its time limit a job is warned, to save a checkpoint. Slurm may warn up to 60
+    s earlier.
+    """
     partitions: dict[str, PartitionProfile] = {}
 
 
@@ -264,14 +285,17 @@ def wrong_sites() -> tuple[Problem, ...]:
 
 
 def recognised_site(cluster: str) -> str:
-    """Return the name of the profile that names a cluster, else ``generic``. A wrong profile concerns only the cluster that it names."""
+    """Return the name of the profile that names a cluster, else ``generic``. A wrong profile
+    concerns only the cluster that it names.
+    """
     return next(
         (name for name in site_names() if cluster and cluster in _clusters_of(name)), GENERIC
     )
 
 
 def _clusters_of(name: str) -> tuple[str, ...]:
-    """Return the clusters that a profile names; of one that is wrong, as far as it can be read, with those of the one that it replaces.
+    """Return the clusters that a profile names; of one that is wrong, as far as it can be read,
+    with those of the one that it replaces.
 
     So nobody's job is submitted without the options that a profile was written for.
     """
@@ -322,17 +346,27 @@ def interpreter_of(site: Site) -> str:
 
 
 def interpreter_architecture(site: Site) -> str:
-    """Return what the interpreter of jobs is built for, as ``uname -m`` names it; empty if unknown, such as in a container."""
+    """Return what the interpreter of jobs is built for, as ``uname -m`` names it; empty if unknown,
+    such as in a container.
+    """
     return "" if site.step_options else architecture_of(interpreter_of(site))
 
 
 def foreign_interpreter(nodes: Machine, site: Site, partition: str) -> Iterator[Problem]:
-    """Yield that the nodes of a partition cannot execute the interpreter, if the architectures of both are known."""
+    """Yield that the nodes of a partition cannot execute the interpreter, if the architectures of
+    both are known.
+    """
     here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
     architecture = interpreter_architecture(site)
     if architecture and not here and architecture != nodes.architecture:
-        message = f"is built for {architecture}, and the nodes of partition {partition} are {nodes.architecture}"
-        remedy = "Install so-tui with its training packages for them, and name that interpreter in the site profile (python = ...)."
+        message = (
+            f"is built for {architecture}, and the nodes of partition {partition} are "
+            f"{nodes.architecture}"
+        )
+        remedy = (
+            "Install so-tui with its training packages for them, and name that interpreter in the "
+            "site profile (python = ...)."
+        )
         yield Problem(
             code="foreign-interpreter",
             field="slurm.site",
@@ -343,7 +377,9 @@ def foreign_interpreter(nodes: Machine, site: Site, partition: str) -> Iterator[
 
 
 OUTPUT = "slurm.%j.log"
-"""What the job writes outside its supervisor, in the attempt's folder; Slurm's own messages are in it."""
+"""What the job writes outside its supervisor, in the attempt's folder; Slurm's own messages are in
+it.
+"""
 CONTINUE_SIGNAL = "USR1"
 _EARLY_S = 60
 """Slurm may warn a job this much earlier than asked."""
@@ -390,19 +426,24 @@ _RESERVED = frozenset(
         ),
     )
 )
-_REMEDY = "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in the site profile (python = ...)"
+_REMEDY = (
+    "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in "
+    "the site profile (python = ...)"
+)
 
 
 def warning_lead_s(
     site: Site, checkpoint_bytes: int, measured_s: float | None, checkpoints: int = 1
 ) -> int:
-    """Return how long before its time limit a job is warned: the profile's time, or more if a checkpoint takes longer.
+    """Return how long before its time limit a job is warned: the profile's time, or more if a
+    checkpoint takes longer.
 
     Args:
         site: The profile of the site.
         checkpoint_bytes: Size of a checkpoint.
         measured_s: What the run's last checkpoint took; None before the first.
-        checkpoints: How many may have to be written by then: one that is being written behind training, and the last one.
+        checkpoints: How many may have to be written by then: one that is being written behind
+            training, and the last one.
     """
     takes_s = checkpoint_bytes / DISK_BYTES_PER_S if measured_s is None else measured_s
     return max(site.warning_s, math.ceil(_MARGIN * checkpoints * takes_s) + _STEP_S)
@@ -429,7 +470,8 @@ def batch_script(
         attempt: The attempt's number.
         python: The interpreter of the nodes.
         architecture: What it is built for; empty if unknown.
-        warning_s: How long before its end the job is warned (see ``warning_lead_s``); if 0, the profile's time.
+        warning_s: How long before its end the job is warned (see ``warning_lead_s``); if 0, the
+            profile's time.
 
     Raises:
         InputError: With the codes of this module.
@@ -437,7 +479,8 @@ def batch_script(
     warning_s = warning_s or site.warning_s
     if problems := (*_problems(spec, site, warning_s), *_path_problems(run)):
         raise InputError(problems)
-    # One supervisor a node. One that ends with an error must not end the others, which have to say why.
+    # One supervisor a node. One that ends with an error must not end the others, which have to say
+    # why.
     tasks = (f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1")
     step = ("srun", *tasks, "--cpu-bind=none", "--kill-on-bad-exit=0", *site.step_options)
     interpreter = (python, "-P")
@@ -465,15 +508,21 @@ def batch_script(
 
 
 def _architecture_check(architecture: str, interpreter: str) -> Iterator[str]:
-    """Yield the line that ends a job whose node could not execute its interpreter, which the shell would only call a wrong format."""
+    """Yield the line that ends a job whose node could not execute its interpreter, which the shell
+    would only call a wrong format.
+    """
     if architecture:
         message = f"so-tui: {interpreter} is built for {architecture}, and this node is "
-        fails = f'echo {shlex.quote(message)}"$(uname -m)" >&2; echo {shlex.quote(_REMEDY)} >&2; exit 69'
+        fails = (
+            f'echo {shlex.quote(message)}"$(uname -m)" >&2; echo {shlex.quote(_REMEDY)} >&2; exit '
+            "69"
+        )
         yield f'[ "$(uname -m)" = {architecture} ] || {{ {fails}; }}'
 
 
 def for_run(script: str, generated: str) -> str:
-    """Return a user's script for the run that a generated script is for; it may have been made for another one.
+    """Return a user's script for the run that a generated script is for; it may have been made for
+    another one.
 
     The job is named after the new run, too, unless the user has named it.
 
@@ -511,7 +560,9 @@ def _job_name(run_name: str) -> str:
 
 
 def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
-    """Return a job's variables; those of the profile win. Without internet, every look-up on the hub would wait for half a minute."""
+    """Return a job's variables; those of the profile win. Without internet, every look-up on the
+    hub would wait for half a minute.
+    """
     several = {
         EXPECTED_VARIABLE: site.network,
         "GLOO_SOCKET_IFNAME": site.interface,
@@ -522,7 +573,9 @@ def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
 
 
 def requeues(spec: RunSpec, site: Site) -> bool:
-    """Return whether Slurm may start a job of this spec again. Otherwise a successor is submitted."""
+    """Return whether Slurm may start a job of this spec again. Otherwise a successor is
+    submitted.
+    """
     return site.requeue and spec.slurm.continues
 
 
@@ -533,7 +586,9 @@ def time_limit_of(spec: RunSpec, site: Site) -> str:
 
 
 def seconds_of(time_limit: str) -> int:
-    """Return a time limit in seconds, in any of the forms that Slurm takes: ``90``, ``90:00``, ``1:30:00``, ``1-12``, ``1-12:30:00``."""
+    """Return a time limit in seconds, in any of the forms that Slurm takes: ``90``, ``90:00``,
+    ``1:30:00``, ``1-12``, ``1-12:30:00``.
+    """
     days, dash, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:  # hours first
@@ -556,8 +611,14 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
         )
     time_limit = time_limit_of(spec, site)
     if time_limit and seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
-        message = f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which leaves too little time to train"
-        remedy = f"Ask for at least {duration(2 * warning_s + _EARLY_S)}, or lower warning_s in the site profile."
+        message = (
+            f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which "
+            "leaves too little time to train"
+        )
+        remedy = (
+            f"Ask for at least {duration(2 * warning_s + _EARLY_S)}, or lower warning_s in the "
+            "site profile."
+        )
         yield Problem(
             code="time-limit-too-short",
             field="slurm.time_limit",
@@ -577,7 +638,10 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
                 remedy=remedy,
             )
         elif any(reserved.startswith(name) for reserved in _RESERVED):  # Slurm takes abbreviations
-            remedy = "Leave it out; partition, account, qos, time_limit and constraint have keys of their own."
+            remedy = (
+                "Leave it out; partition, account, qos, time_limit and constraint have keys of "
+                "their own."
+            )
             yield Problem(
                 code="option-reserved",
                 field="slurm.options",
@@ -626,7 +690,8 @@ def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[s
         yield f"--cpus-per-task={share * site.cores_per_gpu}"
     if site.memory_per_gpu_gib:
         yield f"--mem={share * site.memory_per_gpu_gib}G"
-    # To the processes of the step, not to this script: the supervisor and the ranks handle it, and srun does not see it.
+    # To the processes of the step, not to this script: the supervisor and the ranks handle it, and
+    # srun does not see it.
     yield f"--signal={CONTINUE_SIGNAL}@{warning_s}"
     yield "--requeue" if requeues(spec, site) else "--no-requeue"
     yield f"--output={OUTPUT}"

@@ -1,4 +1,5 @@
-"""What a supervisor tells others of its run: alerts, by a command of the user's, and figures for Prometheus.
+"""What a supervisor tells others of its run: alerts, by a command of the user's, and figures for
+Prometheus.
 
 Both follow the user's own settings, which may change while a run goes on.
 """
@@ -30,24 +31,40 @@ _LARGEST = 1e15
 
 
 def known(alert: Alert) -> AlertName | None:
-    """Return the kind of an alert; None for one that this version does not know, or that a stranger's state made up."""
+    """Return the kind of an alert; None for one that this version does not know, or that a
+    stranger's state made up.
+    """
     return next((name for name in ALERTS if name == alert.kind), None)
 
 
 def alert_text(alert: Alert, run_name: str, state: RunState) -> str:
-    """Return what happened to a run, in one sentence; empty for an unknown kind. It begins with a word, never with a dash."""
+    """Return what happened to a run, in one sentence; empty for an unknown kind. It begins with a
+    word, never with a dash.
+    """
     name, step = run_name_text(run_name), thousands(max(0, alert.step))
     match known(alert):
         case "ended":
-            return f"so-tui: {name} {'was stopped' if state.state == 'stopped' else 'has finished'} at step {step}"
+            return (
+                f"so-tui: {name} {'was stopped' if state.state == 'stopped' else 'has finished'} "
+                f"at step {step}"
+            )
         case "failed":
-            return f"so-tui: {name} {'is lost' if state.state == 'lost' else 'has failed'} at step {step}"
+            return (
+                f"so-tui: {name} {'is lost' if state.state == 'lost' else 'has failed'} at step "
+                f"{step}"
+            )
         case "not-finite":
             return f"so-tui: the loss or a gradient of {name} is not finite at step {step}"
         case "stall":
-            return f"so-tui: {name} has taken no step for {duration(_bounded(alert.value))}, since step {step}"
+            return (
+                f"so-tui: {name} has taken no step for {duration(_bounded(alert.value))}, since "
+                f"step {step}"
+            )
         case "loss":
-            return f"so-tui: the loss of {name} is {alert.value or 0.0:.4g} at step {step}, above {alert.bound or 0.0:.4g}"
+            return (
+                f"so-tui: the loss of {name} is {alert.value or 0.0:.4g} at step {step}, above "
+                f"{alert.bound or 0.0:.4g}"
+            )
         case "disk":
             left = int(_bounded(alert.value))
             return f"so-tui: {disk_size(left) if left else 'no'} disk space is left for {name}"
@@ -61,7 +78,9 @@ def _bounded(value: float | None) -> float:
 
 
 def run_name_text(name: str) -> str:
-    """Return a run's name for places that act on control characters: a title, a notification, an environment."""
+    """Return a run's name for places that act on control characters: a title, a notification, an
+    environment.
+    """
     return brief_line(name, LONGEST_NAME).replace(
         ";", ","
     )  # a semicolon separates the fields of OSC 777
@@ -75,7 +94,9 @@ KEPT = 20
 _SLOW_STEPS = 10
 """A stall is at least as many of the last step's lengths: a step may take longer than the bound."""
 _ENOUGH = 1.1
-"""Free space counts as enough again above so much of the bound, so that an alert is not repeated at each file."""
+"""Free space counts as enough again above so much of the bound, so that an alert is not repeated at
+each file.
+"""
 
 
 class AlertWatch:
@@ -119,7 +140,9 @@ class AlertWatch:
     def disks(
         self, state: RunState, free_bytes: Mapping[str, int], settings: AlertSettings, *, full: bool
     ) -> tuple[Alert, ...]:
-        """Return the alert of a disk with too little space. ``full`` says that writing has failed."""
+        """Return the alert of a disk with too little space. ``full`` says that writing has
+        failed.
+        """
         bound = settings.disk_free_gb * 1e9
         least = min(free_bytes.values(), default=None)
         if full or (least is not None and least < bound):
@@ -177,7 +200,9 @@ _SETTINGS_S = 30.0
 
 
 class OwnSettings:
-    """The settings of the user who supervises, read again when their file has changed. Nothing of a run, spec or preset is a setting."""
+    """The settings of the user who supervises, read again when their file has changed. Nothing of a
+    run, spec or preset is a setting.
+    """
 
     def __init__(self) -> None:
         self._file = settings_file()
@@ -198,12 +223,16 @@ class OwnSettings:
 
 
 class Announcer:
-    """Notices what happens to one attempt, runs the user's command for it, and returns it for the state, where the screen sees it."""
+    """Notices what happens to one attempt, runs the user's command for it, and returns it for the
+    state, where the screen sees it.
+    """
 
     def __init__(
         self, run: RunDirectory, attempt: int, host: str, checkpoints: str, told_step: int = 0
     ) -> None:
-        """Prepare to tell of an attempt on a host, with its folder of checkpoints; ``told_step`` as for ``AlertWatch``."""
+        """Prepare to tell of an attempt on a host, with its folder of checkpoints; ``told_step`` as
+        for ``AlertWatch``.
+        """
         self._run = run
         self._host = host
         self._folders = tuple(dict.fromkeys((str(run.path), checkpoints or str(run.path))))
@@ -237,7 +266,9 @@ class Announcer:
         self._textfile.publish(folder, Figures(self._run.name, self._host, state, step, sample))
 
     def end(self, state: RunState) -> tuple[Alert, ...]:
-        """Return the alert of a final state; ``tell`` follows, once the state is recorded, and ``finish`` waits for its command."""
+        """Return the alert of a final state; ``tell`` follows, once the state is recorded, and
+        ``finish`` waits for its command.
+        """
         return self._watch.end(state, self._settings.current().alerts)
 
     def tell(self, alerts: Iterable[Alert], state: RunState) -> None:
@@ -257,13 +288,17 @@ class Announcer:
             self._command.request(settings.command, about, text, settings.command_timeout_s)
 
     def finish(self) -> None:
-        """Remove the figures, and wait for the commands of the last alerts: a job ends with its supervisor."""
+        """Remove the figures, and wait for the commands of the last alerts: a job ends with its
+        supervisor.
+        """
         self._textfile.remove()
         self._command.finish()
 
 
 def free_bytes(folders: Iterable[str]) -> dict[str, int]:
-    """Return the space that this user can still fill, by folder; a folder that is not there yet counts as its nearest parent."""
+    """Return the space that this user can still fill, by folder; a folder that is not there yet
+    counts as its nearest parent.
+    """
     found = {}
     for folder in folders:
         path = Path(folder)
@@ -280,7 +315,9 @@ def free_bytes(folders: Iterable[str]) -> dict[str, int]:
 
 
 def _signature(path: Path) -> tuple[int, ...]:
-    """Return what changes whenever the file or the right to read it does; empty if it is not there."""
+    """Return what changes whenever the file or the right to read it does; empty if it is not
+    there.
+    """
     try:
         found = path.stat()
     except OSError:

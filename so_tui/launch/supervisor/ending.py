@@ -1,7 +1,7 @@
 """How an attempt ended, concluded from evidence. Pure.
 
-``finished`` and ``stopped`` need the trainer's end record. Exit codes are evidence of failure only: DeepSpeed's runner returns 0 when its
-launcher was killed by a signal.
+``finished`` and ``stopped`` need the trainer's end record. Exit codes are evidence of failure only:
+DeepSpeed's runner returns 0 when its launcher was killed by a signal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Evidence(Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...] = ()
     """The earliest first."""
     runner_status: int | None = None
-    """As subprocess reports it, below 0 for a signal. None when unknown, because another supervisor had started the runner."""
+    """As subprocess reports it, below 0 for a signal. None when unknown, because another supervisor
+    had started the runner.
+    """
     first_lost: Process | None = None
     """The first of runner, launcher and ranks that ended."""
     first_lost_code: int | None = None
@@ -150,7 +152,9 @@ def conclude(evidence: Evidence) -> Outcome:
 
 
 def ended_by(code: int | None) -> int | None:
-    """Return the signal that ended a process with this exit code. A rank obeys SIGTERM by leaving with 143."""
+    """Return the signal that ended a process with this exit code. A rank obeys SIGTERM by leaving
+    with 143.
+    """
     if code is not None and code < 0:
         return -code
     return signal.SIGTERM if code == 128 + signal.SIGTERM else None
@@ -168,7 +172,9 @@ def _recorded(end: EndRecord) -> Outcome:
 
 
 def _bereaved(evidence: Evidence) -> bool:
-    """Return whether the ranks' reports are only consequences of another rank that a signal ended before it could report."""
+    """Return whether the ranks' reports are only consequences of another rank that a signal ended
+    before it could report.
+    """
     lost, code = evidence.first_lost, evidence.first_lost_code
     if not evidence.unprompted or lost is None or lost.role != "rank" or ended_by(code) is None:
         return False
@@ -239,13 +245,17 @@ def _search(pattern: str, log: Sequence[str]) -> re.Match[str] | None:
 
 
 def _reported_rank_code(log: Sequence[str]) -> int | None:
-    """Return the exit code that DeepSpeed's launcher reports of the rank that made it give up; below 0 for a signal."""
+    """Return the exit code that DeepSpeed's launcher reports of the rank that made it give up;
+    below 0 for a signal.
+    """
     match = _search(r"exits with return code = (-?\d+)", log)
     return int(match.group(1)) if match else None
 
 
 def _last_error(log: Sequence[str]) -> str:
-    """Return the last line that looks like the end of a Python traceback, without the rank's prefix."""
+    """Return the last line that looks like the end of a Python traceback, without the rank's
+    prefix.
+    """
     pattern = re.compile(
         r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$"
     )
@@ -259,7 +269,10 @@ def _last_error(log: Sequence[str]) -> str:
 
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
-_WHO_KILLS = "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or another person"
+_WHO_KILLS = (
+    "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or "
+    "another person"
+)
 _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
     {
         OutcomeCode.OUT_OF_GPU_MEMORY,
@@ -272,7 +285,8 @@ _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
         "host-memory",
         "host-memory-limit",
         "needs-cuda",
-        # Codes of the trainer's problems whose remedy is another value of a key that may change during a run.
+        # Codes of the trainer's problems whose remedy is another value of a key that may change
+        # during a run.
         "attention-head-size",
         "attention-needs-gpu",
         "attention-not-deterministic",
@@ -298,19 +312,33 @@ _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
         "run-length-missing",
     }
 )
-"""After these a resume needs changed settings. Any other failure (access to a model, a disk, a package) is fixed outside the settings."""
+"""After these a resume needs changed settings. Any other failure (access to a model, a disk, a
+package) is fixed outside the settings.
+"""
 _ADVICE: dict[str, str] = {
-    OutcomeCode.DISK_FULL: "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: --shm-size)",
-    OutcomeCode.ADAM_TIMEOUT: "Give CPU Adam more cores (offload.cpu_adam_cores_fraction), and see `so-tui doctor`",
+    OutcomeCode.DISK_FULL: (
+        "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: "
+        "--shm-size)"
+    ),
+    OutcomeCode.ADAM_TIMEOUT: (
+        "Give CPU Adam more cores (offload.cpu_adam_cores_fraction), and see `so-tui doctor`"
+    ),
     OutcomeCode.MODULE_MISSING: INSTALL_TRAINING,
-    OutcomeCode.NUMACTL_FAILED: "Check with `so-tui doctor` whether numactl works here. Containers may forbid set_mempolicy",
+    OutcomeCode.NUMACTL_FAILED: (
+        "Check with `so-tui doctor` whether numactl works here. Containers may forbid set_mempolicy"
+    ),
     OutcomeCode.STOP_OVERDUE: "Allow more time with `so-tui stop --grace SECONDS`",
     OutcomeCode.GPU_IN_USE: "Wait for that run, stop it, or choose other GPUs with gpus = [...]",
     OutcomeCode.HOST_DIFFERS: "Start it again here, so that it is planned for this host",
     OutcomeCode.NOT_STARTED: "Fix this, then start the run again",
-    OutcomeCode.OUT_OF_TIME: "Ask for more time (slurm.time_limit), or save more often (checkpoint.every_minutes)",
-    OutcomeCode.SLOW_NETWORK: "Load the site's plugin for NCCL, with setup or step_options of the site profile; lines with NET in the "
-    "log say what NCCL looked for. Without `network` in the profile, sockets are accepted",
+    OutcomeCode.OUT_OF_TIME: (
+        "Ask for more time (slurm.time_limit), or save more often (checkpoint.every_minutes)"
+    ),
+    OutcomeCode.SLOW_NETWORK: (
+        "Load the site's plugin for NCCL, with setup or step_options of the site profile; lines "
+        "with NET in the log say what NCCL looked for. Without `network` in the profile, sockets "
+        "are accepted"
+    ),
     OutcomeCode.JOB_FAILED: "The end of its log in the attempt's folder (slurm.*.log) says why",
 }
 _REASONS: dict[str, str] = {
@@ -320,21 +348,34 @@ _REASONS: dict[str, str] = {
     OutcomeCode.PORT_IN_USE: "another program took the rendezvous port",
     OutcomeCode.MODULE_MISSING: "the Python module {detail} is not installed",
     OutcomeCode.NUMACTL_FAILED: "numactl failed: {detail}",
-    OutcomeCode.KILLED_FOR_MEMORY: "the kernel killed {count} process{es} on this host for lack of memory",
+    OutcomeCode.KILLED_FOR_MEMORY: (
+        "the kernel killed {count} process{es} on this host for lack of memory"
+    ),
     OutcomeCode.STOP_OVERDUE: "the trainer did not stop within {limit_s:,.0f} s and was killed; "
     "nothing was saved after the last checkpoint",
-    OutcomeCode.UNOBSERVED: "its processes ended while no supervisor was running (a reboot?), and the trainer left no end record",
+    OutcomeCode.UNOBSERVED: (
+        "its processes ended while no supervisor was running (a reboot?), and the trainer left no "
+        "end record"
+    ),
     OutcomeCode.GPU_IN_USE: "could not be started: {detail}",
     OutcomeCode.HOST_DIFFERS: "could not be started: {detail}",
     OutcomeCode.NOT_STARTED: "could not be started: {detail}",
     OutcomeCode.OUT_OF_TIME: "job {job} reached its time limit before a checkpoint was saved",
     OutcomeCode.PREEMPTED: "job {job} was preempted: Slurm gave its node to another job",
     OutcomeCode.NODE_FAILED: "the node of job {job} failed ({node})",
-    OutcomeCode.NODE_LOST: "its supervisor gave no sign of life: the node, its network or the shared file system failed",
-    OutcomeCode.SLOW_NETWORK: "NCCL uses TCP sockets between the nodes instead of {detail}, which would be many times slower",
+    OutcomeCode.NODE_LOST: (
+        "its supervisor gave no sign of life: the node, its network or the shared file system "
+        "failed"
+    ),
+    OutcomeCode.SLOW_NETWORK: (
+        "NCCL uses TCP sockets between the nodes instead of {detail}, which would be many times "
+        "slower"
+    ),
     OutcomeCode.JOB_CANCELLED: "job {job} was cancelled",
     OutcomeCode.JOB_FAILED: "job {job} ended before the run started: {detail}",
-    OutcomeCode.JOB_FORGOTTEN: "Slurm does not know its job any more, and nothing says how it ended",
+    OutcomeCode.JOB_FORGOTTEN: (
+        "Slurm does not know its job any more, and nothing says how it ended"
+    ),
 }
 _LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
 
@@ -345,9 +386,15 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     name: str
     saved_step: int | None = None
     """The step of the last checkpoint, or None."""
-    less_gpu_memory: str = "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` shows what each costs"
+    less_gpu_memory: str = (
+        "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` "
+        "shows what each costs"
+    )
     """Which changes would need less GPU memory, by the plan."""
-    less_host_memory: str = "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is needed"
+    less_host_memory: str = (
+        "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is "
+        "needed"
+    )
 
 
 class OutcomeText(NamedTuple):
@@ -358,7 +405,9 @@ class OutcomeText(NamedTuple):
 
 
 def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
-    """Put an outcome into words. The suggestion for a failure ends with how to resume, and with changed settings where it needs them."""
+    """Put an outcome into words. The suggestion for a failure ends with how to resume, and with
+    changed settings where it needs them.
+    """
     if outcome.state in ("finished", "stopped"):
         return OutcomeText(
             outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
@@ -446,14 +495,17 @@ def failures_in(folder: Path) -> tuple[Failure, ...]:
     """Read what the ranks wrote about their failures, the earliest first."""
     found = []
     for file in folder.glob("failure.rank*.json"):
-        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file, the final state must be written.
+        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file,
+        # the final state must be written.
         with contextlib.suppress(OSError, msgspec.DecodeError):
             found.append((file.stat().st_mtime_ns, read_json(file, Failure)))
     return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
 
 
 def with_advice(outcome: Outcome, spec: RunSpec, facts: RunFacts, given: GivenMemory) -> RunFacts:
-    """Add the plan's advice where the outcome calls for it. The final state does not depend on it: without it, the advice is general."""
+    """Add the plan's advice where the outcome calls for it. The final state does not depend on it:
+    without it, the advice is general.
+    """
     from so_tui.plan.remedies import (  # heavy, and only for a run out of memory
         less_gpu_memory,
         less_host_memory,
@@ -497,7 +549,9 @@ def first_state(
     before: RunState,
     launch: Launch,
 ) -> RunState:
-    """Return the state of an attempt that is about to start. ``before`` is the state that the previous attempt left."""
+    """Return the state of an attempt that is about to start. ``before`` is the state that the
+    previous attempt left.
+    """
     now = time.time()
     return RunState(
         name=name,
@@ -524,7 +578,9 @@ def first_state(
 
 
 def queued_state(before: RunState) -> RunState:
-    """Return the state of a run that waits for a job. ``before`` is the state that the previous attempt left."""
+    """Return the state of a run that waits for a job. ``before`` is the state that the previous
+    attempt left.
+    """
     return replace(
         before,
         state="queued",
@@ -543,7 +599,9 @@ def queued_state(before: RunState) -> RunState:
 
 
 def left_queue(queued: RunState, attempt: int | None = None) -> RunState:
-    """Return the final state of a run that waits for a job and will not get it; ``attempt`` if it is another than the state's."""
+    """Return the final state of a run that waits for a job and will not get it; ``attempt`` if it
+    is another than the state's.
+    """
     now, number = time.time(), queued.attempt if attempt is None else attempt
     ended = replace(
         queued,
@@ -557,7 +615,9 @@ def left_queue(queued: RunState, attempt: int | None = None) -> RunState:
 
 
 def _took_s(before: RunState) -> float:
-    """Return the duration of the attempts until a state, which one that waits for a job keeps as that of the earlier ones."""
+    """Return the duration of the attempts until a state, which one that waits for a job keeps as
+    that of the earlier ones.
+    """
     return before.earlier_s if before.took_s is None else before.took_s
 
 
@@ -581,7 +641,8 @@ def final_state(state: RunState, outcome: Outcome, text: OutcomeText, ended: flo
 def superseded(mine: RunState, found: RunState) -> bool:
     """Return whether another supervisor has taken the run over, from what is recorded now.
 
-    It can happen to a supervisor that was suspended, or cut off from the file system, for so long that the run counted as lost.
+    It can happen to a supervisor that was suspended, or cut off from the file system, for so long
+    that the run counted as lost.
     """
     return found.attempt > mine.attempt or (
         found.attempt == mine.attempt and found.supervisor != mine.supervisor
@@ -594,7 +655,8 @@ def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
 
 
 def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
-    """Return when an attempt with an unobserved end was last known to be alive, in seconds since the epoch.
+    """Return when an attempt with an unobserved end was last known to be alive, in seconds since
+    the epoch.
 
     ``heartbeat_at`` is when the supervisor that died last wrote the state.
     """
@@ -612,14 +674,17 @@ def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> floa
 
 
 def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
-    """Return ``state`` with what the records of this attempt add: phase, step, loss, checkpoints."""
+    """Return ``state`` with what the records of this attempt add: phase, step, loss,
+    checkpoints.
+    """
     start, phase, latest = reader.start, reader.phase, reader.latest
     if start is not None and start.attempt == attempt:
         state = replace(state, total_steps=start.total_steps)
     if latest is not None:
         state = replace(state, step=latest.step, loss=latest.loss)
     if phase is not None and phase.attempt == attempt:
-        # A step after the last announced phase shows that loading or saving is over, even if that was not announced.
+        # A step after the last announced phase shows that loading or saving is over, even if that
+        # was not announced.
         trains = latest is not None and latest.attempt == attempt and reader.step_after_phase
         now: State = "training" if trains else phase.phase
         over = trains and phase.phase != "training"
@@ -633,10 +698,12 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
         saved = reader.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
     elif reader.resumes and reader.resumes[-1].attempt == attempt and reader.resumes[-1].step == 0:
-        # Started over: what was saved before no longer counts. After any other resume its record is in a segment that is not read yet.
+        # Started over: what was saved before no longer counts. After any other resume its record is
+        # in a segment that is not read yet.
         state = replace(state, saved_step=None, saved_at=None)
     if (end := end_record(reader, attempt)) is not None:
-        # Not every step is logged, and an attempt that was stopped before its first step is back at its checkpoint.
+        # Not every step is logged, and an attempt that was stopped before its first step is back at
+        # its checkpoint.
         state = replace(state, ending=True, step=state.step if end.state == "failed" else end.step)
     return state
 
@@ -648,7 +715,9 @@ KillAction = Literal["wait", "terminate", "kill"]
 
 
 class StopRequest(control.Request, frozen=True, kw_only=True):
-    """A stop with a time limit, after which the processes are killed. ``so-tui stop`` writes it, the supervisor reads it."""
+    """A stop with a time limit, after which the processes are killed. ``so-tui stop`` writes it,
+    the supervisor reads it.
+    """
 
     grace_s: float = DEFAULT_GRACE_S
 
@@ -701,12 +770,16 @@ def stop_request(run: RunDirectory) -> StopRequest | None:
 
 @dataclass
 class Shutdown:
-    """Decides when an attempt's processes are terminated and killed. Pure: all times are passed in (seconds, monotonic)."""
+    """Decides when an attempt's processes are terminated and killed. Pure: all times are passed in
+    (seconds, monotonic).
+    """
 
     ended_at: float | None = None
     """When the trainer's end record was seen."""
     broken_at: float | None = None
-    """When the runner or the launcher was lost before that, or the launcher gave up because a rank failed."""
+    """When the runner or the launcher was lost before that, or the launcher gave up because a rank
+    failed.
+    """
     overdue_at: float | None = None
     """When a requested stop must have been carried out."""
     terminated_at: float | None = None
@@ -716,8 +789,8 @@ class Shutdown:
     def stop(self, asked: StopRequest, saved_step: int | None, now: float) -> None:
         """Give a requested stop its time.
 
-        A stop may have to wait for the checkpoint that is being written before it writes the last one. With the default grace, each one
-        that completes gives it the whole time anew.
+        A stop may have to wait for the checkpoint that is being written before it writes the last
+        one. With the default grace, each one that completes gives it the whole time anew.
 
         Args:
             asked: The request.

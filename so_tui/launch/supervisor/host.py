@@ -1,4 +1,6 @@
-"""What the supervisors of all nodes of a run do alike: start the processes of their host, watch, sample and end them."""
+"""What the supervisors of all nodes of a run do alike: start the processes of their host, watch,
+sample and end them.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def numbered(binding: tuple[RankBinding, ...], node: int) -> tuple[RankBinding, 
 
 
 def hostfile(nodes: Nodes, plan: Plan) -> str:
-    """Return a file of nodes for DeepSpeed's launcher. Without ssh their names mean nothing, and only this node's slots are GPUs."""
+    """Return a file of nodes for DeepSpeed's launcher. Without ssh their names mean nothing, and
+    only this node's slots are GPUs.
+    """
     return "".join(
         f"{_name(node)} slots={1 + max(_devices(nodes, plan, node))}\n"
         for node in range(nodes.count)
@@ -141,7 +145,9 @@ def _name(node: int) -> str:
 
 
 def _devices(nodes: Nodes, plan: Plan, node: int) -> list[int]:
-    """Return the GPUs of a node, or the numbers of its ranks without GPUs; of other nodes only how many there are is known."""
+    """Return the GPUs of a node, or the numbers of its ranks without GPUs; of other nodes only how
+    many there are is known.
+    """
     gpus = [rank.gpu for rank in plan.binding if rank.gpu is not None]
     return gpus if gpus and node == nodes.node else list(range(len(plan.binding)))
 
@@ -153,7 +159,8 @@ def _devices(nodes: Nodes, plan: Plan, node: int) -> list[int]:
 
 
 def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
-    """Make the folder in which the ranks of an attempt meet, and remove those of the run's earlier attempts.
+    """Make the folder in which the ranks of an attempt meet, and remove those of the run's earlier
+    attempts.
 
     Args:
         folder: A folder on this host, on a file system with working locks.
@@ -175,7 +182,9 @@ def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
 
 
 def rendezvous_path(folder: Path, run: Path, attempt: int) -> Path:
-    """Return the folder in which the ranks of an attempt meet; arguments as for ``make_rendezvous``."""
+    """Return the folder in which the ranks of an attempt meet; arguments as for
+    ``make_rendezvous``.
+    """
     return folder / f"{_prefix(run)}{attempt}"
 
 
@@ -198,7 +207,9 @@ def _prefix(run: Path) -> str:
 
 
 class Job:
-    """One attempt's processes on this host. Starts what ``launch.json`` holds and writes ``command.json``."""
+    """One attempt's processes on this host. Starts what ``launch.json`` holds and writes
+    ``command.json``.
+    """
 
     def __init__(
         self, run: RunDirectory, attempt: int, host: str, launch: Launch, nodes: Nodes = ALONE
@@ -224,7 +235,8 @@ class Job:
     def start(self) -> None:
         """Take the GPUs, fill in the placeholders, and start DeepSpeed's launcher.
 
-        The processes get the log's descriptor and the GPU locks themselves, so both outlive the supervisor for as long as they run.
+        The processes get the log's descriptor and the GPU locks themselves, so both outlive the
+        supervisor for as long as they run.
 
         Raises:
             LockTakenError: Another run uses a GPU.
@@ -290,7 +302,8 @@ class Job:
         """Take the locks of a supervisor that died, except those that its processes still hold.
 
         Raises:
-            OSError: One could not be taken, such as because another run has it by now. The others are.
+            OSError: One could not be taken, such as because another run has it by now. The others
+                are.
         """
         folder = host_check.lock_folder()
         self._rendezvous = rendezvous_path(folder, self._run.path, self._attempt)
@@ -317,14 +330,17 @@ class Job:
         return None if self._runner is None else self._runner.pid
 
     def status(self) -> int | None:
-        """Return the runner's exit status (below 0 for a signal); None while it runs or if it was not our child."""
+        """Return the runner's exit status (below 0 for a signal); None while it runs or if it was
+        not our child.
+        """
         return self._runner.poll() if self._runner else None
 
     def refresh_locks(self) -> None:
         """Show that the locks are in use.
 
         Raises:
-            OSError: One was lost, such as to another run after its file had been removed. The others are refreshed.
+            OSError: One was lost, such as to another run after its file had been removed. The
+                others are refreshed.
         """
         holder = host_check.Holder(run=str(self._run.path), pid=os.getpid())
         kept: list[host_check.Lock] = []
@@ -370,9 +386,11 @@ class Job:
 
 @contextlib.contextmanager
 def _ignored_by_children(signum: signal.Signals) -> Iterator[None]:
-    """Let processes started in this block, and their children, ignore a signal until they install a handler of their own.
+    """Let processes started in this block, and their children, ignore a signal until they install a
+    handler of their own.
 
-    A scheduler's warning reaches every process of a job. It would end DeepSpeed's runner and launcher, which do not handle it.
+    A scheduler's warning reaches every process of a job. It would end DeepSpeed's runner and
+    launcher, which do not handle it.
     """
     handler = signal.signal(signum, signal.SIG_IGN)
     try:
@@ -386,9 +404,13 @@ LOG_LINES = 400
 _START_TICK_S = 0.2
 _LOG_TRIM_S = 5.0
 _REFRESH_S = 20.0
-"""How often locks are shown to be in use. Nothing that is younger than a minute counts as left behind."""
+"""How often locks are shown to be in use. Nothing that is younger than a minute counts as left
+behind.
+"""
 _SWEEP_S = 5.0
-"""How long the last processes are killed after the end. What survives SIGKILL for longer is stuck in the kernel."""
+"""How long the last processes are killed after the end. What survives SIGKILL for longer is stuck
+in the kernel.
+"""
 _GIVES_UP = "Killing subprocess"
 """What DeepSpeed's launcher logs when a rank has failed and it ends the others."""
 
@@ -431,7 +453,9 @@ class HostSupervisor(ABC):
 
     @abstractmethod
     def _look(self) -> bool:
-        """Look at what decides whether the processes go on. Return whether this supervisor still acts for them."""
+        """Look at what decides whether the processes go on. Return whether this supervisor still
+        acts for them.
+        """
 
     @abstractmethod
     def _report(self) -> None:
@@ -453,7 +477,9 @@ class HostSupervisor(ABC):
 
     @property
     def _started(self) -> set[int | None]:
-        """Pids of the children that this supervisor has started itself, and collects where they are used."""
+        """Pids of the children that this supervisor has started itself, and collects where they are
+        used.
+        """
         return {self._job.runner_pid}
 
     def _follow(self) -> None:
@@ -481,13 +507,16 @@ class HostSupervisor(ABC):
                     samples.close()
 
     def _wait_s(self) -> float:
-        """Return how long to wait for a loss. Until all ranks are known it is short: one that dies early must be seen to be cleaned up."""
+        """Return how long to wait for a loss. Until all ranks are known it is short: one that dies
+        early must be seen to be cleaned up.
+        """
         seen = sum(process.role == "rank" for process in (*self._tree.alive, *self._tree.gone))
         return TICK_S if seen >= len(self._job.launch.plan.binding) else _START_TICK_S
 
     def _tick(self) -> None:
         before = set(self._tree.alive)
-        # In this order, so that everything a process wrote is read after the process was seen to be gone.
+        # In this order, so that everything a process wrote is read after the process was seen to be
+        # gone.
         self._tree.scan()
         reap_orphans(
             {*self._started, *(process.pid for process in self._tree.alive)}
@@ -512,7 +541,8 @@ class HostSupervisor(ABC):
     def _take_lines(self, lines: tuple[str, ...]) -> None:
         self._last_lines.extend(lines)
         if self._shutdown.terminated_at is None and any(_GIVES_UP in line for line in lines):
-            # The launcher has just sent SIGTERM to the ranks. A second one would interrupt their handling of the first.
+            # The launcher has just sent SIGTERM to the ranks. A second one would interrupt their
+            # handling of the first.
             self._shutdown.terminated_at = time.monotonic()
         if self._network.missing(lines) and self._shutdown.broken_at is None:
             self._shutdown.broken_at = time.monotonic()
@@ -540,7 +570,9 @@ class HostSupervisor(ABC):
             self._trim_due = time.monotonic() + _LOG_TRIM_S
 
     def _sweep(self) -> None:
-        """End marked processes that were missed, and remove the shared memory that killed processes leave behind."""
+        """End marked processes that were missed, and remove the shared memory that killed processes
+        leave behind.
+        """
         deadline = time.monotonic() + _SWEEP_S
         self._tree.scan(thorough=True)
         while self._tree.alive and time.monotonic() < deadline:
@@ -574,7 +606,9 @@ class HostSupervisor(ABC):
         return any(trouble in FULL for trouble in self._trouble.values())
 
     def _install_signals(self) -> None:
-        """Note signals, so that the next tick can ask the run to stop, and the trainer saves and ends."""
+        """Note signals, so that the next tick can ask the run to stop, and the trainer saves and
+        ends.
+        """
 
         def ask(signum: int, _frame: FrameType | None) -> None:
             self._signal = signal.Signals(signum)
@@ -588,7 +622,8 @@ class HostSupervisor(ABC):
 
     @contextlib.contextmanager
     def _despite_errors_of(self, what: str) -> Iterator[None]:
-        """Report an error of a full or broken file system once and continue: giving up would leave the processes without supervision.
+        """Report an error of a full or broken file system once and continue: giving up would leave
+        the processes without supervision.
 
         So would a refusal to follow a link, where the run's folder has been moved.
         """

@@ -1,4 +1,6 @@
-"""Check that a host is the one that a launch was planned for. A plan's binding means nothing on other hardware."""
+"""Check that a host is the one that a launch was planned for. A plan's binding means nothing on
+other hardware.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from so_tui.trust.files import NotOwnError, private_folder
 from so_tui.units import memory_size
 
 _LEAST_MEMORY = 0.9
-"""Share of a NUMA node's planned memory that must be present. The kernel's own share varies a little from boot to boot."""
+"""Share of a NUMA node's planned memory that must be present. The kernel's own share varies a
+little from boot to boot.
+"""
 
 
 class HostDiffersError(Refused):
@@ -32,8 +36,8 @@ def refuse_different_host(launch: Launch, host: Machine) -> None:
     """Compare the GPUs, NUMA nodes and cores that the launch uses with those of a host.
 
     Raises:
-        HostDiffersError: With the codes ``gpu-missing``, ``gpu-differs``, ``numa-node-missing``, ``numa-node-differs``,
-            ``cores-not-allowed``.
+        HostDiffersError: With the codes ``gpu-missing``, ``gpu-differs``, ``numa-node-missing``,
+            ``numa-node-differs``, ``cores-not-allowed``.
     """
     binding = launch.plan.binding
     differences = (
@@ -46,7 +50,9 @@ def refuse_different_host(launch: Launch, host: Machine) -> None:
 
 
 def software_differences(planned: Machine, host: Machine) -> tuple[Refusal, ...]:
-    """Return in what torch and DeepSpeed differ from those planned for (``software-differs``). They do not prevent the start."""
+    """Return in what torch and DeepSpeed differ from those planned for (``software-differs``). They
+    do not prevent the start.
+    """
     pairs = (
         ("torch", planned.software.torch, host.software.torch),
         ("DeepSpeed", planned.software.deepspeed, host.software.deepspeed),
@@ -75,12 +81,15 @@ def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> 
             if found != wanted:
                 yield Refusal(
                     "gpu-differs",
-                    f"GPU {index} of {host.hostname} is {found}, and the plan was made for {wanted}",
+                    f"GPU {index} of {host.hostname} is {found}, and the plan was made for "
+                    f"{wanted}",
                 )
 
 
 def _identities(one: Gpu, other: Gpu) -> tuple[str, str]:
-    """Return the UUIDs of two GPUs, or their bus addresses if one has no UUID because NVML failed."""
+    """Return the UUIDs of two GPUs, or their bus addresses if one has no UUID because NVML
+    failed.
+    """
     return (one.uuid, other.uuid) if one.uuid and other.uuid else (one.pci_bus_id, other.pci_bus_id)
 
 
@@ -116,7 +125,8 @@ def _node(
     if not memory_grows and total < _LEAST_MEMORY * wanted:
         yield Refusal(
             "numa-node-differs",
-            f"{where} has {memory_size(total)} of memory, and the plan was made for {memory_size(wanted)}",
+            f"{where} has {memory_size(total)} of memory, and the plan was made for "
+            f"{memory_size(wanted)}",
         )
 
 
@@ -174,7 +184,8 @@ class LockTakenError(Exception):
 def lock_folder() -> Path:
     """Return this user's folder for locks on this host, and make it if necessary.
 
-    It is the same in every shell: XDG_RUNTIME_DIR is not set in all of them, and vanishes with the last login session.
+    It is the same in every shell: XDG_RUNTIME_DIR is not set in all of them, and vanishes with the
+    last login session.
 
     Raises:
         NotOwnError: Another user has taken both names.
@@ -206,9 +217,11 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
 
 
 def refreshed(lock: Lock, holder: Holder) -> Lock:
-    """Keep cleaners of old files away from a lock, and take it again if one has removed its file. Return the lock to hold from now on.
+    """Keep cleaners of old files away from a lock, and take it again if one has removed its file.
+    Return the lock to hold from now on.
 
-    Processes that inherited the old descriptor no longer hold anything then, but their supervisor does.
+    Processes that inherited the old descriptor no longer hold anything then, but their supervisor
+    does.
 
     Raises:
         LockTakenError: Another process took it after its file had been removed.
@@ -223,7 +236,9 @@ def refreshed(lock: Lock, holder: Holder) -> Lock:
 
 
 def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, ...]:
-    """Take the locks of all the GPUs, or none and raise LockTakenError for the first that is held."""
+    """Take the locks of all the GPUs, or none and raise LockTakenError for the first that is
+    held.
+    """
     with contextlib.ExitStack() as undo:
         locks = []
         for gpu in gpus:
@@ -238,12 +253,16 @@ def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, 
 
 
 def gpu_lock_name(gpu: Gpu) -> str:
-    """Return a name that does not depend on how devices are numbered: the UUID, else the PCI address."""
+    """Return a name that does not depend on how devices are numbered: the UUID, else the PCI
+    address.
+    """
     return f"gpu-{gpu.uuid or gpu.pci_bus_id.replace(':', '-')}"
 
 
 def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
-    """Return the pids of processes that already use these GPUs, by GPU index, as far as NVML reports them. Empty without NVML."""
+    """Return the pids of processes that already use these GPUs, by GPU index, as far as NVML
+    reports them. Empty without NVML.
+    """
     import pynvml
 
     try:

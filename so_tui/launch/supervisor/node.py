@@ -1,6 +1,8 @@
-"""The supervisor of another node than the first: it starts, watches, samples and ends the processes of its host.
+"""The supervisor of another node than the first: it starts, watches, samples and ends the processes
+of its host.
 
-What becomes of the run is the first node's to say. When that one has said it, or gives no sign of life, the processes here are ended.
+What becomes of the run is the first node's to say. When that one has said it, or gives no sign of
+life, the processes here are ended.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ from so_tui.trust.files import read_own
 
 
 FIRST_SIGN_S = 300.0
-"""How long a node may take to give its first sign: its interpreter may come from a slow file system."""
+"""How long a node may take to give its first sign: its interpreter may come from a slow file
+system.
+"""
 _END_S = 20.0
-"""How long the first node waits for the others to end. Those that gave no sign meanwhile are lost."""
+"""How long the first node waits for the others to end. Those that gave no sign meanwhile are
+lost.
+"""
 _POLL_S = 0.2
 
 
@@ -50,7 +56,9 @@ class NodeState(Struct, frozen=True, kw_only=True):
     ended: bool = False
     """All of its processes have ended."""
     outcome: Outcome | None = None
-    """Why, if they failed. With the code ``unexpected`` it says nothing beyond what the ranks reported."""
+    """Why, if they failed. With the code ``unexpected`` it says nothing beyond what the ranks
+    reported.
+    """
 
 
 def write_node_state(run: RunDirectory, attempt: int, node: int, state: NodeState) -> None:
@@ -73,7 +81,9 @@ class OtherNodes:
         self._seen: dict[int, tuple[NodeState | None, float]] = {
             node: (None, clock()) for node in range(1, count)
         }
-        """The newest state of each node, and when it was first seen, by the clock of this process."""
+        """The newest state of each node, and when it was first seen, by the clock of this
+        process.
+        """
 
     def poll(self) -> None:
         """Read the states. Raises OSError."""
@@ -89,7 +99,8 @@ class OtherNodes:
                 self._seen[node] = (state, self._clock())
 
     def cause(self, silent_s: float) -> Outcome | None:
-        """Return why the run cannot go on: what a node reported, the most telling first, or that one is silent for too long.
+        """Return why the run cannot go on: what a node reported, the most telling first, or that
+        one is silent for too long.
 
         Args:
             silent_s: How long a node may give no sign of life.
@@ -130,9 +141,11 @@ class OtherNodes:
 
 
 def attributed(own: Outcome, others: Outcome | None, *, unprompted: bool) -> Outcome:
-    """Return how an attempt on several nodes ended: as the first node saw it, or because of another one.
+    """Return how an attempt on several nodes ended: as the first node saw it, or because of another
+    one.
 
-    When a node fails, ranks of the others report that they lost a rank, or are ended by their supervisors.
+    When a node fails, ranks of the others report that they lost a rank, or are ended by their
+    supervisors.
 
     Args:
         own: What the first node saw.
@@ -162,7 +175,9 @@ class NodeSupervisor(HostSupervisor):
         self._first_started = False
 
     def watch(self) -> int:
-        """Run the attempt on this node from its start to its end. Return 0 if it did not fail here."""
+        """Run the attempt on this node from its start to its end. Return 0 if it did not fail
+        here.
+        """
         self._install_signals()
         self._write_state()
         try:
@@ -201,7 +216,9 @@ class NodeSupervisor(HostSupervisor):
             )  # the trainer's end record may come later: it is the first node's
 
     def _pass_on_signal(self) -> None:
-        """Ask the run to stop, on all nodes. A scheduler's warning reaches the first node, too, which asks for that."""
+        """Ask the run to stop, on all nodes. A scheduler's warning reaches the first node, too,
+        which asks for that.
+        """
         if self._signal not in (None, signal.SIGUSR1):
             assert self._signal is not None
             request_stop(
@@ -229,7 +246,9 @@ class NodeSupervisor(HostSupervisor):
             self._shutdown.broken_at = now
 
     def _outcome(self) -> Outcome | None:
-        """Return why the processes failed here; None if they did not. What they did because others failed has no code of its own."""
+        """Return why the processes failed here; None if they did not. What they did because others
+        failed has no code of its own.
+        """
         ranks = {
             self._tree.exit_code(process) for process in self._tree.gone if process.role == "rank"
         }

@@ -1,6 +1,8 @@
-"""The processes of a run, found in /proc and identified by pid and start time, so that a reused pid is never mistaken for one of ours.
+"""The processes of a run, found in /proc and identified by pid and start time, so that a reused pid
+is never mistaken for one of ours.
 
-Only processes of this user count. A process is found by what it carries and by its parents, never because a file names its pid.
+Only processes of this user count. A process is found by what it carries and by its parents, never
+because a file names its pid.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from so_tui.runs.records import ForeignProcess, Process
 
 
 def known_id(run: RunDirectory) -> str:
-    """Return the run's id; empty for a run of an older version, and for one whose ``run.json`` is damaged."""
+    """Return the run's id; empty for a run of an older version, and for one whose ``run.json`` is
+    damaged.
+    """
     try:
         return run_id(run)
     except (OSError, msgspec.DecodeError):
@@ -38,7 +42,8 @@ def known_id(run: RunDirectory) -> str:
 def markers(
     run: RunDirectory, attempt: int | None = None, node: int | None = None
 ) -> frozenset[bytes]:
-    """Return the entries that a process of the run has, all of them: its path, its id if it has one, and the attempt.
+    """Return the entries that a process of the run has, all of them: its path, its id if it has
+    one, and the attempt.
 
     A run at the same path as an earlier one has another id, and a copy of a run has another path.
 
@@ -69,14 +74,18 @@ class ProcessLoad(NamedTuple):
 
 
 class ProcessLoads:
-    """Reads how much each process computed since the reading before. It costs one small file a process. Not thread-safe."""
+    """Reads how much each process computed since the reading before. It costs one small file a
+    process. Not thread-safe.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, Stat] = {}
         self._clock = 0.0
 
     def measure(self) -> dict[int, ProcessLoad]:
-        """Return every living process with the cores that it kept busy: 0 for those that are new since the reading before."""
+        """Return every living process with the cores that it kept busy: 0 for those that are new
+        since the reading before.
+        """
         now = time.monotonic()
         stats = {pid: stat for pid in pids() if (stat := read_stat(pid)) is not None and stat.alive}
         before, interval_s = self._before, max(now - self._clock, 1 / _TICKS_PER_S)
@@ -124,7 +133,9 @@ def pids() -> set[int]:
 
 
 def is_own(pid: int) -> bool:
-    """Return whether a process belongs to this user. One that changed its user, as ``sudo`` does, belongs to that user."""
+    """Return whether a process belongs to this user. One that changed its user, as ``sudo`` does,
+    belongs to that user.
+    """
     try:
         return os.stat(f"/proc/{pid}").st_uid == os.geteuid()  # noqa: PTH116 (as above)
     except OSError:
@@ -136,25 +147,33 @@ Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
 
 
 _YOUNG_TICKS = 5 * _TICKS_PER_S
-"""A younger process may still change its command line (fork, numactl, exec), so its role is determined again."""
+"""A younger process may still change its command line (fork, numactl, exec), so its role is
+determined again.
+"""
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of what SIGTERM ended; a rank obeys it by leaving with the second."""
 _LEADING: tuple[Role, ...] = ("runner", "launcher", "rank")
 """What the others follow. Each starts once in an attempt."""
 _MOST_GONE = 1000
-"""So many ended processes are remembered: a run of days may start and end any number, such as data-loader workers."""
+"""So many ended processes are remembered: a run of days may start and end any number, such as
+data-loader workers.
+"""
 _WORKER_SCRIPT = "/superoffload/worker.py"
 
 
 def send(process: Process, signum: signal.Signals) -> None:
-    """Send a signal to the process if it is still the recorded one and this user's. Raises PermissionError if the kernel refuses."""
+    """Send a signal to the process if it is still the recorded one and this user's. Raises
+    PermissionError if the kernel refuses.
+    """
     if alive(process) and is_own(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signum)
 
 
 class OwnProcesses:
-    """What the living processes of this user carry in their environment. Read once, when it is first asked for."""
+    """What the living processes of this user carry in their environment. Read once, when it is
+    first asked for.
+    """
 
     def __init__(self) -> None:
         self._environs: tuple[frozenset[bytes], ...] | None = None
@@ -174,9 +193,9 @@ class OwnProcesses:
 class ProcessTree:
     """The processes of a run, alive or ended.
 
-    A process of this user belongs to the run if its parent does, if its parent is the supervisor (a child subreaper, which inherits the
-    run's orphans), or if its environment has the run's markers. A scan examines only pids that are new since the last one, so it costs one
-    listing of /proc.
+    A process of this user belongs to the run if its parent does, if its parent is the supervisor (a
+    child subreaper, which inherits the run's orphans), or if its environment has the run's markers.
+    A scan examines only pids that are new since the last one, so it costs one listing of /proc.
     """
 
     def __init__(self, markers: frozenset[bytes], supervisor_pid: int) -> None:
@@ -198,11 +217,15 @@ class ProcessTree:
 
     @property
     def gone(self) -> tuple[Process, ...]:
-        """The processes that have ended, in the order in which that was observed: every runner, launcher and rank, of others the last."""
+        """The processes that have ended, in the order in which that was observed: every runner,
+        launcher and rank, of others the last.
+        """
         return tuple(self._gone)
 
     def exit_code(self, process: Process) -> int | None:
-        """Return the exit code of an ended process (below 0 for a signal). None if its parent collected it before we could read it."""
+        """Return the exit code of an ended process (below 0 for a signal). None if its parent
+        collected it before we could read it.
+        """
         return self._gone.get(process)
 
     def scan(self, *, thorough: bool = False) -> None:
@@ -214,7 +237,9 @@ class ProcessTree:
         self._seen = present
 
     def wait_for_loss(self, timeout_s: float) -> None:
-        """Return when a runner, launcher or rank ends, or after the timeout, to see which died first before the others follow."""
+        """Return when a runner, launcher or rank ends, or after the timeout, to see which died
+        first before the others follow.
+        """
         poll = select.poll()
         with contextlib.ExitStack() as descriptors:
             for process in self._living.values():
@@ -223,14 +248,18 @@ class ProcessTree:
                         descriptor = os.pidfd_open(process.pid)
                     except ProcessLookupError:
                         return
-                    except OSError:  # not permitted here (a container's system call filter): the next scan sees what ended
+                    except OSError:
+                        # not permitted here (a container's system call filter): the next scan sees
+                        # what ended
                         continue
                     descriptors.callback(os.close, descriptor)
                     poll.register(descriptor, select.POLLIN)
             poll.poll(timeout_s * 1000)
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that the run's processes used between the last two calls (as of the last scan)."""
+        """Return the CPU seconds that the run's processes used between the last two calls (as of
+        the last scan).
+        """
         ticks = {pid: stat.cpu_ticks for pid, stat in self._stats.items()}
         spent = sum(
             max(0, count - self._counted_ticks.get(pid, count)) for pid, count in ticks.items()
@@ -239,7 +268,9 @@ class ProcessTree:
         return spent / _TICKS_PER_S
 
     def memory_bytes(self) -> int | None:
-        """Return the proportional set size in bytes of all living processes, which counts shared memory once. None if unknown."""
+        """Return the proportional set size in bytes of all living processes, which counts shared
+        memory once. None if unknown.
+        """
         sizes = [size for pid in self._living if (size := pss_bytes(pid)) is not None]
         return sum(sizes) if sizes else None
 
@@ -273,7 +304,9 @@ class ProcessTree:
             self._seen.discard(pid)  # another process may have it by now
 
     def _describe_again(self, pid: int, stat: Stat) -> None:
-        """Record the role of a process that may have begun another program; the alert command is none of ours as soon as it shows."""
+        """Record the role of a process that may have begun another program; the alert command is
+        none of ours as soon as it shows.
+        """
         environ = _environ(pid)
         if _is_alert_command(environ):
             del self._living[pid]
@@ -314,7 +347,8 @@ class ProcessTree:
             self._stats[pid] = stat
 
     def _describe(self, pid: int, stat: Stat, environ: frozenset[bytes]) -> None:
-        """Record the role. Repeated once after the process is no longer young, which a busy host may notice many seconds later.
+        """Record the role. Repeated once after the process is no longer young, which a busy host
+        may notice many seconds later.
 
         A process without a command line is loading its program.
         """
@@ -362,9 +396,9 @@ class FirstLoss:
     def _rank_of_cause(self, process: Process) -> tuple[int, bool, bool]:
         """Sort what one scan found gone, the cause before its consequences.
 
-        The launcher's death ends its ranks (parent-death signal) faster than we scan. A rank that was killed ends the ranks that waited for
-        it, which leave by themselves. Once any rank has failed, the launcher terminates the others, which a busy host shows at the same
-        time.
+        The launcher's death ends its ranks (parent-death signal) faster than we scan. A rank that
+        was killed ends the ranks that waited for it, which leave by themselves. Once any rank has
+        failed, the launcher terminates the others, which a busy host shows at the same time.
         """
         code = self._tree.exit_code(process)
         killed = code is not None and code < 0
@@ -372,7 +406,9 @@ class FirstLoss:
 
 
 def become_subreaper() -> None:
-    """Inherit the run's orphans instead of init (prctl(2), PR_SET_CHILD_SUBREAPER), so that none is lost."""
+    """Inherit the run's orphans instead of init (prctl(2), PR_SET_CHILD_SUBREAPER), so that none is
+    lost.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -381,10 +417,12 @@ def become_subreaper() -> None:
 
 
 def reap_orphans(kept: Collection[int | None]) -> None:
-    """Collect the children of this process that have ended, which would stay zombies until its end: a subreaper's orphans.
+    """Collect the children of this process that have ended, which would stay zombies until its end:
+    a subreaper's orphans.
 
     Args:
-        kept: Pids of children that somebody else collects. One that has ended may let others wait until it is collected.
+        kept: Pids of children that somebody else collects. One that has ended may let others wait
+            until it is collected.
     """
     with contextlib.suppress(ChildProcessError):  # there are no children
         while (
@@ -394,9 +432,11 @@ def reap_orphans(kept: Collection[int | None]) -> None:
 
 
 def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
-    """Return the role of a process by its command line and its parent's role (None if the parent is not part of the run).
+    """Return the role of a process by its command line and its parent's role (None if the parent is
+    not part of the run).
 
-    Between fork and exec a child has its parent's command line, so a child of the launcher is never the launcher.
+    Between fork and exec a child has its parent's command line, so a child of the launcher is never
+    the launcher.
     """
     if "deepspeed.launcher.runner" in command and parent is None:
         return "runner"
@@ -416,7 +456,9 @@ def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
 
 
 def _parents_first(present: set[int]) -> list[int]:
-    """Return pids by the start of their processes, because the role of a process follows from its parent's."""
+    """Return pids by the start of their processes, because the role of a process follows from its
+    parent's.
+    """
     stats = ((pid, read_stat(pid)) for pid in present)
     return [
         pid for _, pid in sorted((stat.start_time, pid) for pid, stat in stats if stat is not None)
@@ -438,15 +480,19 @@ def _environ(pid: int) -> frozenset[bytes]:
 
 
 def _is_alert_command(environ: frozenset[bytes]) -> bool:
-    """Return whether a process is the user's alert command, which is not the run's although the supervisor is its parent.
+    """Return whether a process is the user's alert command, which is not the run's although the
+    supervisor is its parent.
 
-    While a program is loaded its process has no environment, and on a busy host a scan may come just then.
+    While a program is loaded its process has no environment, and on a busy host a scan may come
+    just then.
     """
     return any(entry.startswith(_ALERT_ENTRY) for entry in environ)
 
 
 def _exit_code(process: Process, stat: Stat | None) -> int | None:
-    """Return the exit code of an ended process, by what the kernel says of its pid; None if that says nothing of it."""
+    """Return the exit code of an ended process, by what the kernel says of its pid; None if that
+    says nothing of it.
+    """
     if stat is None or stat.start_time != process.start_time or not stat.wait_status:
         return None
     return os.waitstatus_to_exitcode(stat.wait_status)

@@ -1,4 +1,6 @@
-"""Figures of a live run as a file for node_exporter's textfile collector. Off unless the user's settings name its folder."""
+"""Figures of a live run as a file for node_exporter's textfile collector. Off unless the user's
+settings name its folder.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def _number(value: float) -> str:
 
 
 class Textfile:
-    """The file of one run on one host, which is replaced with each sample and removed at the end."""
+    """The file of one run on one host, which is replaced with each sample and removed at the
+    end.
+    """
 
     def __init__(self, run: str, host: str) -> None:
         self._name = f"so-tui-{run}-{host}.prom"
@@ -104,7 +108,9 @@ class Textfile:
         self._error = ""
 
     def publish(self, folder: str, figures: Figures) -> None:
-        """Replace the file in a folder, atomically; in none if ``folder`` is empty. A failure is logged once."""
+        """Replace the file in a folder, atomically; in none if ``folder`` is empty. A failure is
+        logged once.
+        """
         path = Path(folder) / self._name if folder else None
         if path != self._path:
             self.remove()
@@ -115,7 +121,8 @@ class Textfile:
             temporary.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             with os.fdopen(os.open(temporary, flags, 0o644), "w", encoding="utf-8") as file:
-                # The umask of a private run would hide it from the collector, which runs as another user.
+                # The umask of a private run would hide it from the collector, which runs as another
+                # user.
                 os.fchmod(file.fileno(), 0o644)
                 file.write(exposition(figures))
             temporary.replace(path)

@@ -1,8 +1,9 @@
-"""The supervisor of a run: one light process on its host, or on the first of its nodes, that starts the training processes, watches
-them, and ends what they leave.
+"""The supervisor of a run: one light process on its host, or on the first of its nodes, that starts
+the training processes, watches them, and ends what they leave.
 
-The trainer's log and metrics do not pass through it, so training continues if it is killed, and another supervisor takes over from the
-record in ``state.json``. It is the only writer of the state and of this host's samples.
+The trainer's log and metrics do not pass through it, so training continues if it is killed, and
+another supervisor takes over from the record in ``state.json``. It is the only writer of the state
+and of this host's samples.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def _refused(code: str, attempt: int, message: str, remedy: str) -> InputError:
 
 
 _DELETED_S = 10.0
-"""How long the run directory may be missing before it counts as deleted. A network file system may lose it for a moment."""
+"""How long the run directory may be missing before it counts as deleted. A network file system may
+lose it for a moment.
+"""
 
 
 class Supervisor(HostSupervisor):
@@ -130,7 +133,8 @@ class Supervisor(HostSupervisor):
         self._lock = lock
         self._superseded = False
         self._handed_over = False
-        # A state of this attempt: its supervisor has died, and the processes it started may still be alive.
+        # A state of this attempt: its supervisor has died, and the processes it started may still
+        # be alive.
         self._takes_over = found.attempt == attempt
         self._recorded = found.processes if self._takes_over else ()
         self._state = self._first_state(found)
@@ -151,7 +155,9 @@ class Supervisor(HostSupervisor):
         )
 
     def watch(self) -> int:
-        """Run the attempt from its start to its end. Return the run's exit code. ``finish`` follows."""
+        """Run the attempt from its start to its end. Return the run's exit code. ``finish``
+        follows.
+        """
         self._install_signals()
         heartbeat_at = self._run.state_path.stat().st_mtime
         # On a full disk nothing is started, but what lives is watched.
@@ -177,7 +183,9 @@ class Supervisor(HostSupervisor):
         return self._finish(attributed(own, others, unprompted=self._first_loss.unprompted))
 
     def finish(self) -> None:
-        """Wait for the user's commands that tell of the end; the run may have been continued meanwhile."""
+        """Wait for the user's commands that tell of the end; the run may have been continued
+        meanwhile.
+        """
         self._announcer.finish()
 
     def _look(self) -> bool:
@@ -234,7 +242,8 @@ class Supervisor(HostSupervisor):
             )
 
     def _read(self) -> None:
-        # Earlier segments are read on at each tick: a resumed run may have gigabytes of them, and the heartbeat must not wait.
+        # Earlier segments are read on at each tick: a resumed run may have gigabytes of them, and
+        # the heartbeat must not wait.
         behind = True
         while behind:
             progress = self._reader.poll(limit_records=10_000, limit_s=0.2)
@@ -264,7 +273,9 @@ class Supervisor(HostSupervisor):
             self._shutdown.stop(asked, saved, time.monotonic())
 
     def _check_directory(self) -> None:
-        """End a run whose directory was deleted: it can be neither seen nor stopped, and would save into a folder that is no run."""
+        """End a run whose directory was deleted: it can be neither seen nor stopped, and would save
+        into a folder that is no run.
+        """
         now = time.monotonic()
         if not deleted(self._run):
             self._directory_seen_at = now
@@ -273,7 +284,9 @@ class Supervisor(HostSupervisor):
             self._shutdown.broken_at = now
 
     def _check_superseded(self) -> None:
-        """Stop acting for a run that another supervisor has taken over because it counted as lost, and end what a newer attempt repeats."""
+        """Stop acting for a run that another supervisor has taken over because it counted as lost,
+        and end what a newer attempt repeats.
+        """
         try:
             found = read_state(self._run)
         except (InputError, OSError):
@@ -282,7 +295,8 @@ class Supervisor(HostSupervisor):
             return
         if not self._superseded:
             print(
-                f"{self._run.path} is supervised by another process now: attempt {found.attempt} on {found.host}",
+                f"{self._run.path} is supervised by another process now: attempt {found.attempt} "
+                f"on {found.host}",
                 file=sys.stderr,
             )
             self._superseded, self._handed_over = True, found.attempt == self._attempt
@@ -290,16 +304,20 @@ class Supervisor(HostSupervisor):
             self._signal_all(signal.SIGKILL)
 
     def _check_nodes(self) -> None:
-        """End the processes here once another node's have failed or its supervisor is gone: they would wait for each other."""
+        """End the processes here once another node's have failed or its supervisor is gone: they
+        would wait for each other.
+        """
         with self._despite_errors_of("nodes"):
             self._others.poll()
         if self._shutdown.broken_at is None and self._others.cause(STALE_S) is not None:
             self._shutdown.broken_at = time.monotonic()
 
     def _end_launchers(self) -> None:
-        """End DeepSpeed's runner and launcher, which wait for ranks, once none is left and the trainer has said how it ended.
+        """End DeepSpeed's runner and launcher, which wait for ranks, once none is left and the
+        trainer has said how it ended.
 
-        By themselves they take seconds: the launcher looks once a second, and each takes its interpreter with torch apart.
+        By themselves they take seconds: the launcher looks once a second, and each takes its
+        interpreter with torch apart.
         """
         end, roles = (
             ending.end_record(self._reader, self._attempt),
@@ -367,7 +385,9 @@ class Supervisor(HostSupervisor):
         )
 
     def _write_state(self) -> None:
-        """Write the state, except into a deleted run directory: that would look like a run, or prevent the deletion."""
+        """Write the state, except into a deleted run directory: that would look like a run, or
+        prevent the deletion.
+        """
         if not deleted(self._run) and not self._superseded:
             with self._despite_errors_of("state"):
                 try:
@@ -389,10 +409,11 @@ def supervise(
     nodes: Nodes = ALONE,
     ended: Callable[[], None] = lambda: None,
 ) -> int:
-    """Start an attempt, or attach to one whose supervisor has died, and watch it to its end. Return the run's exit code.
+    """Start an attempt, or attach to one whose supervisor has died, and watch it to its end. Return
+    the run's exit code.
 
-    Return 0 immediately if the run has another supervisor. At the end the run is free to be continued before the user's commands that tell
-    of it are waited for.
+    Return 0 immediately if the run has another supervisor. At the end the run is free to be
+    continued before the user's commands that tell of it are waited for.
 
     Args:
         run: A run of this user.
@@ -428,7 +449,9 @@ def supervise(
 
 
 def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> RunState:
-    """Return the final state of the previous attempt, computed now if it ended without a supervisor. Raises InputError if it still runs."""
+    """Return the final state of the previous attempt, computed now if it ended without a
+    supervisor. Raises InputError if it still runs.
+    """
     if before.state in FINAL_STATES or not before.host:
         return before
     state = ended_state(run, assume_dead=assume_dead)

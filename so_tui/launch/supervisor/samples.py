@@ -1,6 +1,8 @@
-"""Samples of the host that trains, once a second: the load of each core, the memory of each NUMA node, the GPUs, and who else computes.
+"""Samples of the host that trains, once a second: the load of each core, the memory of each NUMA
+node, the GPUs, and who else computes.
 
-Everything comes from a few small files and NVML calls, because sampling 288 cores must cost far less than one percent of one core.
+Everything comes from a few small files and NVML calls, because sampling 288 cores must cost far
+less than one percent of one core.
 """
 
 from __future__ import annotations
@@ -138,7 +140,9 @@ class HostProcess:
 
 
 class HostProcesses:
-    """Reads the processes of this host, whoever they belong to. It costs one or two small files a process. Not thread-safe."""
+    """Reads the processes of this host, whoever they belong to. It costs one or two small files a
+    process. Not thread-safe.
+    """
 
     def __init__(self, allowed_cpus: Collection[int]) -> None:
         """``allowed_cpus`` are those that a process which is bound to none may use."""
@@ -211,7 +215,9 @@ def _resident_bytes(pid: int) -> int | None:
 T = TypeVar("T")
 _MIB = 2**20
 _THROTTLING = {"power": 0x4, "heat": 0x20 | 0x40, "power-brake": 0x80}
-"""``nvmlClocksEventReason``: the software's power cap; heat, seen by software or hardware; the power supply's brake."""
+"""``nvmlClocksEventReason``: the software's power cap; heat, seen by software or hardware; the
+power supply's brake.
+"""
 _HARDWARE = 0x8
 """A slowdown by hardware, which comes with its cause where the driver knows it."""
 
@@ -304,7 +310,9 @@ class _Device:
         self._traffic.close()
 
     def _module_power_w(self) -> tuple[float | None, float | None]:
-        """Return power and limit of the superchip; None where a GPU has a module of its own, and the driver therefore no such figures."""
+        """Return power and limit of the superchip; None where a GPU has a module of its own, and
+        the driver therefore no such figures.
+        """
         nvml, scope = self._nvml, self._nvml.NVML_POWER_SCOPE_MODULE
         wanted = [
             (nvml.NVML_FI_DEV_POWER_INSTANT, scope),
@@ -323,13 +331,17 @@ class _Device:
 
 
 def throttling(reasons: int) -> tuple[str, ...]:
-    """Return why a clock is held down, from NVML's event reasons, without those that the user or idleness asked for."""
+    """Return why a clock is held down, from NVML's event reasons, without those that the user or
+    idleness asked for.
+    """
     found = tuple(name for name, bits in _THROTTLING.items() if reasons & bits)
     return found or (("hardware",) if reasons & _HARDWARE else ())
 
 
 class _Traffic:
-    """Bytes over NVLink-C2C and PCIe by GPM: the difference of two readings, which the driver converts to MiB/s."""
+    """Bytes over NVLink-C2C and PCIe by GPM: the difference of two readings, which the driver
+    converts to MiB/s.
+    """
 
     def __init__(self, nvml: Any, handle: Any, *, c2c: bool) -> None:
         self._nvml = nvml
@@ -351,7 +363,9 @@ class _Traffic:
         self._started = False
 
     def rates(self) -> dict[str, float]:
-        """Return bytes per second since the previous call, by fields of a sample; those that are not measured are absent."""
+        """Return bytes per second since the previous call, by fields of a sample; those that are
+        not measured are absent.
+        """
         if not self._readings:
             return {}
         self._readings.reverse()
@@ -386,7 +400,9 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def _asked(nvml: Any, function: Callable[..., T], *arguments: Any) -> T | None:
-    """Return the result of an NVML call; None if the driver, the GPU or nvidia-ml-py does not support or allow it."""
+    """Return the result of an NVML call; None if the driver, the GPU or nvidia-ml-py does not
+    support or allow it.
+    """
     try:
         return function(*arguments)
     except nvml.NVMLError:
@@ -409,7 +425,9 @@ _FIELDS = {b"VmHWM", b"VmRSS", b"RssFile", b"RssShmem"}
 
 
 class Mark(NamedTuple):
-    """Bytes of one process: the largest resident size so far, the current one, and its parts that are file pages and shared memory."""
+    """Bytes of one process: the largest resident size so far, the current one, and its parts that
+    are file pages and shared memory.
+    """
 
     highest: int
     resident: int
@@ -425,7 +443,9 @@ class HighWater:
         self._highest: int | None = None
 
     def read(self, processes: Iterable[Process], root: Path = Path("/")) -> int | None:
-        """Return the peak so far in bytes. None until the kernel has reported the memory of a process."""
+        """Return the peak so far in bytes. None until the kernel has reported the memory of a
+        process.
+        """
         marks: dict[tuple[int, int], Mark] = {}
         since: list[tuple[Process, Mark]] = []
         for process in processes:
@@ -443,7 +463,9 @@ class HighWater:
 
 
 def since_last(before: Mark | None, now: Mark) -> Mark:
-    """Return the largest sizes of a process since the last sample, as far as the kernel reports them."""
+    """Return the largest sizes of a process since the last sample, as far as the kernel reports
+    them.
+    """
     if before is None:
         return now._replace(resident=now.highest)
     if (
@@ -467,7 +489,9 @@ def together(marks: Iterable[tuple[Process, Mark]]) -> int:
 
 
 def read_mark(root: Path, pid: int) -> Mark | None:
-    """Read /proc/PID/status. Return None for a process that has ended, or if the kernel does not report its memory."""
+    """Read /proc/PID/status. Return None for a process that has ended, or if the kernel does not
+    report its memory.
+    """
     try:
         lines = (root / f"proc/{pid}/status").read_bytes().splitlines()
     except OSError:
@@ -526,7 +550,9 @@ def _placement(rank: int, processes: Sequence[Process]) -> RankPlacement:
 
 
 def node_bytes(numa_maps: bytes) -> dict[int, int]:
-    """Return the bytes on each NUMA node that ``/proc/PID/numa_maps`` lists, without those of files."""
+    """Return the bytes on each NUMA node that ``/proc/PID/numa_maps`` lists, without those of
+    files.
+    """
     sizes: Counter[int] = Counter()
     for line in numa_maps.splitlines():
         page = _PAGE_SIZE.search(line)
@@ -556,19 +582,23 @@ def _nice(process: Process) -> int:
 
 
 def misplaced(placement: RankPlacement, cpus: Collection[int], main_cpus: Collection[int]) -> bool:
-    """Return whether a rank's processes may run on other cores than the planned ones, or not on all of them.
+    """Return whether a rank's processes may run on other cores than the planned ones, or not on all
+    of them.
 
     Args:
         placement: Where they may run.
         cpus: The cores that were planned for the rank.
-        main_cpus: Those of them that the Adam worker leaves. The rank keeps to them when the worker has ended.
+        main_cpus: Those of them that the Adam worker leaves. The rank keeps to them when the worker
+            has ended.
     """
     found = {*placement.cpus, *placement.adam_cpus}
     return found != set(cpus) and (bool(placement.adam_cpus) or found != set(main_cpus))
 
 
 def share_on_nodes(placement: RankPlacement, nodes: Collection[int]) -> float | None:
-    """Return the share of a rank's memory that is on these nodes; None if there are none, so that any will do, or nothing is known."""
+    """Return the share of a rank's memory that is on these nodes; None if there are none, so that
+    any will do, or nothing is known.
+    """
     total = sum(placement.node_bytes.values())
     if not nodes:
         return 1.0 if total and len(placement.node_bytes) == 1 else None
@@ -577,16 +607,22 @@ def share_on_nodes(placement: RankPlacement, nodes: Collection[int]) -> float | 
 
 MEMORY_INTERVAL_S = 10.0
 _COST_SHARE = 1 / 500
-"""Reading PSS, or where pages are, walks the run's page tables, which is slow for hundreds of GB, and naming foreign processes reads all
-processes. Their intervals grow so that each stays below this share of a core."""
+"""Reading PSS, or where pages are, walks the run's page tables, which is slow for hundreds of GB,
+and naming foreign processes reads all processes. Their intervals grow so that each stays below this
+share of a core.
+"""
 FOREIGN_INTERVAL_S = 5.0
 _FOREIGN_CORES = 0.5
-"""Cores that other processes keep busy before they are looked for: reading every process is slow on a host with thousands."""
+"""Cores that other processes keep busy before they are looked for: reading every process is slow on
+a host with thousands.
+"""
 _MEMINFO_LINE = re.compile(rb"(MemTotal|MemFree|FilePages):\s+(\d+) kB")
 
 
 class _Seldom(Generic[T]):
-    """A figure of the run's memory that is costly to read. It is repeated until it is read again."""
+    """A figure of the run's memory that is costly to read. It is repeated until it is read
+    again.
+    """
 
     def __init__(self, read: Callable[[], T], *, due: float = 0.0) -> None:
         """Read from ``due`` on, by the clock of ``value``."""
@@ -663,7 +699,9 @@ class Sampler:
         self._gpus.close()
 
     def _read_placement(self, now: float) -> tuple[RankPlacement, ...]:
-        """Return where the ranks are, in some samples only: it rarely changes, and takes as much space as the cores' load."""
+        """Return where the ranks are, in some samples only: it rarely changes, and takes as much
+        space as the cores' load.
+        """
         if now < self._placement_due:
             return ()
         self._placement_due = now + MEMORY_INTERVAL_S
@@ -695,7 +733,9 @@ class Sampler:
 
 
 def read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
-    """Return (idle, total) clock ticks since boot of each CPU, from /proc/stat. Waiting for I/O counts as idle."""
+    """Return (idle, total) clock ticks since boot of each CPU, from /proc/stat. Waiting for I/O
+    counts as idle.
+    """
     times = {}
     for line in (root / "proc/stat").read_bytes().splitlines():
         if not line.startswith(b"cpu"):
@@ -708,7 +748,9 @@ def read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
 
 
 def busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) -> int:
-    """Return the busy percentage of a CPU between two readings; 0 for a CPU that is offline or has not ticked."""
+    """Return the busy percentage of a CPU between two readings; 0 for a CPU that is offline or has
+    not ticked.
+    """
     if before is None or after is None or after[1] <= before[1]:
         return 0
     idle = (after[0] - before[0]) / (after[1] - before[1])
@@ -716,9 +758,11 @@ def busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) 
 
 
 def read_node_memory(root: Path, node: int, *, sole: bool) -> dict[str, int]:
-    """Return MemTotal, MemFree and FilePages of a node in bytes; those of the host if the kernel has no NUMA.
+    """Return MemTotal, MemFree and FilePages of a node in bytes; those of the host if the kernel
+    has no NUMA.
 
-    ``sole`` means that no other node has memory, so that the host's figures correct those of the node, which may lag behind.
+    ``sole`` means that no other node has memory, so that the host's figures correct those of the
+    node, which may lag behind.
     """
     try:
         own = _memory_sizes(root / f"sys/devices/system/node/node{node}/meminfo")
@@ -736,7 +780,9 @@ def _memory_sizes(path: Path) -> dict[str, int]:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for lack of memory, in this process's cgroup if counted there, else on the host."""
+    """Return how many processes the kernel has killed for lack of memory, in this process's cgroup
+    if counted there, else on the host.
+    """
     for name in _cgroup_event_files(root):
         if (count := _counter(name, b"oom_kill")) is not None:
             return count

@@ -1,4 +1,6 @@
-"""Why steps take longer than planned: each part that is measured against the part that was planned. Pure functions."""
+"""Why steps take longer than planned: each part that is measured against the part that was planned.
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from so_tui.units import bandwidth, duration, percent, plural, thousands
 
 
 EXPECTED_VARIABLE = "SO_TUI_NETWORK"
-"""Tells the supervisors of a job which network NCCL should use between its nodes, by the name that NCCL gives it."""
+"""Tells the supervisors of a job which network NCCL should use between its nodes, by the name that
+NCCL gives it.
+"""
 _SOCKETS = "Socket"
 _USES = re.compile(r"NCCL INFO Using network (\S.*)")
 
@@ -51,7 +55,9 @@ class NetworkWatch:
         """The expected network, once NCCL was seen to use sockets instead."""
 
     def missing(self, lines: Iterable[str]) -> bool:
-        """Return whether NCCL uses sockets instead of the expected network, after these lines of the log too."""
+        """Return whether NCCL uses sockets instead of the expected network, after these lines of
+        the log too.
+        """
         if self._expected not in ("", _SOCKETS) and any(
             used and used[1].strip() == _SOCKETS for used in map(_USES.search, lines)
         ):
@@ -60,21 +66,29 @@ class NetworkWatch:
 
 
 CauseCode = Literal["binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data"]
-"""From cause to effect: a load on the cores also slows Adam down, so where both explain about as much, the first is named first."""
+"""From cause to effect: a load on the cores also slows Adam down, so where both explain about as
+much, the first is named first.
+"""
 
 _ORDER: tuple[str, ...] = get_args(CauseCode)
 _LEAST_SHARE = 0.1
 """Share of the excess that a cause must explain to be named."""
 LEAST_OWN_SHARE = 0.9
-"""Share of a rank's memory that should be on its own node. Libraries and what was allocated before binding may be elsewhere."""
+"""Share of a rank's memory that should be on its own node. Libraries and what was allocated before
+binding may be elsewhere.
+"""
 _LEAST_FOREIGN_SHARE = 0.1
 """What the operating system and monitoring may take of the cores without being named."""
 _LOW_ADAM_RATE = 0.8
 """Share of the planned rate below which Adam's counts as low."""
 _LOW_COPY_RATE = 0.5
-"""The same of copies. Beside other traffic they are slower than alone: undisturbed steps on one to four H100 and H200 had 0.51 to 1."""
+"""The same of copies. Beside other traffic they are slower than alone: undisturbed steps on one to
+four H100 and H200 had 0.51 to 1.
+"""
 _LOW_CLOCK = 0.7
-"""Share of the highest clock below which a GPU counts as throttled, whatever the driver says: power limits alone leave more."""
+"""Share of the highest clock below which a GPU counts as throttled, whatever the driver says: power
+limits alone leave more.
+"""
 _BUSY_PERCENT = 50
 _USUAL = {"power"}
 """Reasons for throttling under which GPUs compute as fast as they were measured."""
@@ -91,7 +105,9 @@ class Clock(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """Medians over some steps, and what was seen of the host meanwhile. None where nothing was measured."""
+    """Medians over some steps, and what was seen of the host meanwhile. None where nothing was
+    measured.
+    """
 
     step_s: float
     data_s: float
@@ -127,7 +143,9 @@ class Planned(Struct, frozen=True, kw_only=True):
 
 
 def planned_of(plan: Plan) -> Planned | None:
-    """Return what a run is compared with; None where its plan does not know how long a step takes."""
+    """Return what a run is compared with; None where its plan does not know how long a step
+    takes.
+    """
     return (
         None
         if plan.step is None
@@ -138,8 +156,9 @@ def planned_of(plan: Plan) -> Planned | None:
 def ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
     """Return what makes steps longer than planned, most likely first.
 
-    Waiting for data explains the time by which that grew, every other cause part of the rest. Of those that explain at least half as much
-    as the one that explains most, causes come before their effects.
+    Waiting for data explains the time by which that grew, every other cause part of the rest. Of
+    those that explain at least half as much as the one that explains most, causes come before their
+    effects.
     """
     excess_s = measured.step_s - planned.step.total_s
     found = [
@@ -233,7 +252,9 @@ def measured_of(
     machine: Machine,
     binding: Sequence[RankBinding],
 ) -> Measured:
-    """Return what was measured over some steps (at least one), with the samples of the host that were taken meanwhile."""
+    """Return what was measured over some steps (at least one), with the samples of the host that
+    were taken meanwhile.
+    """
 
     def median_of(name: str) -> float | None:
         values = [value for step in steps if (value := getattr(step, name)) is not None]
@@ -258,7 +279,9 @@ def measured_of(
 
 
 def foreign_share(samples: Iterable[Sample], machine: Machine, cpus: set[int]) -> float:
-    """Return the share of the time of these CPUs that other processes than the run's took; 0 without samples."""
+    """Return the share of the time of these CPUs that other processes than the run's took; 0
+    without samples.
+    """
     places = {
         node.id: [index for index, cpu in enumerate(node.cpus) if cpu in cpus]
         for node in machine.numa_nodes
@@ -289,7 +312,9 @@ def _foreign_names(samples: Iterable[Sample], cpus: set[int]) -> tuple[str, ...]
 
 
 def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> Clock | None:
-    """Return the clock of the GPU that was furthest below its highest one; None where clocks are not known."""
+    """Return the clock of the GPU that was furthest below its highest one; None where clocks are
+    not known.
+    """
     by_gpu: dict[int, list[GpuSample]] = {}
     for sample in samples:
         for gpu in sample.gpus:
@@ -318,19 +343,38 @@ _LONGEST_NAME = 20
 _MOST = 8
 """Causes that are read: more than there are."""
 _REMEDIES = {
-    "binding": "Something moved its processes (`taskset`, a cpuset): the dashboard shows where they are. Start the run again.",
-    "memory-node": "Its node was full, or binding failed: `so-tui doctor` shows what fills it. Start the run again once it is free.",
-    "foreign-load": "End the other processes on its cores (`top`), or give the run a node of its own.",
-    "clocks": "`nvidia-smi -q -d PERFORMANCE` says what limits the clock: heat, power or a setting.",
-    "copies": "`so-tui doctor` checks the link between GPU and host; `so-tui calibrate` measures it once the GPU is idle.",
+    "binding": (
+        "Something moved its processes (`taskset`, a cpuset): the dashboard shows where they are. "
+        "Start the run again."
+    ),
+    "memory-node": (
+        "Its node was full, or binding failed: `so-tui doctor` shows what fills it. Start the run "
+        "again once it is free."
+    ),
+    "foreign-load": (
+        "End the other processes on its cores (`top`), or give the run a node of its own."
+    ),
+    "clocks": (
+        "`nvidia-smi -q -d PERFORMANCE` says what limits the clock: heat, power or a setting."
+    ),
+    "copies": (
+        "`so-tui doctor` checks the link between GPU and host; `so-tui calibrate` measures it once "
+        "the GPU is idle."
+    ),
     "adam": "`so-tui doctor` looks for limits of cores and memory.",
-    "data": "Put the data and so-tui's cache on a faster disk, and look for other load on this host (`top`).",
+    "data": (
+        "Put the data and so-tui's cache on a faster disk, and look for other load on this host "
+        "(`top`)."
+    ),
 }
 
 
 def slowdown_text(found: Slowdown) -> str:
     """Return how slow a run is and why, the most likely cause first."""
-    slower = f"slower than planned ({duration(_bounded(found.step_s))} a step, not {duration(_bounded(found.planned_s))})"
+    slower = (
+        f"slower than planned ({duration(_bounded(found.step_s))} a step, not "
+        f"{duration(_bounded(found.planned_s))})"
+    )
     causes = [text for cause in found.causes[:_MOST] if (text := cause_text(cause))]
     if not causes:
         return f"{slower}: nothing that is measured explains it"
@@ -359,7 +403,10 @@ def cause_text(cause: Cause) -> str:
         case "clocks":
             return f"a GPU runs at {thousands(round(measured))} of {thousands(round(planned))} MHz"
         case "copies":
-            return f"copies between GPU and host reach {bandwidth(measured)} instead of {bandwidth(planned)}"
+            return (
+                f"copies between GPU and host reach {bandwidth(measured)} instead of "
+                f"{bandwidth(planned)}"
+            )
         case "adam":
             return f"Adam moves {bandwidth(measured)} instead of {bandwidth(planned)}"
         case "data":
@@ -409,7 +456,9 @@ _MOST_STEPS = 500
 
 
 class SlowWatch:
-    """Compares one attempt with its plan; finds nothing if that does not know how long a step takes."""
+    """Compares one attempt with its plan; finds nothing if that does not know how long a step
+    takes.
+    """
 
     def __init__(
         self, plan: Plan, machine: Machine, attempt: int, *, window_s: float = WINDOW_S
@@ -428,8 +477,8 @@ class SlowWatch:
     def take(self, records: Iterable[MetricRecord]) -> None:
         """Take new records.
 
-        Steps beside which a checkpoint is written are not compared, nor those that were redone because the gradient norm exceeded the
-        limit: plans do not count on either.
+        Steps beside which a checkpoint is written are not compared, nor those that were redone
+        because the gradient norm exceeded the limit: plans do not count on either.
         """
         for record in records:
             if record.attempt != self._attempt or self._planned is None:

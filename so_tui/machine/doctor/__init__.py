@@ -1,7 +1,8 @@
 """Find what would slow down or stop a run on a machine, before a run does.
 
-A check is a function from a :class:`CheckContext` to findings. It reads the Machine and, if the Machine is this host, a few system files.
-Each finding has a stable ``code``; the checks of each module list theirs.
+A check is a function from a :class:`CheckContext` to findings. It reads the Machine and, if the
+Machine is this host, a few system files. Each finding has a stable ``code``; the checks of each
+module list theirs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def findings(
         plan: Adds the checks that depend on a run.
         checkpoints: Folder on this host for the checkpoints of a run.
     """
-    # A machine file may describe another host, so system files count only if the hostname is this one's.
+    # A machine file may describe another host, so system files count only if the hostname is this
+    # one's.
     if not (machine.live and machine.hostname == os.uname().nodename):
         return run_checks(CheckContext(machine=machine, plan=plan))
     return run_checks(

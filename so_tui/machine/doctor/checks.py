@@ -25,7 +25,9 @@ class Finding(Struct, frozen=True, kw_only=True):
     code: str
     """What was found, in kebab-case and independent of the wording: ``no-compiler``."""
     severity: Severity
-    """``blocks``: a launch is refused; ``warning``: costs speed, memory or the run; ``note``: good to know."""
+    """``blocks``: a launch is refused; ``warning``: costs speed, memory or the run; ``note``: good
+    to know.
+    """
     title: str
     evidence: str
     """What was read, and where."""
@@ -69,7 +71,9 @@ class CheckContext:
     plan: PlanNeeds | None = None
     """The run that is to start; None checks the machine without a run."""
     files: SystemFiles | None = None
-    """System files of this host; None if the machine is another host, of which only the Machine is checked."""
+    """System files of this host; None if the machine is another host, of which only the Machine is
+    checked.
+    """
     environment: Mapping[str, str] = field(default_factory=dict)
     health: tuple[GpuHealth, ...] = ()
     checkpoints: Path | None = None
@@ -88,14 +92,18 @@ class CheckContext:
 
     @property
     def uses_deepspeed_adam(self) -> bool:
-        """Whether the run uses DeepSpeed's CPU Adam, which ninja compiles at first use. so-tui's own needs only a compiler."""
+        """Whether the run uses DeepSpeed's CPU Adam, which ninja compiles at first use. so-tui's
+        own needs only a compiler.
+        """
         return self.plan is not None and (
             self.plan.mode == "zerooffload"
             or (self.plan.mode == "superoffload" and self.plan.spec.offload.engine == "deepspeed")
         )
 
     def text(self, name: str) -> str:
-        """Return the content of a system file; empty if it is absent or the machine is another host."""
+        """Return the content of a system file; empty if it is absent or the machine is another
+        host.
+        """
         return (self.files.text(name) if self.files else None) or ""
 
 

@@ -1,7 +1,8 @@
 """Check GPUs: vendor, driver, compute mode, MIG, and how the kernel exposes their memory.
 
-Codes: amd-gpus, never-run, partitioned, nvml-unavailable, gpus-hidden, gpus-not-granted, no-nvidia-driver, no-gpu, driver-too-old,
-compute-prohibited, compute-exclusive, mig-enabled, gpu-memory-driver-managed, gpu-memory-offline, file-cache-in-gpu-memory, mpam-unused.
+Codes: amd-gpus, never-run, partitioned, nvml-unavailable, gpus-hidden, gpus-not-granted,
+no-nvidia-driver, no-gpu, driver-too-old, compute-prohibited, compute-exclusive, mig-enabled,
+gpu-memory-driver-managed, gpu-memory-offline, file-cache-in-gpu-memory, mpam-unused.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ def check_vendor(context: CheckContext) -> Iterator[Finding]:
             severity="blocks",
             title="AMD GPUs with memory of their own are not supported",
             evidence=named,
-            cost="Nothing is known of their speed, and nothing was tested on them; of AMD's, MI300A alone is planned for.",
-            remedy="Use a machine with NVIDIA GPUs, or hide these: without visible GPUs a run trains on the CPU.",
+            cost=(
+                "Nothing is known of their speed, and nothing was tested on them; of AMD's, MI300A "
+                "alone is planned for."
+            ),
+            remedy=(
+                "Use a machine with NVIDIA GPUs, or hide these: without visible GPUs a run trains "
+                "on the CPU."
+            ),
         )
     elif amd:
         yield Finding(
@@ -39,7 +46,10 @@ def check_vendor(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="so-tui has never run on these GPUs",
             evidence=named,
-            cost="Plans are unproven here: speeds follow from publications, and memory from measurements on NVIDIA GPUs.",
+            cost=(
+                "Plans are unproven here: speeds follow from publications, and memory from "
+                "measurements on NVIDIA GPUs."
+            ),
             remedy="Begin with a short run of `tiny`, and report what happens.",
         )
     if split := tuple(gpu for gpu in amd if gpu.mig):
@@ -47,7 +57,9 @@ def check_vendor(context: CheckContext) -> Iterator[Finding]:
             code="partitioned",
             severity="warning",
             title="GPUs are split into compute partitions",
-            evidence=f"GPU {gpu_list(split)}: several devices at {split[0].pci_bus_id} (KFD topology)",
+            evidence=(
+                f"GPU {gpu_list(split)}: several devices at {split[0].pci_bus_id} (KFD topology)"
+            ),
             cost="so-tui trains on whole GPUs and does not use these.",
             remedy="As root: `amd-smi set --compute-partition SPX`.",
         )
@@ -69,8 +81,13 @@ def check_driver(context: CheckContext) -> Iterator[Finding]:
                         *context.machine.nvml_errors,
                     ]
                 ),
-                cost="Memory sizes, compute mode and other users of the GPUs are unknown. CUDA will probably fail as well.",
-                remedy="Run `nvidia-smi`. After a driver update, reload the kernel modules or reboot.",
+                cost=(
+                    "Memory sizes, compute mode and other users of the GPUs are unknown. CUDA will "
+                    "probably fail as well."
+                ),
+                remedy=(
+                    "Run `nvidia-smi`. After a driver update, reload the kernel modules or reboot."
+                ),
             )
     else:
         yield _why_no_gpu(context)
@@ -83,7 +100,10 @@ def _why_no_gpu(context: CheckContext) -> Finding:
             code="gpus-hidden",
             severity="note",
             title="All GPUs are hidden",
-            evidence=f"environment variable CUDA_VISIBLE_DEVICES={context.environment.get('CUDA_VISIBLE_DEVICES', '')}",
+            evidence=(
+                "environment variable "
+                f"CUDA_VISIBLE_DEVICES={context.environment.get('CUDA_VISIBLE_DEVICES', '')}"
+            ),
             cost="Runs train on the CPU.",
             remedy="`unset CUDA_VISIBLE_DEVICES`, and choose GPUs with `--gpus`.",
         )
@@ -100,7 +120,10 @@ def _why_no_gpu(context: CheckContext) -> Finding:
             title="This process may not use the NVIDIA GPUs",
             evidence=f"{names}; the driver is loaded, but lists none of them",
             cost="Runs train on the CPU.",
-            remedy="Request GPUs from the scheduler (`--gpus=N`), or start the container with them (`--gpus all`, `--nv`).",
+            remedy=(
+                "Request GPUs from the scheduler (`--gpus=N`), or start the container with them "
+                "(`--gpus all`, `--nv`)."
+            ),
         )
     if on_bus:
         return Finding(
@@ -109,7 +132,10 @@ def _why_no_gpu(context: CheckContext) -> Finding:
             title="NVIDIA GPUs on the PCI bus, but no driver",
             evidence=f"{names}; no /proc/driver/nvidia/version",
             cost="Runs train on the CPU.",
-            remedy="Load the NVIDIA driver, or start the container with its GPUs (`--gpus all`, `--nv`).",
+            remedy=(
+                "Load the NVIDIA driver, or start the container with its GPUs (`--gpus all`, "
+                "`--nv`)."
+            ),
         )
     return Finding(
         code="no-gpu",
@@ -117,7 +143,10 @@ def _why_no_gpu(context: CheckContext) -> Finding:
         title="No GPU",
         evidence="neither NVML nor the PCI bus lists one",
         cost="Runs train on the CPU, which is enough for `tiny` and for trying things out.",
-        remedy="To plan for another machine, run `so-tui inspect --json` there and pass the file with `--machine FILE` (o on the screen).",
+        remedy=(
+            "To plan for another machine, run `so-tui inspect --json` there and pass the file with "
+            "`--machine FILE` (o on the screen)."
+        ),
     )
 
 
@@ -134,9 +163,15 @@ def check_driver_version(context: CheckContext) -> Iterator[Finding]:
             code="driver-too-old",
             severity="blocks",
             title="The NVIDIA driver is too old for this torch",
-            evidence=f"driver {software.nvidia_driver}; torch {software.torch} is built for CUDA {software.torch_cuda}",
+            evidence=(
+                f"driver {software.nvidia_driver}; torch {software.torch} is built for CUDA "
+                f"{software.torch_cuda}"
+            ),
             cost="CUDA 13 needs driver 580 or newer: torch will see no GPU.",
-            remedy="Install a torch built for CUDA 12 (`--index-url https://download.pytorch.org/whl/cu128`), or update the driver.",
+            remedy=(
+                "Install a torch built for CUDA 12 (`--index-url "
+                "https://download.pytorch.org/whl/cu128`), or update the driver."
+            ),
         )
 
 
@@ -149,7 +184,9 @@ def check_compute_mode(context: CheckContext) -> Iterator[Finding]:
             title="Compute mode is Prohibited",
             evidence=f"GPU {gpu_list(prohibited)}: compute mode Prohibited (NVML)",
             cost="No process can use CUDA on these GPUs.",
-            remedy="As root: `nvidia-smi -c DEFAULT`; or leave these GPUs out with `--set gpus=[...]`.",
+            remedy=(
+                "As root: `nvidia-smi -c DEFAULT`; or leave these GPUs out with `--set gpus=[...]`."
+            ),
         )
     exclusive = tuple(
         gpu for gpu in context.nvidia_gpus if (gpu.compute_mode or "").startswith("Exclusive")
@@ -160,8 +197,14 @@ def check_compute_mode(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="Compute mode allows one process per GPU",
             evidence=f"GPU {gpu_list(exclusive)}: compute mode {exclusive[0].compute_mode} (NVML)",
-            cost="A second process on a GPU fails, such as the Adam worker of DeepSpeed's own SuperOffload.",
-            remedy="Leave `offload.engine` at `so-tui`, whose Adam worker does not use the GPU; or as root: `nvidia-smi -c DEFAULT`.",
+            cost=(
+                "A second process on a GPU fails, such as the Adam worker of DeepSpeed's own "
+                "SuperOffload."
+            ),
+            remedy=(
+                "Leave `offload.engine` at `so-tui`, whose Adam worker does not use the GPU; or as "
+                "root: `nvidia-smi -c DEFAULT`."
+            ),
         )
 
 
@@ -174,12 +217,17 @@ def check_mig(context: CheckContext) -> Iterator[Finding]:
             title="MIG is enabled",
             evidence=f"GPU {gpu_list(sliced)}: MIG mode enabled (NVML)",
             cost="CUDA sees one slice of such a GPU, but plans count the whole GPU.",
-            remedy="Leave these GPUs out with `--set gpus=[...]`, or disable MIG as root (`nvidia-smi -mig 0`).",
+            remedy=(
+                "Leave these GPUs out with `--set gpus=[...]`, or disable MIG as root (`nvidia-smi "
+                "-mig 0`)."
+            ),
         )
 
 
 def check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
-    """On Grace, find GPUs whose memory is not a NUMA node: the driver manages it (CDMM), or it was not brought online."""
+    """On Grace, find GPUs whose memory is not a NUMA node: the driver manages it (CDMM), or it was
+    not brought online.
+    """
     hidden = tuple(gpu for gpu in context.nvidia_gpus if gpu.memory_node is None)
     if not context.is_grace or not hidden:
         return
@@ -206,9 +254,15 @@ def check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
             code="gpu-memory-offline",
             severity="note",
             title="GPU memory has no NUMA node",
-            evidence=f"GPU {gpu_list(hidden)}: the kernel reserves empty nodes for it, but none has memory",
+            evidence=(
+                f"GPU {gpu_list(hidden)}: the kernel reserves empty nodes for it, but none has "
+                "memory"
+            ),
             cost="None for CUDA. The panel of the GPU's memory node stays empty.",
-            remedy="Root can bring it online before the driver loads: `auto_online_blocks=online_movable`.",
+            remedy=(
+                "Root can bring it online before the driver loads: "
+                "`auto_online_blocks=online_movable`."
+            ),
         )
 
 
@@ -220,9 +274,17 @@ def check_cache_in_gpu_memory(context: CheckContext) -> Iterator[Finding]:
                 code="file-cache-in-gpu-memory",
                 severity="warning",
                 title=f"File cache occupies memory of GPU {owners[node.id].index}",
-                evidence=f"node {node.id}: FilePages {memory_size(node.file_cache_bytes or 0)} of {memory_size(node.memory_total_bytes)}",
-                cost="CUDA cannot allocate that memory: the run has less, and may run out of memory.",
-                remedy="As root: `echo 1 > /proc/sys/vm/drop_caches`. Read large files under `numactl -m` with the CPU nodes.",
+                evidence=(
+                    f"node {node.id}: FilePages {memory_size(node.file_cache_bytes or 0)} of "
+                    f"{memory_size(node.memory_total_bytes)}"
+                ),
+                cost=(
+                    "CUDA cannot allocate that memory: the run has less, and may run out of memory."
+                ),
+                remedy=(
+                    "As root: `echo 1 > /proc/sys/vm/drop_caches`. Read large files under `numactl "
+                    "-m` with the CPU nodes."
+                ),
             )
 
 
@@ -241,7 +303,10 @@ def check_mpam(context: CheckContext) -> Iterator[Finding]:
             title="Memory bandwidth partitioning (MPAM) is not in use",
             evidence=mpam.evidence,
             cost="CPU Adam and the copies to the GPU compete for memory bandwidth.",
-            remedy="It takes a kernel with MPAM, and root: `so-tui doctor --mpam` prints what an administrator can run.",
+            remedy=(
+                "It takes a kernel with MPAM, and root: `so-tui doctor --mpam` prints what an "
+                "administrator can run."
+            ),
         )
 
 
@@ -284,7 +349,9 @@ def check_in_use(context: CheckContext) -> Iterator[Finding]:
                 code="gpu-training",
                 severity="note",
                 title=f"GPU {gpu.index} is training",
-                evidence=f"process {named}; run {', '.join(sorted(Path(run).name for run in runs))}",
+                evidence=(
+                    f"process {named}; run {', '.join(sorted(Path(run).name for run in runs))}"
+                ),
                 cost="The GPU is occupied until that run ends.",
                 remedy="Watch the run with `so-tui watch`; choose other GPUs with `--gpus`.",
             )
@@ -308,7 +375,10 @@ def check_memory_errors(context: CheckContext) -> Iterator[Finding]:
                 title=f"The memory of GPU {gpu.index} is defective",
                 evidence="row remapping failed (NVML)",
                 cost="Values may be wrong without an error, or the run ends with an Xid error.",
-                remedy="Leave this GPU out with `--gpus`, and report it to the site: it must be replaced.",
+                remedy=(
+                    "Leave this GPU out with `--gpus`, and report it to the site: it must be "
+                    "replaced."
+                ),
             )
         elif health.row_remap_pending or health.uncorrected_ecc_errors:
             pending = "; a row is waiting to be remapped" if health.row_remap_pending else ""
@@ -316,9 +386,15 @@ def check_memory_errors(context: CheckContext) -> Iterator[Finding]:
                 code="gpu-memory-errors",
                 severity="warning",
                 title=f"GPU {gpu.index} had memory errors",
-                evidence=f"{health.uncorrected_ecc_errors or 0} uncorrected ECC errors since the driver was loaded{pending} (NVML)",
+                evidence=(
+                    f"{health.uncorrected_ecc_errors or 0} uncorrected ECC errors since the driver "
+                    f"was loaded{pending} (NVML)"
+                ),
                 cost="Each of them ended a process, and more may follow.",
-                remedy="Ask the site to reset the GPU or to restart the node; use another GPU until then.",
+                remedy=(
+                    "Ask the site to reset the GPU or to restart the node; use another GPU until "
+                    "then."
+                ),
             )
 
 
@@ -330,13 +406,18 @@ def check_persistence(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="Persistence mode is off",
             evidence=f"GPU {gpu_list(off)} (NVML)",
-            cost="The driver initialises again for each first process, which adds seconds to every start.",
+            cost=(
+                "The driver initialises again for each first process, which adds seconds to every "
+                "start."
+            ),
             remedy="As root: `nvidia-smi -pm 1`.",
         )
 
 
 def check_architectures(context: CheckContext) -> Iterator[Finding]:
-    """Find GPUs for which torch has no kernels, or for which extensions would be compiled without."""
+    """Find GPUs for which torch has no kernels, or for which extensions would be compiled
+    without.
+    """
     capabilities = {
         health.compute_capability for _, health in _pairs(context) if health.compute_capability
     }
@@ -348,7 +429,10 @@ def check_architectures(context: CheckContext) -> Iterator[Finding]:
                 code="arch-list-without-gpu",
                 severity="warning",
                 title="TORCH_CUDA_ARCH_LIST leaves out this GPU",
-                evidence=f"environment variable TORCH_CUDA_ARCH_LIST={listed}; the GPU has {number} (NVML)",
+                evidence=(
+                    f"environment variable TORCH_CUDA_ARCH_LIST={listed}; the GPU has {number} "
+                    "(NVML)"
+                ),
                 cost="Kernels compiled with this setting do not run on the GPU.",
                 remedy=f"`export TORCH_CUDA_ARCH_LIST={number}`, or unset it.",
             )
@@ -358,7 +442,10 @@ def check_architectures(context: CheckContext) -> Iterator[Finding]:
                 severity="blocks",
                 title="This GPU cannot compute in bf16",
                 evidence=f"compute capability {number}, older than Ampere's 8.0 (NVML)",
-                cost="so-tui trains in bf16, which torch only emulates there: a step takes many times as long, and kernels may fail.",
+                cost=(
+                    "so-tui trains in bf16, which torch only emulates there: a step takes many "
+                    "times as long, and kernels may fail."
+                ),
                 remedy="Use a GPU from the Ampere generation or newer.",
             )
         cuda = _version(context.machine.software.torch_cuda)
@@ -367,14 +454,19 @@ def check_architectures(context: CheckContext) -> Iterator[Finding]:
                 code="torch-too-old-for-gpu",
                 severity="blocks",
                 title="This torch has no kernels for the GPU",
-                evidence=f"compute capability {number}; torch is built for CUDA {context.machine.software.torch_cuda}",
+                evidence=(
+                    f"compute capability {number}; torch is built for CUDA "
+                    f"{context.machine.software.torch_cuda}"
+                ),
                 cost='Every kernel fails with "no kernel image is available".',
                 remedy="Install a torch built for CUDA 12.8 or newer.",
             )
 
 
 def _covers(listed: str, capability: tuple[int, int]) -> bool:
-    """Return whether an architecture list includes a compute capability, directly or through PTX."""
+    """Return whether an architecture list includes a compute capability, directly or through
+    PTX.
+    """
     entries = re.findall(r"(\d+)\.(\d+)[a-z]?(\+PTX)?", listed)
     named = any(name in listed for name in _NAMED_ARCHITECTURES)
     return named or any(

@@ -1,7 +1,8 @@
-"""Check the host's processors and scheduling: which cores may be used, and kernel settings that slow a run down.
+"""Check the host's processors and scheduling: which cores may be used, and kernel settings that
+slow a run down.
 
-Codes: cores-far-from-gpu, gpu-memory-taken-for-hbm, fake-numa, few-cores, cpu-quota, numa-balancing, slow-governor, process-limit,
-login-node.
+Codes: cores-far-from-gpu, gpu-memory-taken-for-hbm, fake-numa, few-cores, cpu-quota,
+numa-balancing, slow-governor, process-limit, login-node.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _FEW_PROCESSES = 4096
 
 
 def check_cores_near_gpus(context: CheckContext) -> Iterator[Finding]:
-    """Find a CPU mask without any core of a GPU's node: some sites give every task the first cores of the host."""
+    """Find a CPU mask without any core of a GPU's node: some sites give every task the first cores
+    of the host.
+    """
     allowed = set(context.machine.allowed_cpus)
     far = [gpu for gpu in context.nvidia_gpus if gpu.cpus and not allowed & set(gpu.cpus)]
     if far:
@@ -37,14 +40,22 @@ def check_cores_near_gpus(context: CheckContext) -> Iterator[Finding]:
             code="cores-far-from-gpu",
             severity="warning",
             title="No allowed core is on the GPU's NUMA node",
-            evidence=f"GPU {far[0].index} is attached to cores {cpu_ranges(far[0].cpus)}; allowed cores: {cpu_ranges(allowed)}",
+            evidence=(
+                f"GPU {far[0].index} is attached to cores {cpu_ranges(far[0].cpus)}; allowed "
+                f"cores: {cpu_ranges(allowed)}"
+            ),
             cost="Every copy crosses sockets, and CPU Adam uses another chip's memory.",
-            remedy="Request the cores of the GPU from the scheduler: `--cpus-per-task=72` with `--gpus-per-task=1`, or a whole node.",
+            remedy=(
+                "Request the cores of the GPU from the scheduler: `--cpus-per-task=72` with "
+                "`--gpus-per-task=1`, or a whole node."
+            ),
         )
 
 
 def check_nodes_without_cpus(context: CheckContext) -> Iterator[Finding]:
-    """Find hosts where half of the NUMA nodes have no CPUs: DeepSpeed's launcher takes those for fast CPU memory and prefers them."""
+    """Find hosts where half of the NUMA nodes have no CPUs: DeepSpeed's launcher takes those for
+    fast CPU memory and prefers them.
+    """
     nodes = context.machine.numa_nodes
     bare = [node.id for node in nodes if not node.cpus]
     if context.nvidia_gpus and bare and 2 * len(bare) == len(nodes):
@@ -53,8 +64,14 @@ def check_nodes_without_cpus(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="DeepSpeed's launcher mistakes GPU memory for CPU memory",
             evidence=f"{len(nodes)} NUMA nodes, half of them ({cpu_ranges(bare)}) without CPUs",
-            cost="None for so-tui, whose ranks bind themselves. In other trainers the optimizer states may be allocated in GPU memory.",
-            remedy="No action needed. For other trainers: `numactl -m` with the CPU nodes, without `--bind_cores_to_rank`.",
+            cost=(
+                "None for so-tui, whose ranks bind themselves. In other trainers the optimizer "
+                "states may be allocated in GPU memory."
+            ),
+            remedy=(
+                "No action needed. For other trainers: `numactl -m` with the CPU nodes, without "
+                "`--bind_cores_to_rank`."
+            ),
         )
 
 
@@ -68,8 +85,13 @@ def check_fake_nodes(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="The kernel splits memory into fake NUMA nodes",
             evidence=f"nodes {cpu_ranges(shared)} list the same CPUs (numa=fake)",
-            cost="None for training: ranks are bound to all of these nodes. Older kernels may mix GPU memory into one of them.",
-            remedy="No action needed. Without the kernel argument `numa=fake` the NUMA map is simpler.",
+            cost=(
+                "None for training: ranks are bound to all of these nodes. Older kernels may mix "
+                "GPU memory into one of them."
+            ),
+            remedy=(
+                "No action needed. Without the kernel argument `numa=fake` the NUMA map is simpler."
+            ),
         )
 
 
@@ -81,8 +103,14 @@ def check_core_count(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="Few cores for CPU Adam",
             evidence=f"{plural(cores, 'allowed core')} for {plural(gpus, 'GPU')}",
-            cost="CPU Adam is too slow to overlap with the GPU's work: steps take several times longer.",
-            remedy="Request more cores per GPU from the scheduler (a whole Grace has 72), or offload less.",
+            cost=(
+                "CPU Adam is too slow to overlap with the GPU's work: steps take several times "
+                "longer."
+            ),
+            remedy=(
+                "Request more cores per GPU from the scheduler (a whole Grace has 72), or offload "
+                "less."
+            ),
         )
 
 
@@ -93,9 +121,17 @@ def check_cpu_quota(context: CheckContext) -> Iterator[Finding]:
             code="cpu-quota",
             severity="warning",
             title="A control group limits CPU time below the allowed cores",
-            evidence=f"CPU time of {quota:g} cores for {len(context.machine.allowed_cpus)} allowed cores",
-            cost="Threads bound to a core are paused during part of every 100 ms; the slowest thread determines the step time.",
-            remedy="Give the container whole cores (`--cpuset-cpus`) instead of a share of CPU time (`--cpus`).",
+            evidence=(
+                f"CPU time of {quota:g} cores for {len(context.machine.allowed_cpus)} allowed cores"
+            ),
+            cost=(
+                "Threads bound to a core are paused during part of every 100 ms; the slowest "
+                "thread determines the step time."
+            ),
+            remedy=(
+                "Give the container whole cores (`--cpuset-cpus`) instead of a share of CPU time "
+                "(`--cpus`)."
+            ),
         )
 
 
@@ -108,8 +144,14 @@ def check_numa_balancing(context: CheckContext) -> Iterator[Finding]:
             severity="warning" if context.is_grace else "note",
             title="Automatic NUMA balancing is on",
             evidence=f"/proc/sys/kernel/numa_balancing: {setting}",
-            cost="The kernel unmaps and moves pages to follow their users, which slows memory down for ranks that are already bound.",
-            remedy="As root: `echo 0 > /proc/sys/kernel/numa_balancing` (NVIDIA recommends it for Grace Hopper).",
+            cost=(
+                "The kernel unmaps and moves pages to follow their users, which slows memory down "
+                "for ranks that are already bound."
+            ),
+            remedy=(
+                "As root: `echo 0 > /proc/sys/kernel/numa_balancing` (NVIDIA recommends it for "
+                "Grace Hopper)."
+            ),
         )
 
 
@@ -158,7 +200,10 @@ def check_login_node(context: CheckContext) -> Iterator[Finding]:
             title="This may be the login node of a cluster",
             evidence="sbatch is on PATH, and SLURM_JOB_ID is not set",
             cost="Compute nodes may have other GPUs, memory and cores than this host.",
-            remedy="In a job: `so-tui inspect --json > node.json`. Then here: `so-tui plan --machine node.json`.",
+            remedy=(
+                "In a job: `so-tui inspect --json > node.json`. Then here: `so-tui plan --machine "
+                "node.json`."
+            ),
         )
 
 
@@ -188,7 +233,8 @@ _SMALL_MEMLOCK_BYTES = 64 << 20
 
 
 def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
-    """Check /dev/shm, which holds NCCL's buffers and the states that DeepSpeed's own engine shares with its Adam worker.
+    """Check /dev/shm, which holds NCCL's buffers and the states that DeepSpeed's own engine shares
+    with its Adam worker.
 
     so-tui's engine uses anonymous memory instead.
     """
@@ -196,7 +242,10 @@ def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
     if free is None or total is None:
         return
     evidence = f"/dev/shm: {memory_size(free)} free of {memory_size(total)}"
-    remedy = "As root: `mount -o remount,size=90% /dev/shm`; for a container: `--shm-size` or `--ipc=host`."
+    remedy = (
+        "As root: `mount -o remount,size=90% /dev/shm`; for a container: `--shm-size` or "
+        "`--ipc=host`."
+    )
     if context.plan and context.plan.shm_bytes > free:
         yield Finding(
             code="shm-too-small",
@@ -221,14 +270,19 @@ def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="/dev/shm is very small",
             evidence=evidence,
-            cost="NCCL needs tens of megabytes per GPU there, and DeepSpeed's own SuperOffload (offload.engine = deepspeed) 8 bytes "
-            "per offloaded parameter. so-tui's engine needs none.",
+            cost=(
+                "NCCL needs tens of megabytes per GPU there, and DeepSpeed's own SuperOffload "
+                "(offload.engine = deepspeed) 8 bytes per offloaded parameter. so-tui's engine "
+                "needs none."
+            ),
             remedy=remedy,
         )
 
 
 def check_locked_memory(context: CheckContext) -> Iterator[Finding]:
-    """Check the limit on locked memory on hosts with RDMA cards. CUDA's pinned memory does not count against it."""
+    """Check the limit on locked memory on hosts with RDMA cards. CUDA's pinned memory does not
+    count against it.
+    """
     if (
         not context.files
         or not context.nvidia_gpus
@@ -244,8 +298,13 @@ def check_locked_memory(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="The limit on locked memory is low",
             evidence=f"/proc/self/limits: max locked memory {memory_size(int(match.group(1)))}",
-            cost="None on one node. Runs over several nodes fail when they register buffers with the network cards.",
-            remedy="`ulimit -l unlimited`, set by the site or the container (`--ulimit memlock=-1`).",
+            cost=(
+                "None on one node. Runs over several nodes fail when they register buffers with "
+                "the network cards."
+            ),
+            remedy=(
+                "`ulimit -l unlimited`, set by the site or the container (`--ulimit memlock=-1`)."
+            ),
         )
 
 
@@ -261,7 +320,10 @@ def check_swap(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="Swap is on",
             evidence=f"/proc/swaps: {memory_size(sum(sizes))}",
-            cost="A run that exceeds memory becomes very slow instead of failing with a clear error. Pinned memory never swaps.",
+            cost=(
+                "A run that exceeds memory becomes very slow instead of failing with a clear "
+                "error. Pinned memory never swaps."
+            ),
             remedy="As root: `swapoff -a`, if this machine is dedicated to training.",
         )
 
@@ -271,7 +333,10 @@ def check_huge_pages(context: CheckContext) -> Iterator[Finding]:
     if not setting or not context.nvidia_gpus:
         return
     page_bytes = context.machine.page_size_bytes
-    evidence = f"/sys/kernel/mm/transparent_hugepage/enabled: {setting.group(1)}; page size {page_size(page_bytes or 0)}"
+    evidence = (
+        f"/sys/kernel/mm/transparent_hugepage/enabled: {setting.group(1)}; page size "
+        f"{page_size(page_bytes or 0)}"
+    )
     large = page_bytes is not None and page_bytes >= _PAGE_64K_BYTES
     if setting.group(1) == "never" and not large:
         yield Finding(
@@ -279,7 +344,10 @@ def check_huge_pages(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="Transparent huge pages are off",
             evidence=evidence,
-            cost="CPU Adam reads tens of gigabytes in 4 KiB pages: more address translation, and slightly slower steps.",
+            cost=(
+                "CPU Adam reads tens of gigabytes in 4 KiB pages: more address translation, and "
+                "slightly slower steps."
+            ),
             remedy="As root: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`.",
         )
     elif setting.group(1) == "always" and large:
@@ -288,8 +356,14 @@ def check_huge_pages(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="Transparent huge pages are always on, and are 512 MiB each",
             evidence=evidence,
-            cost="Many small allocations can take half a gigabyte each: host memory runs out earlier than planned.",
-            remedy="As root: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`. Some sites offer a job option.",
+            cost=(
+                "Many small allocations can take half a gigabyte each: host memory runs out "
+                "earlier than planned."
+            ),
+            remedy=(
+                "As root: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`. Some sites "
+                "offer a job option."
+            ),
         )
 
 
@@ -315,7 +389,10 @@ def check_memory_limit(context: CheckContext) -> Iterator[Finding]:
         title="A control group limits memory" + (" below what this run needs" if exceeded else ""),
         evidence=evidence + (f"; the run needs {memory_size(needed)}" if needed else ""),
         cost="The kernel ends a run that exceeds the limit; /dev/shm counts as well.",
-        remedy="Request more memory for the job (`--mem=0` requests all of the node) or the container, or offload less.",
+        remedy=(
+            "Request more memory for the job (`--mem=0` requests all of the node) or the "
+            "container, or offload less."
+        ),
     )
 
 
@@ -350,7 +427,9 @@ _TRUE = ("yes", "true", "1", "on")
 
 
 def check_orphans(context: CheckContext) -> Iterator[Finding]:
-    """Find training processes of this user without a supervisor. The run may still be fine: its supervisor may have died."""
+    """Find training processes of this user without a supervisor. The run may still be fine: its
+    supervisor may have died.
+    """
     if not context.files:
         return
     ours: dict[int, str] = {}
@@ -360,7 +439,8 @@ def check_orphans(context: CheckContext) -> Iterator[Finding]:
             continue
         arguments = _strings(context.files, pid, "cmdline")
         run = run_of(context.files, pid)
-        # Adam workers are spawned by multiprocessing: only their environment shows which run they belong to.
+        # Adam workers are spawned by multiprocessing: only their environment shows which run they
+        # belong to.
         if run is not None or any(_TRAINER in argument for argument in arguments):
             if _is_unsupervised(context.files, pid):
                 ours[pid] = run or ""
@@ -375,7 +455,10 @@ def check_orphans(context: CheckContext) -> Iterator[Finding]:
             title="Training processes without a supervisor",
             evidence=f"process {processes}, no supervisor among its parents; run: {runs}",
             cost="They hold cores, memory and GPUs.",
-            remedy=f"`so-tui runs` shows whether the run is alive, and then starts a supervisor again. If it is not: `kill {processes}`.",
+            remedy=(
+                "`so-tui runs` shows whether the run is alive, and then starts a supervisor again. "
+                f"If it is not: `kill {processes}`."
+            ),
         )
     if others:
         processes = " ".join(map(str, others))
@@ -383,7 +466,10 @@ def check_orphans(context: CheckContext) -> Iterator[Finding]:
             code="orphaned-ranks",
             severity="warning",
             title="Processes of another distributed run without a launcher",
-            evidence=f"process {processes}, parent ended: DeepSpeed's launcher leaves ranks and Adam workers behind when it is killed",
+            evidence=(
+                f"process {processes}, parent ended: DeepSpeed's launcher leaves ranks and Adam "
+                "workers behind when it is killed"
+            ),
             cost="They hold cores, memory and GPUs.",
             remedy=f"`kill {processes}`, if that run has ended.",
         )
@@ -402,7 +488,9 @@ def run_of(files: SystemFiles, pid: int) -> str | None:
 
 
 def _is_rank(files: SystemFiles, pid: int, arguments: list[str]) -> bool:
-    """Return whether a process is a rank, a child of one, or DeepSpeed's launcher, judging by the variables that torch launchers set."""
+    """Return whether a process is a rank, a child of one, or DeepSpeed's launcher, judging by the
+    variables that torch launchers set.
+    """
     names = {text.partition("=")[0] for text in _strings(files, pid, "environ")}
     return {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"} <= names or any(
         "deepspeed.launcher" in argument for argument in arguments
@@ -428,9 +516,11 @@ def _state_and_parent(files: SystemFiles, pid: int) -> tuple[str, int]:
 
 
 def _is_unsupervised(files: SystemFiles, pid: int) -> bool:
-    """Return whether a process has no supervisor among its parents, and its run's topmost process lost its parent or session leader.
+    """Return whether a process has no supervisor among its parents, and its run's topmost process
+    lost its parent or session leader.
 
-    Which process adopts orphans depends on the machine. A run that a user's script started still has the script's session.
+    Which process adopts orphans depends on the machine. A run that a user's script started still
+    has the script's session.
     """
     top = pid
     while pid > 1:
@@ -445,7 +535,8 @@ def _is_unsupervised(files: SystemFiles, pid: int) -> bool:
 
 
 def _adopted(files: SystemFiles, pid: int) -> bool:
-    """Return whether the parent is process 1 or the user's service manager, which usually adopt orphans.
+    """Return whether the parent is process 1 or the user's service manager, which usually adopt
+    orphans.
 
     In a container, process 1 may be the user's shell.
     """
@@ -460,7 +551,9 @@ def _strings(files: SystemFiles, pid: int, name: str) -> list[str]:
 
 
 def check_logout(context: CheckContext) -> Iterator[Finding]:
-    """Find login sessions whose processes end at logout. Those of the user's service manager outlive it if the user lingers."""
+    """Find login sessions whose processes end at logout. Those of the user's service manager
+    outlive it if the user lingers.
+    """
     if not context.files or "/session-" not in context.text("/proc/self/cgroup"):
         return
     where, settings = _logind_settings(context.files)
@@ -475,14 +568,25 @@ def check_logout(context: CheckContext) -> Iterator[Finding]:
             code="killed-at-logout",
             severity="warning",
             title="Runs end when you log out",
-            evidence=f"{where}: KillUserProcesses=yes; login session of {user}, lingering is {'on' if lingers else 'off'}",
-            cost="systemd kills every process of a session when it ends, including tmux and detached runs.",
-            remedy=f"{first}start so-tui with `systemd-run --user --scope so-tui`. Alternatively, run in a job of the scheduler.",
+            evidence=(
+                f"{where}: KillUserProcesses=yes; login session of {user}, lingering is "
+                f"{'on' if lingers else 'off'}"
+            ),
+            cost=(
+                "systemd kills every process of a session when it ends, including tmux and "
+                "detached runs."
+            ),
+            remedy=(
+                f"{first}start so-tui with `systemd-run --user --scope so-tui`. Alternatively, run "
+                "in a job of the scheduler."
+            ),
         )
 
 
 def _logind_settings(files: SystemFiles) -> tuple[str, dict[str, str]]:
-    """Return the file that sets KillUserProcesses, and all settings. Drop-ins are read after the main files, in name order."""
+    """Return the file that sets KillUserProcesses, and all settings. Drop-ins are read after the
+    main files, in name order.
+    """
     drop_ins = {
         name: folder
         for folder in _LOGIND_FOLDERS
@@ -502,7 +606,9 @@ def _logind_settings(files: SystemFiles) -> tuple[str, dict[str, str]]:
 
 
 def check_shared_memory_left(context: CheckContext) -> Iterator[Finding]:
-    """Find segments in /dev/shm that no process has open: they take memory until they are removed."""
+    """Find segments in /dev/shm that no process has open: they take memory until they are
+    removed.
+    """
     if not context.files:
         return
     found = {
@@ -532,7 +638,9 @@ def check_shared_memory_left(context: CheckContext) -> Iterator[Finding]:
 
 
 def _own_size(files: SystemFiles, path: str) -> int:
-    """Return the size of a regular file in bytes if it belongs to this user, otherwise 0. Another user's link to one is not this user's."""
+    """Return the size of a regular file in bytes if it belongs to this user, otherwise 0. Another
+    user's link to one is not this user's.
+    """
     try:
         found = files.path(path).lstat()
     except OSError:

@@ -1,7 +1,8 @@
 """Check what a run needs from this machine, and what its settings cost here.
 
-Codes: plan-does-not-fit, memory-in-use, no-room-for-checkpoints, little-room-for-checkpoints, checkpoints-in-memory,
-clipping-stops-overlap, no-main-core, gpu-allows-one-process, expandable-segments, job-too-short, job-ends-soon.
+Codes: plan-does-not-fit, memory-in-use, no-room-for-checkpoints, little-room-for-checkpoints,
+checkpoints-in-memory, clipping-stops-overlap, no-main-core, gpu-allows-one-process,
+expandable-segments, job-too-short, job-ends-soon.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def check_fits(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_memory_now(context: CheckContext) -> Iterator[Finding]:
-    """Find other processes that hold memory the plan counts on. Memory that grows on demand cannot be checked."""
+    """Find other processes that hold memory the plan counts on. Memory that grows on demand cannot
+    be checked.
+    """
     if not context.plan or not context.files or context.machine.memory_grows:
         return
     needed, free = (
@@ -50,9 +53,15 @@ def check_memory_now(context: CheckContext) -> Iterator[Finding]:
             code="memory-in-use",
             severity="warning",
             title="Other processes hold memory that this run needs",
-            evidence=f"available {memory_size(free)} (/proc/meminfo, cgroup); the run needs {memory_size(needed)}{_largest(context)}",
+            evidence=(
+                f"available {memory_size(free)} (/proc/meminfo, cgroup); the run needs "
+                f"{memory_size(needed)}{_largest(context)}"
+            ),
             cost="When memory runs out, the kernel ends a process, most likely this run.",
-            remedy="End processes that you do not need (`ps aux --sort -rss | head`), or lower `offload.ratio`.",
+            remedy=(
+                "End processes that you do not need (`ps aux --sort -rss | head`), or lower "
+                "`offload.ratio`."
+            ),
         )
 
 
@@ -76,7 +85,9 @@ def _largest(context: CheckContext) -> str:
 
 
 def check_disk(context: CheckContext) -> Iterator[Finding]:
-    """Check the free disk space for checkpoints: what the plan needs, or a minimum without a plan."""
+    """Check the free disk space for checkpoints: what the plan needs, or a minimum without a
+    plan.
+    """
     if context.checkpoints is None:
         return
     folder = _existing_parent(context.checkpoints)
@@ -92,7 +103,10 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
             title="Not enough disk space for the checkpoints of this run",
             evidence=f"{folder}: {disk_size(free)} free; the run needs {disk_size(needed)}",
             cost="Training would stop at the first checkpoint that does not fit.",
-            remedy="Free some space, set `checkpoint.folder` to another disk, or lower `checkpoint.keep`.",
+            remedy=(
+                "Free some space, set `checkpoint.folder` to another disk, or lower "
+                "`checkpoint.keep`."
+            ),
         )
     elif context.plan is None and free < _LITTLE_DISK_BYTES:
         yield Finding(
@@ -100,13 +114,18 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="Little disk space for checkpoints",
             evidence=f"{folder}: {disk_size(free)} free",
-            cost="A checkpoint takes 12 bytes per parameter (96 GB for 8 B parameters), an export another 2.",
+            cost=(
+                "A checkpoint takes 12 bytes per parameter (96 GB for 8 B parameters), an export "
+                "another 2."
+            ),
             remedy="Pass `--runs-dir`, or set `checkpoint.folder` to a larger disk.",
         )
 
 
 def check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
-    """Find a folder for checkpoints whose files take host memory and are lost when the host restarts."""
+    """Find a folder for checkpoints whose files take host memory and are lost when the host
+    restarts.
+    """
     if context.checkpoints is None:
         return
     import psutil
@@ -123,13 +142,18 @@ def check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="Checkpoints would be kept in host memory",
             evidence=f"{folder} is in {mount}, a {mounts[mount]}",
-            cost="They take memory that the run needs, and are lost when the host restarts or, in many jobs, when the job ends.",
+            cost=(
+                "They take memory that the run needs, and are lost when the host restarts or, in "
+                "many jobs, when the job ends."
+            ),
             remedy="Pass `--runs-dir`, or set `checkpoint.folder` to a folder on a disk.",
         )
 
 
 def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
-    """Find settings that slow down or break DeepSpeed's own SuperOffload, but not so-tui's engine."""
+    """Find settings that slow down or break DeepSpeed's own SuperOffload, but not so-tui's
+    engine.
+    """
     if (
         not context.plan
         or context.plan.mode != "superoffload"
@@ -144,7 +168,10 @@ def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="Gradient clipping stops the overlap of DeepSpeed's SuperOffload",
             evidence=f"train.gradient_clipping = {clipping:g}, offload.engine = deepspeed",
-            cost="No sub-group is stepped during backward: on one H200, 4B at ratio 0.9 took 6.1 s a step with clipping and 4.7 s without.",
+            cost=(
+                "No sub-group is stepped during backward: on one H200, 4B at ratio 0.9 took 6.1 s "
+                "a step with clipping and 4.7 s without."
+            ),
             remedy=f"{remedy}, which clips exactly and overlaps; or `train.gradient_clipping = 0`.",
         )
     fraction = context.plan.spec.offload.cpu_adam_cores_fraction
@@ -155,8 +182,14 @@ def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="DeepSpeed's SuperOffload leaves no core to the training process",
             evidence=f"{per_rank} cores per rank, offload.cpu_adam_cores_fraction = {fraction:g}",
-            cost="The training process's share rounds down to zero cores, so both processes run on all cores.",
-            remedy=f"{remedy}, or lower the fraction so that it leaves at least one core of {per_rank}.",
+            cost=(
+                "The training process's share rounds down to zero cores, so both processes run on "
+                "all cores."
+            ),
+            remedy=(
+                f"{remedy}, or lower the fraction so that it leaves at least one core of "
+                f"{per_rank}."
+            ),
         )
     exclusive = [
         gpu for gpu in context.nvidia_gpus if (gpu.compute_mode or "").startswith("Exclusive")
@@ -167,8 +200,14 @@ def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
             severity="blocks",
             title="DeepSpeed's Adam worker needs a GPU that accepts two processes",
             evidence=f"GPU {exclusive[0].index}: compute mode {exclusive[0].compute_mode} (NVML)",
-            cost="The worker cannot open the GPU, and the first step waits for it until the time limit.",
-            remedy=f"{remedy}, whose Adam worker does not use the GPU; or as root: `nvidia-smi -c DEFAULT`.",
+            cost=(
+                "The worker cannot open the GPU, and the first step waits for it until the time "
+                "limit."
+            ),
+            remedy=(
+                f"{remedy}, whose Adam worker does not use the GPU; or as root: `nvidia-smi -c "
+                "DEFAULT`."
+            ),
         )
     settings = context.environment.get("PYTORCH_ALLOC_CONF", "") + context.environment.get(
         "PYTORCH_CUDA_ALLOC_CONF", ""
@@ -179,13 +218,18 @@ def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
             severity="warning",
             title="expandable_segments with DeepSpeed's SuperOffload",
             evidence=f"environment: {settings}",
-            cost="GPU memory cannot be shared with another process then, which older releases rely on.",
+            cost=(
+                "GPU memory cannot be shared with another process then, which older releases rely "
+                "on."
+            ),
             remedy=f"{remedy}, or remove the setting from the environment.",
         )
 
 
 def check_job_time(context: CheckContext) -> Iterator[Finding]:
-    """Check that the Slurm job outlasts the run. Slurm 22.05 and newer set the end time of the job."""
+    """Check that the Slurm job outlasts the run. Slurm 22.05 and newer set the end time of the
+    job.
+    """
     end = context.environment.get("SLURM_JOB_END_TIME", "")
     if not end.isdigit():
         return
@@ -200,11 +244,17 @@ def check_job_time(context: CheckContext) -> Iterator[Finding]:
             code="job-too-short",
             severity="warning",
             title="The job ends before the run does",
-            evidence=f"{evidence}; {steps} steps of {step_s:.2f} s (predicted) take {duration(steps * step_s)}",
+            evidence=(
+                f"{evidence}; {steps} steps of {step_s:.2f} s (predicted) take "
+                f"{duration(steps * step_s)}"
+            ),
             cost="The run ends early and can resume from its last checkpoint."
             if saves
             else "Steps since the last checkpoint are lost.",
-            remedy="Request more time (`--time`), or set `checkpoint.every_steps` and continue later with `so-tui resume`.",
+            remedy=(
+                "Request more time (`--time`), or set `checkpoint.every_steps` and continue later "
+                "with `so-tui resume`."
+            ),
         )
     elif left_s < _JOB_ENDS_SOON_S:
         yield Finding(

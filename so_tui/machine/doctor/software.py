@@ -1,8 +1,9 @@
 """Check the installed software and the environment variables that a training process would inherit.
 
-Codes: missing-packages, untested-deepspeed, version-too-old, version-too-new, untested-set, torch-cpu-only, torch-no-rocm,
-binding-forbidden, no-numactl, no-compiler, no-ninja, adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention,
-omp-single-thread, kmp-affinity, arch-list-suffix.
+Codes: missing-packages, untested-deepspeed, version-too-old, version-too-new, untested-set,
+torch-cpu-only, torch-no-rocm, binding-forbidden, no-numactl, no-compiler, no-ninja,
+adam-not-compiled, no-cuda-toolkit, cuda-toolkit-mismatch, slower-attention, omp-single-thread,
+kmp-affinity, arch-list-suffix.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_versions(context: CheckContext) -> Iterator[Finding]:
-    """Check that each package is within the tested bounds, and that all of them were tested together."""
+    """Check that each package is within the tested bounds, and that all of them were tested
+    together.
+    """
     installed = context.machine.software
     if not context.machine.live or not installed.torch:
         return
@@ -67,7 +70,10 @@ def check_versions(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="These versions were not tested together",
             evidence=", ".join(f"{package} {getattr(installed, package)}" for package in PACKAGES),
-            cost="None is known: each version lies between the oldest and the newest that were tested.",
+            cost=(
+                "None is known: each version lies between the oldest and the newest that were "
+                "tested."
+            ),
             remedy="No action needed. Should a run fail where it should not, take a tested set: "
             + "; or ".join(
                 ", ".join(f"{package} {version}" for package, version in each.versions.items())
@@ -85,14 +91,20 @@ def _outside(bound: Bound, version: str) -> Finding:
             severity="blocks",
             title=f"DeepSpeed {version} is not supported",
             evidence=f"{evidence}, whose internals the offload engine uses",
-            cost="With another version, weights could be updated wrongly without an error, so the engine refuses it.",
+            cost=(
+                "With another version, weights could be updated wrongly without an error, so the "
+                "engine refuses it."
+            ),
             remedy=f"`pip install deepspeed=={bound.newest}`",
         )
     too_old = version_numbers(version) < version_numbers(bound.oldest)
     return Finding(
         code="version-too-old" if too_old else "version-too-new",
         severity="warning",
-        title=f"{bound.package} {version} is {'older' if too_old else 'newer'} than any that was tested",
+        title=(
+            f"{bound.package} {version} is {'older' if too_old else 'newer'} than any that was "
+            "tested"
+        ),
         evidence=evidence,
         cost=f"Runs may fail. {bound.older}"
         if too_old
@@ -108,9 +120,15 @@ def check_torch_build(context: CheckContext) -> Iterator[Finding]:
             code="torch-cpu-only",
             severity="blocks",
             title="torch is built for the CPU only",
-            evidence=f"torch {installed.torch} without CUDA, on a machine with {len(context.nvidia_gpus)} NVIDIA GPU(s)",
+            evidence=(
+                f"torch {installed.torch} without CUDA, on a machine with "
+                f"{len(context.nvidia_gpus)} NVIDIA GPU(s)"
+            ),
             cost="Training would not use the GPUs.",
-            remedy="Install a CUDA build: torch 2.11 or newer from PyPI, or with `--index-url https://download.pytorch.org/whl/cu130`.",
+            remedy=(
+                "Install a CUDA build: torch 2.11 or newer from PyPI, or with `--index-url "
+                "https://download.pytorch.org/whl/cu130`."
+            ),
         )
     if (
         any(gpu.shares_memory for gpu in context.machine.gpus)
@@ -137,7 +155,10 @@ def check_memory_binding(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="numactl is not installed",
             evidence="no numactl on PATH",
-            cost="None: DeepSpeed's launcher runs without its core binding, and each rank binds itself.",
+            cost=(
+                "None: DeepSpeed's launcher runs without its core binding, and each rank binds "
+                "itself."
+            ),
             remedy="No action needed. The package is called numactl.",
         )
         return
@@ -153,13 +174,18 @@ def check_memory_binding(context: CheckContext) -> Iterator[Finding]:
         severity="warning" if several else "note",
         title="Memory cannot be bound to a NUMA node here",
         evidence=f"{trial} (containers without CAP_SYS_NICE forbid it)",
-        cost=f"DeepSpeed's launcher runs without its core binding. Each rank binds its cores itself{consequence}",
+        cost=(
+            "DeepSpeed's launcher runs without its core binding. Each rank binds its cores "
+            f"itself{consequence}"
+        ),
         remedy="Start the container with `--cap-add SYS_NICE`.",
     )
 
 
 def check_build_tools(context: CheckContext) -> Iterator[Finding]:
-    """Check what compiles CPU Adam: a compiler in every offload mode, and ninja for DeepSpeed's own."""
+    """Check what compiles CPU Adam: a compiler in every offload mode, and ninja for DeepSpeed's
+    own.
+    """
     installed = context.machine.software
     if (
         not context.machine.live
@@ -175,7 +201,10 @@ def check_build_tools(context: CheckContext) -> Iterator[Finding]:
             severity="blocks" if context.uses_deepspeed_adam else "note",
             title="ninja is missing",
             evidence="no package ninja, and `ninja --version` failed",
-            cost="DeepSpeed's CPU Adam (zerooffload, or offload.engine = deepspeed) cannot be compiled. so-tui's own does not need ninja.",
+            cost=(
+                "DeepSpeed's CPU Adam (zerooffload, or offload.engine = deepspeed) cannot be "
+                "compiled. so-tui's own does not need ninja."
+            ),
             remedy="`pip install ninja`; then compile it with `so-tui doctor --fix`.",
         )
     if context.uses_deepspeed_adam and context.files and not _is_compiled(context):
@@ -191,15 +220,18 @@ def check_build_tools(context: CheckContext) -> Iterator[Finding]:
 
 def _no_compiler(context: CheckContext) -> Finding:
     remedy = (
-        "Install g++ (or load the site's compiler module). `so-tui doctor --fix` then compiles CPU Adam ahead, also for machines of "
-        "the same kind that share the home folder."
+        "Install g++ (or load the site's compiler module). `so-tui doctor --fix` then compiles CPU "
+        "Adam ahead, also for machines of the same kind that share the home folder."
     )
     if context.files is not None and has_adam_kernel(context.files, context.environment):
         return Finding(
             code="no-compiler",
             severity="note",
             title="No C++ compiler",
-            evidence=f"`c++ --version` (or $CXX) failed; {kernel_folder(context.environment)} contains a compiled CPU Adam",
+            evidence=(
+                f"`c++ --version` (or $CXX) failed; {kernel_folder(context.environment)} contains "
+                "a compiled CPU Adam"
+            ),
             cost="None, if that was compiled for this kind of CPU.",
             remedy=remedy,
         )
@@ -214,7 +246,8 @@ def _no_compiler(context: CheckContext) -> Finding:
 
 
 def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
-    """Return whether a compiled CPU Adam exists that would be loaded, which nobody else can write. In a copied machine owners are unknown.
+    """Return whether a compiled CPU Adam exists that would be loaded, which nobody else can write.
+    In a copied machine owners are unknown.
 
     Whether it suits this CPU is checked when it is loaded.
     """
@@ -232,7 +265,9 @@ def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
 
 
 def check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
-    """Check the CUDA toolkit, which DeepSpeed compares with torch's CUDA version before it compiles its CPU Adam."""
+    """Check the CUDA toolkit, which DeepSpeed compares with torch's CUDA version before it compiles
+    its CPU Adam.
+    """
     installed = context.machine.software
     if (
         not context.machine.live
@@ -258,14 +293,21 @@ def check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
         if installed.cuda_toolkit
         else "No CUDA toolkit",
         evidence=f"{nvcc}; torch {installed.torch} for CUDA {installed.torch_cuda}",
-        cost="DeepSpeed may refuse to compile its CPU Adam (zerooffload, or offload.engine = deepspeed).",
-        remedy="Use `offload.mode = superoffload` with so-tui's own engine, which needs no toolkit; or load the matching CUDA module, "
-        "or set DS_SKIP_CUDA_CHECK=1.",
+        cost=(
+            "DeepSpeed may refuse to compile its CPU Adam (zerooffload, or offload.engine = "
+            "deepspeed)."
+        ),
+        remedy=(
+            "Use `offload.mode = superoffload` with so-tui's own engine, which needs no toolkit; "
+            "or load the matching CUDA module, or set DS_SKIP_CUDA_CHECK=1."
+        ),
     )
 
 
 def _toolkits_agree(toolkit_version: str, torch_cuda: str) -> bool:
-    """Return whether DeepSpeed 0.19.8 accepts a toolkit: the same version, or any minor version of CUDA 12."""
+    """Return whether DeepSpeed 0.19.8 accepts a toolkit: the same version, or any minor version of
+    CUDA 12.
+    """
     return toolkit_version == torch_cuda or (
         toolkit_version.startswith("12.") and torch_cuda.startswith("12.")
     )
@@ -278,7 +320,9 @@ def _is_compiled(context: CheckContext) -> bool:
 
 
 def check_attention(context: CheckContext) -> Iterator[Finding]:
-    """Find a faster attention backend for this GPU than the installed ones; models and settings decide in the end (the plan says)."""
+    """Find a faster attention backend for this GPU than the installed ones; models and settings
+    decide in the end (the plan says).
+    """
     installed = context.machine.software
     if not context.machine.live or not context.nvidia_gpus or installed.torch is None:
         return
@@ -296,8 +340,11 @@ def check_attention(context: CheckContext) -> Iterator[Finding]:
         severity="note",
         title=f"Attention uses {used.backend}; {best.backend} is faster on this GPU",
         evidence=f"{context.nvidia_gpus[0].name}; {best.backend} is not installed",
-        cost="On an H200, attention takes half the time with it where documents are long: with one of 65,536 tokens a step of 4 billion "
-        "parameters took 12.9 s instead of 20.9. With documents of a few hundred tokens it gains little.",
+        cost=(
+            "On an H200, attention takes half the time with it where documents are long: with one "
+            "of 65,536 tokens a step of 4 billion parameters took 12.9 s instead of 20.9. With "
+            "documents of a few hundred tokens it gains little."
+        ),
         remedy="Install so-tui with the extra `flash` too (CUDA 13, no compiler).",
     )
 
@@ -309,7 +356,10 @@ def check_environment(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="OMP_NUM_THREADS is 1",
             evidence="environment variable OMP_NUM_THREADS=1",
-            cost="None for runs started by so-tui, which set it themselves. Other trainers would run CPU Adam on one thread.",
+            cost=(
+                "None for runs started by so-tui, which set it themselves. Other trainers would "
+                "run CPU Adam on one thread."
+            ),
             remedy="No action needed.",
         )
     if "KMP_AFFINITY" in context.environment:
@@ -318,7 +368,10 @@ def check_environment(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="KMP_AFFINITY is set",
             evidence=f"environment variable KMP_AFFINITY={context.environment['KMP_AFFINITY']}",
-            cost="DeepSpeed's launcher refuses to bind cores with it, so so-tui removes it from a run's environment.",
+            cost=(
+                "DeepSpeed's launcher refuses to bind cores with it, so so-tui removes it from a "
+                "run's environment."
+            ),
             remedy="No action needed. For other trainers: `unset KMP_AFFINITY`.",
         )
     architectures = context.environment.get("TORCH_CUDA_ARCH_LIST", "")
@@ -329,8 +382,14 @@ def check_environment(context: CheckContext) -> Iterator[Finding]:
             severity="note",
             title="TORCH_CUDA_ARCH_LIST has a suffix letter",
             evidence=f"environment variable TORCH_CUDA_ARCH_LIST={architectures}",
-            cost="DeepSpeed's build of FusedAdam fails on it, so so-tui passes the list without letters to its runs.",
-            remedy=f"No action needed. For other trainers: `export TORCH_CUDA_ARCH_LIST='{without_suffix}'`.",
+            cost=(
+                "DeepSpeed's build of FusedAdam fails on it, so so-tui passes the list without "
+                "letters to its runs."
+            ),
+            remedy=(
+                "No action needed. For other trainers: `export "
+                f"TORCH_CUDA_ARCH_LIST='{without_suffix}'`."
+            ),
         )
 
 

@@ -1,4 +1,6 @@
-"""The geometry of charts: spans per dot column, scales, ticks, and dots turned into characters. Pure data in, text out."""
+"""The geometry of charts: spans per dot column, scales, ticks, and dots turned into characters.
+Pure data in, text out.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from so_tui.ui.text import GlyphName
 
 Span = tuple[float, float]
 OUTLIER_RANGES = 3.0
-"""How many times the range of the middle half of all values a value may lie outside of it, on a scale that leaves outliers out."""
+"""How many times the range of the middle half of all values a value may lie outside of it, on a
+scale that leaves outliers out.
+"""
 
 
 SIGN_CELLS, SIGN_SHIFT = 24, 7
@@ -53,7 +57,9 @@ class Scale:
     log: bool = False
 
     def height(self, value: float, dots: int) -> int | None:
-        """Return the dot row of ``value`` counted from the bottom, clamped into ``0 .. dots - 1``."""
+        """Return the dot row of ``value`` counted from the bottom, clamped into
+        ``0 .. dots - 1``.
+        """
         if self.log:
             if value <= 0:
                 return None
@@ -104,7 +110,9 @@ def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list
 
 
 def _without_outliers(values: list[float]) -> Span:
-    """Return least and greatest of these values that lie within OUTLIER_RANGES times the range of their middle half around it."""
+    """Return least and greatest of these values that lie within OUTLIER_RANGES times the range of
+    their middle half around it.
+    """
     values.sort()
     first, third = values[len(values) // 4], values[3 * len(values) // 4]
     reach = OUTLIER_RANGES * (third - first)
@@ -129,7 +137,8 @@ def fit_scale(
     ceiling: float | None = None,
     robust: bool = False,
 ) -> Scale:
-    """Return a scale that holds all spans with a little air. ``zero`` keeps 0 on it, ``ceiling`` that value; without values: 0 to 1.
+    """Return a scale that holds all spans with a little air. ``zero`` keeps 0 on it, ``ceiling``
+    that value; without values: 0 to 1.
 
     ``log`` is given up where no value is positive. A ``robust`` scale leaves outliers out.
     """
@@ -225,7 +234,9 @@ _TIME_STEPS = (
 
 
 def time_values(low: float, high: float, most: int) -> list[float]:
-    """Return at most ``most`` multiples of a customary length of time in ``[low, high]`` (seconds)."""
+    """Return at most ``most`` multiples of a customary length of time in ``[low, high]``
+    (seconds).
+    """
     for step in _TIME_STEPS:
         first, last = math.ceil(low / step), math.floor(high / step)
         if last - first + 1 <= most:
@@ -235,7 +246,9 @@ def time_values(low: float, high: float, most: int) -> list[float]:
 
 @cache
 def _runs(glyphs: Glyphs) -> list[list[list[int]]]:
-    """Return the mask of a run of dots within a cell, by column, first and last dot from the top."""
+    """Return the mask of a run of dots within a cell, by column, first and last dot from the
+    top.
+    """
     rows = range(glyphs.rows)
     return [
         [[sum(bits[first : last + 1]) for last in rows] for first in rows] for bits in glyphs.bits
@@ -258,7 +271,9 @@ class Canvas:
         """Characters in place of dots, by row and cell."""
 
     def column(self, column: int, low: int, high: int, layer: int) -> None:
-        """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the whole cell, or stands beside others."""
+        """Set the dots ``low .. high`` (from the bottom) of one dot column; a later layer takes the
+        whole cell, or stands beside others.
+        """
         cell, sub = divmod(column, self.glyphs.columns)
         table, rows, last = self._runs[sub], self.glyphs.rows, self.dots - 1
         first_row, first_dot = divmod(last - high, rows)
@@ -289,10 +304,12 @@ class Canvas:
         connect: bool = True,
         beside: frozenset[int] = frozenset(),
     ) -> None:
-        """Draw one line: each column's span, joined to the one before it unless a gap lies between them.
+        """Draw one line: each column's span, joined to the one before it unless a gap lies between
+        them.
 
-        Without ``connect`` it is a band: columns between two spans are filled, but spans are not stretched to touch. Layers ``beside``
-        stay visible where this one is drawn: their dots remain, and every other shared cell keeps their colour.
+        Without ``connect`` it is a band: columns between two spans are filled, but spans are not
+        stretched to touch. Layers ``beside`` stay visible where this one is drawn: their dots
+        remain, and every other shared cell keeps their colour.
         """
         self._beside = beside
         broken = set(gaps)
@@ -313,7 +330,9 @@ class Canvas:
     def _join(
         self, before: tuple[int, int, int], column: int, low: int, high: int, layer: int
     ) -> tuple[int, int]:
-        """Fill what lies between two spans; returns the later span, stretched to touch the earlier one."""
+        """Fill what lies between two spans; returns the later span, stretched to touch the earlier
+        one.
+        """
         start, before_low, before_high = before
         if column - start == 1:
             if low > before_high + 1:
@@ -344,7 +363,9 @@ class Canvas:
             )
 
     def sign(self, layer: int, character: str) -> None:
-        """Mark a line where it is seen, every SIGN_CELLS cells, and elsewhere than the lines before and after it."""
+        """Mark a line where it is seen, every SIGN_CELLS cells, and elsewhere than the lines before
+        and after it.
+        """
         seen = [
             (cell, rows)
             for cell in range(self.width)
@@ -355,7 +376,9 @@ class Canvas:
                 self._signs.setdefault(rows[len(rows) // 2], {})[cell] = character
 
     def row(self, row: int) -> list[tuple[str, int]]:
-        """Return the characters of one row with their layer (-1: empty), neighbours of one layer joined."""
+        """Return the characters of one row with their layer (-1: empty), neighbours of one layer
+        joined.
+        """
         characters = self.glyphs.characters
         runs: list[tuple[str, int]] = []
         text, current = "", self.layers[row][0] if self.width else -1

@@ -47,7 +47,9 @@ class Look(NamedTuple):
 
     role: str
     sign: str
-    """The letter that stands on the line and beside its name; empty where the colour alone tells."""
+    """The letter that stands on the line and beside its name; empty where the colour alone
+    tells.
+    """
 
 
 def look_of(index: int, *, coloured: bool) -> Look:
@@ -89,7 +91,8 @@ class Heading(NamedTuple):
 
 
 def arranged(title: list[Segment], figures: Sequence[Figure], room: int, height: int) -> Heading:
-    """Return as many values and notes as fit beside the title; none is cut, since a cut number is another number.
+    """Return as many values and notes as fit beside the title; none is cut, since a cut number is
+    another number.
 
     Args:
         title: The title, and what follows it whatever else there is.
@@ -119,7 +122,9 @@ def arranged(title: list[Segment], figures: Sequence[Figure], room: int, height:
 
 
 class ChartFrame(NamedTuple):
-    """Makes the rows of a chart of ``width`` cells, with ``inset`` cells of a frame at either side: 1, or 0 without one."""
+    """Makes the rows of a chart of ``width`` cells, with ``inset`` cells of a frame at either side:
+    1, or 0 without one.
+    """
 
     width: int
     inset: int
@@ -190,7 +195,9 @@ class Drag:
 
 
 class AxisMouse(DrawnRowsMixin):
-    """A widget with an x axis right of its gutter. What the mouse asks for is posted; the screen, which owns the axis, answers."""
+    """A widget with an x axis right of its gutter. What the mouse asks for is posted; the screen,
+    which owns the axis, answers.
+    """
 
     ALLOW_SELECT = False  # dragging zooms
 
@@ -323,7 +330,9 @@ LEAST_COLUMNS = 4
 
 
 class Chart(AxisMouse, can_focus=True):
-    """One titled plot. Data comes whole through ``show``; nothing is computed while lines are drawn."""
+    """One titled plot. Data comes whole through ``show``; nothing is computed while lines are
+    drawn.
+    """
 
     ALLOW_MAXIMIZE = True
     ROLES: ClassVar[dict[str, str]] = {
@@ -386,7 +395,9 @@ class Chart(AxisMouse, can_focus=True):
         self.mark_gaps = mark_gaps
         """Whether gaps of the first line are marked on the axis."""
         self.turns = ""
-        """The number of the page, at the end of the axis, or beside the title without a frame; a click on it turns the page."""
+        """The number of the page, at the end of the axis, or beside the title without a frame; a
+        click on it turns the page.
+        """
         self.alarm = ""
         self.progress = ""
         self.log_scale = self.robust = False
@@ -420,7 +431,8 @@ class Chart(AxisMouse, can_focus=True):
         alarm: str = "",
         progress: str = "",
     ) -> None:
-        """Show new data; ``names`` label each line's value in the heading, where an empty one hides it.
+        """Show new data; ``names`` label each line's value in the heading, where an empty one hides
+        it.
 
         ``progress`` says what is still to come, and ``alarm`` what is wrong; both follow the title.
         """
@@ -491,7 +503,8 @@ class Chart(AxisMouse, can_focus=True):
         styles = self._role_styles.get(self)
         frame = ChartFrame(width, self.inset, styles)
         heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
-        # Values that find no room beside the title have a row of their own, where that leaves a plot.
+        # Values that find no room beside the title have a row of their own, where that leaves a
+        # plot.
         rows = [frame.row(heading.below)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
         roomy = columns >= LEAST_COLUMNS and height >= 3
         if roomy and self.axis is not None and any(line.length for line in self.lines):
@@ -510,7 +523,9 @@ class Chart(AxisMouse, can_focus=True):
     def _body(
         self, axis: Axis, width: int, height: int, frame: ChartFrame, styles: dict[str, Style]
     ) -> list[Strip]:
-        """Return plot and axis, cached while nothing of them changes: values beyond the range are no change."""
+        """Return plot and axis, cached while nothing of them changes: values beyond the range are
+        no change.
+        """
         size = width, height, self.inset
         drawn = (
             *size,
@@ -547,7 +562,8 @@ class Chart(AxisMouse, can_focus=True):
         return self._body_strips
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
-        """Return the marks, and one for each of ``width`` columns where the first line has a gap or a marked one values.
+        """Return the marks, and one for each of ``width`` columns where the first line has a gap or
+        a marked one values.
 
         Those cover the others.
         """
@@ -570,7 +586,9 @@ class Chart(AxisMouse, can_focus=True):
     def _plot(
         self, axis: Axis, width: int, height: int, styles: dict[str, Style], key: tuple[object, ...]
     ) -> tuple[list[list[Segment]], Scale]:
-        """Return the plot area, cached while ``key`` does not change: moving a cursor does not draw it again."""
+        """Return the plot area, cached while ``key`` does not change: moving a cursor does not draw
+        it again.
+        """
         if key != self._plot_key:
             self._plot_key = key
             self._plotted = plot_rows(
@@ -586,7 +604,9 @@ class Chart(AxisMouse, can_focus=True):
         return scale
 
     def _title(self, styles: Mapping[str, Style], room: int) -> list[Segment]:
-        """Return the title, with the number of the page, what is still being read, and what is wrong."""
+        """Return the title, with the number of the page, what is still being read, and what is
+        wrong.
+        """
         title = [Segment(self.title, styles["title"])]
         scaled = self.log_scale or self.robust  # which must be read rather than the page
         if (

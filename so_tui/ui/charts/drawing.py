@@ -15,7 +15,9 @@ from so_tui.ui.charts.series import Axis, Line
 from so_tui.units import mark_duration, thousands
 
 GUTTER = 7
-"""Cells left of every plot, the same everywhere, so that plots above each other share their columns."""
+"""Cells left of every plot, the same everywhere, so that plots above each other share their
+columns.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ def value_at(line: Line, axis: Axis, x: float) -> float | None:
 
 
 def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
-    """Return a key of a plot: equal keys, equal plots. Values right of the range are left out, so that a held axis keeps its plot."""
+    """Return a key of a plot: equal keys, equal plots. Values right of the range are left out, so
+    that a held axis keeps its plot.
+    """
     lengths = []
     for line in lines:
         positions, end = line.times, axis.high
@@ -67,7 +71,9 @@ def x_text(axis: Axis, x: float) -> str:
 
 
 def _tick_text(axis: Axis, x: float) -> str:
-    """Return ``x_text`` with every part of a time: neighbours deep in a long run differ in the last."""
+    """Return ``x_text`` with every part of a time: neighbours deep in a long run differ in the
+    last.
+    """
     return (
         x_text(axis, x)
         if axis.unit == "step"
@@ -85,7 +91,9 @@ def plot_rows(
     *,
     fit: Callable[[list[list[tuple[float, float] | None]]], Scale] | None = None,
 ) -> tuple[list[list[Segment]], Scale]:
-    """Return the plot area as segments by row, and its scale: ``scale``, or the one that ``fit`` makes of the visible spans."""
+    """Return the plot area as segments by row, and its scale: ``scale``, or the one that ``fit``
+    makes of the visible spans.
+    """
     width, height = size
     canvas = Canvas(width, height, glyphs)
     measured = [spans(line, axis, canvas.columns) for line in lines]
@@ -94,7 +102,8 @@ def plot_rows(
         scale = fit([found for found, _ in measured])
     for layer, (found, gaps) in enumerate(measured):
         role = lines[layer].role
-        # In a plot of one or two rows a GPU's line would hide that of its node all along, and a value the limit that it is close to.
+        # In a plot of one or two rows a GPU's line would hide that of its node all along, and a
+        # value the limit that it is close to.
         below = [(other, line.role) for other, line in enumerate(lines[:layer])]
         beside = frozenset(
             other for other, kind in below if kind == "limit" or (role == "gpu" and kind != "band")
@@ -119,7 +128,8 @@ def axis_row(
 ) -> list[Segment]:
     """Return the x axis: a thin rule with round values and marks.
 
-    Labels keep off the marks, unless many marks leave no room for two: then those that labels cover are not drawn.
+    Labels keep off the marks, unless many marks leave no room for two: then those that labels cover
+    are not drawn.
     """
     cells: list[tuple[str, str]] = [("─", "axis")] * width
     marked = {
@@ -146,7 +156,9 @@ def _column(axis: Axis, x: float, width: int) -> int:
 
 
 def _labels(axis: Axis, width: int, taken: Collection[int]) -> list[tuple[int, str]]:
-    """Return round values with their first cells: few, but two besides 0 where the axis has room, so that lengths can be read off it."""
+    """Return round values with their first cells: few, but two besides 0 where the axis has room,
+    so that lengths can be read off it.
+    """
     most = max(2, width // 11)
     best: list[tuple[int, str]] = []
     for number in range(most, max(most, width // 4) + 1):
@@ -208,7 +220,9 @@ def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> lis
 def with_cursor(
     row: list[Segment], axis: Axis | None, cursor: float | None, width: int, style: Style
 ) -> list[Segment]:
-    """Return a row of a plot with the cursor's cell replaced; what crosses it stays visible in the cursor's colour."""
+    """Return a row of a plot with the cursor's cell replaced; what crosses it stays visible in the
+    cursor's colour.
+    """
     if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
         return row
     column = _column(axis, cursor, width)
@@ -229,7 +243,9 @@ def with_cursor(
 def gutter_text(
     scale: Scale, height: int, format_value: Callable[[float], str], per: float = 1.0
 ) -> list[str]:
-    """Return the y labels of a plot, one text of GUTTER cells per row, at most every third row named; values are divided by ``per``."""
+    """Return the y labels of a plot, one text of GUTTER cells per row, at most every third row
+    named; values are divided by ``per``.
+    """
     texts = [" " * GUTTER] * height
     for value in ticks(
         Scale(scale.low / per, scale.high / per, scale.log), max(2, height // 3 + 1)
@@ -241,7 +257,8 @@ def gutter_text(
 
 
 def _label(value: float, text: str) -> str:
-    """Return a value in the cells of a label, where it is written too long as ``text``; empty if no other way is shorter.
+    """Return a value in the cells of a label, where it is written too long as ``text``; empty if no
+    other way is shorter.
 
     None is cut, since a cut number is another number.
     """
@@ -264,7 +281,9 @@ def role_css(prefix: str, roles: Mapping[str, str]) -> str:
 
 
 class RoleStyles:
-    """A widget's component styles by role, looked up again only when theme or focus changed: looking them up costs as much as drawing."""
+    """A widget's component styles by role, looked up again only when theme or focus changed:
+    looking them up costs as much as drawing.
+    """
 
     def __init__(self, prefix: str, roles: Iterable[str]) -> None:
         self._prefix, self._roles = prefix, tuple(roles)

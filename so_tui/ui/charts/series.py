@@ -1,4 +1,6 @@
-"""Numbers over time. Drawing any range of them costs as much as the chart has columns, whatever the length of the run."""
+"""Numbers over time. Drawing any range of them costs as much as the chart has columns, whatever the
+length of the run.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ from so_tui.runs.samples import NO_EXTREMES, MinMaxPyramid
 from so_tui.svg import Curve, curves
 
 FANOUT = 16
-"""A range query takes under 100 comparisons at a million values, and the pyramid 7 % more memory."""
+"""A range query takes under 100 comparisons at a million values, and the pyramid 7 % more
+memory.
+"""
 
 
 class Series:
     """Append-only values with their extremes. NaN and infinities are gaps.
 
-    One thread appends. Others may read at the same time, up to a length that they learned after an append.
+    One thread appends. Others may read at the same time, up to a length that they learned after an
+    append.
     """
 
     __slots__ = ("_extremes", "_gap_values", "_gaps", "_last")
@@ -59,7 +64,9 @@ class Series:
         last: Sequence[float],
         missing: Sequence[float],
     ) -> None:
-        """Append entries that stand for several values each, before any others: extremes, last value, number of values that are missing."""
+        """Append entries that stand for several values each, before any others: extremes, last
+        value, number of values that are missing.
+        """
         for index, count in enumerate(missing, len(self)):
             if count > 0:
                 self._add_gap(index, int(count))
@@ -77,7 +84,9 @@ class Series:
         return (self._extremes.low(index) + self._extremes.high(index)) / 2
 
     def extremes(self, start: int, stop: int) -> tuple[float, float] | None:
-        """Return minimum and maximum of the values ``[start, stop)``; None if there is none to draw."""
+        """Return minimum and maximum of the values ``[start, stop)``; None if there is none to
+        draw.
+        """
         return self._extremes.extremes(start, stop)
 
     def missing(self, length: int) -> int:
@@ -103,14 +112,18 @@ class TrailingMean:
         self._counts: deque[float] = deque()
 
     def add(self, step: float, values: float, count: float = 1) -> None:
-        """Add a value, or the sum of ``count`` values, of the steps up to ``step``. A value that is not finite is left out."""
+        """Add a value, or the sum of ``count`` values, of the steps up to ``step``. A value that is
+        not finite is left out.
+        """
         if count > 0 and math.isfinite(values):
             self._steps.append(step)
             self._sums.append(values)
             self._counts.append(count)
 
     def at(self, step: float) -> float:
-        """Return the mean at a step, not before the last one that was added; NaN if there is no finite value."""
+        """Return the mean at a step, not before the last one that was added; NaN if there is no
+        finite value.
+        """
         while self._steps and self._steps[0] <= step - self.span:
             for column in (self._steps, self._sums, self._counts):
                 column.popleft()
@@ -118,7 +131,9 @@ class TrailingMean:
 
 
 class ExponentialMean:
-    """Exponential moving average of the finite values, corrected for the missing past of the first ones."""
+    """Exponential moving average of the finite values, corrected for the missing past of the first
+    ones.
+    """
 
     __slots__ = ("_share", "_total", "weight")
 
@@ -128,14 +143,18 @@ class ExponentialMean:
         self._total = self._share = 0.0
 
     def add(self, step: float, values: float, count: float = 1) -> None:
-        """Add a value, or the sum of ``count`` values, which stand for as many equal ones. One that is not finite is left out."""
+        """Add a value, or the sum of ``count`` values, which stand for as many equal ones. One that
+        is not finite is left out.
+        """
         if count > 0 and math.isfinite(values):
             kept = self.weight**count
             self._total = kept * self._total + (1 - kept) * values / count
             self._share = kept * self._share + (1 - kept)
 
     def add_weighted(self, step: float, values: float, count: float) -> None:
-        """Add ``count`` values by their sum, in which each has the weight to the power of how many come after it."""
+        """Add ``count`` values by their sum, in which each has the weight to the power of how many
+        come after it.
+        """
         if count > 0 and math.isfinite(values):
             kept = self.weight**count
             self._total = kept * self._total + (1 - self.weight) * values
@@ -158,7 +177,9 @@ class Line:
     role: str
     """Component class of the chart, such as ``raw`` (dimmed), ``main``, ``second`` or ``band``."""
     sign: str = ""
-    """A letter that tells it from lines of the same colour (``line_looks``); empty where none is needed."""
+    """A letter that tells it from lines of the same colour (``line_looks``); empty where none is
+    needed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +197,9 @@ class Axis:
     length: int = 0
     """Number of step records, which translate between the two units."""
     _found: dict[tuple[int, int, int], list[int]] = field(default_factory=dict, compare=False)
-    """Indices by positions and columns. Lines with the same positions (a mean and its band, all nodes of a host) share them."""
+    """Indices by positions and columns. Lines with the same positions (a mean and its band, all
+    nodes of a host) share them.
+    """
     _time_edges: dict[int, list[float]] = field(default_factory=dict, compare=False)
 
     def edges(self, columns: int) -> list[float]:
@@ -185,7 +208,9 @@ class Axis:
         return [self.low + width * index / columns for index in range(columns + 1)]
 
     def time_of(self, step: float) -> float:
-        """Return the time of a step: interpolated between records, that of the nearest record outside."""
+        """Return the time of a step: interpolated between records, that of the nearest record
+        outside.
+        """
         if self.steps is None or self.times is None or not self.length:
             return math.inf
         right = bisect_left(self.steps, step, 0, self.length)
@@ -196,7 +221,9 @@ class Axis:
         return self.times[right - 1] + share * (self.times[right] - self.times[right - 1])
 
     def position(self, x: float) -> tuple[float, float]:
-        """Return a position on the axis as step and time; the step is the last one done by then, 0 before the first."""
+        """Return a position on the axis as step and time; the step is the last one done by then, 0
+        before the first.
+        """
         if self.unit == "step":
             return x, self.time_of(x)
         if self.steps is None or self.times is None:
@@ -205,7 +232,9 @@ class Axis:
         return (self.steps[done - 1] if done else 0.0), x
 
     def in_steps(self) -> tuple[float, float]:
-        """Return the window in steps; for a time axis, from the step before it to the step after it."""
+        """Return the window in steps; for a time axis, from the step before it to the step after
+        it.
+        """
         if self.unit == "step" or self.steps is None or self.times is None or not self.length:
             return self.low, self.high
         first = bisect_right(self.times, self.low, 0, self.length) - 1
@@ -213,7 +242,9 @@ class Axis:
         return self.steps[max(0, first)], self.steps[min(self.length - 1, last)]
 
     def indices(self, line: Line, columns: int) -> list[int]:
-        """Return the borders of the columns as indices into ``line``: column ``c`` holds ``[result[c], result[c + 1])``."""
+        """Return the borders of the columns as indices into ``line``: column ``c`` holds
+        ``[result[c], result[c + 1])``.
+        """
         by_step = self.unit == "step" and line.steps is not None
         positions = line.steps if by_step and line.steps is not None else line.times
         key = (id(positions), line.length, columns)
@@ -238,7 +269,8 @@ class Axis:
         for edge in edges[:-1]:
             at = bisect_left(positions, edge, at, length)
             found.append(at)
-        # The last column includes its right border; otherwise the newest value would never be drawn.
+        # The last column includes its right border; otherwise the newest value would never be
+        # drawn.
         found.append(bisect_right(positions, edges[-1], at, length))
         return found
 
@@ -264,7 +296,8 @@ def chart_svg(title: str, lines: Sequence[Line], names: Sequence[str], per: floa
 
 
 def _points(line: Line, per: float) -> list[tuple[float, float]]:
-    """Return step and value of at most as many rows as a picture shows: of each part, its first and its extremes.
+    """Return step and value of at most as many rows as a picture shows: of each part, its first and
+    its extremes.
 
     Rows before the first step and after the last one, as samples have, are left out.
     """
@@ -305,7 +338,9 @@ NEGLIGIBLE = 1e-9
 
 
 def approximate_name(ema: float, *, here: bool) -> str:
-    """Return the name of an EMA that blocks count in with their means: ``here``, or only in steps before."""
+    """Return the name of an EMA that blocks count in with their means: ``here``, or only in steps
+    before.
+    """
     return f"{mean_name(0, ema)} {'of' if here else 'after'} blocks"
 
 
@@ -333,11 +368,13 @@ def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: flo
 
 
 class StepSeries:
-    """Metrics by step, and the means of some. One thread appends; readers pass the lengths that they learned after an append.
+    """Metrics by step, and the means of some. One thread appends; readers pass the lengths that
+    they learned after an append.
 
-    A mean at a step is that of the finite values of the last ``span`` steps. It is known at each single step and at the ends of blocks.
-    With ``ema`` it is an exponential moving average with that weight: exact for the weights of which blocks have sums. With others, a block
-    counts as that many steps with its mean, up to ``approximate_until``.
+    A mean at a step is that of the finite values of the last ``span`` steps. It is known at each
+    single step and at the ends of blocks. With ``ema`` it is an exponential moving average with
+    that weight: exact for the weights of which blocks have sums. With others, a block counts as
+    that many steps with its mean, up to ``approximate_until``.
     """
 
     def __init__(
@@ -550,7 +587,9 @@ class FollowedSteps:
         return new
 
     def update(self, span: int) -> bool:
-        """Draw all steps anew where that is necessary; ``span`` is that of the means. Return whether it was. Raises OSError."""
+        """Draw all steps anew where that is necessary; ``span`` is that of the means. Return
+        whether it was. Raises OSError.
+        """
         first, latest = self._reader.first_step, self._reader.latest
         coarser = (
             first is not None

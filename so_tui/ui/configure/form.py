@@ -1,4 +1,6 @@
-"""The fields of Configure: their values and marks, moving between them, finding one by its name, what the one with the focus is for."""
+"""The fields of Configure: their values and marks, moving between them, finding one by its name,
+what the one with the focus is for.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ from so_tui.ui.widgets import FindField
 
 
 class Stepper(Static):
-    """Asks for the next value in its direction when it is clicked; the wheel over it asks for values in both.
+    """Asks for the next value in its direction when it is clicked; the wheel over it asks for
+    values in both.
 
-    The wheel elsewhere scrolls the form: over the number itself it would change what somebody only scrolls past.
+    The wheel elsewhere scrolls the form: over the number itself it would change what somebody only
+    scrolls past.
     """
 
     DEFAULT_CSS = """
@@ -106,7 +110,9 @@ class Choice(Select[str], inherit_bindings=False):
 
 
 class FormEntry(Entry):
-    """A text field in which up and down move between the fields of a form; it has one line to scroll."""
+    """A text field in which up and down move between the fields of a form; it has one line to
+    scroll.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "screen.field(1)", "Next field", show=False),
@@ -150,7 +156,7 @@ class FieldRow(Horizontal):
         &.-wrong .field-note { color: $error; height: auto; text-wrap: wrap; }
         &.-wrong Input { border-left: outer $error; }
     }
-    """
+    """  # noqa: E501
 
     class Edited(Message):
         def __init__(self, path: str, text: str) -> None:
@@ -158,7 +164,9 @@ class FieldRow(Horizontal):
             super().__init__()
 
     def __init__(self, path: str, info: FieldInfo | None, key: str, value: str) -> None:
-        """``key`` is the path that ``value`` is set under: for the length, which has no ``info``, one of LENGTH_KEYS, else ``path``."""
+        """``key`` is the path that ``value`` is set under: for the length, which has no ``info``,
+        one of LENGTH_KEYS, else ``path``.
+        """
         self.path, self.info, self._key, self._value = path, info, key, value
         self._pieces: list[str] = []
         """What the note says, the most important first."""
@@ -287,7 +295,9 @@ class FieldRow(Horizontal):
         )
 
     def _show_note(self) -> None:
-        """Show what there is to say of the selected field, which wraps it, and of others as much as fits."""
+        """Show what there is to say of the selected field, which wraps it, and of others as much as
+        fits.
+        """
         note = self.query_one(".field-note", Label)
         whole, room = " · ".join(self._pieces), note.content_size.width
         text = (
@@ -370,7 +380,9 @@ def _yes_or_no(checked: bool) -> str:
 
 
 class Fields(VerticalScroll, can_focus=False):
-    """The rows. The selected one stays in view when the description below takes another number of lines."""
+    """The rows. The selected one stays in view when the description below takes another number of
+    lines.
+    """
 
     def on_resize(self) -> None:
         for row in self.children:
@@ -395,7 +407,8 @@ class FormPanel(Vertical):
     async def show_values(
         self, shown_value: Callable[[str], tuple[str, str]], *, slurm: bool
     ) -> bool:
-        """Show every field's value, and make the fields if there are none yet. Return whether they were made.
+        """Show every field's value, and make the fields if there are none yet. Return whether they
+        were made.
 
         Args:
             shown_value: Returns the key that a row shows, and its text.
@@ -456,7 +469,9 @@ class FormPanel(Vertical):
         return row.entered() if row is not None else None
 
     def go_to_wrong(self, refused: str) -> bool:
-        """Give the keyboard to the first field that is wrong, and say what was ``refused`` with it. Return whether there is one."""
+        """Give the keyboard to the first field that is wrong, and say what was ``refused`` with it.
+        Return whether there is one.
+        """
         wrong = next((row for row in self.all_rows if row.problem), None)
         if wrong is not None:
             self._refused = refused
@@ -493,7 +508,9 @@ class FormPanel(Vertical):
         )
 
     def move(self, distance: int) -> None:
-        """Give the keyboard to another field and keep it in view; without one, to the first or the last."""
+        """Give the keyboard to another field and keep it in view; without one, to the first or the
+        last.
+        """
         rows = self.rows
         if not rows:
             return
@@ -524,7 +541,9 @@ class FormPanel(Vertical):
 
     @on(Input.Submitted, "#find")
     def _submitted(self, event: Input.Submitted) -> None:
-        """Go to the field that was found, among all of them again: one that is called so before one that is described so."""
+        """Go to the field that was found, among all of them again: one that is called so before one
+        that is described so.
+        """
         event.stop()
         needle = self.find.needle
         found = sorted(

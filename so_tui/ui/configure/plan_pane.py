@@ -1,4 +1,6 @@
-"""What if: the step time over the values of a field, with memory at the present one. Left and right step the value."""
+"""What if: the step time over the values of a field, with memory at the present one. Left and right
+step the value.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ WIDEST = 100
 
 
 class WhatIf(StyledLines, can_focus=True):
-    """One line for each strip and one for what its present value means; the strip that is moved on is marked."""
+    """One line for each strip and one for what its present value means; the strip that is moved on
+    is marked.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "step(-1)", "Less", show=False),
@@ -113,7 +117,8 @@ class WhatIf(StyledLines, can_focus=True):
             self.stepped(strip.path, value)
             self.post_message(self.Stepped(strip.path, value))
 
-    # The mouse: a click chooses the value of a bar, as does moving on with the button held; the wheel steps.
+    # The mouse: a click chooses the value of a bar, as does moving on with the button held; the
+    # wheel steps.
 
     def _strip_at(self, event: events.MouseEvent) -> int | None:
         """Return the strip under the mouse, with its line of figures."""
@@ -168,7 +173,9 @@ def bar_at(strip: Strip, x: int) -> int | None:
 
 
 def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
-    """Return the strip, a bar a value, and below it the figures of the present value. ✗ does not fit; · has no predicted time."""
+    """Return the strip, a bar a value, and below it the figures of the present value. ✗ does not
+    fit; · has no predicted time.
+    """
     name = f"{NAMES.get(strip.path, OTHER_NAME):<11}"
     heights = bars(
         [math.nan if choice.step_s is None else choice.step_s for choice in strip.choices]
@@ -196,7 +203,9 @@ def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
 
 
 def figures(choice: Choice, width: int) -> Content:
-    """Return ``0.70  ✓ step 1.72 s ±12%   GPU 86.0 of 95.0 GiB   host 106 GiB``, as much of it as fits; no figure is cut."""
+    """Return ``0.70 ✓ step 1.72 s ±12% GPU 86.0 of 95.0 GiB host 106 GiB``, as much of it as fits;
+    no figure is cut.
+    """
     if choice.verdict == "does not fit":
         step = f" {choice.verdict}"
     else:
@@ -224,7 +233,9 @@ def figures(choice: Choice, width: int) -> Content:
 
 
 class PlanPanel(Vertical):
-    """The plan, or what is wrong with the fields. A button's id is the action of the screen that it runs."""
+    """The plan, or what is wrong with the fields. A button's id is the action of the screen that it
+    runs.
+    """
 
     what_if = getters.query_one(WhatIf)
     _verdict = getters.query_one("#verdict", Static)

@@ -52,7 +52,9 @@ if TYPE_CHECKING:
 
 
 class Drafts:
-    """The preset in the form and the edits of every preset. The screen that shows them is the only one to change them."""
+    """The preset in the form and the edits of every preset. The screen that shows them is the only
+    one to change them.
+    """
 
     def __init__(self) -> None:
         self.base: RunSpec | None = None
@@ -60,7 +62,9 @@ class Drafts:
         self.base_values: dict[str, str] = {}
         self._edits: dict[str, dict[str, str]] = {}
         self._recommended: dict[str, dict[str, str]] = {}
-        """The part of each draft that a recommendation filled in. It need not be saved: choosing the preset again brings it back."""
+        """The part of each draft that a recommendation filled in. It need not be saved: choosing
+        the preset again brings it back.
+        """
         self._machines: dict[str, str] = {}
         """The machine that a recommendation is for, in words, by preset."""
 
@@ -81,7 +85,9 @@ class Drafts:
 
     @property
     def recommended_for(self) -> str:
-        """The machine that the recommendation is for, which may not be the one that is planned for now."""
+        """The machine that the recommendation is for, which may not be the one that is planned for
+        now.
+        """
         return self._machines.get(self.base.name, "") if self.base else ""
 
     @property
@@ -97,7 +103,9 @@ class Drafts:
         return with_values(self.base, self.edits) if self.base else None
 
     def open(self, base: RunSpec, wanted: RunSpec | None = None, machine: str = "") -> None:
-        """Take a preset into the form; ``wanted``, a recommendation for ``machine``, is laid over its edits and replaces an earlier one."""
+        """Take a preset into the form; ``wanted``, a recommendation for ``machine``, is laid over
+        its edits and replaces an earlier one.
+        """
         name = base.name
         self.base, self.base_values = base, values_of(base)
         if wanted is not None:
@@ -146,7 +154,9 @@ class Drafts:
         return typed or {path: self.base_values.get(path, "0") for path in LENGTH_KEYS}
 
     def was(self, path: str) -> str | None:
-        """Return what a field said when the preset was opened, if the user has changed it since; else None."""
+        """Return what a field said when the preset was opened, if the user has changed it since;
+        else None.
+        """
         changed = self.changes
         opened = {**self.base_values, **self.recommended}
         if path != LENGTH:
@@ -157,7 +167,9 @@ class Drafts:
         return f"{text} {key.rpartition('.')[2]}"
 
     def preset_value(self, path: str) -> str | None:
-        """Return what the preset says of a field that has what was recommended instead; None for any other."""
+        """Return what the preset says of a field that has what was recommended instead; None for
+        any other.
+        """
         return (
             self.base_values.get(path, "")
             if path in self.recommended and path not in self.changes
@@ -169,7 +181,9 @@ class Drafts:
 
 
 def impossible_field(plan: Plan | None) -> tuple[str, str]:
-    """Return the field that makes a plan impossible on its machine and the reason; two empty strings where none does."""
+    """Return the field that makes a plan impossible on its machine and the reason; two empty
+    strings where none does.
+    """
     from so_tui.plan.notes import NoSuchGpu, TooFewGpus
 
     if plan is None or plan.possible:
@@ -179,7 +193,9 @@ def impossible_field(plan: Plan | None) -> tuple[str, str]:
 
 
 def problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
-    """Return what to do about each row of the form that is wrong; a source of a mixture has no row of its own."""
+    """Return what to do about each row of the form that is wrong; a source of a mixture has no row
+    of its own.
+    """
     found: dict[str, str] = {}
     for problem in problems:
         path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]
@@ -188,7 +204,9 @@ def problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
 
 
 def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
-    """Return what the plan derives from a field, where that says more than its range. ``given_mode`` is the offload mode in the form."""
+    """Return what the plan derives from a field, where that says more than its range.
+    ``given_mode`` is the offload mode in the form.
+    """
     if path == "gpus" and machine is not None:
         return f"of {len(machine.gpus)}, or a list" if machine.gpus else "ranks: no GPU here"
     if plan is None:
@@ -204,7 +222,10 @@ def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode
         return plan_view.run_duration(plan)
     if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
         rank = plan.binding[0]
-        return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)}{' a rank' if len(plan.binding) > 1 else ''}"
+        return (
+            f"Adam {len(rank.adam_cpus)}, main "
+            f"{len(rank.main_cpus)}{' a rank' if len(plan.binding) > 1 else ''}"
+        )
     return ""
 
 
@@ -231,7 +252,8 @@ def partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool)
 
 
 def changes_title(drafts: Drafts, width: int) -> Content:
-    """Return the model, its preset, how many fields were changed, and what was recommended for which machine, in one line.
+    """Return the model, its preset, how many fields were changed, and what was recommended for
+    which machine, in one line.
 
     Where those have no room, some are counted; = lists them all.
     """
@@ -270,7 +292,10 @@ def show_differences(app: SharedApp, drafts: Drafts) -> None:
 
     changed = drafts.changes
     lines = [
-        f"{path}: {drafts.base_values.get(path, '') or 'empty'} → {text or 'empty'}{'' if path in changed else '   recommended'}"
+        (
+            f"{path}: {drafts.base_values.get(path, '') or 'empty'} → "
+            f"{text or 'empty'}{'' if path in changed else '   recommended'}"
+        )
         for path, text in sorted(drafts.edits.items())
     ]
     heading = f"What differs from preset {drafts.base.name}" if drafts.base else "No preset chosen"
@@ -278,7 +303,9 @@ def show_differences(app: SharedApp, drafts: Drafts) -> None:
 
 
 def ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> None:
-    """Ask to undo the user's changes, or to give up what was recommended where there are none; call ``then`` once that is done."""
+    """Ask to undo the user's changes, or to give up what was recommended where there are none; call
+    ``then`` once that is done.
+    """
     if drafts.base is None or not (drafts.edits or drafts.changes):
         return
     from so_tui.ui.dialogs import Question
@@ -317,10 +344,12 @@ class ConfigureScreen(ResizablePage):
     AUTO_FOCUS = ""
     # Nothing is focused at first, so that single keys are commands; tab goes to the first field.
     HELP_TEXT = (
-        "Every change is planned immediately: whether it fits, how fast it will be, which command would start. • marks fields that you "
-        "changed, ★ those that have what is recommended for the machine instead of the preset's value, ✗ those that cannot run. Up and "
-        "down move between fields, / finds one; − and + step a number, as shift with up and down does. The what-if strips show the step "
-        "time over ratio and Adam cores: a bar a value, ✗ where it does not fit. Leave a text field with esc to use single keys."
+        "Every change is planned immediately: whether it fits, how fast it will be, which command "
+        "would start. • marks fields that you changed, ★ those that have what is recommended for "
+        "the machine instead of the preset's value, ✗ those that cannot run. Up and down move "
+        "between fields, / finds one; − and + step a number, as shift with up and down does. The "
+        "what-if strips show the step time over ratio and Adam cores: a bar a value, ✗ where it "
+        "does not fit. Leave a text field with esc to use single keys."
     )
     SIZES = ("form",)
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -411,7 +440,8 @@ class ConfigureScreen(ResizablePage):
     # What is edited.
 
     def edit(self, preset: str, wanted: RunSpec | None = None, *, field: str = "") -> None:
-        """Show a preset with its unsaved edits; ``wanted``, a recommendation, is laid over them and replaces an earlier one.
+        """Show a preset with its unsaved edits; ``wanted``, a recommendation, is laid over them and
+        replaces an earlier one.
 
         The keyboard goes to ``field``, if a path is given.
         """
@@ -450,7 +480,9 @@ class ConfigureScreen(ResizablePage):
             self._timer = self.set_timer(DEBOUNCE_S, self.replan)
 
     def _set_field(self, path: str, text: str) -> bool:
-        """Enter ``text`` into the draft, and return whether that changed it; the plan that is shown is then out of date."""
+        """Enter ``text`` into the draft, and return whether that changed it; the plan that is shown
+        is then out of date.
+        """
         if not self._drafts.enter(path, text):
             return False
         self._serial += 1
@@ -472,7 +504,9 @@ class ConfigureScreen(ResizablePage):
 
     @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
     def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
-        """Plan in a thread: post the plan, or what is wrong with the values, and then what other values would do, if still wanted."""
+        """Plan in a thread: post the plan, or what is wrong with the values, and then what other
+        values would do, if still wanted.
+        """
         machine = self.app.machine
         assert machine is not None
         from so_tui.launch.launch import preview
@@ -530,7 +564,9 @@ class ConfigureScreen(ResizablePage):
 
     @on(WhatIf.Stepped)
     def _stepped(self, message: WhatIf.Stepped) -> None:
-        """Enter the value, and the mode that it belongs to where the preset leaves that to the planner."""
+        """Enter the value, and the mode that it belongs to where the preset leaves that to the
+        planner.
+        """
         plan = self._planned.plan if self._planned is not None else None
         values = {message.path: text_of(message.value)}
         if plan is not None and plan.spec.offload.mode != self._drafts.values.get("offload.mode"):
@@ -555,7 +591,9 @@ class ConfigureScreen(ResizablePage):
             self._show_title()
 
     def size_of(self, panel: Widget | None) -> Size | None:
-        """Return the columns of the form, unless the plan stands below it. The plan has what the form leaves."""
+        """Return the columns of the form, unless the plan stands below it. The plan has what the
+        form leaves.
+        """
         in_plan = panel is not None and self.plan in panel.ancestors
         return (
             None
@@ -567,7 +605,9 @@ class ConfigureScreen(ResizablePage):
         return Size("form", self.form.size.width, 40, self.size.width - LEAST_PLAN)
 
     def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
-        """Mark fields that differ or are wrong; ``field`` is the one that makes the plan impossible on this machine."""
+        """Mark fields that differ or are wrong; ``field`` is the one that makes the plan impossible
+        on this machine.
+        """
         problems = (
             problems_by_row(message.problems)
             if message.problems
@@ -626,7 +666,9 @@ class ConfigureScreen(ResizablePage):
     # Commands.
 
     def _once_planned(self, command: Callable[[Planned], None]) -> None:
-        """Run ``command`` with the plan of what is in the form now, which may not have been made yet."""
+        """Run ``command`` with the plan of what is in the form now, which may not have been made
+        yet.
+        """
         if (
             entered := self.form.entered()
         ) is not None:  # its last key press may not have been announced yet

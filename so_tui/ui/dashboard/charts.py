@@ -1,4 +1,6 @@
-"""The dashboard's charts: pages of the metrics that the user chose, in a grid, all over the axis that the screen hands in."""
+"""The dashboard's charts: pages of the metrics that the user chose, in a grid, all over the axis
+that the screen hands in.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Shown:
 
 
 class ChartPanel(Container, CachedLinesMixin):
-    """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of ``Chart``."""
+    """Draws the metrics of a snapshot. What the mouse asks of the axis leaves it as messages of
+    ``Chart``.
+    """
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
         Binding(
@@ -204,7 +208,9 @@ class ChartPanel(Container, CachedLinesMixin):
 
     @property
     def focused(self) -> Chart | None:
-        """The chart with the focus, else the first one; None while other charts are being laid out."""
+        """The chart with the focus, else the first one; None while other charts are being laid
+        out.
+        """
         charts = self.charts
         return next((chart for chart in charts if chart.has_focus), charts[0] if charts else None)
 
@@ -240,7 +246,9 @@ class ChartPanel(Container, CachedLinesMixin):
             self.screen.set_focus(chart)
 
     async def change(self, layout: ChartLayout, turned: int = 0) -> bool:
-        """Show what ``layout`` says, some pages further. Return whether other charts are shown than before."""
+        """Show what ``layout`` says, some pages further. Return whether other charts are shown than
+        before.
+        """
         self._number = (
             max(0, self.page.number + turned)
             if turned >= 0
@@ -267,7 +275,9 @@ class ChartPanel(Container, CachedLinesMixin):
         return True
 
     def learn_of_gpus(self, on_gpus: bool) -> bool:
-        """Take over whether the run has GPUs; return whether that is news, after which the charts are to be changed."""
+        """Take over whether the run has GPUs; return whether that is news, after which the charts
+        are to be changed.
+        """
         known, self._on_gpus = self._on_gpus, on_gpus
         return known != on_gpus
 
@@ -335,7 +345,9 @@ class ChartPanel(Container, CachedLinesMixin):
 
 
 def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> list[tuple[Line, str]]:
-    """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``, parts of a step have signs."""
+    """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``,
+    parts of a step have signs.
+    """
     snapshot, axis = shown.snapshot, shown.axis
     roomy = chart.heading_room >= ROOMY
     crowded = metric.narrow_title and not roomy  # MFU says more than that the run has ended
@@ -408,7 +420,9 @@ class RunLegend(StyledLines):
         axis: Axis | None,
         cursor: float | None,
     ) -> None:
-        """Name the followed run and those over it, with their newest values, or those at the cursor, in lines that fit."""
+        """Name the followed run and those over it, with their newest values, or those at the
+        cursor, in lines that fit.
+        """
         self.display = bool(overlays)
         if not overlays:
             return
@@ -426,7 +440,9 @@ class RunLegend(StyledLines):
 
 
 def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: float | None) -> str:
-    """Return the value of a run at the cursor, or its newest one; of several lines, the least and the greatest."""
+    """Return the value of a run at the cursor, or its newest one; of several lines, the least and
+    the greatest.
+    """
     if overlaid.more:
         return "reading …"
     lines = overlaid.lines(metric, "main")
@@ -450,7 +466,9 @@ def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: f
 
 
 def wrapped(entries: list[Content], width: int, gap: str = "   ") -> list[Content]:
-    """Return entries in lines of at most ``width`` cells, none cut and none left out; one that is wider has its own line."""
+    """Return entries in lines of at most ``width`` cells, none cut and none left out; one that is
+    wider has its own line.
+    """
     lines: list[Content] = []
     for entry in entries:
         if lines and lines[-1].cell_length + len(gap) + entry.cell_length <= width:

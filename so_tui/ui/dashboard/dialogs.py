@@ -1,4 +1,6 @@
-"""Take a chart of the dashboard elsewhere: its lines as a picture (SVG), or its values as a table (CSV)."""
+"""Take a chart of the dashboard elsewhere: its lines as a picture (SVG), or its values as a table
+(CSV).
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ if TYPE_CHECKING:
 READ_S = 2.0
 """Between two readings of a live run's answers."""
 EMPTY = (
-    "No answers yet. Name questions in the preset, and the model answers them before the first step, every so many steps, and at the "
-    "end:\n\nso-tui run PRESET --set prompts.texts='[\"...\"]' --set prompts.every_steps=100"
+    "No answers yet. Name questions in the preset, and the model answers them before the first "
+    "step, every so many steps, and at the end:\n\nso-tui run PRESET --set "
+    "prompts.texts='[\"...\"]' --set prompts.every_steps=100"
 )
 
 
@@ -147,7 +150,9 @@ def conversation(asked: Asked) -> Content:
 
 
 def matching(pattern: str) -> tuple[list[Metric], str]:
-    """Return the metrics that a regular expression finds, in small and capital letters alike; all of them, and why, where it is none."""
+    """Return the metrics that a regular expression finds, in small and capital letters alike; all
+    of them, and why, where it is none.
+    """
     try:
         found = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
@@ -162,7 +167,9 @@ def matching(pattern: str) -> tuple[list[Metric], str]:
 
 
 def weight_of(text: str) -> float | None:
-    """Return the weight that was typed; None for an empty text, which means the mean of the last steps. Raises ValueError."""
+    """Return the weight that was typed; None for an empty text, which means the mean of the last
+    steps. Raises ValueError.
+    """
     if not text.strip():
         return None
     weight = float(text)
@@ -172,7 +179,9 @@ def weight_of(text: str) -> float | None:
 
 
 class ChooseMetrics(TickDialog[ChartLayout, str]):
-    """Metrics with ticks, filtered while something is typed. The charts keep the order in which metrics were ticked."""
+    """Metrics with ticks, filtered while something is typed. The charts keep the order in which
+    metrics were ticked.
+    """
 
     def __init__(self, layout: ChartLayout) -> None:
         self._before = layout
@@ -311,7 +320,9 @@ class Curve:
 def drawn(
     metric: Metric, chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]
 ) -> list[Curve]:
-    """Return what a chart shows of its run and of those laid over it, all at steps, of the whole run."""
+    """Return what a chart shows of its run and of those laid over it, all at steps, of the whole
+    run.
+    """
     others = [curve for other in overlays for curve in _of_other(metric, other)]
     if metric.samples:
         own = sampled_lines(metric, snapshot.sampled, whole=True)
@@ -348,7 +359,8 @@ def _at_steps(line: Line, snapshot: Snapshot) -> Line:
 def sampled_rows(
     metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]
 ) -> list[tuple[float | str, ...]]:
-    """Return a row for each GPU, node or host and time: numbers of its host and of itself, the time, and its values, empty where not known.
+    """Return a row for each GPU, node or host and time: numbers of its host and of itself, the
+    time, and its values, empty where not known.
 
     Numbers alone: a name could be a formula to the program that reads the table.
     """
@@ -401,7 +413,10 @@ def ask_to_export_chart(
         (f"{stem}{PICTURE}", "the chart, of the whole run"),
         (f"{stem}{TABLE}", "its values"),
     ]
-    hint = "Up, down or a click choose what. Another name or path can be given; its ending says what is written."
+    hint = (
+        "Up, down or a click choose what. Another name or path can be given; its ending says what "
+        "is written."
+    )
     screen.app.push_screen(
         AskText(
             f"Export {metric.title} to",
@@ -448,7 +463,9 @@ def _write_picture(metric: Metric, curves: Sequence[Curve], path: Path) -> str:
 
 
 def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
-    """Write every record of the run that the metric is about, or the samples as the chart has them. Values have the units of records."""
+    """Write every record of the run that the metric is about, or the samples as the chart has them.
+    Values have the units of records.
+    """
     run = snapshot.run
     if metric.fields:
         return export_metrics(read_all(run), path, columns=("step", "time", *metric.fields))

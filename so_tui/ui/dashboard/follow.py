@@ -1,7 +1,8 @@
-"""Follow a run directory for the dashboard: polled in a worker thread, handed over as frozen snapshots.
+"""Follow a run directory for the dashboard: polled in a worker thread, handed over as frozen
+snapshots.
 
-The follower owns the series and is the only one to append. A snapshot refers to them together with their lengths, so the event loop may
-read them while the next poll appends.
+The follower owns the series and is the only one to append. A snapshot refers to them together with
+their lengths, so the event loop may read them while the next poll appends.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ RECENT_STEPS = 30
 CLOSE_STEPS = 24_000
 """Most steps that are read one by one for a window: more than a terminal has dots for blocks."""
 MOST_POLLS = 10
-"""Polls of the reader, 0.1 s each at most, in one poll here: enough to catch up with a fast run without freezing the screen."""
+"""Polls of the reader, 0.1 s each at most, in one poll here: enough to catch up with a fast run
+without freezing the screen.
+"""
 MOST_POLLS_OF_EARLIER = 4
 """The same while earlier steps are read, which the newest do not wait for."""
 REDRAWN_SHARE = 0.04
-"""Share of a run that is read between two drawings of it, which take as long as they would for all of it."""
+"""Share of a run that is read between two drawings of it, which take as long as they would for all
+of it.
+"""
 
 
 class RunFollower:
@@ -80,7 +85,8 @@ class RunFollower:
         wanted: Wanted | None = None,
         cursor: Position | None = None,
     ) -> Snapshot:
-        """Read what is new, the steps in ``window`` in full detail, and what was at ``cursor``; ``wanted`` are other metrics than before.
+        """Read what is new, the steps in ``window`` in full detail, and what was at ``cursor``;
+        ``wanted`` are other metrics than before.
 
         A directory that cannot be read now is reported in ``read_error``; earlier data stays.
         """
@@ -141,7 +147,9 @@ class RunFollower:
                 self._closer.add(record)
 
     def _read_window(self, window: tuple[float, float] | None) -> None:
-        """Read the steps of ``window`` one by one where only blocks of them are known, and as many again on both sides."""
+        """Read the steps of ``window`` one by one where only blocks of them are known, and as many
+        again on both sides.
+        """
         whole = self._whole
         if not whole.coarse or (window is not None and window[0] >= whole.single_from):
             self._closer = None
@@ -189,7 +197,9 @@ class RunFollower:
             self._plan = launch.plan
             self._machine = checked_machine(launch.machine, self.run.launch_path(state.attempt))
         except (OSError, InputError, msgspec.DecodeError):
-            return  # not written yet, or by another version: the dashboard leaves out what only they contain
+            # not written yet, or by another version: the dashboard leaves out what only they
+            # contain
+            return
 
     def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
         reader, state = self._reader, self._reader.state
@@ -232,7 +242,9 @@ class RunFollower:
         )
 
     def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:
-        """Return the line of evaluations, rebuilt whenever they change: they are few, and a resume removes some."""
+        """Return the line of evaluations, rebuilt whenever they change: they are few, and a resume
+        removes some.
+        """
         if records != self._evaluations:
             self._evaluations = records
             self._evaluation_line = evaluation_line(records, "second") if records else None

@@ -83,7 +83,9 @@ def _heading(record: StepRecord | None, at_cursor: bool) -> tuple[str, str]:
 
 
 def detail_lines(record: StepRecord, width: int) -> list[Content]:
-    """Return all numbers of a step that a chart can show, as many beside each other as fit into ``width`` cells."""
+    """Return all numbers of a step that a chart can show, as many beside each other as fit into
+    ``width`` cells.
+    """
     entries = []
     for metric in STEP_METRICS:
         value = getattr(record, metric.fields[0]) if len(metric.fields) == 1 else None
@@ -117,7 +119,9 @@ MOST_NEWS_ROWS = 3
 
 
 class RunHeader(KeptVertical):
-    """One row for the run, and up to MOST_NEWS_ROWS for news, which are hidden while there is none."""
+    """One row for the run, and up to MOST_NEWS_ROWS for news, which are hidden while there is
+    none.
+    """
 
     title = getters.child_by_id("title", StyledLines)
     news = getters.child_by_id("news", StyledLines)
@@ -144,12 +148,16 @@ MOST_LINES = 20_000
 
 
 def thumb_top(rows: int, lines: int) -> int:
-    """Return where the thumb of a scroll bar begins while ``lines`` are followed through ``rows``, in eighths of a cell."""
+    """Return where the thumb of a scroll bar begins while ``lines`` are followed through ``rows``,
+    in eighths of a cell.
+    """
     return int((rows - max(1.0, rows * rows / max(1, lines))) * 8)
 
 
 class LogView(ScrollView, DrawsPrintable, can_focus=True):
-    """The newest MOST_LINES lines, newest last. Long lines scroll where the log is maximised and are cut elsewhere."""
+    """The newest MOST_LINES lines, newest last. Long lines scroll where the log is maximised and
+    are cut elsewhere.
+    """
 
     ALLOW_MAXIMIZE = True
     ROLES: ClassVar[dict[str, str]] = {
@@ -202,7 +210,9 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         self._resize_content()
 
     def extend(self, new: Iterable[str], partial: str) -> None:
-        """Add lines; ``partial`` is the unfinished last one (a progress bar), replaced each time."""
+        """Add lines; ``partial`` is the unfinished last one (a progress bar), replaced each
+        time.
+        """
         added = [line.expandtabs(4) for line in new]
         if not added and partial == self.partial:
             return
@@ -219,7 +229,8 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         size = Size(self._widest if self.is_maximized else 0, len(self.lines) + bool(self.partial))
         bars = size.height > self.size.height, size.width > self.size.width
         if self.size and bars == (self.show_vertical_scrollbar, self.show_horizontal_scrollbar):
-            # More lines behind the same scrollbars: nothing else on the screen moves, so it need not be laid out again.
+            # More lines behind the same scrollbars: nothing else on the screen moves, so it need
+            # not be laid out again.
             before = self.virtual_size.height
             self.set_reactive(ScrollView.virtual_size, size)
             if bars[0]:
@@ -229,12 +240,15 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         else:
             self.virtual_size = size
         if self.following:
-            # Forced: before the scroll bar is shown, which comes with the next layout, Textual would not scroll.
+            # Forced: before the scroll bar is shown, which comes with the next layout, Textual
+            # would not scroll.
             self.scroll_to(y=self.max_scroll_y, animate=False, immediate=True, force=True)
         self.refresh()
 
     def _move_thumb(self, before: int, after: int) -> None:
-        """Update the scroll bar, and repaint it only where it changes visibly, which is rare in a long log."""
+        """Update the scroll bar, and repaint it only where it changes visibly, which is rare in a
+        long log.
+        """
         scrollbar = self.vertical_scrollbar
         if not self.following:
             scrollbar.window_virtual_size = after
@@ -344,11 +358,15 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
 
 
 _STEP_LINE = re.compile(r"\bstep ([0-9]{1,15})/[0-9]")
-"""How the trainer begins what it prints of a step. The log is free text: where a line is missing, the one before it is gone to."""
+"""How the trainer begins what it prints of a step. The log is free text: where a line is missing,
+the one before it is gone to.
+"""
 
 
 class LogPanel(KeptVertical):
-    """Follows the end of the log until the reader scrolls up, and goes through the lines that contain a text."""
+    """Follows the end of the log until the reader scrolls up, and goes through the lines that
+    contain a text.
+    """
 
     KEYS: ClassVar[tuple[BindingType, ...]] = (
         Binding(
@@ -408,7 +426,9 @@ class LogPanel(KeptVertical):
         self.lines.action_next_match(-1)
 
     def show_step(self, step: float | None) -> None:
-        """Scroll to the line of the last step that was logged up to ``step``; None scrolls back to the end if it left it."""
+        """Scroll to the line of the last step that was logged up to ``step``; None scrolls back to
+        the end if it left it.
+        """
         if step == self._step:
             return
         followed = self.lines.following if self._step is None else self._followed
@@ -453,7 +473,9 @@ class LogPanel(KeptVertical):
 
 
 ROOMY_ROWS = 40
-"""Rows of a terminal from which on every rank has a line, whether or not anything is wrong with it."""
+"""Rows of a terminal from which on every rank has a line, whether or not anything is wrong with
+it.
+"""
 FEW_ROWS = 30
 """Rows of a terminal below which only problems are shown."""
 MOST_ROWS = 8
@@ -462,13 +484,17 @@ LONGEST_LIST = 40
 
 
 class PlacementPanel(StyledLines):
-    """A line for each rank; where rows are few, one for all that are where they were planned, and one for each that is not."""
+    """A line for each rank; where rows are few, one for all that are where they were planned, and
+    one for each that is not.
+    """
 
     _shown: tuple[object, ...] = ()
     """What the lines say."""
 
     def show(self, snapshot: Snapshot, width: int, height: int) -> None:
-        """Show the newest placement in lines of ``width`` cells, in a terminal of ``height`` rows."""
+        """Show the newest placement in lines of ``width`` cells, in a terminal of ``height``
+        rows.
+        """
         shown = (
             snapshot.placement,
             snapshot.binding,
@@ -528,15 +554,22 @@ def placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
 
 
 def _on_node(shares: Sequence[float]) -> str:
-    """Return how much of the ranks' memory is where it should be; nothing where it may be anywhere."""
+    """Return how much of the ranks' memory is where it should be; nothing where it may be
+    anywhere.
+    """
     if not shares:
         return ""
     least = percent(min(shares))
-    return f", {'all' if least == percent(1.0) else f'at least {least}'} of their memory on their nodes"
+    return (
+        f", {'all' if least == percent(1.0) else f'at least {least}'} of their memory on their "
+        "nodes"
+    )
 
 
 def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
-    """Return where each rank should be: those of the plan, and those of other hosts, as they reported after they were bound."""
+    """Return where each rank should be: those of the plan, and those of other hosts, as they
+    reported after they were bound.
+    """
     reports = snapshot.binding.ranks if snapshot.binding is not None else ()
     bound = snapshot.plan.binding if snapshot.plan is not None else ()
     found = {
@@ -559,13 +592,19 @@ def _problems(
     if place is None:
         return
     if misplaced(place, planned.cpus, planned.main_cpus):
-        yield f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned {_listed(planned.cpus)}"
+        yield (
+            f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned "
+            f"{_listed(planned.cpus)}"
+        )
     share = share_on_nodes(place, planned.nodes)
     if share is not None and share < LEAST_OWN_SHARE:
         others = {
             node for node, size in place.node_bytes.items() if size and node not in planned.nodes
         }
-        yield f"{percent(share)} of its memory is on node {_listed(planned.nodes)}, the rest on {_listed(others)}"
+        yield (
+            f"{percent(share)} of its memory is on node {_listed(planned.nodes)}, the rest on "
+            f"{_listed(others)}"
+        )
 
 
 def _line(place: RankPlacement, planned: _Planned) -> Content:
@@ -600,8 +639,12 @@ def _listed(numbers: set[int] | tuple[int, ...]) -> str:
 
 
 class StepPanel(StyledLines):
-    """Means over the newest steps, as a bar with its legend; before the first step, the timeline of the start."""
+    """Means over the newest steps, as a bar with its legend; before the first step, the timeline of
+    the start.
+    """
 
     def show(self, snapshot: Snapshot, now: float, width: int) -> None:
-        """Show the newest steps of ``snapshot``, or the way to the first one, in lines of ``width`` cells."""
+        """Show the newest steps of ``snapshot``, or the way to the first one, in lines of ``width``
+        cells.
+        """
         self.update(run_status.anatomy_lines(snapshot, now, width, plain=shows_ascii(self.app)))

@@ -1,8 +1,10 @@
-"""Dashboard: one run, live or past, on one axis: loss, throughput, the step's anatomy, the NUMA nodes, the GPUs, the log.
+"""Dashboard: one run, live or past, on one axis: loss, throughput, the step's anatomy, the NUMA
+nodes, the GPUs, the log.
 
-The screen follows the run and hands snapshots to its panels. It owns what they share: the view, the axis, and the rows and columns of
-the terminal. A panel owns its widgets and draws the snapshots that it is handed. A wide terminal has the details of a step and the log
-at the right, others have the log below.
+The screen follows the run and hands snapshots to its panels. It owns what they share: the view, the
+axis, and the rows and columns of the terminal. A panel owns its widgets and draws the snapshots
+that it is handed. A wide terminal has the details of a step and the log at the right, others have
+the log below.
 """
 
 from __future__ import annotations
@@ -57,8 +59,10 @@ OTHER_ROWS = 3
 """Rows of the screen that no panel gets: its top line, the tabs and the line of keys."""
 POLL_S = 1.0
 EMPTY = (
-    "No run yet. This is where a run is watched: its loss and speed, where the time of a step goes, every NUMA node, GPU and core.\n\n"
-    "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a run."
+    "No run yet. This is where a run is watched: its loss and speed, where the time of a step "
+    "goes, every NUMA node, GPU and core.\n\n"
+    "Press [$accent]1[/] and then [$accent]l[/] to launch a preset, or [$accent]4[/] to choose a "
+    "run."
 )
 AXIS_KEYS: tuple[BindingType, ...] = (
     Binding("x", "axis", "Axis", id="axis", tooltip="Steps or time on the axis of all charts"),
@@ -104,10 +108,11 @@ class DashboardScreen(ResizablePage):
     AUTO_FOCUS = "ChartPanel Chart"
     ALLOW_IN_MAXIMIZED_VIEW = "TopLine, RunHeader, #search, KeyLine"
     HELP_TEXT = (
-        "Everything shares one axis: steps, or time (x). Raw values are dim, the mean of the last steps is bright, evaluations have a "
-        "colour of their own; ◆ is a checkpoint, ↻ a resume; ✗ under a gap is a loss that is not a number. A node's dim band reaches "
-        "from its idlest to its busiest core; h shows the heat of its cores, and its memory. Cells are cores: A runs Adam, m the "
-        "training process. Leaving this screen does not touch the run."
+        "Everything shares one axis: steps, or time (x). Raw values are dim, the mean of the last "
+        "steps is bright, evaluations have a colour of their own; ◆ is a checkpoint, ↻ a resume; ✗ "
+        "under a gap is a loss that is not a number. A node's dim band reaches from its idlest to "
+        "its busiest core; h shows the heat of its cores, and its memory. Cells are cores: A runs "
+        "Adam, m the training process. Leaving this screen does not touch the run."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
@@ -194,7 +199,9 @@ class DashboardScreen(ResizablePage):
         """As they were divided last."""
         self._side_columns = 0
         self._placed = (0, 0)
-        """Columns of the terminal, and those of the panels at the right, for which the panels stand in their places."""
+        """Columns of the terminal, and those of the panels at the right, for which the panels stand
+        in their places.
+        """
         self._follower: RunFollower | None = None
         self._worker: Worker[None] | None = None
         self._due = asyncio.Event()
@@ -231,7 +238,9 @@ class DashboardScreen(ResizablePage):
         self.panels.display = shown
 
     def _checks_changed(self) -> None:
-        """Show the checks of a launch in place of a run until it has a run of its own, or comes to nothing."""
+        """Show the checks of a launch in place of a run until it has a run of its own, or comes to
+        nothing.
+        """
         self.header.display = self.app.checking is None
         self._show_panels(self.run_shown is not None and self.app.checking is None)
         self._show_checks()
@@ -287,9 +296,11 @@ class DashboardScreen(ResizablePage):
 
     @work(group="follow", name="follow the run", exclusive=True, exit_on_error=False)
     async def _poll(self, follower: RunFollower) -> None:
-        """Poll in a thread whenever it is due, until another run is followed; never before the last poll came back.
+        """Poll in a thread whenever it is due, until another run is followed; never before the last
+        poll came back.
 
-        One worker serves all polls: starting one, and the messages about its states, cost as much as a poll.
+        One worker serves all polls: starting one, and the messages about its states, cost as much
+        as a poll.
         """
         while True:
             await self._due.wait()
@@ -350,7 +361,9 @@ class DashboardScreen(ResizablePage):
         self._share_rows(self.numa.node_rows(width), log_below=not side)
 
     def _set_side(self) -> int:
-        """Give the panels at the right their columns, or stand them below the others; return the columns."""
+        """Give the panels at the right their columns, or stand them below the others; return the
+        columns.
+        """
         settings = self.app.settings
         side = (
             side_columns(self.size.width, settings.panels.side)
@@ -368,7 +381,9 @@ class DashboardScreen(ResizablePage):
         return side
 
     def _share_rows(self, nodes: int, *, log_below: bool) -> None:
-        """Divide the height of the terminal between the panels; ``nodes`` NUMA nodes stand above each other."""
+        """Divide the height of the terminal between the panels; ``nodes`` NUMA nodes stand above
+        each other.
+        """
         height = self.size.height - OTHER_ROWS
         crowded = height < 12 + 3 * nodes
         frame = BOTTOM if framed(self) else 0
@@ -390,7 +405,8 @@ class DashboardScreen(ResizablePage):
         )  # the search bar takes its row from the log alone
 
     async def on_resize(self) -> None:
-        # Lines that wrap beside a scroll bar can be what keeps it there: whether there is one must not depend on the size before.
+        # Lines that wrap beside a scroll bar can be what keeps it there: whether there is one must
+        # not depend on the size before.
         self.panels.show_vertical_scrollbar = False
         self._set_side()
         await self.charts.change(self.charts.chart_layout)
@@ -413,7 +429,8 @@ class DashboardScreen(ResizablePage):
             at = self._cursor_position()
             self.log_panel.show_step(None if at is None else at[0])
             if self.view.window is not None or at is not None or snapshot.inspected is not None:
-                self.tick()  # the range that was zoomed to is read in more detail, and what was at the cursor
+                # the range that was zoomed to is read in more detail, and what was at the cursor
+                self.tick()
 
     def show_charts(self, snapshot: Snapshot) -> None:
         """Draw the charts, and the legend where runs lie over each other."""
@@ -514,7 +531,9 @@ class DashboardScreen(ResizablePage):
         await self.action_page(1)
 
     async def action_hardware(self) -> None:
-        """Show what GPUs and nodes did instead of the metrics that the user chose, or these again."""
+        """Show what GPUs and nodes did instead of the metrics that the user chose, or these
+        again.
+        """
         if self.snapshot is not None:
             self.charts.instead = (
                 ()
@@ -584,7 +603,9 @@ class DashboardScreen(ResizablePage):
         self.log_panel.go_to_newest_match()
 
     def action_node_plot(self) -> None:
-        """Show load, heat of cores or memory of the nodes over time: on the whole screen where they have no room for it."""
+        """Show load, heat of cores or memory of the nodes over time: on the whole screen where they
+        have no room for it.
+        """
         self.numa.next_plot()
         nodes = self.numa.nodes
         if nodes.plot != "load" and nodes.plot_height < LEAST_PLOT and not nodes.is_maximized:

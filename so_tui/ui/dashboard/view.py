@@ -1,4 +1,6 @@
-"""The range of a run that the charts show: all of it, a fixed window, or the newest part as it grows. Pure."""
+"""The range of a run that the charts show: all of it, a fixed window, or the newest part as it
+grows. Pure.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Overlaid:
     """Numbers of the samples by name, a line for each GPU, node or host."""
 
     def lines(self, metric: Metric, role: str, sign: str = "") -> list[Line]:
-        """Return the lines of a metric of which there is any value. They look alike: they are the run's."""
+        """Return the lines of a metric of which there is any value. They look alike: they are the
+        run's.
+        """
         if metric.key == EVALUATIONS:
             found = [] if self.evaluations is None else [self.evaluations]
         elif metric.samples:
@@ -62,7 +66,9 @@ class Overlaid:
         ]
 
     def _line(self, field: str, role: str) -> Line | None:
-        """Return a field of the step records, its mean where there is one; None where it has not been read."""
+        """Return a field of the step records, its mean where there is one; None where it has not
+        been read.
+        """
         name = mean_of(field) if field in self.steps.means else field
         if name not in self.steps.series:
             return None
@@ -87,7 +93,9 @@ class _Followed:
         self.steps = FollowedSteps(self.reader.metrics)
         self.loads = Loads(self.reader)
         self.newest: dict[str, Sample] = {}
-        """The newest sample of each host that has not been added to the loads: they begin once all steps are known, where wanted."""
+        """The newest sample of each host that has not been added to the loads: they begin once all
+        steps are known, where wanted.
+        """
         self.due = 0.0
         self.wanted: Wanted | None = None
         self.shown: Overlaid | None = None
@@ -128,7 +136,9 @@ class Overlays:
     def read(
         self, runs: Sequence[RunDirectory], wanted: Wanted, begun: float
     ) -> tuple[Overlaid, ...]:
-        """Return what is known of these runs by now; ``begun`` is when the followed run did its first step."""
+        """Return what is known of these runs by now; ``begun`` is when the followed run did its
+        first step.
+        """
         self._followed = {run: self._followed.get(run) or _Followed(run) for run in runs}
         found = []
         for run, followed in self._followed.items():
@@ -179,7 +189,9 @@ class Overlays:
 
 
 def steps_at(times: Sequence[float], length: int, series: StepSeries) -> array[float]:
-    """Return at which step of a run each of the first times is: between two steps, and infinite before the first and after the last."""
+    """Return at which step of a run each of the first times is: between two steps, and infinite
+    before the first and after the last.
+    """
     rows = len(series)
     found = array("d")
     for time_s in times[:length]:
@@ -202,7 +214,9 @@ NARROWEST = {"step": 4.0, "time": 5.0}
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The unit of the axis, the window on it (None: the whole run) and the cursor. With ``tail`` the window follows the newest value."""
+    """The unit of the axis, the window on it (None: the whole run) and the cursor. With ``tail``
+    the window follows the newest value.
+    """
 
     unit: Unit = "step"
     window: tuple[float, float] | None = None
@@ -221,7 +235,9 @@ class View:
     def zoomed(
         self, factor: float, extent: tuple[float, float], about: float | None = None
     ) -> View:
-        """Zoom in for ``factor`` below 1, around ``about``: by default the cursor, else the right end, which stays visible."""
+        """Zoom in for ``factor`` below 1, around ``about``: by default the cursor, else the right
+        end, which stays visible.
+        """
         low, high = self.resolved(extent)
         about = about if about is not None else self.cursor if self.cursor is not None else high
         about = min(high, max(low, about))
@@ -254,12 +270,16 @@ class View:
         return replace(self, window=(low, high), tail=high >= extent[1] - 0.01 * (high - low))
 
     def at(self, x: float, extent: tuple[float, float]) -> View:
-        """Put the cursor at ``x``, within the run, and on a whole step, so that the heading names the step whose values it shows."""
+        """Put the cursor at ``x``, within the run, and on a whole step, so that the heading names
+        the step whose values it shows.
+        """
         x = min(extent[1], max(extent[0], x))
         return replace(self, cursor=float(round(x)) if self.unit == "step" else x)
 
     def pointed(self, columns: int, extent: tuple[float, float], dots: int) -> View:
-        """Move the cursor by ``columns`` of a chart ``dots`` columns wide; the window follows where the cursor would leave it."""
+        """Move the cursor by ``columns`` of a chart ``dots`` columns wide; the window follows where
+        the cursor would leave it.
+        """
         low, high = self.resolved(extent)
         width = (high - low) / max(1, dots)
         if self.unit == "step":
@@ -283,7 +303,9 @@ class View:
 def extent_of(
     snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ()
 ) -> tuple[float, float] | None:
-    """Return the first and last position of a run and those laid over it; None before there is anything to draw."""
+    """Return the first and last position of a run and those laid over it; None before there is
+    anything to draw.
+    """
     if unit == "step":
         if not snapshot.length:
             return None
@@ -302,13 +324,17 @@ def extent_of(
 
 
 HELD_SHARE = 1 / 90
-"""The right end of a growing axis moves in steps of about a dot: below that, a redrawn plot would look the same."""
+"""The right end of a growing axis moves in steps of about a dot: below that, a redrawn plot would
+look the same.
+"""
 
 
 def axis_of(
     snapshot: Snapshot, view: View, held: Axis | None = None, overlays: Sequence[Overlaid] = ()
 ) -> Axis | None:
-    """Return the axis that all charts of a snapshot share; before the first step it is time. ``held`` is the present axis."""
+    """Return the axis that all charts of a snapshot share; before the first step it is time.
+    ``held`` is the present axis.
+    """
     unit: Unit = view.unit if snapshot.length else "time"
     extent = extent_of(snapshot, unit, overlays)
     if extent is None:
@@ -333,7 +359,9 @@ def axis_of(
 
 
 SIDE_FROM = 196
-"""Columns of a terminal from which on a step's details and the log stand right of everything else."""
+"""Columns of a terminal from which on a step's details and the log stand right of everything
+else.
+"""
 SIDE = 68
 """Columns that they take: a line of the log fits."""
 LEAST_MAIN = 100
@@ -345,7 +373,9 @@ MOST_PLOT = 8
 
 
 def side_columns(width: int, chosen: int | None = None) -> int:
-    """Return the columns of the panels at the right of a terminal of ``width``; 0 where there is no room for them."""
+    """Return the columns of the panels at the right of a terminal of ``width``; 0 where there is no
+    room for them.
+    """
     return 0 if width < SIDE_FROM else min(chosen or SIDE, width - LEAST_MAIN)
 
 
@@ -359,7 +389,9 @@ class Rows:
     log: int
 
     def resized(self, nodes: int, charts: int | None, plot: int | None) -> Rows:
-        """Return rows with those of charts and history that are given; what is left goes to the history, then to the log."""
+        """Return rows with those of charts and history that are given; what is left goes to the
+        history, then to the log.
+        """
         total = self.charts + plot_rows(self.plot, nodes) + self.log
         if charts is None:
             charts = self.charts
@@ -383,10 +415,12 @@ def plot_rows(plot: int, nodes: int) -> int:
 def rows_for(
     height: int, nodes: int, gpus: int, fixed: int, grid: int = 0, *, log: bool = True
 ) -> Rows:
-    """Divide ``height`` rows: charts first, then some log, then history of each node; ``fixed`` rows are taken already.
+    """Divide ``height`` rows: charts first, then some log, then history of each node; ``fixed``
+    rows are taken already.
 
-    Charts that stand above each other get ``grid`` rows at least. Without ``log``, which then has a place of its own, the history gets
-    its rows. Parts that do not fit even so are reached by scrolling.
+    Charts that stand above each other get ``grid`` rows at least. Without ``log``, which then has a
+    place of its own, the history gets its rows. Parts that do not fit even so are reached by
+    scrolling.
     """
     left = height - fixed - 2 * nodes - gpus
     if not log:

@@ -1,4 +1,6 @@
-"""This host as it works now: its nodes and GPUs over time, and the processes that use GPUs or are bound to cores."""
+"""This host as it works now: its nodes and GPUs over time, and the processes that use GPUs or are
+bound to cores.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ _KEPT = 1800
 """Samples that are kept when there are twice as many."""
 _PROCESSES_S = 3.0
 _COST_SHARE = 1 / 100
-"""Reading every process takes long where there are thousands; its interval grows so that it stays below this share of a core."""
+"""Reading every process takes long where there are thousands; its interval grows so that it stays
+below this share of a core.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,9 @@ _CHART_ROWS = (9, 14)
 _MOST_PLOT_ROWS = 12
 _LEAST_PROCESS_ROWS = 6
 _NOT_HERE = ("cores", "foreign")
-"""Charts that say nothing here: the nodes show their cores, and without a run nothing is foreign."""
+"""Charts that say nothing here: the nodes show their cores, and without a run nothing is
+foreign.
+"""
 
 
 class HostPanel(Vertical):
@@ -247,7 +253,9 @@ def _processes_figure(processes: tuple[HostProcess, ...]) -> str:
 
 
 def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:
-    """Return a heading and a line for each process, in at most ``rows`` lines; the last says how many are not shown."""
+    """Return a heading and a line for each process, in at most ``rows`` lines; the last says how
+    many are not shown.
+    """
     listed = tuple(processes)
     shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
     gpus = any(process.gpu is not None for process in listed)

@@ -1,4 +1,6 @@
-"""Machine: this host as it works now, the host as a tree, its software, and doctor's findings, worst first."""
+"""Machine: this host as it works now, the host as a tree, its software, and doctor's findings,
+worst first.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
         Content.assemble(
             (machine.label, "bold"),
             (
-                f"   {machine.cpu_name}, {machine.architecture}, pages of {page_size(machine.page_size_bytes)}"
+                (
+                    f"   {machine.cpu_name}, {machine.architecture}, pages of "
+                    f"{page_size(machine.page_size_bytes)}"
+                )
                 if machine.page_size_bytes
                 else f"   {machine.cpu_name}, {machine.architecture}",
                 "$faint",
@@ -59,7 +64,8 @@ def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
     if empty:
         lines.append(
             Content.styled(
-                f"   {plural(len(empty), 'more node')} without cores or memory: {cpu_ranges(tuple(node.id for node in empty))}",
+                f"   {plural(len(empty), 'more node')} without cores or memory: "
+                f"{cpu_ranges(tuple(node.id for node in empty))}",
                 "$faint",
             )
         )
@@ -134,7 +140,8 @@ def _gpu_text(gpu: Gpu) -> Content:
 
 
 def software_lines(machine: Machine, width: int) -> list[Content]:
-    """Return the software's versions, as many on a line as fit; missing packages are marked as absent.
+    """Return the software's versions, as many on a line as fit; missing packages are marked as
+    absent.
 
     Of a machine that is only described, nothing is known of its software.
     """
@@ -200,8 +207,9 @@ class MachineScreen(Page):
     CSS_PATH: ClassVar[list[str | PurePath]] = ["screen.tcss", "../numa_nodes.tcss"]
     AUTO_FOCUS = "#findings"
     HELP_TEXT = (
-        "What this host is made of, which cores and memory belong to which GPU, and what would slow down or stop a run. Beside it, or with "
-        "H: what it does now, its nodes and GPUs over the last ten minutes, and the processes that use GPUs or are bound to cores."
+        "What this host is made of, which cores and memory belong to which GPU, and what would "
+        "slow down or stop a run. Beside it, or with H: what it does now, its nodes and GPUs over "
+        "the last ten minutes, and the processes that use GPUs or are bound to cores."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
@@ -285,7 +293,9 @@ class MachineScreen(Page):
         return self.app.machine is not None and self.app.machine.live and not self.app.machine_file
 
     def _share_columns(self) -> None:
-        """Show both halves beside each other where there is room, else one of them. Of another machine, doctor stands beside the rest."""
+        """Show both halves beside each other where there is room, else one of them. Of another
+        machine, doctor stands beside the rest.
+        """
         both = self.size.width >= WIDE
         self.host.display = self._here and (both or self._live_first)
         self.about.display = both or not self.host.display
@@ -299,7 +309,9 @@ class MachineScreen(Page):
         return self.size.width // 2 if self.size.width >= WIDE else self.size.width
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer only keys whose half is shown, and the one that changes it where the other is not."""
+        """Offer only keys whose half is shown, and the one that changes it where the other is
+        not.
+        """
         match action:
             case "hardware":
                 return self._here and not (self.host.display and self.about.display)
@@ -321,7 +333,9 @@ class MachineScreen(Page):
 
     @work(group="monitor", name="sample this machine", exclusive=True, exit_on_error=False)
     async def _sample(self, machine: Machine) -> None:
-        """Sample in a thread whenever it is due. One worker takes all samples, as the dashboard's does all polls."""
+        """Sample in a thread whenever it is due. One worker takes all samples, as the dashboard's
+        does all polls.
+        """
         monitor = await asyncio.to_thread(Monitor, machine)
         self._due.clear()  # a sample covers the time since the one before: none yet
         try:

@@ -1,4 +1,6 @@
-"""The report of ``so-tui validate``: its parts, speeds beside the plan, and how losses agree. Read again whenever it changes."""
+"""The report of ``so-tui validate``: its parts, speeds beside the plan, and how losses agree. Read
+again whenever it changes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def report_lines(report: Report, width: int) -> list[Content]:
 
 
 def _parts(report: Report, width: int) -> Iterator[Content]:
-    measured = f"{sum(outcome.state == 'measured' for outcome in report.outcomes)} of {len(report.outcomes)} parts measured"
+    measured = (
+        f"{sum(outcome.state == 'measured' for outcome in report.outcomes)} of "
+        f"{len(report.outcomes)} parts measured"
+    )
     yield Content.assemble(
         (measured, "bold"), (shorten(f"   {report.shape}", max(0, width - len(measured))), "$faint")
     )
@@ -98,7 +103,7 @@ def _losses(report: Report, width: int) -> Iterator[Content]:
     titles = {outcome.key: outcome.title for outcome in report.outcomes}
     room = min(_TITLE_CELLS, (width - 2 * _COLUMN_CELLS) // 2)
     yield Content.styled(
-        f"{'losses':<{room}}{shorten('compared with', room - 1):<{room}}{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}",
+        f"{'losses':<{room}}{shorten('compared with', room - 1):<{room}}{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}",  # noqa: E501
         "$faint",
     )
     keys, references = (
@@ -154,7 +159,9 @@ class ValidationScreen(ModalScreen[None]):
         self.set_interval(READ_EVERY_S, self._read_again)
 
     def _read_again(self) -> None:
-        """Have the report read, unless that is under way: a file system may take longer than a report is left alone."""
+        """Have the report read, unless that is under way: a file system may take longer than a
+        report is left alone.
+        """
         if self._reading is None or self._reading.is_finished:
             self._reading = self._read_report()
 
@@ -183,7 +190,8 @@ class ValidationScreen(ModalScreen[None]):
         elif message.report is None:
             status.update(
                 Content(
-                    "There is no report yet. In a terminal, `so-tui validate` takes up to 20 minutes to measure this machine and write one."
+                    "There is no report yet. In a terminal, `so-tui validate` takes up to 20 "
+                    "minutes to measure this machine and write one."
                 )
             )
         else:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 MOST_PARAMETERS_WITHOUT_GPU = 1_000_000_000
-"""What fits in the memory of a machine without a GPU and has more takes many minutes a step there."""
+"""What fits in the memory of a machine without a GPU and has more takes many minutes a step
+there.
+"""
 PUBLISHED = "published figures, not measured"
 _SOURCE_FROM_CELLS = 100
 """Cells from which a line also names its source."""
@@ -74,7 +76,8 @@ def without_gpu(width: int, *, slurm: bool) -> Content:
 
 
 def elsewhere(label: str, machine_file: str, width: int) -> Content:
-    """Return for which other machine is planned and, of one that is known by name, where its figures come from.
+    """Return for which other machine is planned and, of one that is known by name, where its
+    figures come from.
 
     Args:
         label: What the machine is called.
@@ -94,7 +97,9 @@ def elsewhere(label: str, machine_file: str, width: int) -> Content:
 
 
 def trains_without_gpu(row: PlanRow) -> bool:
-    """Return whether a model can be trained on the machine without a GPU that ``row`` was planned for."""
+    """Return whether a model can be trained on the machine without a GPU that ``row`` was planned
+    for.
+    """
     return row.parameters <= MOST_PARAMETERS_WITHOUT_GPU and any(
         plan is not None and plan.fits for plan in row.cells.values()
     )
@@ -140,7 +145,9 @@ class PresetTable(FittedTable):
         return action != "select_cursor" or self.row_count > 0
 
     def show(self, rows: Sequence[PlanRow], counts: tuple[int, ...], noun: str) -> None:
-        """Show the plans of ``rows`` for each of ``counts`` GPUs, or ranks, as ``noun`` says. The cursor stays on its plan."""
+        """Show the plans of ``rows`` for each of ``counts`` GPUs, or ranks, as ``noun`` says. The
+        cursor stays on its plan.
+        """
         at = self.cursor_coordinate
         preset, count_at = self.preset_at(at.row), at.column - self._fixed
         self._shown, self._counts = tuple(rows), counts
@@ -178,7 +185,8 @@ class PresetTable(FittedTable):
         )
 
     def _cell(self, plan: Plan | None, room: int, *, wide: bool) -> Text:
-        """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or ``✗ too big``.
+        """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or
+        ``✗ too big``.
 
         Speeds take ``room`` cells.
         """
@@ -207,7 +215,9 @@ class PresetTable(FittedTable):
         return self.ordered_rows[row].key.value or "" if 0 <= row < self.row_count else ""
 
     def chosen(self) -> tuple[PlanRow, Plan] | None:
-        """Return the row under the cursor and its plan: the column's, or the recommended one where the cursor is on the model."""
+        """Return the row under the cursor and its plan: the column's, or the recommended one where
+        the cursor is on the model.
+        """
         at = self.cursor_coordinate
         if at.row >= self.row_count:
             return None
@@ -234,7 +244,9 @@ class PresetTable(FittedTable):
         self.move_cursor(row=self.get_row_index(preset), column=self._fixed + best, scroll=True)
 
     def start_where_it_fits(self, *, on_gpus: bool) -> None:
-        """Put the cursor on the first recommended plan that fits, or on the last row, that of tiny, where none does or no GPU trains it."""
+        """Put the cursor on the first recommended plan that fits, or on the last row, that of tiny,
+        where none does or no GPU trains it.
+        """
         for row_index, row in enumerate(self._shown if on_gpus else ()):
             for column, ranks in enumerate(self._counts):
                 plan = row.cells.get(ranks)
@@ -245,7 +257,9 @@ class PresetTable(FittedTable):
 
 
 def _speed(plan: Plan, *, wide: bool) -> str:
-    """Return ``13.9k/s``, or ``13.9k`` where there is little room; empty where no speed is predicted."""
+    """Return ``13.9k/s``, or ``13.9k`` where there is little room; empty where no speed is
+    predicted.
+    """
     speed = plan.useful_tokens_per_s_total
     return f"{rate(speed)}{'/s' if wide else ''}" if speed else ""
 
@@ -269,9 +283,10 @@ class PresetsScreen(Page):
     AUTO_FOCUS = "#table"
     CSS_PATH = "screen.tcss"
     HELP_TEXT = (
-        "Each row is a model, each column a number of GPUs. A cell shows whether that fits on this machine, which share of the "
-        "optimizer states lives in host memory (the offload ratio; none: all on the GPU), and the predicted tokens per second. "
-        "★ marks the recommended number of GPUs."
+        "Each row is a model, each column a number of GPUs. A cell shows whether that fits on this "
+        "machine, which share of the optimizer states lives in host memory (the offload ratio; "
+        "none: all on the GPU), and the predicted tokens per second. ★ marks the recommended "
+        "number of GPUs."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
@@ -402,7 +417,9 @@ class PresetsScreen(Page):
         self.query_one("#detail", Static).update("")
 
     def _tell_of(self, machine: Machine) -> None:
-        """Say what can be done on a machine without a GPU, such as most login nodes; and how to come back from another machine."""
+        """Say what can be done on a machine without a GPU, such as most login nodes; and how to
+        come back from another machine.
+        """
 
         self._slurm = preset_actions.has_slurm()
         self.table.border_title = Content.assemble("what fits on ", (machine.label, "bold"))
@@ -463,7 +480,9 @@ class PresetsScreen(Page):
         return [row for row in self.rows if row not in folded]
 
     def _folded_rows(self) -> list[PlanRow]:
-        """Return the models that this machine cannot train because it has no GPU: one line stands for them."""
+        """Return the models that this machine cannot train because it has no GPU: one line stands
+        for them.
+        """
 
         machine = self.app.machine
         if machine is None or machine.gpus or self.app.machine_file or self.filter.needle:

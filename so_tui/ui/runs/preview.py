@@ -33,7 +33,9 @@ MOST_FOLDS = 3
 def facts(
     row: RunRow, width: int, results: RunResults | None = None, exported: Path | None = None
 ) -> Content:
-    """Return state and reason, model, checkpoints and the last export of a run, and results where they are given, for ``width`` cells."""
+    """Return state and reason, model, checkpoints and the last export of a run, and results where
+    they are given, for ``width`` cells.
+    """
     state = row.state
     lines = [state_content(row.shown_state)]
     if state.reason:
@@ -85,7 +87,9 @@ def facts(
 
 
 def _place(name: str, path: Path, width: int) -> Content:
-    """Return a path behind its name, or below it where the path's own name has no room beside it."""
+    """Return a path behind its name, or below it where the path's own name has no room beside
+    it.
+    """
     below = len(name) + 1 + len("…/") + cell_len(path.name) > width
     room = width - (2 if below else len(name) + 1)
     return Content.assemble(
@@ -116,7 +120,8 @@ class Comparison:
         return f"{plural(len(self.names), 'run')}: {settings}"
 
     def table(self, width: int) -> str:
-        """Return results and settings side by side in ``width`` cells, those that differ first, with long values wrapped.
+        """Return results and settings side by side in ``width`` cells, those that differ first,
+        with long values wrapped.
 
         Runs for which there is no room are below, in tables of their own.
         """
@@ -200,13 +205,17 @@ VALUE = 12
 def drawn_looks(
     marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve], *, coloured: bool
 ) -> dict[RunDirectory, Look]:
-    """Return how those marked runs look whose losses are drawn: their lines, and their marks in the list."""
+    """Return how those marked runs look whose losses are drawn: their lines, and their marks in the
+    list.
+    """
     drawn = [run for run in marked if run in curves][:MOST_LINES]
     return {run: look_of(at, coloured=coloured) for at, run in enumerate(drawn)}
 
 
 class RunPreview(Vertical):
-    """Beside each other below the list; where it stands beside the list, the facts are below the losses, with the results."""
+    """Beside each other below the list; where it stands beside the list, the facts are below the
+    losses, with the results.
+    """
 
     heading = getters.query_one("#preview-rule", Rule)
     body = getters.query_one("#preview", Container)
@@ -228,7 +237,9 @@ class RunPreview(Vertical):
         self.overlay.waiting = "no step yet"
 
     def set_size(self, columns: int | None, rows: int | None) -> None:
-        """Take ``columns`` beside the list; None stands it below, with ``rows`` for losses and facts where they are given."""
+        """Take ``columns`` beside the list; None stands it below, with ``rows`` for losses and
+        facts where they are given.
+        """
         self._columns = columns
         self.styles.width = columns or "100%"
         frame = BOTTOM if framed(self) else 0
@@ -256,7 +267,9 @@ class RunPreview(Vertical):
         progress: str,
         exported: Path | None = None,
     ) -> None:
-        """Show the facts of a run, and its losses or those of the marked runs; ``progress`` is that of an export, ``exported`` the last."""
+        """Show the facts of a run, and its losses or those of the marked runs; ``progress`` is that
+        of an export, ``exported`` the last.
+        """
         title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
         self.heading.update(title, progress)
         alone = {run: Look("main", "") for run in (row.run,) if run in curves}

@@ -26,7 +26,8 @@ from so_tui.ui.text import Content
 from so_tui.ui.widgets import Divider, FindField
 
 EMPTY = (
-    "No runs yet. Every run you start is listed here, with its loss, its settings and its checkpoints.\n\n"
+    "No runs yet. Every run you start is listed here, with its loss, its settings and its "
+    "checkpoints.\n\n"
     "Press [$accent]1[/], choose a row, and [$accent]l[/] launches it."
 )
 BESIDE = 4
@@ -38,7 +39,9 @@ LEAST_LIST, LEAST_ROWS = 70, 12
 
 
 def side_of(width: int, chosen: int | None) -> int:
-    """Return the columns of the chosen run beside the list in a terminal of ``width``; 0 where there is no room."""
+    """Return the columns of the chosen run beside the list in a terminal of ``width``; 0 where
+    there is no room.
+    """
     return 0 if width < WIDE else min(chosen or width * 2 // 5, width - LEAST_LIST)
 
 
@@ -54,7 +57,10 @@ class RunsScreen(ResizablePage):
     PAGE = "runs"
     CSS_PATH = "screen.tcss"
     AUTO_FOCUS = "#table"
-    HELP_TEXT = "Every run in this folder. Space marks runs: their losses are overlaid, and = compares them."
+    HELP_TEXT = (
+        "Every run in this folder. Space marks runs: their losses are overlaid, and = compares "
+        "them."
+    )
     SIZES = ("run", "run_beside")
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
@@ -109,7 +115,9 @@ class RunsScreen(ResizablePage):
             "Compare",
             key_display="=",
             id="differences",
-            tooltip="Settings that differ, and results, of all marked runs; of one run, its settings",
+            tooltip=(
+                "Settings that differ, and results, of all marked runs; of one run, its settings"
+            ),
         ),
         Binding(
             "slash",
@@ -242,7 +250,9 @@ class RunsScreen(ResizablePage):
         self._fill()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """Read on where one look was not enough for a long run: the list itself may not change for hours."""
+        """Read on where one look was not enough for a long run: the list itself may not change for
+        hours.
+        """
         if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
             found: dict[RunDirectory, LossCurve] = event.worker.result or {}
             self._read_stale(

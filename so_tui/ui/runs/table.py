@@ -46,9 +46,13 @@ COLUMNS = (
     "host",
 )
 DISPENSABLE = ("host", "GPU memory", "MFU", "evaluation loss", "tokens/s", "model", CURVE)
-"""Columns that are dropped first where there is no room; dashboard and preview show their content too."""
+"""Columns that are dropped first where there is no room; dashboard and preview show their content
+too.
+"""
 MEASURED = ("evaluation loss", "tokens/s", "MFU", "GPU memory")
-"""Columns that are left out where no run has a value: without GPUs there is no MFU, and not every run evaluates."""
+"""Columns that are left out where no run has a value: without GPUs there is no MFU, and not every
+run evaluates.
+"""
 SORTED_COLUMNS = {
     "started": "age",
     "name": "name",
@@ -69,7 +73,9 @@ HIGHEST_FIRST = ("step", "tokens/s", "MFU")
 def cells_of(
     row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: Look | None = None
 ) -> Cells:
-    """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour and the sign of its line."""
+    """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour
+    and the sign of its line.
+    """
     state = row.state
     sign, style = SIGNS.get(row.shown_state, ("?", "$faint"))
     faint = colours["faint"]
@@ -109,7 +115,9 @@ def model_of(row: RunRow) -> str:
 
 
 def heading(column: str, sorted_column: str = "") -> str:
-    """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the highest comes first."""
+    """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the
+    highest comes first.
+    """
     return (
         f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}"
         if column and column == sorted_column
@@ -120,7 +128,9 @@ def heading(column: str, sorted_column: str = "") -> str:
 def fitted(
     rows: Sequence[Cells], room: int, padding: int, kept: str = ""
 ) -> tuple[list[str], Sequence[Cells]]:
-    """Return the columns that ``with_room`` finds, and the rows: a curve that has no room whole has every other of its bars."""
+    """Return the columns that ``with_room`` finds, and the rows: a curve that has no room whole has
+    every other of its bars.
+    """
     columns = with_room(rows, room, padding, kept)
     if CURVE not in columns:
         rows = [{**row, CURVE: Text(row[CURVE].plain[::2], style=row[CURVE].style)} for row in rows]
@@ -129,7 +139,8 @@ def fitted(
 
 
 def with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> list[str]:
-    """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a cut number is another number.
+    """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a
+    cut number is another number.
 
     ``kept``, which they are sorted by, is dropped last.
     """
@@ -161,7 +172,9 @@ GROUPS: tuple[str, ...] = get_args(_TYPES["group"])
 def ordered(
     rows: Iterable[RunRow], curves: Mapping[RunDirectory, LossCurve], settings: RunListSettings
 ) -> list[RunRow]:
-    """Return rows, which come newest first, sorted, and the rows of a group together. Groups come in the order of their first row."""
+    """Return rows, which come newest first, sorted, and the rows of a group together. Groups come
+    in the order of their first row.
+    """
 
     def results(row: RunRow) -> RunResults | None:
         return curves[row.run].results if row.run in curves else None
@@ -176,7 +189,9 @@ def ordered(
 
 
 def text_of(row: RunRow, key: str) -> str:
-    """Return what runs are sorted or grouped by; empty for no group. A run with several tags is in the group of all of them."""
+    """Return what runs are sorted or grouped by; empty for no group. A run with several tags is in
+    the group of all of them.
+    """
     match key:
         case "name":
             return row.run.name
@@ -198,7 +213,10 @@ def following(values: tuple[str, ...], value: str) -> str:
 
 def searched_text(row: RunRow) -> str:
     """Return the text in which the list's filter searches."""
-    return f"{row.run.name} {model_of(row)} {row.state.state} {' '.join(row.notes.tags)} {row.notes.note}".lower()
+    return (
+        f"{row.run.name} {model_of(row)} {row.state.state} {' '.join(row.notes.tags)} "
+        f"{row.notes.note}".lower()
+    )
 
 
 # The table of Runs: a row a run, with the columns that have room.

@@ -33,7 +33,9 @@ def flip(path: Path, chance: Random) -> None:
 
 
 def spoil(path: Path, chance: Random) -> None:
-    """Flip the highest bit of a character, which leaves no valid JSON: a flipped digit would be another loss."""
+    """Flip the highest bit of a character, which leaves no valid JSON: a flipped digit would be
+    another loss.
+    """
     content = bytearray(path.read_bytes())
     content[chance.randrange(len(content))] ^= 0x80
     path.write_bytes(content)

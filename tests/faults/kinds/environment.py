@@ -1,4 +1,6 @@
-"""A disk that is full, a clock that jumps, and file systems whose locks or attributes are not what they seem."""
+"""A disk that is full, a clock that jumps, and file systems whose locks or attributes are not what
+they seem.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def shim_of(scene: Scene) -> Shim:
 
 
 def full(part: str) -> Callable[[Scene, Random], None]:
-    """Return the effect of a disk that is full for paths with this part, until the attempt has ended."""
+    """Return the effect of a disk that is full for paths with this part, until the attempt has
+    ended.
+    """
 
     def inject(scene: Scene, _chance: Random) -> None:
         shim_of(scene).fill(str(scene.run.path) + part)

@@ -51,7 +51,9 @@ def list_from_everywhere(scene: Scene, chance: Random) -> None:
 
 
 def resume_twice(scene: Scene, chance: Random) -> None:
-    """Kill everything, then resume it from two terminals at once: one trains, the other is told so."""
+    """Kill everything, then resume it from two terminals at once: one trains, the other is told
+    so.
+    """
     kill_tree(scene, chance)
     scene.settle()
     waiting = [scene.begin("resume", str(scene.run.path), "--plain") for _ in range(2)]

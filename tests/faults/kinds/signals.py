@@ -42,7 +42,9 @@ def suspend(role: str) -> Callable[[Scene, Random], None]:
 
 
 def kill_tree(scene: Scene, _chance: Random) -> None:
-    """Kill every process at once, the supervisor too: what the end of a job or of a container does."""
+    """Kill every process at once, the supervisor too: what the end of a job or of a container
+    does.
+    """
     for _ in range(3):  # those that were being started meanwhile
         for pid in processes.marked(scene.mark):
             with contextlib.suppress(ProcessLookupError):
@@ -76,7 +78,9 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def _stopped_by(role: str, signum: signal.Signals) -> frozenset[Told]:
-    """Return what a stop signal to a process does (docs/checkpoints.md): it stops the run, ends the process, or is ignored."""
+    """Return what a stop signal to a process does (docs/checkpoints.md): it stops the run, ends the
+    process, or is ignored.
+    """
     if role == "supervisor" or (role.startswith("rank") and signum == signal.SIGUSR1):
         return told(STOPPED, FINISHED)  # finished: it came with the last step
     if role.startswith("adam") or signum == signal.SIGUSR1:

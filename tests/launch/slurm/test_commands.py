@@ -25,9 +25,12 @@ QUEUE_24_11 = """\
 3|PENDING|BeginTime|2026-11-25T10:49:19||/root
 2|PENDING|ReqNodeNotAvail, UnavailableNodes:n[1-2]|N/A||/root
 1|PENDING|Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions|N/A||/root
-"""
+"""  # noqa: E501
 """By Slurm 24.11.5 of Debian 13."""
-ACCOUNTING = "1198|CANCELLED by 1000|None|2026-11-24T00:01:00|n1|y\n1190|TIMEOUT|None|2026-11-23T00:01:00|None assigned|z\n"
+ACCOUNTING = (
+    "1198|CANCELLED by 1000|None|2026-11-24T00:01:00|n1|y\n"
+    "1190|TIMEOUT|None|2026-11-23T00:01:00|None assigned|z\n"
+)
 
 
 def test_the_queue() -> None:

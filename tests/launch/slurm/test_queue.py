@@ -1,4 +1,6 @@
-"""What is shown of a job that waits, and what a run directory written by somebody else can make of it."""
+"""What is shown of a job that waits, and what a run directory written by somebody else can make of
+it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ SUBMITTED = Submission(
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A run that was submitted as job 7 of the cluster ``here``, with a queue file of the test's own."""
+    """A run that was submitted as job 7 of the cluster ``here``, with a queue file of the test's
+    own.
+    """
     monkeypatch.setattr("so_tui.launch.slurm.client.cache_home", lambda: tmp_path / "cache")
     monkeypatch.setattr(client, "cluster_name", lambda: "here")
     monkeypatch.setattr(client, "accounted", lambda _: None)
@@ -82,7 +86,9 @@ def test_the_ends_of_a_job_are_told_apart_and_recorded(
 def test_why_a_job_failed_is_said_however_much_it_wrote(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines of ``setup`` may write anything, and a job that Slurm starts again appends to what it wrote before."""
+    """Lines of ``setup`` may write anything, and a job that Slurm starts again appends to what it
+    wrote before.
+    """
     written = (
         b"loading modules\n" * 10_000 + b"10 %\r100 %\n\x1b[31mpython: not found\x1b[0m\nended"
     )
@@ -111,7 +117,9 @@ def test_why_a_job_failed_is_said_however_much_it_wrote(
 def test_a_job_that_may_still_run_ends_nothing(
     slurm: str, recorded: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newer Slurm may have further states, and a revoked job runs on another cluster of the federation."""
+    """A newer Slurm may have further states, and a revoked job runs on another cluster of the
+    federation.
+    """
     before = msgspec.structs.replace(
         read_state(run), state=recorded, attempt=1 if recorded == "training" else 0, host="n1"
     )
@@ -198,7 +206,9 @@ def test_a_submission_that_so_tui_would_not_write_is_none(
 def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A colleague's job is not among one's own, which says nothing; and a forged ``poll_s`` must not decide how often Slurm is asked."""
+    """A colleague's job is not among one's own, which says nothing; and a forged ``poll_s`` must
+    not decide how often Slurm is asked.
+    """
     asked: list[str] = []
 
     def call(argv: tuple[str, ...], _environment: object = None) -> str:
@@ -216,7 +226,9 @@ def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(
 def test_the_job_of_another_run_is_neither_believed_nor_cancelled(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copied folder carries the number of the original's job, and may have the original's name."""
+    """A copied folder carries the number of the original's job, and may have the original's
+    name.
+    """
     copied = RunDirectory(shutil.copytree(run.path, tmp_path / "backup" / run.name))
     cancelled: list[str] = []
     monkeypatch.setattr(client, "cancel", cancelled.append)

@@ -1,4 +1,6 @@
-"""Submissions that Slurm refuses, with what Slurm 22.05 and 24.11 print; tests/slurm has the real one."""
+"""Submissions that Slurm refuses, with what Slurm 22.05 and 24.11 print; tests/slurm has the real
+one.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def refused(slurm: Path, printed: str) -> InputError | SlurmError:
             "mine",
         ),
         (
-            f"sbatch: error: invalid partition specified: gh-dv\n{FAILED}Invalid partition name specified\n",
+            (
+                f"sbatch: error: invalid partition specified: gh-dv\n{FAILED}Invalid partition "
+                "name specified\n"
+            ),
             "slurm-partition",
             "slurm.partition",
             "gh-dv",
@@ -69,7 +74,10 @@ def refused(slurm: Path, printed: str) -> InputError | SlurmError:
             "48:00:00",
         ),
         (
-            f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)\n",
+            (
+                f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or "
+                "time limits)\n"
+            ),
             "slurm-limit",
             "slurm.qos",
             "fast",
@@ -116,7 +124,8 @@ def problem_of(error: InputError | SlurmError) -> Problem:
 def test_a_sites_own_words_are_shown_as_they_are(slurm: Path) -> None:
     error = refused(
         slurm,
-        f"sbatch: error: Use ibrun.\x1b[2J\n\nsbatch: error: No --mem here\n{FAILED}Invalid qos specification\n",
+        f"sbatch: error: Use ibrun.\x1b[2J\n\nsbatch: error: No --mem here\n{FAILED}Invalid qos "
+        "specification\n",
     )
     assert isinstance(error, RefusedError)
     assert error.lines == (

@@ -173,7 +173,9 @@ def test_a_run_that_ended_by_itself_does_not_continue(code: str, run: RunDirecto
 def test_a_run_that_a_person_stopped_does_not_continue(
     person: bool, signalled: bool, warned: bool, continues: bool, run: RunDirectory
 ) -> None:
-    """A scheduler that ends a job sends signals; neither they nor its warning replace what a person wants."""
+    """A scheduler that ends a job sends signals; neither they nor its warning replace what a person
+    wants.
+    """
     if person:
         request_stop(run)
     if signalled:

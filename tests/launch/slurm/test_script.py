@@ -80,7 +80,9 @@ def test_each_node_of_several_gets_a_supervisor_and_the_sites_network() -> None:
 
 
 def executed(text: str, uname: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Execute a batch script on a node that says it is a ``uname``, and where srun executes nothing."""
+    """Execute a batch script on a node that says it is a ``uname``, and where srun executes
+    nothing.
+    """
     for name, lines in (("uname", f"echo {uname}"), ("srun", 'echo "srun $*"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(stat.S_IRWXU)

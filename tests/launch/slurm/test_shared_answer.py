@@ -1,4 +1,6 @@
-"""One answer of Slurm for all screens, on file systems that are full, have no locks, or are shared by hosts whose clocks differ."""
+"""One answer of Slurm for all screens, on file systems that are full, have no locks, or are shared
+by hosts whose clocks differ.
+"""
 
 from __future__ import annotations
 

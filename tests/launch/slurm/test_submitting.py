@@ -1,4 +1,6 @@
-"""Starts that Slurm is given, refuses, or answers too late. ``sbatch`` is a function here; tests/slurm has the real one."""
+"""Starts that Slurm is given, refuses, or answers too late. ``sbatch`` is a function here;
+tests/slurm has the real one.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Choose the sequences of a step and make tensors of them.
 
-The order of all sequences is a pure function of seed and epoch. A step takes the next sequences of that order and the ranks share them,
-whole ones or, with sequence parallelism, a part of each: the number of ranks does not change what is trained next. Every rank computes the
-token counts of the whole step, of all ranks and gradient accumulation steps, from the document lengths: the exact weight of a token in the
-loss takes no communication and no wait for the GPU.
+The order of all sequences is a pure function of seed and epoch. A step takes the next sequences of
+that order and the ranks share them, whole ones or, with sequence parallelism, a part of each: the
+number of ranks does not change what is trained next. Every rank computes the token counts of the
+whole step, of all ranks and gradient accumulation steps, from the document lengths: the exact
+weight of a token in the loss takes no communication and no wait for the GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from so_tui_trainer.data.documents import Documents, Sequences, fill, row_widths
 _LEAST_SHARE = 0.75
 """Of the longest document of a group: shorter ones begin another."""
 _SHORT = 64
-"""Tokens up to which documents are one group, whatever their shares: a kernel's block is no shorter."""
+"""Tokens up to which documents are one group, whatever their shares: a kernel's block is no
+shorter.
+"""
 
 
 def rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
@@ -48,8 +51,9 @@ def rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
         boundaries: Cumulative lengths of the documents over the flattened tokens, [documents + 1].
 
     Returns:
-        The place of each token, in its row, in all groups end to end, [tokens] int64. Then for each group the flattened tokens of its rows,
-        [documents, tokens of the longest] int64; beyond a document's end its last token.
+        The place of each token, in its row, in all groups end to end, [tokens] int64. Then for each
+        group the flattened tokens of its rows, [documents, tokens of the longest] int64; beyond a
+        document's end its last token.
     """
     lengths, starts = np.diff(boundaries).astype(np.int64), boundaries[:-1].astype(np.int64)
     places = np.empty(int(lengths.sum()), dtype=np.int64)
@@ -79,10 +83,12 @@ def _groups(lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors of one micro-batch of one rank: ``rows`` x ``width`` tokens, documents end to end in each row, padding at its end.
+    """The tensors of one micro-batch of one rank: ``rows`` x ``width`` tokens, documents end to end
+    in each row, padding at its end.
 
-    Each sequence is a row, or all of them are one row (``Batches.end_to_end``), of which a rank may have a part (``part``). Padding is a
-    document of its own: no token attends to it, and it carries no loss.
+    Each sequence is a row, or all of them are one row (``Batches.end_to_end``), of which a rank may
+    have a part (``part``). Padding is a document of its own: no token attends to it, and it carries
+    no loss.
     """
 
     input_ids: Tensor
@@ -92,7 +98,9 @@ class Batch:
     real: Tensor
     """[rows, width] bool; False in padding"""
     boundaries: Tensor
-    """[documents + 1] int32; cumulative document lengths over the flattened rows, padding included"""
+    """[documents + 1] int32; cumulative document lengths over the flattened rows, padding
+    included
+    """
     predictors: Tensor
     """[trained] int64; indices into the flattened rows whose next token carries loss"""
     targets: Tensor
@@ -100,9 +108,13 @@ class Batch:
     longest: int
     """Tokens of the longest document. The attention kernels need it on the host."""
     apart: tuple[Tensor, ...] = ()
-    """The documents as rows of their own (``rows_apart``), if the model has layers that need them"""
+    """The documents as rows of their own (``rows_apart``), if the model has layers that need
+    them
+    """
     is_part: bool = False
-    """Whether other ranks hold the rest of the row. ``boundaries`` and ``longest`` are those of the whole row."""
+    """Whether other ranks hold the rest of the row. ``boundaries`` and ``longest`` are those of the
+    whole row.
+    """
     start: int = 0
     """First token of a part, in the whole row."""
 
@@ -130,7 +142,8 @@ class Batch:
     def part(self, position: int, parts: int) -> Batch:
         """Return one of as many equal parts of a batch of one row.
 
-        A part has the predictors that lie in it; their targets may lie in the next. Positions go on from part to part.
+        A part has the predictors that lie in it; their targets may lie in the next. Positions go on
+        from part to part.
         """
         if parts == 1:
             return self
@@ -155,7 +168,9 @@ class Batch:
         )
 
     def document_lengths(self) -> Tensor:
-        """Return the length of each token's document, [rows, width] int32, whichever part of it is here. Does not wait for the GPU."""
+        """Return the length of each token's document, [rows, width] int32, whichever part of it is
+        here. Does not wait for the GPU.
+        """
         tokens = torch.arange(
             self.start,
             self.start + self.input_ids.numel(),
@@ -215,7 +230,9 @@ class MicroBatch(NamedTuple):
 
 
 class Batches:
-    """Cuts the sequences of a data set into steps. They are shuffled anew every epoch; a step may span two epochs."""
+    """Cuts the sequences of a data set into steps. They are shuffled anew every epoch; a step may
+    span two epochs.
+    """
 
     def __init__(
         self,
@@ -251,20 +268,27 @@ class Batches:
         )
         self._epoch_order = lru_cache(maxsize=2)(self._shuffled)
         self.end_to_end = False
-        """Whether the sequences of a micro-batch are one row, so that little padding is computed. Only attention that takes boundaries
-        can do without a row for each: a mask would have all pairs of the micro-batch."""
+        """Whether the sequences of a micro-batch are one row, so that little padding is computed.
+        Only attention that takes boundaries can do without a row for each: a mask would have all
+        pairs of the micro-batch.
+        """
         self._step_before, self._consumed_before = 0, 0
 
     def resume_at(self, step: int, consumed: int) -> None:
-        """Continue after step ``step``, with ``consumed`` sequences of the order trained, whatever the size of the steps so far."""
+        """Continue after step ``step``, with ``consumed`` sequences of the order trained, whatever
+        the size of the steps so far.
+        """
         self._step_before, self._consumed_before = step, consumed
 
     def consumed(self, step: int) -> int:
-        """Return how many sequences have been trained after step ``step``, counted over epochs and ranks."""
+        """Return how many sequences have been trained after step ``step``, counted over epochs and
+        ranks.
+        """
         return self._consumed_before + (step - self._step_before) * self.sequences_per_step
 
     def total_steps(self) -> int:
-        """Return the optimizer steps of the run, from whichever of steps, epochs and tokens the spec sets; at least one.
+        """Return the optimizer steps of the run, from whichever of steps, epochs and tokens the
+        spec sets; at least one.
 
         Raises:
             InputError: None of them is set.
@@ -321,14 +345,18 @@ class Batches:
             yield self._batch(self._indices(self.consumed(step - 1) + first, micro_batch))
 
     def iterate(self, first_step: int, last_step: int) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of steps ``first_step`` to ``last_step`` (inclusive) in order."""
+        """Yield this rank's micro-batches of steps ``first_step`` to ``last_step`` (inclusive) in
+        order.
+        """
         for step in range(first_step, last_step + 1):
             counts = self.counts(step)
             for batch in self.micro_batches(step):
                 yield MicroBatch(counts, batch)
 
     def _indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the indices of the next ``count`` sequences from position ``first`` of the order."""
+        """Return the indices of the next ``count`` sequences from position ``first`` of the
+        order.
+        """
         positions = np.arange(first, first + count)
         epochs, indices_in_epoch = np.divmod(positions, len(self.sequences))
         return np.array(
@@ -372,8 +400,8 @@ def rows_of(indices: npt.NDArray[np.int64], *, end_to_end: bool) -> npt.NDArray[
 def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) -> int:
     """Return the columns of a micro-batch. Few different numbers spare the allocator new sizes.
 
-    End to end, all useful tokens, rounded up. Otherwise packed sequences are nearly full and always have the full width, and the longest of
-    others decides.
+    End to end, all useful tokens, rounded up. Otherwise packed sequences are nearly full and always
+    have the full width, and the longest of others decides.
 
     Args:
         lengths: Useful tokens of each sequence, [sequences].
@@ -420,7 +448,8 @@ def assemble(
         [[documents.tokens[part] for part in row] for row in parts], width, padding_id, apart=apart
     )
     trained = np.concatenate([documents.trained[part] for row in parts for part in row])
-    # A document's first token is never trained, so the token before a trained one is always in the same document.
+    # A document's first token is never trained, so the token before a trained one is always in the
+    # same document.
     predicted = np.flatnonzero(batch.real.numpy())[trained]
     targets = batch.input_ids.numpy().ravel()[predicted]
     return replace(
@@ -471,7 +500,9 @@ def lay_out(
 
 
 PREFETCH_DEPTH = 2
-"""Batches that wait: one for the next forward pass, and one more in case a batch takes long to make."""
+"""Batches that wait: one for the next forward pass, and one more in case a batch takes long to
+make.
+"""
 
 
 class _Movable(Protocol):
@@ -490,10 +521,12 @@ Item = TypeVar("Item", bound=_Movable)
 
 
 class Prefetcher(Generic[Item]):
-    """Iterates over ``source`` in a thread of its own, and yields its items on ``device`` in the same order.
+    """Iterates over ``source`` in a thread of its own, and yields its items on ``device`` in the
+    same order.
 
-    On a GPU the copies run on a separate stream, and the compute stream waits for them; the host never does. An exception in ``source`` is
-    raised when its item would have been returned. Use as a context manager, or call ``close``, unless all items are taken.
+    On a GPU the copies run on a separate stream, and the compute stream waits for them; the host
+    never does. An exception in ``source`` is raised when its item would have been returned. Use as
+    a context manager, or call ``close``, unless all items are taken.
     """
 
     def __init__(self, source: Iterator[Item], device: torch.device) -> None:
@@ -529,12 +562,15 @@ class Prefetcher(Generic[Item]):
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            for tensor in item.tensors:  # Allocated on one stream, used on another: the allocator must not reuse it too early.
+            # Allocated on one stream, used on another: the allocator must not reuse it too early.
+            for tensor in item.tensors:
                 tensor.record_stream(stream)
         return item
 
     def close(self) -> None:
-        """Stop the thread and drop waiting items. Gives up on a thread that hangs while reading from disk. Safe to call twice."""
+        """Stop the thread and drop waiting items. Gives up on a thread that hangs while reading
+        from disk. Safe to call twice.
+        """
         self._closing.set()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         while self._thread.is_alive() and time.monotonic() < deadline:

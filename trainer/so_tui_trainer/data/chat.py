@@ -1,7 +1,8 @@
-"""Write conversations as text, cut where training starts and stops: by the tokenizer's chat template, or in the Alpaca layout without one.
+"""Write conversations as text, cut where training starts and stops: by the tokenizer's chat
+template, or in the Alpaca layout without one.
 
-To find the answers in the rendered text, the conversation is rendered a second time with placeholders in their place, so any chat template
-works unchanged.
+To find the answers in the rendered text, the conversation is rendered a second time with
+placeholders in their place, so any chat template works unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 """Start and end (exclusive) in the rendered text, in characters."""
 _CALLED = "so_tui_called_this"
-"""Placeholder for the name of a tool. Letters only, since templates may write names as JSON or as plain text."""
+"""Placeholder for the name of a tool. Letters only, since templates may write names as JSON or as
+plain text.
+"""
 _ANSWER_HEADING = "### Response:\n"
 """Of the Alpaca layout."""
 
@@ -52,7 +55,9 @@ class Chat:
     templated: bool
     """Whether the tokenizer has a chat template."""
     stop: str
-    """The special token that ends an answer. Empty if the template ends it without one; the end-of-text token is then added."""
+    """The special token that ends an answer. Empty if the template ends it without one; the
+    end-of-text token is then added.
+    """
     end: str
     """The tokenizer's end-of-text token."""
     asking: str
@@ -129,7 +134,8 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
             [
                 _no_stop_token(
                     "tokenizer-no-end-token",
-                    "has no end-of-text token, and its chat template ends answers without a special token",
+                    "has no end-of-text token, and its chat template ends answers without a "
+                    "special token",
                     tokenizer,
                 )
             ]
@@ -142,7 +148,8 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
 def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant") -> list[Segment]:
     """Cut a conversation where training starts and stops. Each answer ends with one stop token.
 
-    A conversation without answers gives an empty segment. Tool calls that the layout does not write are context.
+    A conversation without answers gives an empty segment. Tool calls that the layout does not write
+    are context.
 
     Args:
         chat: The tokenizer's way of writing conversations.
@@ -176,7 +183,8 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
 
 
 def question(chat: Chat, conversation: Conversation) -> str:
-    """Return a conversation as the text that a model is to continue with its next answer, as ``segments`` writes it for training.
+    """Return a conversation as the text that a model is to continue with its next answer, as
+    ``segments`` writes it for training.
 
     Raises:
         TemplateError: The template rejects the conversation.
@@ -209,7 +217,9 @@ def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> 
 
 
 def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> list[Segment]:
-    """Cut a rendered conversation: each answer reaches from the end of its generation prompt to the end of its stop token."""
+    """Cut a rendered conversation: each answer reaches from the end of its generation prompt to the
+    end of its stop token.
+    """
     whole = chat.render(conversation)
     contents = _content_spans(chat, conversation, whole)
     parts, position = [], 0
@@ -267,7 +277,9 @@ def _content_spans(chat: Chat, conversation: Conversation, whole: str) -> dict[i
 
 
 def _changed_span(chat: Chat, conversation: Conversation, whole: str, index: int) -> Span:
-    """Return the span that changes when one message changes, for templates that rewrite contents (those that split off reasoning, say)."""
+    """Return the span that changes when one message changes, for templates that rewrite contents
+    (those that split off reasoning, say).
+    """
     before, after = conversation[:index], conversation[index + 1 :]
     other = chat.render([*before, _with_placeholder(conversation[index], index), *after])
     if _placeholder(index) in other:
@@ -276,9 +288,9 @@ def _changed_span(chat: Chat, conversation: Conversation, whole: str, index: int
             _common_prefix_length(whole[::-1], other[::-1]), len(whole) - start
         )
     other = chat.render([*before, _with_placeholder_calls(conversation[index]), *after])
-    if (
-        _CALLED in other
-    ):  # Later text may contain the name as well, so only the start is known; the stop token gives the end.
+    # Later text may contain the name as well, so only the start is known; the stop token gives the
+    # end.
+    if _CALLED in other:
         start = _common_prefix_length(whole, other)
         return start, start
     raise TemplateError(f"leaves out what the assistant says in message {index + 1}")
@@ -306,7 +318,8 @@ def _answer_start(
         if whole.startswith(prompt) and position <= len(prompt) <= content:
             return len(prompt)
     if chat.asking:
-        # The generation prompt may contain more than the rendered turn has (an opened thought, say).
+        # The generation prompt may contain more than the rendered turn has (an opened thought,
+        # say).
         for length in range(len(chat.asking), 0, -1):
             at = whole.rfind(chat.asking[:length], position, content)
             if at >= 0:
@@ -319,17 +332,21 @@ def _answer_start(
 
 
 def _header_end(whole: str, at: int, content: int) -> int:
-    """Return ``at`` if only white space separates it from the content, otherwise the content's start."""
+    """Return ``at`` if only white space separates it from the content, otherwise the content's
+    start.
+    """
     return at if not whole[at:content].strip() else content
 
 
 def _answer_end(
     chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int
 ) -> tuple[int, bool]:
-    """Return where the last answer of ``said`` ends, and whether it has a stop token there. Tool calls may precede the stop token.
+    """Return where the last answer of ``said`` ends, and whether it has a stop token there. Tool
+    calls may precede the stop token.
 
-    Templates may close earlier turns with another token than the last one. Such a token is not trained, as it does not stop the model,
-    except at the end of a tool call. An end-of-text token directly after the stop token is trained.
+    Templates may close earlier turns with another token than the last one. Such a token is not
+    trained, as it does not stop the model, except at the end of a tool call. An end-of-text token
+    directly after the stop token is trained.
     """
     calls = bool(said[-1].extra)
     if chat.stop:
@@ -385,19 +402,28 @@ def _stop_warnings(
     if stop and end and stop != end and not closing.lstrip().startswith(stop + end):
         number = tokenizer.convert_tokens_to_ids(stop)
         return [
-            f"an answer ends with {stop}, but the tokenizer's end-of-text token is {end}: generate with eos_token_id = {number}"
+            (
+                f"an answer ends with {stop}, but the tokenizer's end-of-text token is {end}: "
+                f"generate with eos_token_id = {number}"
+            )
         ]
     if not stop and closing.strip():
         pieces = len(tokenizer(closing.strip(), add_special_tokens=False)["input_ids"])
         shown = closing.strip().split("\n")[0][:40]
         return [
-            f"the chat template ends an answer with {shown!r}, which is {pieces} tokens here, not a special token; {end} is put before it"
+            (
+                f"the chat template ends an answer with {shown!r}, which is {pieces} tokens here, "
+                f"not a special token; {end} is put before it"
+            )
         ]
     return []
 
 
 def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
-    remedy = "Use the tokenizer of an instruction-tuned model, or set eos_token in its tokenizer_config.json."
+    remedy = (
+        "Use the tokenizer of an instruction-tuned model, or set eos_token in its "
+        "tokenizer_config.json."
+    )
     return Problem(
         code=code,
         field="model.tokenizer",
@@ -429,9 +455,9 @@ class Encoder:
     def encode(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
         """Encode conversations.
 
-        Segments are encoded separately, as the prompt is at inference, so that no token spans the border of what is trained. Tokenizers
-        that put a space before every text get the whole text instead; a token that spans the border then counts as the segment that it
-        ends in.
+        Segments are encoded separately, as the prompt is at inference, so that no token spans the
+        border of what is trained. Tokenizers that put a space before every text get the whole text
+        instead; a token that spans the border then counts as the segment that it ends in.
 
         Args:
             batch: The segments of each conversation.
@@ -475,14 +501,16 @@ class Encoder:
         ):
             ends = np.cumsum([len(part.text) for part in parts])
             trained = np.array([part.trained for part in parts])
-            # Only ends: byte-level tokenizers leave spaces out of spans, so that a token of spaces has an empty one, which ends behind it.
+            # Only ends: byte-level tokenizers leave spaces out of spans, so that a token of spaces
+            # has an empty one, which ends behind it.
             last = np.array([end - 1 for _, end in spans])
             segment = np.minimum(np.searchsorted(ends, last, side="right"), len(parts) - 1)
             found.append((np.array(ids, dtype=np.int32), trained[segment]))
         return found
 
     def documents(self, opened: Opened, first: int, last: int) -> Iterator[_Encoded]:
-        """Yield rows ``first`` to ``last`` (exclusive) of a source, each with the documents it became; none if it was dropped.
+        """Yield rows ``first`` to ``last`` (exclusive) of a source, each with the documents it
+        became; none if it was dropped.
 
         Raises:
             InputError: A row cannot be read.
@@ -510,7 +538,9 @@ class Encoder:
                 )
 
     def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:
-        """Cut a row to sequences, and drop what follows the last trained token, since no token learns from it."""
+        """Cut a row to sequences, and drop what follows the last trained token, since no token
+        learns from it.
+        """
         limit = self.sequence_length
         ids = np.concatenate((np.array(leading, dtype=np.int32), tokens[0]))
         trained = np.concatenate((np.zeros(len(leading), dtype=np.bool_), tokens[1]))

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 MAX_ROUNDS = 10_000
-"""How often an epoch may repeat a document. A weight that exceeds it is a mistake, and the epoch would not fit into memory."""
+"""How often an epoch may repeat a document. A weight that exceeds it is a mistake, and the epoch
+would not fit into memory.
+"""
 _PART_DOCUMENTS = 10_000
 """Documents whose trained tokens are counted together."""
 
@@ -81,7 +83,9 @@ class Documents(NamedTuple):
     parts: tuple[SourcePart, ...] = ()
     """The sources in order; empty for one source."""
     rows: npt.NDArray[np.int64] | None = None
-    """Number of each document's row in its source, from 1, [documents]; None if each row is a document."""
+    """Number of each document's row in its source, from 1, [documents]; None if each row is a
+    document.
+    """
     warnings: tuple[str, ...] = ()
 
     @property
@@ -111,7 +115,8 @@ class Documents(NamedTuple):
     def epoch(
         self, seed: int, members: npt.NDArray[np.int64] | None = None
     ) -> npt.NDArray[np.int64]:
-        """Return the documents of an epoch, where those of a source with a large weight occur several times.
+        """Return the documents of an epoch, where those of a source with a large weight occur
+        several times.
 
         Args:
             seed: Chooses the documents that occur once more than others.
@@ -169,8 +174,9 @@ def mixture(
 ) -> npt.NDArray[np.int64]:
     """Mix documents of several sources in proportion to their weights.
 
-    Every document occurs at least once. A source that has too few documents for its share is repeated as a whole, and the rest of its
-    share is drawn at random. A source without documents has no share.
+    Every document occurs at least once. A source that has too few documents for its share is
+    repeated as a whole, and the rest of its share is drawn at random. A source without documents
+    has no share.
 
     Args:
         members: Document indices of each source.
@@ -216,7 +222,9 @@ _ARRAYS: dict[str, Any] = {
 }
 _BLOCK_BYTES = 1 << 22
 _STALE_S = 86_400.0
-"""A partial entry that nothing was written to for this long belongs to a process that was killed."""
+"""A partial entry that nothing was written to for this long belongs to a process that was
+killed.
+"""
 
 
 class Tally(Struct, frozen=True):
@@ -242,11 +250,14 @@ def default_folder() -> Path:
 def fingerprint(
     sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, spec: RunSpec
 ) -> str:
-    """Return a hash of the rows, the tokenizer with its chat template, and every option that affects the tokens."""
+    """Return a hash of the rows, the tokenizer with its chat template, and every option that
+    affects the tokens.
+    """
     digest = hashlib.sha256()
     for opened in sources:
         digest.update(
-            f"{opened.layout.name} {opened.source.format} {len(opened.rows)} {opened.warnings} ".encode()
+            f"{opened.layout.name} {opened.source.format} {len(opened.rows)} "
+            f"{opened.warnings} ".encode()
         )
         for batch in opened.rows.with_format("arrow").iter(batch_size=10_000):
             digest.update(
@@ -302,7 +313,9 @@ def intact(folder: Path) -> bool:
 
 
 class Writer:
-    """Context manager that writes a new entry. ``close`` publishes it; leaving the block without it removes everything."""
+    """Context manager that writes a new entry. ``close`` publishes it; leaving the block without it
+    removes everything.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Create a partial entry.
@@ -414,7 +427,9 @@ _PADDING_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Sequences:
-    """Training sequences; sequence ``i`` holds ``documents[offsets[i] : offsets[i + 1]]`` in that order."""
+    """Training sequences; sequence ``i`` holds ``documents[offsets[i] : offsets[i + 1]]`` in that
+    order.
+    """
 
     documents: npt.NDArray[np.int64]
     """Indices of documents, [documents]."""
@@ -462,7 +477,8 @@ def fill(
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
-    """Pack best-fit-decreasing: the longest document first, each into the sequence that it leaves with the least space.
+    """Pack best-fit-decreasing: the longest document first, each into the sequence that it leaves
+    with the least space.
 
     Args:
         lengths: Tokens of each document, 1 to ``capacity``.
@@ -508,5 +524,7 @@ def _sequences(bins: Sequence[Sequence[int]]) -> Sequences:
 
 
 def row_widths(longest: npt.NDArray[np.int64], sequence_length: int) -> npt.NDArray[np.int64]:
-    """Return how wide the rows of micro-batches are without packing, by the tokens of their longest documents, [micro-batches]."""
+    """Return how wide the rows of micro-batches are without packing, by the tokens of their longest
+    documents, [micro-batches].
+    """
     return np.minimum(sequence_length, -(-longest // _PADDING_MULTIPLE) * _PADDING_MULTIPLE)

@@ -1,7 +1,7 @@
 """Read rows of a data set as conversations.
 
-A conversation is a tuple of messages. Plain text is one message of the role ``text``, trained from its first token on. Descriptions of
-tools are a message of the role ``tools`` at the start.
+A conversation is a tuple of messages. Plain text is one message of the role ``text``, trained from
+its first token on. Descriptions of tools are a message of the role ``tools`` at the start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ TEXT_COLUMNS = frozenset(
 )
 """Columns of rows, and keys of their turns, that hold text."""
 TOOLS = "tools"
-"""Role of the message whose ``extra`` holds descriptions of tools, for chat templates that write them."""
+"""Role of the message whose ``extra`` holds descriptions of tools, for chat templates that write
+them.
+"""
 UNTRAINED = ("weight", 0)
 """Key of an answer that is context."""
 
@@ -32,7 +34,9 @@ class Message(NamedTuple):
     role: str
     content: str
     extra: tuple[tuple[str, Any], ...] = ()
-    """Further keys that a chat template may use: ``tool_calls``, ``reasoning_content``, ``name`` ..."""
+    """Further keys that a chat template may use: ``tool_calls``, ``reasoning_content``, ``name``
+    ...
+    """
 
     @property
     def answers(self) -> bool:
@@ -77,7 +81,9 @@ def _alpaca(row: Row) -> Conversation:
 
 
 def _history(row: Row) -> Iterator[Message]:
-    """Yield the earlier rounds of an Alpaca row, as LLaMA-Factory's data sets have them: pairs of a prompt and its answer."""
+    """Yield the earlier rounds of an Alpaca row, as LLaMA-Factory's data sets have them: pairs of a
+    prompt and its answer.
+    """
     pairs = row.get("history")
     for index, pair in enumerate(pairs if isinstance(pairs, list) else ()):
         if (
@@ -175,7 +181,8 @@ def _turn(turn: object, column: str) -> Message:
         return Message(role, _content(turn.get(content_key), f"{column}.{content_key}"), extra)
     raise _RowError(
         column,
-        f"has the keys {', '.join(turn) or '(none)'}, but needs role and content, or from and value",
+        f"has the keys {', '.join(turn) or '(none)'}, but needs role and content, or from and "
+        "value",
     )
 
 
@@ -208,7 +215,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _with_context(row: Row, layout: Layout) -> Conversation:
-    """Read a row and put what its ``tools`` and ``system`` columns hold in front of the conversation."""
+    """Read a row and put what its ``tools`` and ``system`` columns hold in front of the
+    conversation.
+    """
     said = layout.read(row)
     if not said or said[0].role == TEXT:
         return said
@@ -220,7 +229,9 @@ def _with_context(row: Row, layout: Layout) -> Conversation:
 
 
 def _as_list(value: object, column: str) -> list[Any]:
-    """Return a list, which may be written as JSON. A single object becomes a list of one, an empty value an empty list."""
+    """Return a list, which may be written as JSON. A single object becomes a list of one, an empty
+    value an empty list.
+    """
     if isinstance(value, str):
         try:
             known = json.loads(value) if value.strip() else None
@@ -305,7 +316,8 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
 def layout_of_row(row: Row, usual: Layout) -> Layout:
     """Return the layout of one row.
 
-    Files of a folder may have different layouts. A row then has nulls in the columns of the other layouts.
+    Files of a folder may have different layouts. A row then has nulls in the columns of the other
+    layouts.
     """
     if any(row.get(column) is not None for column in usual.columns):
         return usual

@@ -51,9 +51,13 @@ MOST_NESTED = 100
 _LONGEST_LIST_BYTES = 256 << 20
 """Of a file that is one JSON list: its reader holds all of it in memory, several times."""
 _CHECKED_BYTES = 1 << 30
-"""Beyond this, the reader's own errors must do: reading all of a large file twice would double the time to open it."""
+"""Beyond this, the reader's own errors must do: reading all of a large file twice would double the
+time to open it.
+"""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
-"""Without its end, too, in a line that was cut off: otherwise it would be read again from each quote in it."""
+"""Without its end, too, in a line that was cut off: otherwise it would be read again from each
+quote in it.
+"""
 _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 _CHUNK_BYTES = 1 << 20
@@ -70,8 +74,8 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
         name: What errors call it; by default the name of the source.
 
     Raises:
-        InputError: It is no regular file (``data-source-not-a-file``), or has a row that is too long (``data-row-too-long``) or nested
-            too deeply (``data-row-too-deep``).
+        InputError: It is no regular file (``data-source-not-a-file``), or has a row that is too
+            long (``data-row-too-long``) or nested too deeply (``data-row-too-deep``).
         OSError: It cannot be read.
     """
     name = name or source.source
@@ -169,7 +173,9 @@ def _check_list(content: bytes, name: str) -> None:
 
 
 def _is_deep(text: bytes) -> bool:
-    """Return whether brackets outside of strings are nested too deeply: Arrow's reader would end the process."""
+    """Return whether brackets outside of strings are nested too deeply: Arrow's reader would end
+    the process.
+    """
     if text.count(b"[") + text.count(b"{") <= MOST_NESTED:
         return False
     # Taking the strings out costs most, and brackets in them are rarely as many.
@@ -177,7 +183,9 @@ def _is_deep(text: bytes) -> bool:
 
 
 def _deepest(text: bytes) -> int:
-    """Return how deeply brackets are nested, in chunks: one sum over all of them would take many times the memory of the text."""
+    """Return how deeply brackets are nested, in chunks: one sum over all of them would take many
+    times the memory of the text.
+    """
     level = deepest = 0
     for start in range(0, len(text), _CHUNK_BYTES):
         chunk = np.frombuffer(
@@ -221,7 +229,10 @@ def _read_file(path: Path, source: DataSource) -> Dataset:
                     field="data.subset",
                     value=source.subset,
                     message=f"{source.source} is a file, which has no subsets",
-                    remedy="Leave it empty. In a list of sources, set it for the source that has subsets.",
+                    remedy=(
+                        "Leave it empty. In a list of sources, set it for the source that has "
+                        "subsets."
+                    ),
                 )
             ]
         )
@@ -262,8 +273,9 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
 def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dataset:
     """Load rows with every text as it is in the file.
 
-    ``datasets`` guesses types: it would turn "007" into a number, "None" into a null, text into a date, and 5 into 5.0 if another row has
-    2.5. Where it did, the rows are loaded again with explicit types.
+    ``datasets`` guesses types: it would turn "007" into a number, "None" into a null, text into a
+    date, and 5 into 5.0 if another row has 2.5. Where it did, the rows are loaded again with
+    explicit types.
     """
     import datasets
 
@@ -315,7 +327,9 @@ def _files_read(folder: Path, subset: str = "") -> set[Path]:
 
 
 def _separator(path: Path) -> str:
-    """Return the separator of a CSV file: spreadsheets write semicolons where commas are decimal signs."""
+    """Return the separator of a CSV file: spreadsheets write semicolons where commas are decimal
+    signs.
+    """
     import fsspec
 
     if ending(path) == ".tsv":
@@ -328,7 +342,8 @@ def _separator(path: Path) -> str:
 def _cache_dir(files: Iterable[Path]) -> str:
     """Return the folder in which ``datasets`` stores the rows of local files.
 
-    ``datasets`` itself recognises changed files only by their modification time, which copying may preserve.
+    ``datasets`` itself recognises changed files only by their modification time, which copying may
+    preserve.
     """
     import datasets
 
@@ -368,15 +383,20 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
     more = f" and {len(ignored) - _MAX_NAMED_FILES} more" if len(ignored) > _MAX_NAMED_FILES else ""
     named = ", ".join(ignored[:_MAX_NAMED_FILES])
     return (
-        f"{folder}: not read: {named}{more} (only files of one kind are read, and only those of a split if names mention splits)",
+        (
+            f"{folder}: not read: {named}{more} (only files of one kind are read, and only those "
+            "of a split if names mention splits)"
+        ),
     )
 
 
 def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -> Dataset:
-    """Load local rows, even if later rows of JSON files have other columns or other types than the first ones.
+    """Load local rows, even if later rows of JSON files have other columns or other types than the
+    first ones.
 
-    ``datasets`` takes columns and types from the first 10 MB. If loading fails, all rows are scanned for columns, and every column is
-    loaded as JSON. The columns that were found are stored beside the cached rows.
+    ``datasets`` takes columns and types from the first 10 MB. If loading fails, all rows are
+    scanned for columns, and every column is loaded as JSON. The columns that were found are stored
+    beside the cached rows.
     """
     import datasets
 
@@ -433,7 +453,9 @@ def _text_columns(columns: Iterable[str]) -> dict[str, Any]:
 
 
 def _verbatim_features(features: Any, name: str = "") -> Any:
-    """Replace guessed timestamps, and fractions in text columns, by JSON, which preserves what is written."""
+    """Replace guessed timestamps, and fractions in text columns, by JSON, which preserves what is
+    written.
+    """
     import datasets
 
     if isinstance(features, dict):
@@ -477,7 +499,8 @@ NOT_UTF8_REMEDY = "Save the file as UTF-8."
 _NO_ROWS_SELECTED = re.compile(r"corresponds to no data")
 _BAD_SUBSET = re.compile(r"config name is missing|builderconfig")
 _BAD_SPLIT = re.compile(
-    r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no data"
+    r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no "
+    r"data"
 )
 _MISSING_ZSTD = re.compile(r"zstd|zstandard")
 
@@ -538,7 +561,9 @@ def _unreadable_source(source: DataSource, error: Exception) -> Problem:
 
 
 def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str]:
-    """Return the code and the remedy of a source that exists but cannot be read, or does not exist."""
+    """Return the code and the remedy of a source that exists but cannot be read, or does not
+    exist.
+    """
     names = {type(cause).__name__ for cause in _causes(error)}
     if "RecursionError" in names:
         return (
@@ -554,7 +579,10 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
         code = "data-source-unreadable" if found else "data-source-missing"
         return (
             code,
-            "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder whose files have one layout.",
+            (
+                "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder whose files have one "
+                "layout."
+            ),
         )
     if "GatedRepoError" in names or _is_denied(error):
         return (
@@ -597,7 +625,8 @@ def _unwritable_cache(error: BaseException) -> Problem | None:
             folder for folder in variables if _is_related(Path(os.fsdecode(error.filename)), folder)
         ]
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-        # Nothing else is written. The error does not name the folder, so take the one with the least space.
+        # Nothing else is written. The error does not name the folder, so take the one with the
+        # least space.
         folders = sorted(variables, key=_free_bytes)
     else:
         folders = []
@@ -791,7 +820,9 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
 
 
 def _undecodable_row(rows: Dataset, start: int) -> int:
-    """Return the number (from 1) of the first row from index ``start`` on that cannot be decoded."""
+    """Return the number (from 1) of the first row from index ``start`` on that cannot be
+    decoded.
+    """
     for index in range(start, len(rows)):
         try:
             rows[index]

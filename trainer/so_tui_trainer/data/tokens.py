@@ -1,4 +1,6 @@
-"""Load tokenizers, and tokenise the sources of a spec once, in one process and its helpers. The result is cached."""
+"""Load tokenizers, and tokenise the sources of a spec once, in one process and its helpers. The
+result is cached.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
 _TASK_ROWS = 10_000
 _ROWS_PER_PROCESS = 4_000
-"""Another process pays off only beyond this many rows: importing its packages takes as long as tokenising them."""
+"""Another process pays off only beyond this many rows: importing its packages takes as long as
+tokenising them.
+"""
 _MOST_PROCESSES = 32
 
 Progress = tuple[int, int]
@@ -63,7 +67,10 @@ def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError) as error:
         reason = first_line(error)
-        remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
+        remedy = (
+            "Check the name and the network, log in with `hf auth login` if it is gated, or "
+            "download it first with `so-tui fetch`."
+        )
         code = "tokenizer-unreadable"
         if Path(name).is_dir():
             code, reason, remedy = (
@@ -147,7 +154,8 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
         The folder of the cache entry, for ``cache.read``.
 
     Raises:
-        InputError: Data or tokenizer cannot be read, a row is malformed, or a source has no trained token.
+        InputError: Data or tokenizer cannot be read, a row is malformed, or a source has no trained
+            token.
     """
     tokenizer = load_tokenizer(spec)
     sources = open_sources(spec.data)
@@ -161,7 +169,9 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
 
 
 def _store_workload(spec: RunSpec, folder: Path) -> None:
-    """Store what the data do to a step, for the plans of later runs. Done once for each data set, as it reads the flags of all tokens."""
+    """Store what the data do to a step, for the plans of later runs. Done once for each data set,
+    as it reads the flags of all tokens.
+    """
     known = workload.seen(spec)
     if known is None or known.fingerprint != folder.name:
         found = workload.Seen(
@@ -174,7 +184,9 @@ def _store_workload(spec: RunSpec, folder: Path) -> None:
 
 
 def workload_of(documents: Documents, data: DataSpec) -> Workload:
-    """Return what of the documents decides the time of a step. Packed sequences count as full, which they nearly are."""
+    """Return what of the documents decides the time of a step. Packed sequences count as full,
+    which they nearly are.
+    """
     lengths = documents.lengths.astype(np.float64)
     tokens = float(lengths.sum())
     useful = 1.0 if data.packing else tokens / (len(lengths) * data.sequence_length)
@@ -189,9 +201,11 @@ def workload_of(documents: Documents, data: DataSpec) -> Workload:
 def row_shares(
     lengths: npt.NDArray[np.int64], sequence_length: int
 ) -> tuple[tuple[int, float], ...]:
-    """Return (micro-batch, its expected width as a share of the sequence length) of documents that are a row each.
+    """Return (micro-batch, its expected width as a share of the sequence length) of documents that
+    are a row each.
 
-    Of n documents, the i-th shortest is the longest of m drawn ones with a probability of (i / n)^m - ((i - 1) / n)^m.
+    Of n documents, the i-th shortest is the longest of m drawn ones with a probability of (i /
+    n)^m - ((i - 1) / n)^m.
     """
     widths = row_widths(np.sort(lengths), sequence_length) / sequence_length
     below = np.arange(len(widths) + 1) / len(widths)
@@ -223,7 +237,9 @@ class _Done(NamedTuple):
 
 
 def processes_for(rows: int) -> int:
-    """Return how many processes share the work: at most the usable cores, and only as many as pay for their start."""
+    """Return how many processes share the work: at most the usable cores, and only as many as pay
+    for their start.
+    """
     return max(1, min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS, _MOST_PROCESSES))
 
 
@@ -335,10 +351,16 @@ def _work(task: _Task) -> _Done:
 
 
 def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:
-    message = f"none of its {thousands(counts.rows)} rows has a trained token within {thousands(limit)} tokens"
+    message = (
+        f"none of its {thousands(counts.rows)} rows has a trained token within {thousands(limit)} "
+        "tokens"
+    )
     if counts.dropped_too_long:
         code = "data-prompts-too-long"
-        remedy = f"The prompts of {thousands(counts.dropped_too_long)} rows are longer than a sequence: raise `data.sequence_length`."
+        remedy = (
+            f"The prompts of {thousands(counts.dropped_too_long)} rows are longer than a sequence: "
+            "raise `data.sequence_length`."
+        )
     else:
         code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
     return InputError(

@@ -1,4 +1,6 @@
-"""From a model's name to a model that trains: weights, attention, kernels, activation checkpointing and the loss."""
+"""From a model's name to a model that trains: weights, attention, kernels, activation checkpointing
+and the loss.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ if TYPE_CHECKING:
 
 
 def kinds_of(config: PretrainedConfig) -> tuple[str, ...]:
-    """Return the kind of each layer; nothing where the model has only one and does not say which."""
+    """Return the kind of each layer; nothing where the model has only one and does not say
+    which.
+    """
     return tuple(getattr(config, "layer_types", None) or ())
 
 
 def same_in_all_layers(value: Any) -> Any:
-    """Return a value of a configuration, or that of each layer where they are listed and equal (HunYuan); None where they differ."""
+    """Return a value of a configuration, or that of each layer where they are listed and equal
+    (HunYuan); None where they differ.
+    """
     if not isinstance(value, list):
         return value
     return value[0] if value and all(one == value[0] for one in value) else None

@@ -1,4 +1,6 @@
-"""Attention within packed documents: one interface (``varlen``), one registry of kernels (``backends``), one choice (``choice``)."""
+"""Attention within packed documents: one interface (``varlen``), one registry of kernels
+(``backends``), one choice (``choice``).
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class SequenceGroup(NamedTuple):
         return found
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """Do the same for keys or values, of which each rank gets at least one head: where there are fewer, several get the same.
+        """Do the same for keys or values, of which each rank gets at least one head: where there
+        are fewer, several get the same.
 
         Args:
             tensor: [tokens, key heads, size]
@@ -93,7 +96,9 @@ class SequenceGroup(NamedTuple):
 
 
 def sequence_group(ranks_per_sequence: int) -> SequenceGroup | None:
-    """Return this rank's group, of consecutive ranks; None where each rank has sequences of its own. All ranks must call it."""
+    """Return this rank's group, of consecutive ranks; None where each rank has sequences of its
+    own. All ranks must call it.
+    """
     if ranks_per_sequence == 1:
         return None
     replica, position = divmod(dist.get_rank(), ranks_per_sequence)
@@ -135,7 +140,9 @@ def _heads_for_tokens(tensor: Tensor, ranks: SequenceGroup) -> Tensor:
 
 
 def _all_to_all(by_rank: Tensor, ranks: SequenceGroup) -> Tensor:
-    """Send part i of the first dimension to rank i, and return what the ranks sent, in their order."""
+    """Send part i of the first dimension to rank i, and return what the ranks sent, in their
+    order.
+    """
     sent = by_rank.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=ranks.group)
@@ -153,7 +160,9 @@ def _all_to_all(by_rank: Tensor, ranks: SequenceGroup) -> Tensor:
 
 
 NAME = "so_tui_varlen"
-"""Name of the implementation. It must not contain `flash`: transformers would take it for a package to import."""
+"""Name of the implementation. It must not contain `flash`: transformers would take it for a package
+to import.
+"""
 
 
 class Documents(NamedTuple):
@@ -174,7 +183,8 @@ class Documents(NamedTuple):
 class Kernels(NamedTuple):
     """A backend's causal attention within documents over flattened tokens; plain kernels in tests.
 
-    ``query`` and ``out`` are [tokens, heads, size], ``key`` and ``value`` [tokens, key heads, size], log-sum-exp [heads, tokens] fp32.
+    ``query`` and ``out`` are [tokens, heads, size], ``key`` and ``value`` [tokens, key heads,
+    size], log-sum-exp [heads, tokens] fp32.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Documents], tuple[Tensor, Tensor]]
@@ -182,7 +192,9 @@ class Kernels(NamedTuple):
     backward: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Documents], tuple[Tensor, Tensor, Tensor]
     ]
-    """(gradient of out, query, key, value, out, log-sum-exp, documents) -> gradients of query, key, value"""
+    """(gradient of out, query, key, value, out, log-sum-exp, documents) -> gradients of query, key,
+    value
+    """
 
 
 def attend(
@@ -255,7 +267,9 @@ def _forward(
     documents: Documents,
     kernels: Kernels,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [tokens, heads, size] and the log-sum-exp [heads, tokens], both with the sinks."""
+    """Return the output [tokens, heads, size] and the log-sum-exp [heads, tokens], both with the
+    sinks.
+    """
     out, without = kernels.forward(query, key, value, documents)
     if sinks is None:
         return out, without
@@ -291,10 +305,12 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
         is_part: bool = False,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """Adapt transformers' shapes. Kernels take values whose heads are as large as those of keys.
+        """Adapt transformers' shapes. Kernels take values whose heads are as large as those of
+        keys.
 
         Args:
-            query: [rows, heads, width, head size]; ``key`` and ``value`` alike, with their own heads and the values' own size.
+            query: [rows, heads, width, head size]; ``key`` and ``value`` alike, with their own
+                heads and the values' own size.
             is_part: Whether the ranks that share sequences hold the other parts of these rows.
 
         Returns:
@@ -310,7 +326,10 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
                         code="model-packing-unsupported",
                         field="model.config",
                         value=type(module).__name__,
-                        message="has an attention mask of its own, which kernels for packed documents would leave out",
+                        message=(
+                            "has an attention mask of its own, which kernels for packed documents "
+                            "would leave out"
+                        ),
                         remedy="Choose a newer kind of model.",
                     )
                 ]
@@ -344,15 +363,17 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
 
 
 def kernels_of(backend: AttentionBackend) -> Kernels:
-    """Return a backend's kernels. Raises KeyError for ``sdpa`` and ``eager``, which have none, and ImportError without the package."""
+    """Return a backend's kernels. Raises KeyError for ``sdpa`` and ``eager``, which have none, and
+    ImportError without the package.
+    """
     return _LOADERS[backend]()
 
 
 def _torch_flash() -> Kernels:
     """Return torch's flash kernels.
 
-    The raw kernels are used instead of ``torch.nn.attention.varlen``: in every supported version they share key heads among query heads,
-    and they return what sinks need.
+    The raw kernels are used instead of ``torch.nn.attention.varlen``: in every supported version
+    they share key heads among query heads, and they return what sinks need.
     """
     aten: Any = torch.ops.aten
 
@@ -402,7 +423,9 @@ def _torch_flash() -> Kernels:
 
 
 def _flash_attn_2() -> Kernels:
-    """Return the kernels of flash-attn 2.7 and newer, which return the log-sum-exp as [heads, tokens]."""
+    """Return the kernels of flash-attn 2.7 and newer, which return the log-sum-exp as [heads,
+    tokens].
+    """
     from flash_attn.flash_attn_interface import (
         _flash_attn_varlen_backward,
         _flash_attn_varlen_forward,
@@ -591,7 +614,9 @@ _CODES: dict[Obstacle, str] = {
 }
 """Codes of the refusal of a backend."""
 _MASKS_WITHOUT_POSITIONS = {"granitemoehybrid"}
-"""Models with recurrent layers whose own mask ignores that position ids restart. Their recurrent layers need none."""
+"""Models with recurrent layers whose own mask ignores that position ids restart. Their recurrent
+layers need none.
+"""
 
 
 def present(device: torch.device) -> Present:
@@ -613,7 +638,8 @@ def needs_of(
 
     Args:
         config: The model's configuration.
-        supports_sdpa: Whether transformers supports SDPA for it, as it does where a model computes plain softmax attention.
+        supports_sdpa: Whether transformers supports SDPA for it, as it does where a model computes
+            plain softmax attention.
         sinks: Whether its heads have sinks.
         deterministic: Whether backward passes must be deterministic.
     """
@@ -663,10 +689,12 @@ def decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
 def choose(
     model: ModelSpec, needs: Needs, device: torch.device, ranks_per_sequence: int = 1
 ) -> str:
-    """Choose the attention implementation, by transformers' name, and register it. All ranks must call it.
+    """Choose the attention implementation, by transformers' name, and register it. All ranks must
+    call it.
 
     Raises:
-        InputError: The backend that was asked for cannot be used, or the one that can does not take parts of sequences.
+        InputError: The backend that was asked for cannot be used, or the one that can does not take
+            parts of sequences.
     """
     backend = decide(model, needs, present(device)).backend
     if backend not in MASKED_BACKENDS:
@@ -697,19 +725,24 @@ def has_sinks(model: nn.Module) -> bool:
 
 
 def needs_rows(config: PretrainedConfig) -> bool:
-    """Return whether each document needs a row of its own, since layers of the model would mix the documents of one row."""
+    """Return whether each document needs a row of its own, since layers of the model would mix the
+    documents of one row.
+    """
     return bool(mixing_kinds(kinds_of(config)))
 
 
 def takes_boundaries(implementation: str) -> bool:
-    """Return whether an implementation, by transformers' name, takes document boundaries instead of a mask."""
+    """Return whether an implementation, by transformers' name, takes document boundaries instead of
+    a mask.
+    """
     return implementation == NAME
 
 
 def arguments(
     batch: Batch, implementation: str, config: PretrainedConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the arguments of the model's forward pass that say where its tokens are, and keep the documents of a batch apart.
+    """Return the arguments of the model's forward pass that say where its tokens are, and keep the
+    documents of a batch apart.
 
     Args:
         batch: The micro-batch.
@@ -718,8 +751,9 @@ def arguments(
         dtype: Type of the model's embeddings.
 
     Returns:
-        Keyword arguments: position ids, which restart at every document, and boundaries or masks. Nothing for a model that needs a row for
-        each document: its own positions and masks are right for that document, and the padding after it is seen by no token.
+        Keyword arguments: position ids, which restart at every document, and boundaries or masks.
+        Nothing for a model that needs a row for each document: its own positions and masks are
+        right for that document, and the padding after it is seen by no token.
     """
     if needs_rows(config):
         return {}
@@ -737,7 +771,8 @@ def arguments(
     apart = config.model_type in _MASKS_WITHOUT_POSITIONS
     if (len(kinds) < 2 or recurrent_kinds(kinds)) and not apart:
         return positions | {"attention_mask": None}
-    # Models that mix kinds of layers take a mask for each kind. The mask that gpt-oss would make itself ignores the position ids.
+    # Models that mix kinds of layers take a mask for each kind. The mask that gpt-oss would make
+    # itself ignores the position ids.
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     shape = torch.empty(

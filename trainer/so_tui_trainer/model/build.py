@@ -1,4 +1,6 @@
-"""Build the model from a hub id, a folder, or a shape with random weights; ZeRO-3 shards it as it is built."""
+"""Build the model from a hub id, a folder, or a shape with random weights; ZeRO-3 shards it as it
+is built.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
 
 
 _UNSUPPORTED_TYPES = {"opt", "nemotron", "doge", "recurrent_gemma", "zamba", "zamba2", "zaya"}
-"""Models that build their mask without position ids, do not pass the document boundaries on to their attention, have a mask of their own
-that kernels would leave out (doge), or mix tokens where documents cannot be made rows."""
+"""Models that build their mask without position ids, do not pass the document boundaries on to
+their attention, have a mask of their own that kernels would leave out (doge), or mix tokens where
+documents cannot be made rows.
+"""
 _PLAIN_HEAD = "Choose a model with a plain output projection."
 
 
@@ -45,7 +49,8 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
     """Refuse a model that would be trained wrongly.
 
     Raises:
-        InputError: Its loss is not that of a plain output projection, or its documents could not be kept apart.
+        InputError: Its loss is not that of a plain output projection, or its documents could not be
+            kept apart.
     """
     head = causal.get_output_embeddings()  # type: ignore[no-untyped-call]
     config = causal.config
@@ -60,7 +65,10 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
         attention.needs_rows(config) or _passes_boundaries(causal)
     ):
         code, remedy = "model-packing-unsupported", "Choose a newer kind of model."
-        message = f"documents that are packed into one sequence cannot be told apart by transformers' code for {config.model_type}"
+        message = (
+            "documents that are packed into one sequence cannot be told apart by transformers' "
+            f"code for {config.model_type}"
+        )
     else:
         return
     raise InputError([model_problem(code, model, message, remedy)])
@@ -69,7 +77,8 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
 def _passes_boundaries(causal: PreTrainedModel) -> bool:
     """Return whether transformers' code gives document boundaries to all attention of a model.
 
-    Models with recurrent layers do so for its flash attention, although they do not say that they take any other.
+    Models with recurrent layers do so for its flash attention, although they do not say that they
+    take any other.
     """
     model_class, config = type(causal), causal.config
     kinds = set(kinds_of(config))
@@ -82,7 +91,8 @@ def _passes_boundaries(causal: PreTrainedModel) -> bool:
 
 
 def refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
-    """Refuse a model with layers that carry a state from token to token, unless its spec says so: data is laid out by the spec.
+    """Refuse a model with layers that carry a state from token to token, unless its spec says so:
+    data is laid out by the spec.
 
     Raises:
         InputError: It has such layers, and ``model.config`` lists none.
@@ -90,7 +100,10 @@ def refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
     layers = trained.documents_of(causal).layers
     if layers and not needs_rows_apart(model):
         message = f"does not list the {layers} layers that carry a state from token to token"
-        remedy = "Add the model anew with `so-tui presets add`, or list the kind of each layer, such as linear_attention."
+        remedy = (
+            "Add the model anew with `so-tui presets add`, or list the kind of each layer, such as "
+            "linear_attention."
+        )
         raise InputError(
             [
                 Problem(
@@ -119,8 +132,8 @@ def build(
         on_files: Called with how many files of weights have been read, and how many there are.
 
     Raises:
-        InputError: The model cannot be loaded, the weights are not the model's, this kind of model is not supported, or its documents
-            cannot be packed.
+        InputError: The model cannot be loaded, the weights are not the model's, this kind of model
+            is not supported, or its documents cannot be packed.
     """
     config = load_config(spec.model)
     kinds = kinds_of(config)
@@ -228,10 +241,12 @@ def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedM
 
 
 def set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
-    """Make ZeRO-3 all-gather certain modules as a whole: those named in the spec (experts), and every layer.
+    """Make ZeRO-3 all-gather certain modules as a whole: those named in the spec (experts), and
+    every layer.
 
-    Which experts a token uses is not known beforehand. For layers it saves time: hooks on every inner module take longer than a layer's
-    forward pass, even on a single rank, and their prefetching reaches so far ahead that it waits for weights that are still being stepped.
+    Which experts a token uses is not known beforehand. For layers it saves time: hooks on every
+    inner module take longer than a layer's forward pass, even on a single rank, and their
+    prefetching reaches so far ahead that it waits for weights that are still being stepped.
 
     Raises:
         InputError: The model has no module of a class that the spec names.

@@ -1,12 +1,15 @@
-"""Activation checkpointing: which activations a layer saves for its backward pass, and which it recomputes.
+"""Activation checkpointing: which activations a layer saves for its backward pass, and which it
+recomputes.
 
-``full`` saves a layer's input and repeats its whole forward pass. ``attention`` also saves attention's results, which cost the most where
-documents are long. ``selective`` saves those of matrix products as well, and repeats only norms, rotary embedding and activation functions.
-``none`` saves everything.
+``full`` saves a layer's input and repeats its whole forward pass. ``attention`` also saves
+attention's results, which cost the most where documents are long. ``selective`` saves those of
+matrix products as well, and repeats only norms, rotary embedding and activation functions. ``none``
+saves everything.
 
-The contexts that torch's checkpointing opens around both passes decide whether a result is saved or reused. torch's own selective
-checkpointing counts the operations of both passes and requires equal counts; with ZeRO-3, which all-gathers weights inside a layer with a
-varying number of copies, they never are.
+The contexts that torch's checkpointing opens around both passes decide whether a result is saved or
+reused. torch's own selective checkpointing counts the operations of both passes and requires equal
+counts; with ZeRO-3, which all-gathers weights inside a layer with a varying number of copies, they
+never are.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class _Kept:
     slot: int
     host: Tensor
     on_gpu: Tensor | None
-    """Until its copy is complete and the next one is kept, and again before its own layer's backward."""
+    """Until its copy is complete and the next one is kept, and again before its own layer's
+    backward.
+    """
     copied: Any
     """Event after which the newest copy is complete, in either direction."""
 
@@ -99,10 +104,12 @@ class HostActivations:
     def checkpoint(
         self, checkpoint: Checkpoint, layer: Callable[..., Any], inputs: Tensor, *others: Any
     ) -> Any:
-        """Run a layer by torch's ``checkpoint``, with its input kept here where there is room for inputs.
+        """Run a layer by torch's ``checkpoint``, with its input kept here where there is room for
+        inputs.
 
         Raises:
-            TrainingError: There is no room, since layers run more often in a pass than there are layers (``layer-inputs-unforeseen``).
+            TrainingError: There is no room, since layers run more often in a pass than there are
+                layers (``layer-inputs-unforeseen``).
         """
         if (slots := self._inputs) is None:
             return checkpoint(layer, inputs, *others)
@@ -111,7 +118,8 @@ class HostActivations:
         kept, first = slots.keep(inputs.detach()), [inputs]
 
         def run(*others: Any) -> Any:
-            # The first pass takes the tensor that belongs to the graph. The list lets go of it, or the input would stay on the GPU.
+            # The first pass takes the tensor that belongs to the graph. The list lets go of it, or
+            # the input would stay on the GPU.
             return layer(first.pop() if first else slots.take(kept).requires_grad_(), *others)
 
         return checkpoint(run, *others)
@@ -142,11 +150,14 @@ class _LayerResults:
 
 
 class _Slots:
-    """Pinned memory for the tensors of one kind. Forward keeps them one after the other, and backward takes the newest first."""
+    """Pinned memory for the tensors of one kind. Forward keeps them one after the other, and
+    backward takes the newest first.
+    """
 
     def __init__(self, room: Room, device: torch.device, copies: Any) -> None:
         self._device, self._copies = device, copies
-        # Not shared, as Python's default is: the kernel grants huge pages for shared memory more rarely.
+        # Not shared, as Python's default is: the kernel grants huge pages for shared memory more
+        # rarely.
         memory = mmap.mmap(
             -1,
             max(1, room.tensors * room.tensor_bytes),
@@ -172,8 +183,14 @@ class _Slots:
         if self._kept:
             self._let_go(self._kept[-1])
         if not self._free or tensor.nbytes > self._slots.shape[1]:
-            reason = f"layers keep more in host memory than is planned: {len(self._slots)} tensors of {self._slots.shape[1]} bytes"
-            suggestion = "A layer runs several times in a pass, or a pass had no backward. Set model.activation_offload to off."
+            reason = (
+                f"layers keep more in host memory than is planned: {len(self._slots)} tensors of "
+                f"{self._slots.shape[1]} bytes"
+            )
+            suggestion = (
+                "A layer runs several times in a pass, or a pass had no backward. Set "
+                "model.activation_offload to off."
+            )
             raise TrainingError("layer-inputs-unforeseen", reason, suggestion)
         slot = self._free.pop()
         host = self._slots[slot, : tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -188,7 +205,8 @@ class _Slots:
         self._wait(kept)
         tensor, kept.on_gpu = kept.on_gpu, None
         self._kept.remove(kept)
-        # Copies keep their order, so whatever is written there next is written after this one was read.
+        # Copies keep their order, so whatever is written there next is written after this one was
+        # read.
         self._free.append(kept.slot)
         if self._kept and self._kept[-1].on_gpu is None:
             self._fetch(self._kept[-1])
@@ -209,7 +227,9 @@ class _Slots:
             torch.cuda.current_stream().wait_event(kept.copied)
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        """Copy behind what the current stream computes, and return the event of its end; None where it is complete."""
+        """Copy behind what the current stream computes, and return the event of its end; None where
+        it is complete.
+        """
         if self._copies is None:
             target.copy_(source)
             return None
@@ -221,11 +241,15 @@ class _Slots:
 
 Policy = Literal["full", "attention", "selective", "none"]
 Operation = Literal["attention", "product"]
-"""Operations whose results a policy may save; ``product`` includes what belongs to products, such as the routing of experts."""
+"""Operations whose results a policy may save; ``product`` includes what belongs to products, such
+as the routing of experts.
+"""
 Results = tuple[Tensor, ...]
 """What an operation computes."""
 ResultStore = Callable[[Operation, Callable[[], Results]], Results]
-"""Runs an operation in the first pass; returns its saved results in the recomputation, if the policy saves them."""
+"""Runs an operation in the first pass; returns its saved results in the recomputation, if the
+policy saves them.
+"""
 
 _SAVED: dict[Policy, frozenset[Operation]] = {
     "full": frozenset(),
@@ -258,7 +282,9 @@ class _OnGpu:
 
 class _Local(threading.local):
     store: ResultStore | None = None
-    """The store of the pass that this thread runs. Forward runs in the caller's thread, the recomputation in autograd's."""
+    """The store of the pass that this thread runs. Forward runs in the caller's thread, the
+    recomputation in autograd's.
+    """
 
 
 _local = _Local()
@@ -274,14 +300,18 @@ def checkpointed_layers(causal: PreTrainedModel) -> list[nn.Module]:
 
 
 def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | None = None) -> None:
-    """Make every layer of ``causal`` save what ``policy`` says, and in ``host``, if given, its input and what else that has room for."""
+    """Make every layer of ``causal`` save what ``policy`` says, and in ``host``, if given, its
+    input and what else that has room for.
+    """
     if policy == "none":
         return
-    # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass. There is no dropout to repeat, but some
-    # routers draw random numbers. The tests check that both passes save equal shapes.
+    # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass.
+    # There is no dropout to repeat, but some routers draw random numbers. The tests check that both
+    # passes save equal shapes.
     options: dict[str, Any] = {
         "use_reentrant": False,
-        # Routers draw random numbers in training: noise (Mixtral, if asked for), or the experts themselves (Phi-3.5-MoE).
+        # Routers draw random numbers in training: noise (Mixtral, if asked for), or the experts
+        # themselves (Phi-3.5-MoE).
         "preserve_rng_state": any(
             value for name, value in causal.config.to_dict().items() if "jitter" in name
         ),
@@ -301,7 +331,8 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
 
 
 def save_or_reuse(operation: Operation, compute: Callable[[], Results]) -> Results:
-    """Return the result of ``compute``, or its result in the first pass if a layer is being recomputed that saves such results.
+    """Return the result of ``compute``, or its result in the first pass if a layer is being
+    recomputed that saves such results.
 
     To be called from the forward of an ``autograd.Function``.
     """
@@ -310,7 +341,9 @@ def save_or_reuse(operation: Operation, compute: Callable[[], Results]) -> Resul
 
 
 def in_checkpointed_layer() -> bool:
-    """Return whether the caller runs in a checkpointed layer, in the first pass or the recomputation."""
+    """Return whether the caller runs in a checkpointed layer, in the first pass or the
+    recomputation.
+    """
     return _local.store is not None
 
 
@@ -350,13 +383,16 @@ class _SavedLinear(torch.autograd.Function):
 def _contexts(
     saved: frozenset[Operation], made: Callable[[], _SavedResults]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts around a layer's first pass and around its recomputation, which also mark the layer as checkpointed."""
+    """Return the contexts around a layer's first pass and around its recomputation, which also mark
+    the layer as checkpointed.
+    """
     results = made()
 
     def first(operation: Operation, compute: Callable[[], Results]) -> Results:
         computed = compute()
         if operation in saved:
-            # Detached, since the returned tensors join the graph, which holds these contexts: a reference cycle.
+            # Detached, since the returned tensors join the graph, which holds these contexts: a
+            # reference cycle.
             results.save(tuple(tensor.detach() for tensor in computed))
         return computed
 
@@ -378,7 +414,8 @@ def _with_store(store: ResultStore) -> Iterator[None]:
 def _linear_layers(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
     """Return the linear layers within a layer, and the one that ends it, if any.
 
-    The last linear layer beside attention, which some list after it (Falcon-H1), ends it if it belongs to a feed-forward block of its own.
+    The last linear layer beside attention, which some list after it (Falcon-H1), ends it if it
+    belongs to a feed-forward block of its own.
     """
     found = [
         (name.rpartition(".")[0], module)
@@ -395,9 +432,11 @@ def _linear_layers(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
 
 
 def mixing_blocks(layer: nn.Module) -> tuple[str, ...]:
-    """Return how names in a layer's blocks begin where tokens meet: transformers tells what has a cache its layer's number.
+    """Return how names in a layer's blocks begin where tokens meet: transformers tells what has a
+    cache its layer's number.
 
-    It tells some feed-forward blocks, too (HunYuan), but these take hidden states alone, neither cache nor mask.
+    It tells some feed-forward blocks, too (HunYuan), but these take hidden states alone, neither
+    cache nor mask.
     """
     return tuple(
         f"{name}."
@@ -417,7 +456,8 @@ def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
 def _plain_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
     """Compute the linear layer that ends a layer.
 
-    Only an addition follows it, so the recomputation can stop where this layer's inputs are saved. torch's own function saves them before
-    it computes. DeepSpeed's, which replaces ``nn.functional.linear`` under ZeRO-3, saves them afterwards.
+    Only an addition follows it, so the recomputation can stop where this layer's inputs are saved.
+    torch's own function saves them before it computes. DeepSpeed's, which replaces
+    ``nn.functional.linear`` under ZeRO-3, saves them afterwards.
     """
     return linear(inputs, module.weight, module.bias)

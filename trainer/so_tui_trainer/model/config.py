@@ -23,11 +23,13 @@ def scale_rope(config: PretrainedConfig, model: ModelSpec) -> None:
     """Change a configuration as ``model.rope_scaling`` and ``model.rope_factor`` say.
 
     Raises:
-        InputError: The model has no rotary positions, several kinds of them, or scales them already (``rope-not-scalable``).
+        InputError: The model has no rotary positions, several kinds of them, or scales them already
+            (``rope-not-scalable``).
     """
     own: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)
-    # Granite 4's hybrids have no rotary positions by default, although their configuration describes them.
+    # Granite 4's hybrids have no rotary positions by default, although their configuration
+    # describes them.
     others = getattr(config, "position_embedding_type", "rope") != "rope"
     if not own or not positions or others:
         raise _refusal(model, "the model has no rotary positions")
@@ -69,7 +71,8 @@ def _refusal(model: ModelSpec, message: str) -> InputError:
 
 
 def load_config(model: ModelSpec) -> PretrainedConfig:
-    """Load the model's configuration, without its quantisation, and with the spec's scaling of rotary positions.
+    """Load the model's configuration, without its quantisation, and with the spec's scaling of
+    rotary positions.
 
     Raises:
         InputError: It cannot be loaded, or its positions cannot be scaled.
@@ -81,7 +84,8 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
 
 
 def config_of(shape: Mapping[str, Any]) -> PretrainedConfig:
-    """Build the configuration that ``[model.config]`` describes, without the keys that the model's own class computes.
+    """Build the configuration that ``[model.config]`` describes, without the keys that the model's
+    own class computes.
 
     Raises:
         KeyError: There is no ``model_type``.
@@ -151,14 +155,19 @@ def _given_config(model: ModelSpec) -> PretrainedConfig:
                     )
                 ]
             ) from error
-        remedy = "Check the name and the network, log in with `hf auth login` if it is gated, or download it first with `so-tui fetch`."
+        remedy = (
+            "Check the name and the network, log in with `hf auth login` if it is gated, or "
+            "download it first with `so-tui fetch`."
+        )
         raise InputError(
             [model_problem("model-config-unreadable", model, message, remedy)]
         ) from error
 
 
 def language_part(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a multimodal model's language part, if transformers has a model for that alone; else the same one."""
+    """Return the configuration of a multimodal model's language part, if transformers has a model
+    for that alone; else the same one.
+    """
     from transformers import AutoModelForCausalLM
 
     if config.is_encoder_decoder:  # some have more than one part for text
@@ -166,8 +175,9 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     text = config.get_text_config()
     if text is config or type(text) not in AutoModelForCausalLM._model_mapping:
         return config
-    # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored must not be lost. Where that is not the
-    # default, as in Qwen3.5, the folder says so, and it may say it of the whole only.
+    # Mistral 3 says of the whole, by default, that its head is its embedding; a head that is stored
+    # must not be lost. Where that is not the default, as in Qwen3.5, the folder says so, and it may
+    # say it of the whole only.
     said = not getattr(type(config), "tie_word_embeddings", True)
     text.tie_word_embeddings = bool(
         config.tie_word_embeddings and (said or text.tie_word_embeddings)
@@ -178,7 +188,9 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def disable_dropout(config: PretrainedConfig) -> None:
-    """Set every dropout of a configuration to 0: the varlen attention kernels have none (Seed-OSS names 0.1)."""
+    """Set every dropout of a configuration to 0: the varlen attention kernels have none (Seed-OSS
+    names 0.1).
+    """
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)

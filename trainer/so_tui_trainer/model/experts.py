@@ -1,8 +1,9 @@
 """A mixture of experts in few passes over memory, with its backward pass.
 
-Every token is routed to k experts, so T tokens make T x k pairs. Their rows are sorted by expert and multiplied in groups. The routing
-weight is multiplied in with the gate, between the two products, where rows are narrow, so nothing needs the second product's result again.
-Nothing here waits for the GPU: the number of rows of each expert stays on the device.
+Every token is routed to k experts, so T tokens make T x k pairs. Their rows are sorted by expert
+and multiplied in groups. The routing weight is multiplied in with the gate, between the two
+products, where rows are narrow, so nothing needs the second product's result again. Nothing here
+waits for the GPU: the number of rows of each expert stays on the device.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ class Weights(NamedTuple):
     """Weights of all experts of a layer."""
 
     first: Tensor
-    """Gate and up projection: [experts, 2 width, hidden], or [experts, hidden, 2 width] with ``inputs_first``."""
+    """Gate and up projection: [experts, 2 width, hidden], or [experts, hidden, 2 width] with
+    ``inputs_first``.
+    """
     second: Tensor
-    """Down projection: [experts, hidden, width], or [experts, width, hidden] with ``inputs_first``."""
+    """Down projection: [experts, hidden, width], or [experts, width, hidden] with
+    ``inputs_first``.
+    """
     first_bias: Tensor | None
     """[experts, 2 width]"""
     second_bias: Tensor | None
@@ -80,7 +85,8 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
 
 def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
     if in_checkpointed_layer():
-        # torch's own function saves its inputs before it computes, and nothing after it saves anything: the recomputation ends here.
+        # torch's own function saves its inputs before it computes, and nothing after it saves
+        # anything: the recomputation ends here.
         return grouped_mm(
             narrow,
             weights.second if weights.inputs_first else weights.second.transpose(-2, -1),
@@ -277,7 +283,9 @@ def _gated_backward(
 
 
 def _of_bias(of_products: Tensor, routing: _Routing) -> Tensor:
-    """Sum over each expert's rows, [experts, columns], as a product with ones: adding up the rows one by one takes long."""
+    """Sum over each expert's rows, [experts, columns], as a product with ones: adding up the rows
+    one by one takes long.
+    """
     experts = torch.arange(len(routing.ends), device=of_products.device)[:, None]
     return (experts == _experts(routing)).to(of_products.dtype) @ of_products
 
@@ -320,7 +328,8 @@ class RouterLoss:
         """Register hooks on the routers.
 
         Raises:
-            InputError: The model has no routers, records them in several ways (JetMoE), or their numbers of chosen experts differ.
+            InputError: The model has no routers, records them in several ways (JetMoE), or their
+                numbers of chosen experts differ.
         """
         self.coefficient = coefficient
         self._experts_per_token = int(
@@ -335,7 +344,10 @@ class RouterLoss:
                         code="model-without-routers",
                         field="train.router_loss_coefficient",
                         value=f"{coefficient:g}",
-                        message=f"a {causal.config.model_type} has no routers that transformers records and that choose equally many",
+                        message=(
+                            f"a {causal.config.model_type} has no routers that transformers "
+                            "records and that choose equally many"
+                        ),
                         remedy="Set it to 0.",
                     )
                 ]
@@ -364,7 +376,8 @@ class RouterLoss:
             real: bool, any shape; False in padding.
 
         Returns:
-            The loss times the number of real tokens, so that micro-batches are weighted by their size; fp32 scalar.
+            The loss times the number of real tokens, so that micro-batches are weighted by their
+            size; fp32 scalar.
         """
         mask = real.flatten().to(torch.float32)
         experts = logits[0].shape[-1]
@@ -383,7 +396,9 @@ class RouterLoss:
 
 
 class _ProbabilitySum(torch.autograd.Function):
-    """Sums the softmax over the unmasked tokens. Saves only the logits, not an fp32 softmax for every layer."""
+    """Sums the softmax over the unmasked tokens. Saves only the logits, not an fp32 softmax for
+    every layer.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, mask: Tensor) -> Tensor:
@@ -400,7 +415,9 @@ class _ProbabilitySum(torch.autograd.Function):
 
 
 def _routers(causal: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Return the modules whose logits transformers itself would record, and where in their result these are: second in Llama 4."""
+    """Return the modules whose logits transformers itself would record, and where in their result
+    these are: second in Llama 4.
+    """
     recorded = getattr(causal, "_can_record_outputs", None) or {}
     recorder = recorded.get("router_logits") or (
         getattr(decoder_of(causal), "_can_record_outputs", None) or {}

@@ -1,6 +1,8 @@
-"""Fused kernels for norms, rotary embedding, gated activation and experts, which transformers computes in many passes over memory.
+"""Fused kernels for norms, rotary embedding, gated activation and experts, which transformers
+computes in many passes over memory.
 
-A part of the model is replaced only if it computes the same: its own code first runs beside ours on a few random numbers.
+A part of the model is replaced only if it computes the same: its own code first runs beside ours on
+a few random numbers.
 """
 
 from __future__ import annotations
@@ -135,7 +137,8 @@ def _is_mlp(
     Args:
         kind: The class.
         module: A module of the class; its activation function is used.
-        shapes: (in, out) of the stand-in's projections, which must be all of the module's parameters.
+        shapes: (in, out) of the stand-in's projections, which must be all of the module's
+            parameters.
         ours: The replacement.
     """
     children = dict(module.named_children())
@@ -153,7 +156,9 @@ def _is_mlp(
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return the module's attributes besides its parameters, with limits so low that the random numbers reach them."""
+    """Return the module's attributes besides its parameters, with limits so low that the random
+    numbers reach them.
+    """
     found = {
         name: value
         for name, value in vars(module).items()
@@ -190,7 +195,8 @@ def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
     }
     stand_in = SimpleNamespace(**settings, **children, **weights)
     stand_in._apply_gate = partial(getattr(kind, "_apply_gate", None) or nn.Identity(), stand_in)
-    # Only experts 0, 1 and 3, since an expert may have no token. Grouped products do not support float64.
+    # Only experts 0, 1 and 3, since an expert may have no token. Grouped products do not support
+    # float64.
     hidden, chosen = 4 * _random(3, 8).float(), torch.tensor([[1, 0], [3, 1], [0, 3]], device="cpu")
     return _agree(
         kind.forward,
@@ -241,7 +247,9 @@ def _rotate_both(
     sin: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Replace transformers' ``apply_rotary_pos_emb`` for whole heads; ``theirs`` handles rarer cases (part of a head, another layout)."""
+    """Replace transformers' ``apply_rotary_pos_emb`` for whole heads; ``theirs`` handles rarer
+    cases (part of a head, another layout).
+    """
     if unsqueeze_dim != 1 or 2 * cos.shape[-1] != copies * query.shape[-1]:
         return theirs(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
     return rotate(query, cos, sin), rotate(key, cos, sin)
@@ -253,7 +261,9 @@ def _agree(
     *arguments: Any,
     tolerance: float = 1e-6,
 ) -> bool:
-    """Return whether both functions give the same result on the CPU; False if the other one cannot be called like this."""
+    """Return whether both functions give the same result on the CPU; False if the other one cannot
+    be called like this.
+    """
     try:
         with torch.no_grad():
             expected = theirs(*arguments)
@@ -291,7 +301,8 @@ Block = Callable[[Tensor], Tensor]
 
 
 def install_tiles(causal: PreTrainedModel, tile_tokens: int) -> int:
-    """Make dense feed-forward blocks, and the norms of their layers, compute ``tile_tokens`` tokens at a time.
+    """Make dense feed-forward blocks, and the norms of their layers, compute ``tile_tokens`` tokens
+    at a time.
 
     Call it after ``kernels.install``, which decides what norms there are to cut.
 
@@ -312,7 +323,9 @@ def install_tiles(causal: PreTrainedModel, tile_tokens: int) -> int:
 
 
 def _norms(layer: nn.Module) -> list[nn.Module]:
-    """Return the norms around a layer's blocks that are more than one kernel. Those of queries and keys are within attention."""
+    """Return the norms around a layer's blocks that are more than one kernel. Those of queries and
+    keys are within attention.
+    """
     named = [
         module
         for module in layer.children()
@@ -323,7 +336,8 @@ def _norms(layer: nn.Module) -> list[nn.Module]:
 
 
 def _feed_forward(layer: nn.Module) -> nn.Module | None:
-    """Return a layer's last block beside attention, if it has nothing but linear layers and functions, so that tokens do not meet in it.
+    """Return a layer's last block beside attention, if it has nothing but linear layers and
+    functions, so that tokens do not meet in it.
 
     Some layers list attention after it (Falcon-H1).
     """
@@ -359,7 +373,9 @@ def _tiled(
 
 
 class _Keep(torch.autograd.Function):
-    """The identity, which saves the input of ``_Tiles`` before that computes: a recomputation ends where the last input is saved."""
+    """The identity, which saves the input of ``_Tiles`` before that computes: a recomputation ends
+    where the last input is saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, keeper: list[Any]) -> Tensor:

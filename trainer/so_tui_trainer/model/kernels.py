@@ -1,4 +1,6 @@
-"""Rotary position embedding in one pass over memory, with its backward pass; plain formulas without a GPU."""
+"""Rotary position embedding in one pass over memory, with its backward pass; plain formulas without
+a GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch import Tensor
 
 
 class Gate(NamedTuple):
-    """How experts are activated between their two products: min(gate, limit) sigmoid(alpha gate) (up within +-limit, plus shift)."""
+    """How experts are activated between their two products: min(gate, limit) sigmoid(alpha gate)
+    (up within +-limit, plus shift).
+    """
 
     interleaved: bool = False
     """Gate and up alternate in a row, instead of one half each."""
@@ -62,8 +66,8 @@ class _Gated(torch.autograd.Function):
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads by their positions' angles.
 
-    With x = (x1, x2), the halves of a head, the result is (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2). If there are half as many angles, both
-    halves share them.
+    With x = (x1, x2), the halves of a head, the result is (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2).
+    If there are half as many angles, both halves share them.
 
     Args:
         heads: [rows, heads, width, size]
@@ -71,7 +75,8 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: like ``cos``
 
     Returns:
-        Like ``heads``; in memory it is [rows, width, heads, size], as the projection before it writes and the attention after it reads.
+        Like ``heads``; in memory it is [rows, width, heads, size], as the projection before it
+        writes and the attention after it reads.
     """
     result: Tensor = _Rotated.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
     return result
@@ -91,7 +96,9 @@ class _Rotated(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Rotate, or with ``direction`` -1 apply the transposed rotation: (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)."""
+    """Rotate, or with ``direction`` -1 apply the transposed rotation: (g1 cos1 + g2 sin2, g2 cos2 -
+    g1 sin1).
+    """
     if heads.is_cuda:
         from so_tui_trainer.model import triton
 

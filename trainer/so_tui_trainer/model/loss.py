@@ -1,7 +1,9 @@
-"""Cross-entropy from hidden states, in blocks of the vocabulary, so that the logits of a micro-batch never exist as a whole.
+"""Cross-entropy from hidden states, in blocks of the vocabulary, so that the logits of a
+micro-batch never exist as a whole.
 
-The sizes of the blocks are in ``so_tui.model.flops``. The head's weight is a direct parameter of the module, so ZeRO-3's own hooks
-all-gather it before ``forward`` and reduce its gradient after ``backward``. A weight tied to the embedding works the same way.
+The sizes of the blocks are in ``so_tui.model.flops``. The head's weight is a direct parameter of
+the module, so ZeRO-3's own hooks all-gather it before ``forward`` and reduce its gradient after
+``backward``. A weight tied to the embedding works the same way.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ LOGIT_KEYS = (
 
 
 def logit_changes(config: PretrainedConfig) -> tuple[float, float]:
-    """Return what a model multiplies its logits with, and the limit that it caps them at (0: none)."""
+    """Return what a model multiplies its logits with, and the limit that it caps them at (0:
+    none).
+    """
     kind = config.model_type
     if kind.startswith(("granite", "minicpm3")):
         return 1.0 / (getattr(config, "logits_scaling", None) or 1.0), 0.0
@@ -61,8 +65,9 @@ def changes_logits_otherwise(config: PretrainedConfig) -> bool:
 def expected_first_loss(config: PretrainedConfig) -> float:
     """Return the expected loss of random weights, in nats per token.
 
-    It is ln(vocabulary) plus half the variance of the logits. With a normalised hidden state that variance is ``hidden_size *
-    initializer_range**2``, times the square of what the model multiplies its logits with.
+    It is ln(vocabulary) plus half the variance of the logits. With a normalised hidden state that
+    variance is ``hidden_size * initializer_range**2``, times the square of what the model
+    multiplies its logits with.
     """
     spread = float(getattr(config, "initializer_range", None) or 0.02) * logit_changes(config)[0]
     vocabulary, hidden = int(config.vocab_size), int(config.hidden_size)
@@ -90,13 +95,14 @@ class HeadLoss(nn.Module):
 
         Args:
             hidden: [rows, width, size] hidden states.
-            predictors: [trained] int64, indices into the flattened rows whose next token is predicted.
+            predictors: [trained] int64, indices into the flattened rows whose next token is
+                predicted.
             targets: [trained] int64, those next tokens; None for the logits themselves.
             scale: Factor of the loss, above 0.
 
         Returns:
-            ``scale`` times the summed cross-entropy, fp32 scalar; 0 with zero gradients if there are no trained tokens. Without targets
-            the logits, [predictors, vocabulary].
+            ``scale`` times the summed cross-entropy, fp32 scalar; 0 with zero gradients if there
+            are no trained tokens. Without targets the logits, [predictors, vocabulary].
         """
         chosen = hidden.flatten(0, -2).index_select(0, predictors)
         if self._factor != 1.0:
@@ -111,7 +117,9 @@ class HeadLoss(nn.Module):
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
-    """Computes loss and gradients in the forward pass, while the head's weight is gathered; backward only scales the gradients."""
+    """Computes loss and gradients in the forward pass, while the head's weight is gathered;
+    backward only scales the gradients.
+    """
 
     @staticmethod
     def forward(
@@ -140,7 +148,8 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         (gradient,) = gradients
-        # In place, since each is used once. A copy of the weight's gradient would be the largest temporary of the step.
+        # In place, since each is used once. A copy of the weight's gradient would be the largest
+        # temporary of the step.
         return hidden_gradient.mul_(gradient), weight_gradient.mul_(gradient), None, None, None
 
 
@@ -162,7 +171,8 @@ def _normalise(
         save: Number of blocks whose logits are saved for the gradients.
 
     Returns:
-        The log-sum-exp and the logit of the target, both [trained] fp32, and the saved logits by the block's first column.
+        The log-sum-exp and the logit of the target, both [trained] fp32, and the saved logits by
+        the block's first column.
     """
     normaliser = torch.full(targets.shape, -math.inf, dtype=torch.float32, device=hidden.device)
     score = torch.zeros_like(normaliser)
@@ -178,7 +188,9 @@ def _normalise(
 
 
 def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return targets as columns of a block, and which of them are in it; others are clamped. Does not wait for the GPU."""
+    """Return targets as columns of a block, and which of them are in it; others are clamped. Does
+    not wait for the GPU.
+    """
     return targets.clamp(0, width - 1), (targets >= 0) & (targets < width)
 
 

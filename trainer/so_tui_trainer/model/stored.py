@@ -1,6 +1,8 @@
-"""Index the tensors in a model's files, and read any range of their elements without mapping or holding more.
+"""Index the tensors in a model's files, and read any range of their elements without mapping or
+holding more.
 
-Reads safetensors files, or the files of ``torch.save`` (``pytorch_model.bin``) if a folder has no others.
+Reads safetensors files, or the files of ``torch.save`` (``pytorch_model.bin``) if a folder has no
+others.
 """
 
 from __future__ import annotations
@@ -87,10 +89,12 @@ class Stored(NamedTuple):
 
 
 def read_index(folder: Path) -> dict[str, Stored]:
-    """Return every tensor in the folder's weight files by name. If there are several copies of the weights, the folder's index decides.
+    """Return every tensor in the folder's weight files by name. If there are several copies of the
+    weights, the folder's index decides.
 
     Raises:
-        InputError: There are no weight files, files of the index are missing, or a file is damaged or truncated.
+        InputError: There are no weight files, files of the index are missing, or a file is damaged
+            or truncated.
     """
     names = shards(folder)
     if absent := [name for name in names if not (folder / name).is_file()]:
@@ -106,7 +110,9 @@ def read_index(folder: Path) -> dict[str, Stored]:
 
 
 def shards(folder: Path) -> list[str]:
-    """Return the names of the weight files: the single file, else those of the index, else any. safetensors come before torch.save's."""
+    """Return the names of the weight files: the single file, else those of the index, else any.
+    safetensors come before torch.save's.
+    """
     return (
         _named(folder, "model.safetensors")
         or sorted(path.name for path in folder.glob("*.safetensors"))
@@ -130,7 +136,8 @@ def _tensors(path: Path) -> dict[str, Stored]:
 def _of_torch_save(path: Path) -> dict[str, Stored]:
     """Index a file of ``torch.save``.
 
-    With fake tensors, torch.load reads no weights but records their offsets. It runs no code of the file.
+    With fake tensors, torch.load reads no weights but records their offsets. It runs no code of the
+    file.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -191,7 +198,10 @@ def _of_safetensors(path: Path) -> dict[str, Stored]:
 
 def _unreadable(path: Path, reason: str) -> InputError:
     message = f"cannot be read ({reason})"
-    remedy = "Load it with transformers and save it again with `save_pretrained`, or download the model again if the file is truncated."
+    remedy = (
+        "Load it with transformers and save it again with `save_pretrained`, or download the model "
+        "again if the file is truncated."
+    )
     return InputError(
         [
             Problem(
@@ -206,7 +216,10 @@ def _unreadable(path: Path, reason: str) -> InputError:
 
 
 def _problem(code: str, path: Path, message: str) -> InputError:
-    remedy = "Download it again with `so-tui fetch`, name a folder with the complete model, or start with `model.weights = random`."
+    remedy = (
+        "Download it again with `so-tui fetch`, name a folder with the complete model, or start "
+        "with `model.weights = random`."
+    )
     return InputError(
         [Problem(code=code, field="model.id", value=str(path), message=message, remedy=remedy)]
     )
@@ -264,7 +277,9 @@ def _dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def missing_bytes(source: Path, target: Path) -> int:
-    """Return the bytes that the bf16 folder of an MXFP4 checkpoint still needs on disk; 0 if it is complete."""
+    """Return the bytes that the bf16 folder of an MXFP4 checkpoint still needs on disk; 0 if it is
+    complete.
+    """
     if target.is_dir():
         return 0
     partial, files = _partial(target), _outputs(read_index(source))
@@ -295,7 +310,10 @@ def convert(source: Path, target: Path) -> Iterator[str]:
     check_room(partial, missing_bytes(source, target))
     todo = [name for name in files if not (partial / name).is_file()]
     for number, name in enumerate(todo, start=1):
-        yield f"MXFP4 to bf16: {name} ({number} of {len(todo)}, {disk_size(sum(output.bytes for output in files[name].values()))})"
+        yield (
+            f"MXFP4 to bf16: {name} ({number} of {len(todo)}, "
+            f"{disk_size(sum(output.bytes for output in files[name].values()))})"
+        )
         _write_file(partial / name, files[name])
     _write_rest(source, partial, files)
     partial.rename(target)
@@ -331,7 +349,9 @@ def _partial(target: Path) -> Path:
 
 
 def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
-    """Return the tensors of every new file. A file is named after the one that has the blocks, or the tensor itself."""
+    """Return the tensors of every new file. A file is named after the one that has the blocks, or
+    the tensor itself.
+    """
     files: dict[str, dict[str, _Output]] = {}
     for name, stored in index.items():
         file = files.setdefault(stored.path.name, {})
@@ -386,7 +406,9 @@ def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:
 
 
 def _write_rest(source: Path, partial: Path, files: Mapping[str, Mapping[str, _Output]]) -> None:
-    """Copy all other files, remove the quantisation from the configuration, and write an index of the new files."""
+    """Copy all other files, remove the quantisation from the configuration, and write an index of
+    the new files.
+    """
     for path in source.iterdir():
         if (
             path.is_file()

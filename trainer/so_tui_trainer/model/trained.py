@@ -36,7 +36,9 @@ _OWNED_LONG = "_so_tui_long_documents"
 
 
 class _LongDocuments:
-    """Which tokens of the micro-batch that a model computes are in documents longer than its original length."""
+    """Which tokens of the micro-batch that a model computes are in documents longer than its
+    original length.
+    """
 
     def __init__(self, original_length: int | None) -> None:
         self.original_length = original_length
@@ -51,7 +53,9 @@ class _LongDocuments:
 
 
 def _long_documents_of(causal: PreTrainedModel) -> _LongDocuments:
-    """Return the documents by which ``causal`` chooses its frequencies; the first call makes it do so."""
+    """Return the documents by which ``causal`` chooses its frequencies; the first call makes it do
+    so.
+    """
     found = causal.__dict__.get(_OWNED_LONG)
     if not isinstance(found, _LongDocuments):
         rotary: list[Any] = [
@@ -76,7 +80,9 @@ def _by_document(
     x: Tensor,
     position_ids: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return cosines and sines of each token, [rows, width, size]: ``run`` once with each set of frequencies."""
+    """Return cosines and sines of each token, [rows, width, size]: ``run`` once with each set of
+    frequencies.
+    """
     if documents.tokens is None or documents.original_length is None:
         return run(x, position_ids)
     short = run(x, position_ids.clamp(max=documents.original_length - 1))
@@ -102,7 +108,9 @@ _OWNED = "_so_tui_documents"
 
 
 class Documents:
-    """The documents of the micro-batch that a model computes, as rows. Backward recomputes layers with the same."""
+    """The documents of the micro-batch that a model computes, as rows. Backward recomputes layers
+    with the same.
+    """
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
@@ -112,7 +120,9 @@ class Documents:
 
 
 def documents_of(causal: PreTrainedModel) -> Documents:
-    """Return the documents that the layers of ``causal`` compute which carry a state; the first call makes them do so."""
+    """Return the documents that the layers of ``causal`` compute which carry a state; the first
+    call makes them do so.
+    """
     found = causal.__dict__.get(_OWNED)
     if not isinstance(found, Documents):
         layers = checkpointed_layers(causal)
@@ -131,7 +141,9 @@ def documents_of(causal: PreTrainedModel) -> Documents:
 
 
 def _mixer(layer: nn.Module, kind: str | None) -> nn.Module | None:
-    """Return the part of a layer that has a convolution over tokens, as nearly all recurrences have; else attention that is linear."""
+    """Return the part of a layer that has a convolution over tokens, as nearly all recurrences
+    have; else attention that is linear.
+    """
     for module in layer.modules():
         if any(type(part) is nn.Conv1d for part in module.children()):
             return module
@@ -139,7 +151,9 @@ def _mixer(layer: nn.Module, kind: str | None) -> nn.Module | None:
 
 
 def _other_arguments(run: Callable[..., Any]) -> dict[str, None]:
-    """Return what else a function demands: masks and caches, of which a row that is one document needs none."""
+    """Return what else a function demands: masks and caches, of which a row that is one document
+    needs none.
+    """
     _, *others = inspect.signature(run).parameters.values()
     demanded = (
         other.name
@@ -157,7 +171,9 @@ def _each_alone(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Compute ``run`` with each document as a row, [rows, width, size] to the same. Without documents, as it was called."""
+    """Compute ``run`` with each document as a row, [rows, width, size] to the same. Without
+    documents, as it was called.
+    """
     if not documents.rows:
         return run(hidden_states, *rest, **options)
     places, *groups = documents.rows
@@ -174,7 +190,9 @@ def _joined(parts: Sequence[Tensor], places: Tensor, like: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """[tokens, size] to rows, a tensor for each group. What is beyond a document's end has no gradient."""
+    """[tokens, size] to rows, a tensor for each group. What is beyond a document's end has no
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, places: Tensor, *groups: Tensor) -> tuple[Tensor, ...]:
@@ -234,15 +252,17 @@ class TrainedModel(nn.Module):
         self.dtype = head.dtype
         """Type of the weights, read once.
 
-        Reading it from a parameter of another module in every forward pass would make ZeRO-3 treat that parameter as one of this module's,
-        and all-gather it for the whole forward pass. The pass would then wait for the head's weights, which are stepped last, before it
-        starts.
+        Reading it from a parameter of another module in every forward pass would make ZeRO-3 treat
+        that parameter as one of this module's, and all-gather it for the whole forward pass. The
+        pass would then wait for the head's weights, which are stepped last, before it starts.
         """
         self.router = router
         self._documents = documents_of(causal)
         self._long_documents = _long_documents_of(causal)
         self.last_router_loss: Tensor | None = None
-        """The router loss of the last forward pass, scaled but without its coefficient; detached."""
+        """The router loss of the last forward pass, scaled but without its coefficient;
+        detached.
+        """
 
     def forward(
         self, batch: Batch, scale: float, router_scale: float = 0.0, *, logits: bool = False
@@ -252,7 +272,8 @@ class TrainedModel(nn.Module):
         Args:
             batch: The micro-batch.
             scale: Weight of each trained token's cross-entropy.
-            router_scale: Weight of each real token's router loss, which is also multiplied by the coefficient.
+            router_scale: Weight of each real token's router loss, which is also multiplied by the
+                coefficient.
             logits: Return the logits of the batch's predictors instead, [predictors, vocabulary].
 
         Returns:
@@ -289,7 +310,8 @@ def _head(causal: PreTrainedModel) -> nn.Parameter:
 
 
 def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups: parameters with weight decay, then those without (norms, biases), each in the model's order.
+    """Return AdamW's parameter groups: parameters with weight decay, then those without (norms,
+    biases), each in the model's order.
 
     Under ZeRO-3 a parameter is empty, and its shape is in ``ds_shape``.
     """

@@ -56,7 +56,7 @@ def gated(
     result = torch.empty((rows, columns), dtype=products.dtype, device=products.device)
     if rows:
         _gated_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
-            products.contiguous(), shares.contiguous(), order, bias, experts, result, columns, gate.alpha, gate.limit, gate.shift,
+            products.contiguous(), shares.contiguous(), order, bias, experts, result, columns, gate.alpha, gate.limit, gate.shift,  # noqa: E501
             interleaved=gate.interleaved, block=_COLUMNS,
         )  # fmt: skip
     return result
@@ -77,8 +77,8 @@ def gated_backward(
     of_shares = torch.empty(shares.shape, dtype=shares.dtype, device=shares.device)
     if rows:
         _gated_backward_kernel[(rows,)](
-            gradient.contiguous(), products.contiguous(), shares.contiguous(), order, bias, experts, of_products, of_shares,
-            columns, gate.alpha, gate.limit, gate.shift, interleaved=gate.interleaved, block=_COLUMNS,
+            gradient.contiguous(), products.contiguous(), shares.contiguous(), order, bias, experts, of_products, of_shares,  # noqa: E501
+            columns, gate.alpha, gate.limit, gate.shift, interleaved=gate.interleaved, block=_COLUMNS,  # noqa: E501
         )  # fmt: skip
     return of_products, of_shares
 
@@ -101,7 +101,9 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
 def _halves(  # type: ignore[no-untyped-def]
     row, first, columns, interleaved: tl.constexpr, block: tl.constexpr
 ):
-    """Load gate and up of ``block`` columns from ``first`` on, of the row that begins at ``row``; fp32."""
+    """Load gate and up of ``block`` columns from ``first`` on, of the row that begins at ``row``;
+    fp32.
+    """
     if interleaved:
         both = 2 * first + tl.arange(0, 2 * block)
         values = tl.load(row + both, mask=both < 2 * columns, other=0.0).to(tl.float32)

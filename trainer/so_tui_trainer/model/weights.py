@@ -1,7 +1,9 @@
-"""Match the tensors of a checkpoint with those of the model, by names and shapes, before anything is loaded.
+"""Match the tensors of a checkpoint with those of the model, by names and shapes, before anything
+is loaded.
 
-transformers renames and fuses tensors of checkpoints (experts stored one by one become one tensor). Its own conversion table is applied
-here: on meta tensors it gives names and shapes, on real tensors the weights.
+transformers renames and fuses tensors of checkpoints (experts stored one by one become one tensor).
+Its own conversion table is applied here: on meta tensors it gives names and shapes, on real tensors
+the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 _NAMED = 4
 """Number of tensors that a message names."""
 DEFAULT_ATTENTION = None
-"""Lets transformers choose. Without it, what config.json names is used, which may be a kernel on the hub: code of others."""
+"""Lets transformers choose. Without it, what config.json names is used, which may be a kernel on
+the hub: code of others.
+"""
 
 
 class _Conversion(NamedTuple):
@@ -44,7 +48,9 @@ class _Conversion(NamedTuple):
     sources: tuple[tuple[str, str], ...]
     """(pattern of the converter, name in the checkpoint) of each part, in order."""
     converter: Any
-    """transformers' ``WeightConverter``; None if the stored tensor is the model's, perhaps under another name."""
+    """transformers' ``WeightConverter``; None if the stored tensor is the model's, perhaps under
+    another name.
+    """
     shapes: dict[str, tuple[int, ...]]
     """Names and shapes of the tensors that are made."""
 
@@ -75,7 +81,9 @@ def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> 
 
 
 def decoder_of(causal: PreTrainedModel) -> nn.Module:
-    """Return the model without its output projection. Llama 4's ``base_model`` is the whole model."""
+    """Return the model without its output projection. Llama 4's ``base_model`` is the whole
+    model.
+    """
     found: nn.Module = causal.base_model
     return causal.get_submodule("model") if found is causal else found
 
@@ -178,7 +186,9 @@ def refuse(found: Match, model: ModelSpec) -> None:
 
 
 def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
-    """Return the bytes of the stored tensors of the largest conversion; 0 if every tensor is stored as the model has it."""
+    """Return the bytes of the stored tensors of the largest conversion; 0 if every tensor is stored
+    as the model has it.
+    """
     sizes = (
         sum(index[name].bytes for _, name in conversion.sources)
         for conversion in found.conversions
@@ -188,7 +198,9 @@ def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
 
 
 def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
-    """Return by name each stored tensor's own name; those of a multimodal model by their name in its language part, without the others."""
+    """Return by name each stored tensor's own name; those of a multimodal model by their name in
+    its language part, without the others.
+    """
     stored, own = list(names), list(wanted)
     for prefix, replacement in _LANGUAGE_PARTS:
         if any(name.startswith(prefix) for name in stored) and not any(
@@ -204,14 +216,16 @@ def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
 
 
 _LANGUAGE_PARTS = (("model.language_model.", "model."), ("language_model.", ""))
-"""How names in the language part begin in a checkpoint of a multimodal model, and in that part's own; of the two ways that
-transformers has written them."""
+"""How names in the language part begin in a checkpoint of a multimodal model, and in that part's
+own; of the two ways that transformers has written them.
+"""
 
 
 def _grouped(
     model: PreTrainedModel, wanted: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[list[tuple[str, Any, list[tuple[str, str]]]], list[str]]:
-    """Return the stored tensors that make each target, with its converter; also those that the model does not have.
+    """Return the stored tensors that make each target, with its converter; also those that the
+    model does not have.
 
     ``names``: each stored tensor's own name, by the name that the model's conversions know.
     """
@@ -294,12 +308,14 @@ def _text(shape: Iterable[int]) -> str:
 
 
 def weights_folder(model: ModelSpec) -> Path:
-    """Return a folder with the model's weights in a form that can be trained, after downloading and converting them if needed.
+    """Return a folder with the model's weights in a form that can be trained, after downloading and
+    converting them if needed.
 
     The first process does the work; others (ranks, `so-tui prepare`) wait for it.
 
     Raises:
-        InputError: The weights cannot be downloaded, are quantised in an unsupported way, or do not fit on the disk.
+        InputError: The weights cannot be downloaded, are quantised in an unsupported way, or do not
+            fit on the disk.
     """
     for line in prepare_weights(model):
         print(line, flush=True)
@@ -330,7 +346,8 @@ def downloaded(model: ModelSpec) -> Path | None:
 
 
 def trainable_folder(source: Path) -> Path:
-    """Return where the trainable weights of a model's folder are, or will be: the folder itself unless they are in MXFP4.
+    """Return where the trainable weights of a model's folder are, or will be: the folder itself
+    unless they are in MXFP4.
 
     Raises:
         InputError: They are quantised in another way, or config.json cannot be read.
@@ -358,7 +375,9 @@ def trainable_folder(source: Path) -> Path:
 
 
 def converted_folder(source: Path) -> Path:
-    """Return the cache folder for the bf16 weights of an MXFP4 folder, named by the content of that folder."""
+    """Return the cache folder for the bf16 weights of an MXFP4 folder, named by the content of that
+    folder.
+    """
     files = sorted(path for path in source.glob("*.safetensors"))
     content = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -380,7 +399,10 @@ def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
             download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted)
         )
     except (OSError, ValueError) as error:
-        remedy = "Check the name and the network, or download it with `so-tui fetch` where there is a network."
+        remedy = (
+            "Check the name and the network, or download it with `so-tui fetch` where there is a "
+            "network."
+        )
         raise _problem(
             "model-unavailable", model.id, f"cannot be downloaded ({first_line(error)})", remedy
         ) from error
@@ -411,7 +433,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 @torch.no_grad()
 def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
-    """Return a model's stored tensors that nothing trains, by name: those of the pretrained weights, else as transformers initialises them.
+    """Return a model's stored tensors that nothing trains, by name: those of the pretrained
+    weights, else as transformers initialises them.
 
     Args:
         meta: The model on meta tensors.
@@ -450,7 +473,8 @@ def trained_shapes(
 
 
 def _initial(meta: PreTrainedModel) -> dict[str, Tensor]:
-    """Give each module that has such tensors real ones, and let transformers fill them; trained weights stay on meta tensors.
+    """Give each module that has such tensors real ones, and let transformers fill them; trained
+    weights stay on meta tensors.
 
     Buffers that transformers leaves alone are not numbers.
     """
@@ -487,7 +511,9 @@ def _initial(meta: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _constructed(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
-    """Return a model's buffers as its constructor makes them. Its weights are never touched, and take no memory."""
+    """Return a model's buffers as its constructor makes them. Its weights are never touched, and
+    take no memory.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -517,7 +543,8 @@ OnFiles = Callable[[int, int], None]
 def host_peak_bytes(found: Match, index: Mapping[str, Stored]) -> int:
     """Return the peak host memory of loading on each rank, in bytes, besides its weights.
 
-    It is a piece of a file, or the largest conversion, whose parts exist both stacked and joined while it runs.
+    It is a piece of a file, or the largest conversion, whose parts exist both stacked and joined
+    while it runs.
     """
     return PIECE_BYTES + 2 * largest_conversion_bytes(found, index)
 
@@ -556,7 +583,9 @@ def empty_model(
 
 
 def initialise(causal: PreTrainedModel) -> None:
-    """Draw random weights as transformers does. Each module's parameters are all-gathered on their device meanwhile."""
+    """Draw random weights as transformers does. Each module's parameters are all-gathered on their
+    device meanwhile.
+    """
     from transformers.integrations.deepspeed import initialize_weights_zero3
 
     initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
@@ -624,7 +653,9 @@ def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
 
 
 def _local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return this rank's flat shard of a tensor, and its start in the flattened tensor. Buffers are whole on every rank."""
+    """Return this rank's flat shard of a tensor, and its start in the flattened tensor. Buffers are
+    whole on every rank.
+    """
     return (
         superoffload.local_shard(tensor)
         if isinstance(tensor, nn.Parameter)
@@ -633,7 +664,9 @@ def _local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:
-    """Recompute buffers that ZeRO-3 created with the model's type: rotary frequencies in bf16 would be inaccurate."""
+    """Recompute buffers that ZeRO-3 created with the model's type: rotary frequencies in bf16 would
+    be inaccurate.
+    """
     for module, plain in zip(causal.modules(), meta.modules(), strict=True):
         buffers = dict(plain.named_buffers(recurse=False))
         if not buffers or next(module.parameters(recurse=False), None) is not None:

@@ -1,8 +1,11 @@
-"""Measure the CPU Adam kernel on given cores, in a process of its own: ``python -I -S adam_rate.py REQUEST``.
+"""Measure the CPU Adam kernel on given cores, in a process of its own:
+``python -I -S adam_rate.py REQUEST``.
 
-Request (JSON): ``library`` (compiled kernel), ``worker`` (path of the Adam worker, whose modules are used), ``cpus``, ``parameters``,
-``seconds``. Prints ``{"step_bytes_per_s": ..., "accumulate_bytes_per_s": ...}``, the host memory traffic. Uses the standard library only,
-as the worker does: the cores must be set before OpenMP starts its threads, which are the first to touch the memory.
+Request (JSON): ``library`` (compiled kernel), ``worker`` (path of the Adam worker, whose modules
+are used), ``cpus``, ``parameters``, ``seconds``. Prints
+``{"step_bytes_per_s": ..., "accumulate_bytes_per_s": ...}``, the host memory traffic. Uses the
+standard library only, as the worker does: the cores must be set before OpenMP starts its threads,
+which are the first to touch the memory.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _seconds(run: Callable[[], object], limit_s: float) -> float:
-    """Return the median time of a run in seconds, of at least three runs within ``limit_s`` after a warm-up."""
+    """Return the median time of a run in seconds, of at least three runs within ``limit_s`` after a
+    warm-up.
+    """
     run()
     times: list[float] = []
     begun = time.perf_counter()

@@ -33,7 +33,9 @@ def usable_backends(device: Any) -> dict[AttentionBackend, Kernels]:
 def attention_rates(
     backends: Mapping[AttentionBackend, Kernels], device: Any, seconds: Seconds, scale: float
 ) -> list[tuple[AttentionBackend, list[tuple[int, float, float]]]]:
-    """Return (length of documents, FLOP/s of forward, FLOP/s of backward) of each backend, as ``so_tui.plan.rates.AttentionRate``."""
+    """Return (length of documents, FLOP/s of forward, FLOP/s of backward) of each backend, as
+    ``so_tui.plan.rates.AttentionRate``.
+    """
     lengths = {max(1, int(length * scale)): count for length, count in PACKS.items()}
     return [
         (

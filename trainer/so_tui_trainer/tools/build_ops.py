@@ -1,7 +1,9 @@
-"""Compile the kernels that a first run would compile, while all its ranks wait for one to three minutes.
+"""Compile the kernels that a first run would compile, while all its ranks wait for one to three
+minutes.
 
-``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s, "deepspeed": reason or ""}`` out. The kernels are our own CPU Adam and
-DeepSpeed's; ``deepspeed`` says why DeepSpeed's, which only some settings need, cannot be compiled.
+``{}`` in, ``{"cpu_adam": "built" | "ready", "seconds": s, "deepspeed": reason or
+""}`` out. The kernels are our own CPU Adam and DeepSpeed's; ``deepspeed`` says why DeepSpeed's,
+which only some settings need, cannot be compiled.
 """
 
 from __future__ import annotations

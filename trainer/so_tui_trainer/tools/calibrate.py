@@ -1,11 +1,12 @@
-"""Measure a machine's rates, each in a process of its own. Answers with a line for each measurement, then the figures.
+"""Measure a machine's rates, each in a process of its own. Answers with a line for each
+measurement, then the figures.
 
-Request: ``nodes`` [{"id", "cpus"}] (cores that this process may use), ``gpus`` [{"index", "cpus", "rank_cpus"}] (the cores near the GPU,
+Request: ``nodes`` [{"id", "cpus"}] (cores that this process may use), ``gpus`` [{"index", "cpus",
+"rank_cpus"}] (the cores near the GPU,
     and
-those of its rank when all GPUs train), ``scale`` (share of the real sizes; below 1 only in tests) and, for tests without GPUs,
-``pretend_gpus``
-(measured on the CPU). Answers: ``{"message"}`` lines, then ``{"rates", "done": true}`` with the fields of
-``so_tui.plan.measured.Rates``.
+those of its rank when all GPUs train), ``scale`` (share of the real sizes; below 1 only in tests)
+and, for tests without GPUs, ``pretend_gpus`` (measured on the CPU). Answers: ``{"message"}`` lines,
+then ``{"rates", "done": true}`` with the fields of ``so_tui.plan.measured.Rates``.
 GPUs are numbered as by NVML.
 """
 
@@ -64,7 +65,9 @@ def work(request: Answer) -> Iterator[Answer]:
 
 
 def _core_counts(cores: int) -> tuple[int, ...]:
-    """Return the numbers of cores for Adam's curve: few where it rises, and those that the default shares of cores give."""
+    """Return the numbers of cores for Adam's curve: few where it rises, and those that the default
+    shares of cores give.
+    """
     return tuple(
         sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)})
     )
@@ -79,7 +82,8 @@ def _cpu(
     bandwidth: list[tuple[int, float]] = []
     for position, node in enumerate(nodes):
         cpus = node["cpus"]
-        best = 0.0  # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
+        # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
+        best = 0.0
         for count in (
             _core_counts(len(cpus)) if position == 0 else sorted({-(-len(cpus) // 2), len(cpus)})
         ):
@@ -88,7 +92,10 @@ def _cpu(
             best = max(best, *found.values())
             cores = "1 core" if count == 1 else f"{count} cores"
             yield {
-                "message": f"node {node['id']}: CPU Adam on {cores}: {found['step_bytes_per_s'] / 1e9:.1f} GB/s"
+                "message": (
+                    f"node {node['id']}: CPU Adam on {cores}: "
+                    f"{found['step_bytes_per_s'] / 1e9:.1f} GB/s"
+                )
             }
         bandwidth.append((node["id"], best))
     remote: list[tuple[int, float]] = []
@@ -104,7 +111,10 @@ def _cpu(
         )
         together.append((ranks, slowest))
         yield {
-            "message": f"node {nodes[0]['id']}: CPU Adam of {ranks} ranks together, {share} cores each: {slowest / 1e9:.1f} GB/s each"
+            "message": (
+                f"node {nodes[0]['id']}: CPU Adam of {ranks} ranks together, {share} cores each: "
+                f"{slowest / 1e9:.1f} GB/s each"
+            )
         }
     rates = {
         "adam": _rising(points),
@@ -116,7 +126,9 @@ def _cpu(
 
 
 def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, float | None]:
-    """Measure Adam on a node's cores while its states lie in the memory of another one. Return it in words, and None where that fails."""
+    """Measure Adam on a node's cores while its states lie in the memory of another one. Return it
+    in words, and None where that fails.
+    """
     where = f"node {node['id']}: CPU Adam with its states on node {memory}"
     problems = set_memory_policy(
         MemoryPolicy(mode="bind", nodes=(memory,))
@@ -133,7 +145,9 @@ def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, floa
 
 
 def rank_counts(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """Return how many ranks may share the first node: 2, 4, ... up to the number of its GPUs, limited by its cores."""
+    """Return how many ranks may share the first node: 2, 4, ... up to the number of its GPUs,
+    limited by its cores.
+    """
     near = (
         sum(not gpu["cpus"] or bool(set(gpu["cpus"]) & set(nodes[0]["cpus"])) for gpu in gpus)
         if nodes
@@ -147,7 +161,9 @@ def _up_to(most: int) -> tuple[int, ...]:
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Make the curve monotonic. More cores than the memory can feed slow Adam down a little, but a rank need not use them all."""
+    """Make the curve monotonic. More cores than the memory can feed slow Adam down a little, but a
+    rank need not use them all.
+    """
     best, rising = 0.0, []
     for cores, rate in points:
         best = max(best, rate)
@@ -208,13 +224,17 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     rates = _answer(gpu_argv(request), alone)
     d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {
-        "message": f"GPU {first['index']}: {thousands(round(rates['matrix_flops'] / 1e12))} TFLOPS, {d2h:.0f} GB/s d2h, {h2d:.0f} GB/s h2d",
+        "message": (
+            f"GPU {first['index']}: {thousands(round(rates['matrix_flops'] / 1e12))} TFLOPS, "
+            f"{d2h:.0f} GB/s d2h, {h2d:.0f} GB/s h2d"
+        ),
         "rates": rates,
     }
     yield from _attention(request, alone)
     if len(gpus) < 2:
         return
-    # The processes meet in a file and on the loopback interface: a store with a port would listen on every network.
+    # The processes meet in a file and on the loopback interface: a store with a port would listen
+    # on every network.
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
     with tempfile.TemporaryDirectory() as meeting:
         shared = {"ranks": len(gpus), "counts": _up_to(len(gpus)), "store": f"{meeting}/store"}
@@ -236,13 +256,18 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
         f"{thousands(round(1e6 * seconds))} µs on {count}" for count, seconds in together
     )
     yield {
-        "message": f"layer launch overhead: {thousands(round(1e6 * rates['small_layer_s']))} µs on one GPU, {times} together",
+        "message": (
+            f"layer launch overhead: {thousands(round(1e6 * rates['small_layer_s']))} µs on one "
+            f"GPU, {times} together"
+        ),
         "rates": {"small_layer_together": together},
     }
 
 
 def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator[Answer]:
-    """Measure attention in a process of its own. Plans do without it where a backend of others does not work."""
+    """Measure attention in a process of its own. Plans do without it where a backend of others does
+    not work.
+    """
     try:
         rates = _answer(gpu_argv(request | {"attention": True}), environment)
     except SoTuiError as error:
@@ -254,7 +279,9 @@ def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator
             for length, forward, backward in found
         )
         yield {
-            "message": f"attention, {backend}, TFLOPS forward / backward by tokens of a document: {speeds}"
+            "message": (
+                f"attention, {backend}, TFLOPS forward / backward by tokens of a document: {speeds}"
+            )
         }
     yield {"message": "attention measured", "rates": rates}
 

@@ -1,4 +1,6 @@
-"""How a helper process answers: a request on stdin, or one in each line; lines of JSON on stdout, everything else on stderr."""
+"""How a helper process answers: a request on stdin, or one in each line; lines of JSON on stdout,
+everything else on stderr.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ Answer = dict[str, Any]
 def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
     """Answer the request on stdin.
 
-    Problems that a user can solve are an answer too: ``{"problems": [...], "done": true}``, with exit code 2 (or the error's own).
+    Problems that a user can solve are an answer too: ``{"problems": [...], "done": true}``, with
+    exit code 2 (or the error's own).
 
     Args:
         work: Yields the answers to a request.
@@ -66,7 +69,9 @@ def requested_spec(request: Answer) -> RunSpec:
 
 
 def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:
-    """Return the problems of an error as plain values; one problem without a field if the error has none."""
+    """Return the problems of an error as plain values; one problem without a field if the error has
+    none.
+    """
     code = error.code if isinstance(error, OffloadError) and error.code else "error"
     found = (
         error.problems
@@ -92,7 +97,8 @@ def with_newest(
     work: Callable[[Found], Result],
     progress: Callable[[], Answer] = dict,
 ) -> Generator[Answer, None, Result]:
-    """Call ``work`` with the newest readable checkpoint; again with a newer one if the run, which may be going on, replaces it meanwhile.
+    """Call ``work`` with the newest readable checkpoint; again with a newer one if the run, which
+    may be going on, replaces it meanwhile.
 
     Args:
         run: The run.
@@ -108,7 +114,8 @@ def with_newest(
         What ``work`` returns.
 
     Raises:
-        InputError: The run has no checkpoint that can be read (``checkpoint-missing``, ``checkpoints-unreadable``).
+        InputError: The run has no checkpoint that can be read (``checkpoint-missing``,
+            ``checkpoints-unreadable``).
     """
     from superoffload import OffloadError
 
@@ -116,7 +123,9 @@ def with_newest(
         found = _newest(run, spec)
         for damage in found.damaged:
             yield {
-                "message": f"{damage.path.name} cannot be used ({damage.reason}); {doing} an older one"
+                "message": (
+                    f"{damage.path.name} cannot be used ({damage.reason}); {doing} an older one"
+                )
             }
         yield {"message": f"{doing} step {thousands(found.manifest.step)} of {run.name}"}
         try:
@@ -129,7 +138,9 @@ def with_newest(
 def _reported(
     work: Callable[[], Result], progress: Callable[[], Answer]
 ) -> Generator[Answer, None, Result]:
-    """Do work in a thread; yield its progress meanwhile, whenever it has changed, and at the end. Return what the work returns."""
+    """Do work in a thread; yield its progress meanwhile, whenever it has changed, and at the end.
+    Return what the work returns.
+    """
     last: Answer = {}
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work)
@@ -146,13 +157,17 @@ def refuse_code_of_others(run: RunDirectory, spec: RunSpec) -> None:
     """Refuse to run a model's code because of a spec that this user did not write.
 
     Raises:
-        InputError: ``model.trust_remote_code`` is set in the spec of another user, or in one that others can write (``not-your-spec``).
+        InputError: ``model.trust_remote_code`` is set in the spec of another user, or in one that
+            others can write (``not-your-spec``).
     """
     from so_tui.spec import InputError, Problem
     from so_tui.trust.files import distrust_of_file
 
     if spec.model.trust_remote_code and (distrust := distrust_of_file(run.spec_path)) is not None:
-        message = f"asks to run the model's code, but {run.spec_path} is not a file that only you can write ({distrust})"
+        message = (
+            f"asks to run the model's code, but {run.spec_path} is not a file that only you can "
+            f"write ({distrust})"
+        )
         remedy = "Copy the run, read its spec.json, and use the copy."
         raise InputError(
             [
@@ -185,7 +200,10 @@ def _newest(run: RunDirectory, spec: RunSpec) -> Found:
         )
         raise InputError([problem]) from error
     if found is None:
-        remedy = "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or `every_minutes`."
+        remedy = (
+            "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or "
+            "`every_minutes`."
+        )
         problem = Problem(
             code="checkpoint-missing",
             field="run",

@@ -1,4 +1,5 @@
-"""Check that a run's model, tokenizer and data are available, without loading weights: ``{"spec": tree}`` in, problems and warnings out.
+"""Check that a run's model, tokenizer and data are available, without loading weights:
+``{"spec": tree}`` in, problems and warnings out.
 
 {"problems": [{"code", "field", "value", "message", "remedy"}], "warnings": [text], "done": true}
 """
@@ -59,7 +60,9 @@ def _tokenizer(spec: RunSpec) -> list[str]:
 
 
 def _weights(spec: RunSpec) -> list[str]:
-    """Check that local weights match the model, or that remote ones exist and are open to this user."""
+    """Check that local weights match the model, or that remote ones exist and are open to this
+    user.
+    """
     from so_tui_trainer.model.weights import downloaded
 
     if spec.model.weights == "random":
@@ -69,14 +72,19 @@ def _weights(spec: RunSpec) -> list[str]:
         if missing:
             size = disk_size(sum(missing.values()))
             return [
-                f"{size} of {spec.model.id} are not downloaded yet; `so-tui fetch {spec.name}` downloads them beforehand"
+                (
+                    f"{size} of {spec.model.id} are not downloaded yet; `so-tui fetch {spec.name}` "
+                    "downloads them beforehand"
+                )
             ]
     source = downloaded(spec.model)
     return [] if source is None else _stored(spec, source)
 
 
 def _stored(spec: RunSpec, source: Path) -> list[str]:
-    """Compare the stored tensors with the model. For MXFP4 weights, check for their bf16 folder or the space for it."""
+    """Compare the stored tensors with the model. For MXFP4 weights, check for their bf16 folder or
+    the space for it.
+    """
     from so_tui_trainer.model import stored, weights
     from so_tui_trainer.model.config import load_config
     from so_tui_trainer.model.stored import read_index
@@ -88,7 +96,10 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
         stored.check_room(next(parent for parent in folder.parents if parent.is_dir()), needed)
         size = disk_size(needed)
         return [
-            f"the MXFP4 weights must be converted to bf16 once ({size}); `so-tui prepare {spec.name}` does that beforehand"
+            (
+                f"the MXFP4 weights must be converted to bf16 once ({size}); `so-tui prepare "
+                f"{spec.name}` does that beforehand"
+            )
         ]
     meta = weights.meta_model(
         load_config(spec.model), trust_remote_code=spec.model.trust_remote_code

@@ -1,8 +1,8 @@
 """Convert checkpoints between ours and DeepSpeed's.
 
-``{"run": path, "to": path}`` writes a run's newest checkpoint in DeepSpeed's universal format, and answers ``{"folder", "step", "done"}``.
-``{"deepspeed": path, "run": path}`` makes what DeepSpeed saved the first checkpoint of a new run, and answers
-``{"step", "moments", "done"}``.
+``{"run": path, "to": path}`` writes a run's newest checkpoint in DeepSpeed's universal format, and
+answers ``{"folder", "step", "done"}``. ``{"deepspeed": path, "run": path}`` makes what DeepSpeed
+saved the first checkpoint of a new run, and answers ``{"step", "moments", "done"}``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def convert(request: Answer) -> Iterator[Answer]:
     """Convert in the direction that the request has.
 
     Raises:
-        InputError: The run has no checkpoint; the target has something else; the source is no checkpoint of DeepSpeed's ZeRO-3 (codes of
-            ``superoffload.deepspeed_states``), or one of another model (``checkpoint-differs``).
+        InputError: The run has no checkpoint; the target has something else; the source is no
+            checkpoint of DeepSpeed's ZeRO-3 (codes of ``superoffload.deepspeed_states``), or one of
+            another model (``checkpoint-differs``).
         OffloadError: A file of the checkpoint is missing or damaged.
     """
     run = Path(request["run"])
@@ -96,7 +97,10 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     found = _read(source.expanduser())
     _refuse_other_model(source, found, spec)
     yield {
-        "message": f"converting step {thousands(found.progress.step)}, {plural(len(found.numels), 'parameter')}"
+        "message": (
+            f"converting step {thousands(found.progress.step)}, "
+            f"{plural(len(found.numels), 'parameter')}"
+        )
     }
     folder = checkpoint_folder.claim(run, spec)
     try:
@@ -120,7 +124,10 @@ def _read(source: Path) -> DeepSpeedStates:
     try:
         return superoffload.deepspeed_states(source)
     except superoffload.OffloadError as error:
-        remedy = "Name the folder that was given to DeepSpeed's save_checkpoint, or that of a step in it."
+        remedy = (
+            "Name the folder that was given to DeepSpeed's save_checkpoint, or that of a step in "
+            "it."
+        )
         problem = Problem(
             code=error.code,
             field="checkpoint",
@@ -142,7 +149,10 @@ def _refuse_other_model(source: Path, found: DeepSpeedStates, spec: RunSpec) -> 
         if wanted.get(name) != found.numels.get(name)
     ):
         names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
-        message = f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or size: {names}"
+        message = (
+            f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or "
+            f"size: {names}"
+        )
         remedy = "Name the preset of its model with --as."
         raise InputError(
             [

@@ -1,8 +1,9 @@
 """Measure copies between each GPU and the memory of each NUMA node, alone and all GPUs at once.
 
-Request: ``nodes`` [{"id", "cpus"}], ``gpus`` [{"index", "node"}] (the nearest node; None where that is not known), ``scale`` (share of the
-real sizes; below 1 only in tests), ``device`` ("cpu" in tests without GPUs). Answers: ``{"message"}`` lines, then
-``{"copies", "done": true}`` with the fields of ``so_tui.validation.report.CopyRates``. GPUs are numbered as by NVML.
+Request: ``nodes`` [{"id", "cpus"}], ``gpus`` [{"index", "node"}] (the nearest node; None where that
+is not known), ``scale`` (share of the real sizes; below 1 only in tests), ``device`` ("cpu" in
+tests without GPUs). Answers: ``{"message"}`` lines, then ``{"copies", "done": true}`` with the
+fields of ``so_tui.validation.report.CopyRates``. GPUs are numbered as by NVML.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def work(request: Answer) -> Iterator[Answer]:
         for node in nodes:
             found += _together([(gpu["index"], node)], request)
             yield {
-                "message": f"GPU {gpu['index']} and node {node['id']}: {found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h"
+                "message": (
+                    f"GPU {gpu['index']} and node {node['id']}: "
+                    f"{found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h"
+                )
             }
     if len(gpus) > 1:
         near = {node["id"]: node for node in nodes}
@@ -34,7 +38,9 @@ def work(request: Answer) -> Iterator[Answer]:
             [(gpu["index"], near.get(gpu["node"], nodes[0])) for gpu in gpus], request
         )
         yield {
-            "message": f"all {len(gpus)} GPUs at once: {found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h each"
+            "message": (
+                f"all {len(gpus)} GPUs at once: {found[-1]['pinned_d2h'] / 1e9:.0f} GB/s d2h each"
+            )
         }
     yield {"copies": found, "done": True}
 

@@ -1,6 +1,8 @@
-"""Show what a model will see of its data: ``{"spec": tree, "rows": n}`` in; progress, then counts and the first rows out.
+"""Show what a model will see of its data: ``{"spec": tree, "rows": n}`` in; progress, then counts
+and the first rows out.
 
-{"message": text, "done_rows": n, "total_rows": n} ... {"rows": n, "trained_tokens": n, ..., "samples": [...], "done": true}
+{"message": text, "done_rows": n, "total_rows": n} ... {"rows": n, "trained_tokens": n, ...,
+"samples": [...], "done": true}
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
 
 
 def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
-    """Count documents and tokens by length: bins of equal width, and a last one for the few documents that are far longer."""
+    """Count documents and tokens by length: bins of equal width, and a last one for the few
+    documents that are far longer.
+    """
     longest = int(lengths.max())
     usual = min(longest, int(np.quantile(lengths, _USUAL)) + 1)
     width = max(1, -(-usual // _BINS))
@@ -144,7 +148,9 @@ def _sources(documents: Documents, epoch: npt.NDArray[np.int64]) -> list[Answer]
 
 
 def _sequence(documents: Documents, sequences: Sequences) -> Answer:
-    """Describe a typical sequence (with the median number of documents): its documents in order. The rest of it is padding."""
+    """Describe a typical sequence (with the median number of documents): its documents in order.
+    The rest of it is padding.
+    """
     order = np.argsort(np.diff(sequences.offsets), kind="stable")
     held = sequences.of(int(order[len(order) // 2]))
     return {
@@ -171,7 +177,9 @@ def _origin(documents: Documents, index: int) -> Answer:
 
 
 def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int) -> Answer:
-    """Return a document as pieces of text, each with whether it is trained. They are exactly the model's tokens, with the special ones."""
+    """Return a document as pieces of text, each with whether it is trained. They are exactly the
+    model's tokens, with the special ones.
+    """
     start, stop = int(documents.offsets[index]), int(documents.offsets[index + 1])
     tokens = zip(
         documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True

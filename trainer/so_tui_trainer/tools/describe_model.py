@@ -1,9 +1,11 @@
 """Describe a model from its config.json, built on meta tensors: no weights, no memory.
 
-``{"model": hub id or folder, "revision": "main", "tokenizer": "", "weights": "", "trust_remote_code": false}`` in; out, with ``model`` the
-section with shape and table, {"model": tree, "parameters": n, "longest_sequence": tokens or 0, "notes": [text], "done": true}
+``{"model": hub id or folder, "revision": "main", "tokenizer": "", "weights": "",
+"trust_remote_code": false}`` in; out, with ``model`` the section with shape and table, {"model":
+tree, "parameters": n, "longest_sequence": tokens or 0, "notes": [text], "done": true}
 
-Problems name the cause: no such model, gated, no network, not a causal language model, code of its own, an unsupported head.
+Problems name the cause: no such model, gated, no network, not a causal language model, code of its
+own, an unsupported head.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
 
 
 def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
-    """Explain why transformers cannot load a config. Its errors share types, so their texts are matched here, and nowhere else.
+    """Explain why transformers cannot load a config. Its errors share types, so their texts are
+    matched here, and nowhere else.
 
     Raises:
         InputError: Always.
@@ -60,7 +63,10 @@ def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
             error,
         )
     if _caused_by(error, "GatedRepoError"):
-        remedy = "Accept its terms on its page on the hub, then log in with `hf auth login` (or set HF_TOKEN)."
+        remedy = (
+            "Accept its terms on its page on the hub, then log in with `hf auth login` (or set "
+            "HF_TOKEN)."
+        )
         refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
     if "Unrecognized model" in text:
         remedy = "Name a folder whose config.json has `model_type`, in the format of transformers."
@@ -115,12 +121,18 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         )
     text = config.get_text_config()
     if text is not config:
-        message = f"is a multimodal model, and transformers has no model for its language part alone ({text.model_type})"
+        message = (
+            "is a multimodal model, and transformers has no model for its language part alone "
+            f"({text.model_type})"
+        )
         refuse("model-multimodal", model, message, remedy)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     ):
-        message = f"is an encoder ({classes[0] if classes else config.model_type}), not a causal language model"
+        message = (
+            f"is an encoder ({classes[0] if classes else config.model_type}), not a causal "
+            "language model"
+        )
         refuse("model-not-causal", model, message, remedy)
     known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     own_code = model.trust_remote_code and "AutoModelForCausalLM" in (
@@ -158,7 +170,10 @@ def _refuse_unplannable(model: ModelSpec) -> None:
         flops_of(model)
     except InputError as error:
         missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
-        message = f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be planned"
+        message = (
+            f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be "
+            "planned"
+        )
         refuse(
             "model-not-plannable",
             model,
@@ -215,7 +230,9 @@ _SHAPE = [
     "initializer_range",
     "tie_word_embeddings",
 ]
-"""Keys that the planner reads. They are written out even if the model's own config uses a default or another name."""
+"""Keys that the planner reads. They are written out even if the model's own config uses a default
+or another name.
+"""
 _NOT_SHAPE = {
     "transformers_version",
     "_name_or_path",
@@ -229,12 +246,14 @@ _NOT_SHAPE = {
 _WIDTHS = ("ffn_dim", "ffn_hidden_size", "n_inner")
 """Names of ``intermediate_size`` in older models."""
 _LAYER = re.compile(r"\b((?:layers|blocks|h)\.)(\d+)(?=\.)")
-"""The number of a layer in a parameter's name, by the names that models give their list of layers."""
+"""The number of a layer in a parameter's name, by the names that models give their list of
+layers.
+"""
 
 
 def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
-    """Return ``[model.config]``: what differs from the defaults of this kind of model, and all that the planner reads. Without None, as in
-    TOML.
+    """Return ``[model.config]``: what differs from the defaults of this kind of model, and all that
+    the planner reads. Without None, as in TOML.
     """
     shape: dict[str, Any] = _toml_values(
         {key: value for key, value in config.to_diff_dict().items() if key not in _NOT_SHAPE}
@@ -260,7 +279,9 @@ def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str
 
 
 def _without_layers(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config without what single layers have of their own (Gemma 4), which makes reading the others' values an error."""
+    """Return the config without what single layers have of their own (Gemma 4), which makes reading
+    the others' values an error.
+    """
     if not getattr(config, "is_heterogeneous", False):
         return config
     plain = deepcopy(config)
@@ -269,7 +290,9 @@ def _without_layers(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
-    """Return the feed-forward width if it is not called ``intermediate_size``: by its older names, or the widest input of a projection."""
+    """Return the feed-forward width if it is not called ``intermediate_size``: by its older names,
+    or the widest input of a projection.
+    """
     from torch.nn import Linear
     from transformers.pytorch_utils import Conv1D
 
@@ -287,7 +310,9 @@ def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
 
 
 def _toml_values(value: Any) -> Any:
-    """Remove None, tables with keys that are not text, and lists with an infinity (``time_step_limit``), which JSON cannot hold."""
+    """Remove None, tables with keys that are not text, and lists with an infinity
+    (``time_step_limit``), which JSON cannot hold.
+    """
     if isinstance(value, dict):
         known = {
             key: item for key, item in value.items() if isinstance(key, str) and item is not None
@@ -307,7 +332,9 @@ def _unwritable(value: Any) -> bool:
 
 
 def _expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
-    """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole, whichever experts a token uses."""
+    """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole,
+    whichever experts a token uses.
+    """
     blocks = {
         type(module).__name__
         for module in causal.modules()
@@ -317,7 +344,9 @@ def _expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
 
 
 def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Yield all parameters in the order of ``named_parameters``; tied ones name the parameter they share."""
+    """Yield all parameters in the order of ``named_parameters``; tied ones name the parameter they
+    share.
+    """
     from torch.nn import Embedding
 
     embeddings = {name for name, module in model.named_modules() if isinstance(module, Embedding)}
@@ -367,7 +396,9 @@ def _kind(name: str, dimensions: int, embeddings: set[str]) -> TensorKind:
 
 
 _DEQUANTISED = ("mxfp4", "gpt_oss")
-"""The quantisation that the trainer converts when it loads weights, and the kind of model for which it does."""
+"""The quantisation that the trainer converts when it loads weights, and the kind of model for which
+it does.
+"""
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -408,7 +439,8 @@ def describe(request: Answer) -> Iterator[Answer]:
     notes = _notes(asked, config)
     if config is not whole:
         notes.append(
-            f"it is multimodal ({whole.model_type}): its language part is trained and exported, as a {config.model_type}"
+            f"it is multimodal ({whole.model_type}): its language part is trained and exported, as "
+            f"a {config.model_type}"
         )
     for key in QUANTISED:
         if getattr(config, key, None) is not None:
@@ -542,7 +574,8 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
     folder = Path(resolve_source(model.id))
     if folder.is_dir() and model.weights == "pretrained" and not shards(folder):
         notes.append(
-            f"{folder} has no weights: it can be planned, but trained only with model.weights=random"
+            f"{folder} has no weights: it can be planned, but trained only with "
+            "model.weights=random"
         )
     if (
         folder.is_dir()

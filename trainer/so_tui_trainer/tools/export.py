@@ -1,7 +1,7 @@
 """Export a run's newest checkpoint as a Hugging Face folder.
 
-``{"run": path, "to": path}`` in; ``{"progress": {"doing", "done_bytes", "total_bytes", ...}}`` out while tensors are read and files
-written, then ``{"folder", "bytes", "step", "done"}``.
+``{"run": path, "to": path}`` in; ``{"progress": {"doing", "done_bytes", "total_bytes", ...}}`` out
+while tensors are read and files written, then ``{"folder", "bytes", "step", "done"}``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def export_run(request: Answer) -> Iterator[Answer]:
         Messages and progress, then the answer.
 
     Raises:
-        InputError: The run has no checkpoint, the target is not an export, or tokenizer or configuration cannot be loaded.
+        InputError: The run has no checkpoint, the target is not an export, or tokenizer or
+            configuration cannot be loaded.
     """
     stay_offline_when_cut_off()
     from so_tui.runs import RunDirectory, read_spec

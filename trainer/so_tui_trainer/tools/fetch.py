@@ -1,4 +1,5 @@
-"""Download a run's model and data ahead of it: ``{"spec": tree}`` in, a line of progress for every file out.
+"""Download a run's model and data ahead of it: ``{"spec": tree}`` in, a line of progress for every
+file out.
 
 {"message": text, "done_bytes": n, "total_bytes": n} ... {"message": text, "bytes": n, "done": true}
 

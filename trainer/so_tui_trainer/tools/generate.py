@@ -1,5 +1,5 @@
-"""Let a run's newest checkpoint or an exported model write, and its base model beside it: requests and events of
-``so_tui.spec.generation``, one in each line.
+"""Let a run's newest checkpoint or an exported model write, and its base model beside it: requests
+and events of ``so_tui.spec.generation``, one in each line.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     chat = chat_of(tokenizer_of(model if load.run else ModelSpec(id=load.folder)))
     device = export.chosen_device(load.device, sum(each.parameters for each in known))
     stop = stop_tokens(chat, tuned)
-    # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base model may know neither.
+    # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base
+    # model may know neither.
     writers: Writers = {
         side: Writer(export.placed(each, device), chat, stop) for side, each in models.items()
     }
@@ -176,8 +177,8 @@ def base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
         model: The trained model, as a run or an export says.
 
     Raises:
-        InputError: There is none: the training began with random weights, or nothing that only this user can have written says with which
-            (``base-model-unknown``).
+        InputError: There is none: the training began with random weights, or nothing that only this
+            user can have written says with which (``base-model-unknown``).
     """
     if load.base:
         return ModelSpec(id=load.base)
@@ -240,7 +241,8 @@ def of_folder(
         Progress.
 
     Returns:
-        The model, the one that its training began with (with random weights if that is not known), and facts about it.
+        The model, the one that its training began with (with random weights if that is not known),
+        and facts about it.
     """
     from so_tui_trainer import export
     from so_tui_trainer.export import read_marker

@@ -1,9 +1,11 @@
-"""Measure one GPU, or several together, in a process of its own: ``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
+"""Measure one GPU, or several together, in a process of its own:
+``python -m so_tui_trainer.tools.gpu_rates REQUEST``.
 
-Request (JSON): ``device`` ("cuda:0"), ``cpus`` (near the GPU; pinned memory is allocated where this process runs), ``seconds`` per
-measurement, ``scale`` (1 for real sizes), ``copies`` or ``attention`` (measure nothing else). With ``rank``, ``ranks``, ``counts`` and
-``store`` it measures several ranks together: an all-gather, and the layer launch overhead of the first ``counts`` ranks. Prints one JSON
-object. Without a GPU (device "cpu") the same code runs on small sizes, as a test.
+Request (JSON): ``device`` ("cuda:0"), ``cpus`` (near the GPU; pinned memory is allocated where this
+process runs), ``seconds`` per measurement, ``scale`` (1 for real sizes), ``copies`` or
+``attention`` (measure nothing else). With ``rank``, ``ranks``, ``counts`` and ``store`` it measures
+several ranks together: an all-gather, and the layer launch overhead of the first ``counts`` ranks.
+Prints one JSON object. Without a GPU (device "cpu") the same code runs on small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure_copies(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure copies within the GPU's memory, and between it and host memory of the node where this process runs."""
+    """Measure copies within the GPU's memory, and between it and host memory of the node where this
+    process runs.
+    """
     import torch
 
     device = torch.device(request["device"])
@@ -141,7 +145,9 @@ def _measure_attention(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small_layers(device: Any) -> Callable[[], object]:
-    """Return a forward and backward pass of a chain of modules with hooks, as ZeRO-3 adds them to every module."""
+    """Return a forward and backward pass of a chain of modules with hooks, as ZeRO-3 adds them to
+    every module.
+    """
     import torch
 
     modules = [
@@ -199,8 +205,9 @@ def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
 def _small_layer_together_s(count: int, request: dict[str, Any], device: Any) -> float | None:
     """Measure the layer launch overhead, in seconds, of ranks that wait for each other.
 
-    The first ``count`` ranks synchronise after each pass of ``SMALL_LAYERS``, which takes about as long as a layer's forward with its
-    all-gather. So the slowest core decides, and it is not always the same one. Other ranks wait, and return None.
+    The first ``count`` ranks synchronise after each pass of ``SMALL_LAYERS``, which takes about as
+    long as a layer's forward with its all-gather. So the slowest core decides, and it is not always
+    the same one. Other ranks wait, and return None.
     """
     from torch import distributed
 
@@ -222,7 +229,9 @@ def _small_layer_together_s(count: int, request: dict[str, Any], device: Any) ->
 
 
 def _seconds(run: Callable[[], object], device: Any, limit_s: float) -> float:
-    """Return the median time of a run in seconds, of at least five runs within ``limit_s`` after two warm-up runs."""
+    """Return the median time of a run in seconds, of at least five runs within ``limit_s`` after
+    two warm-up runs.
+    """
     for _ in range(2):
         _once(run, device)
     times: list[float] = []

@@ -1,10 +1,11 @@
-"""Do everything that a first run does before its first step and that needs no GPU: ``{"spec": tree}`` in, a line of progress for each part
-out.
+"""Do everything that a first run does before its first step and that needs no GPU:
+``{"spec": tree}`` in, a line of progress for each part out.
 
 {"message": text} ... {"message": text, "done": true}
 
-Downloads model, tokenizer and data, converts MXFP4 weights (gpt-oss) to bf16, tokenises the data, and compiles the CPU Adam kernels.
-Nothing is done twice. A machine with the same cache folders then needs no network.
+Downloads model, tokenizer and data, converts MXFP4 weights (gpt-oss) to bf16, tokenises the data,
+and compiles the CPU Adam kernels. Nothing is done twice. A machine with the same cache folders then
+needs no network.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def prepare(request: Answer) -> Iterator[Answer]:
         Progress.
 
     Raises:
-        InputError: Something cannot be downloaded, too many rows would be held out, or the disk has no space for the converted weights.
+        InputError: Something cannot be downloaded, too many rows would be held out, or the disk has
+            no space for the converted weights.
     """
     stay_offline_when_cut_off()
     from so_tui_trainer.data import documents as cache
@@ -49,7 +51,10 @@ def prepare(request: Answer) -> Iterator[Answer]:
     yield {"message": f"CPU kernels: {built['cpu_adam']} ({built['seconds']} s)"}
     if built["deepspeed"]:
         yield {
-            "message": f"DeepSpeed's CPU Adam, which only some settings need, cannot be compiled: {built['deepspeed']}"
+            "message": (
+                "DeepSpeed's CPU Adam, which only some settings need, cannot be compiled: "
+                f"{built['deepspeed']}"
+            )
         }
     yield {"message": f"{spec.name} is ready to start", "done": True}
 

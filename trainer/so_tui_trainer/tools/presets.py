@@ -1,9 +1,11 @@
-"""Generate the parameter table of presets from the model, built on meta tensors: shapes, order, ties; no memory, no download.
+"""Generate the parameter table of presets from the model, built on meta tensors: shapes, order,
+ties; no memory, no download.
 
     python -m so_tui_trainer.tools.presets [--check] FILE...
 
-Rewrites ``[[model.parameters]]`` at the end of each preset file, and writes out keys of ``[model.config]`` that the planner reads and the
-preset leaves to the model's defaults. ``--check`` writes nothing, and exits with 1 if a file is not current.
+Rewrites ``[[model.parameters]]`` at the end of each preset file, and writes out keys of
+``[model.config]`` that the planner reads and the preset leaves to the model's defaults. ``--check``
+writes nothing, and exits with 1 if a file is not current.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _SHAPE_HEADER = re.compile(r"^\s*\[\s*model\s*\.\s*config\s*\].*$", re.MULTILINE
 
 
 def model_config(model: ModelSpec) -> PretrainedConfig:
-    """Return the transformers config of a model section: from its ``[model.config]``, or from the hub or folder if that is empty."""
+    """Return the transformers config of a model section: from its ``[model.config]``, or from the
+    hub or folder if that is empty.
+    """
     if not model.config:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             resolve_source(model.id),
@@ -71,7 +75,9 @@ def rewritten(path: Path) -> tuple[str, int]:
 
 
 def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
-    """Add keys to the ``[model.config]`` of a preset's text; all else, including comments, stays."""
+    """Add keys to the ``[model.config]`` of a preset's text; all else, including comments,
+    stays.
+    """
     if not missing:
         return own
     header, given = _SHAPE_HEADER.search(own), tomllib.loads(own).get("model", {}).get("config")
@@ -98,7 +104,8 @@ def _refusal(code: str, field: str, message: str, remedy: str, path: Path) -> In
 def main() -> int:
     """Rewrite or check the files of the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m so_tui_trainer.tools.presets", description=(__doc__ or "").splitlines()[0]
+        prog="python -m so_tui_trainer.tools.presets",
+        description=(__doc__ or "").partition("\n\n")[0],
     )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if a file is not current"

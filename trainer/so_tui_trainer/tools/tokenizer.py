@@ -2,8 +2,8 @@
 
     python -m so_tui_trainer.tools.tokenizer [--rows FILE] [--folder FOLDER] [--vocabulary 2048]
 
-Writes ``tokenizer.json`` and ``tokenizer_config.json``, for ``AutoTokenizer.from_pretrained(FOLDER)``. Deterministic: the same rows give
-the same files.
+Writes ``tokenizer.json`` and ``tokenizer_config.json``, for
+``AutoTokenizer.from_pretrained(FOLDER)``. Deterministic: the same rows give the same files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def row_texts(path: Path) -> Iterator[str]:
 
 
 def trained(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """Train a byte-level BPE of exactly ``vocabulary`` tokens: pad, bos, eos, the 256 bytes, merges."""
+    """Train a byte-level BPE of exactly ``vocabulary`` tokens: pad, bos, eos, the 256 bytes,
+    merges.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +76,7 @@ def main() -> None:
     home = Path(resolve_source("builtin:tiny"))
     parser = argparse.ArgumentParser(
         prog="python -m so_tui_trainer.tools.tokenizer",
-        description=__doc__.splitlines()[0] if __doc__ else None,
+        description=__doc__.partition("\n\n")[0] if __doc__ else None,
     )
     parser.add_argument("--rows", type=Path, default=home / "rows.jsonl")
     parser.add_argument("--folder", type=Path, default=home)

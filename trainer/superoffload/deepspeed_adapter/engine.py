@@ -1,7 +1,8 @@
 """Reads and changes internals of DeepSpeed 0.18.9 to 0.19.8, and of no other version.
 
-``check_version`` is called first: with another version the run ends with a clear message instead of a wrong update. ``stage3`` puts our
-optimizer into DeepSpeed. Nothing else in the project depends on DeepSpeed's internals.
+``check_version`` is called first: with another version the run ends with a clear message instead of
+a wrong update. ``stage3`` puts our optimizer into DeepSpeed. Nothing else in the project depends on
+DeepSpeed's internals.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from superoffload.transfers import RunAheadLimiter
 
 
 def load_cpu_adam() -> None:
-    """Load the kernel, compiling it if it is not cached. Call it before ``DeepSpeedCPUAdam`` is made.
+    """Load the kernel, compiling it if it is not cached. Call it before ``DeepSpeedCPUAdam`` is
+    made.
 
-    While torch compiles, a file named ``lock`` stands in the build folder. A process that is killed leaves it there, and every later one
-    would wait for it forever. So one process at a time gets this far, by a lock that the kernel releases, and removes such a file.
+    While torch compiles, a file named ``lock`` stands in the build folder. A process that is killed
+    leaves it there, and every later one would wait for it forever. So one process at a time gets
+    this far, by a lock that the kernel releases, and removes such a file.
 
     Raises:
         RuntimeError, OSError, AssertionError: DeepSpeed or the compiler refuses.
@@ -52,28 +55,35 @@ def load_cpu_adam() -> None:
 
 
 OLDEST, NEWEST = "0.18.9", "0.19.8"
-"""The range of supported versions. ``make test-system`` runs the engine's tests with the oldest, one between and the newest."""
+"""The range of supported versions. ``make test-system`` runs the engine's tests with the oldest,
+one between and the newest.
+"""
 
 Engine = Any
 """A ``deepspeed.DeepSpeedEngine``; DeepSpeed has no type information."""
 
 
 def check_version(found: str | None = None) -> None:
-    """Raise OffloadError (``deepspeed-version``) unless this is a DeepSpeed version that this module was tested with, or one between."""
+    """Raise OffloadError (``deepspeed-version``) unless this is a DeepSpeed version that this
+    module was tested with, or one between.
+    """
     found = found or deepspeed.__version__
     if not Version(OLDEST) <= Version(Version(found).base_version) <= Version(NEWEST):
         raise OffloadError(
-            f"DeepSpeed {found} is installed, but the offload engine changes DeepSpeed's internals and works with {OLDEST} to {NEWEST} "
-            f"only. Install one with: pip install deepspeed=={NEWEST}",
+            f"DeepSpeed {found} is installed, but the offload engine changes DeepSpeed's "
+            f"internals and works with {OLDEST} to {NEWEST} only. Install one with: pip install "
+            f"deepspeed=={NEWEST}",
             code="deepspeed-version",
         )
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon, so that its kernels are compiled when they are first called and not now.
+    """Import DeepSpeed's Muon, so that its kernels are compiled when they are first called and not
+    now.
 
-    ``deepspeed.initialize`` imports it to check the class of any optimizer. Its decorators compile functions, for which torch imports its
-    compiler's backend: most of a second of every start, also where Muon is not used.
+    ``deepspeed.initialize`` imports it to check the class of any optimizer. Its decorators compile
+    functions, for which torch imports its compiler's backend: most of a second of every start, also
+    where Muon is not used.
     """
     compiler: Any = import_module("deepspeed.runtime.compiler")
     at_once = compiler.compile
@@ -101,8 +111,8 @@ def compiled_when_called(
 def join_process_group(**settings: Any) -> None:
     """Call ``deepspeed.init_distributed`` without DeepSpeed's shared-memory collectives.
 
-    On a CPU, with all ranks on one host, those create a file of 69 MB a rank in /dev/shm that is never removed, and make an ordinary exit
-    abort. Only inference would use them.
+    On a CPU, with all ranks on one host, those create a file of 69 MB a rank in /dev/shm that is
+    never removed, and make an ordinary exit abort. Only inference would use them.
     """
     backend: Any = import_module(
         "deepspeed.comm.torch"
@@ -112,7 +122,9 @@ def join_process_group(**settings: Any) -> None:
 
 
 def shard(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Return a context in which the parameters of every new module are sharded over the ranks as soon as it is constructed."""
+    """Return a context in which the parameters of every new module are sharded over the ranks as
+    soon as it is constructed.
+    """
     context: AbstractContextManager[Any] = deepspeed.zero.Init(
         config_dict_or_path=stage3.without_pinning(ds_config)
     )
@@ -123,7 +135,8 @@ def local_shard(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
     """Return this rank's shard of a sharded parameter.
 
     Returns:
-        A flat view without padding, and the position of its first element in the flattened parameter.
+        A flat view without padding, and the position of its first element in the flattened
+        parameter.
     """
     sharded: Any = parameter
     numel = sharded.ds_tensor.ds_numel
@@ -134,8 +147,8 @@ def local_shard(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
 def share_hyperparameters(engine: Engine) -> None:
     """Make DeepSpeed's GPU sub-groups follow the learning rate where its offload ratio is below 1.
 
-    Stage 3 steps them with a second optimizer whose first parameter group is a copy made at start, which no schedule reaches. Afterwards
-    both optimizers share the same group dictionaries.
+    Stage 3 steps them with a second optimizer whose first parameter group is a copy made at start,
+    which no schedule reaches. Afterwards both optimizers share the same group dictionaries.
     """
     optimizer = engine.optimizer
     backup = getattr(optimizer, "backup_optimizer", None)
@@ -153,15 +166,16 @@ def share_hyperparameters(engine: Engine) -> None:
 def limit_run_ahead(engine: Engine, limit: int) -> None:
     """Keep the host at most ``limit`` all-gathered parameters ahead of the GPU.
 
-    No effect on one rank, which all-gathers nothing, unless its weights are in host memory. The next all-gather is queued before the host
-    waits; the plan counts it.
+    No effect on one rank, which all-gathers nothing, unless its weights are in host memory. The
+    next all-gather is queued before the host waits; the plan counts it.
     """
     accelerator = get_accelerator()
     moves_weights = comm.get_world_size() > 1 or engine.optimizer.offload_param
     if not moves_weights or accelerator.is_synchronized_device():
         return
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
-    # Blocking events: a host that spins while it waits takes time from CPU Adam on the same core's other thread.
+    # Blocking events: a host that spins while it waits takes time from CPU Adam on the same core's
+    # other thread.
     limiter, fetch = (
         RunAheadLimiter(limit, partial(accelerator.Event, blocking=True)),
         coordinator.fetch_sub_module,
@@ -187,7 +201,9 @@ def super_offload(engine: Engine) -> SuperOffload | None:
 
 
 def sub_group_parameters(engine: Engine) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Return the name and the elements, over all ranks, of the parameters of each sub-group, in order."""
+    """Return the name and the elements, over all ranks, of the parameters of each sub-group, in
+    order.
+    """
     optimizer = engine.optimizer
     return tuple(
         tuple((optimizer.param_names[parameter], parameter.ds_numel) for parameter in group)
@@ -196,7 +212,9 @@ def sub_group_parameters(engine: Engine) -> tuple[tuple[tuple[str, int], ...], .
 
 
 def sub_group_states(engine: Engine) -> list[SubGroupState]:
-    """Return this rank's optimizer states, to be read or written in place. Moments that do not exist yet are created."""
+    """Return this rank's optimizer states, to be read or written in place. Moments that do not
+    exist yet are created.
+    """
     optimizer = engine.optimizer
     if isinstance(optimizer, SuperOffloadStage3):
         return [_own_state(optimizer.core, index) for index in range(len(optimizer.fp16_groups))]
@@ -286,8 +304,9 @@ def set_learning_rate(engine: Engine, learning_rate: float) -> None:
 def replay_bias_correction(engine: Engine) -> None:
     """Bring DeepSpeedCPUAdam's C++ object to the loaded step, exact to the last bit.
 
-    It computes beta ** step as a product that grows by one factor per step, but restarts from ``pow`` when the step jumps, as it does after
-    loading. The two differ in the last bits, so the steps are counted up again, on empty tensors.
+    It computes beta ** step as a product that grows by one factor per step, but restarts from
+    ``pow`` when the step jumps, as it does after loading. The two differ in the last bits, so the
+    steps are counted up again, on empty tensors.
     """
     inner = engine.optimizer.optimizer
     library = getattr(inner, "ds_opt_adam", None)
@@ -319,7 +338,9 @@ def replay_bias_correction(engine: Engine) -> None:
 
 
 def last_gradient_norm(engine: Engine) -> float | None:
-    """Return the norm of the last step's gradients over all ranks, before clipping; None before the first step."""
+    """Return the norm of the last step's gradients over all ranks, before clipping; None before the
+    first step.
+    """
     optimizer = super_offload(engine)
     if optimizer is not None:
         return optimizer.gradient_norm()
@@ -328,7 +349,9 @@ def last_gradient_norm(engine: Engine) -> float | None:
 
 
 def end_deepspeed_worker(engine: Engine) -> None:
-    """End the Adam worker of DeepSpeed's own SuperOffload, which DeepSpeed itself never ends. Without effect in the other modes."""
+    """End the Adam worker of DeepSpeed's own SuperOffload, which DeepSpeed itself never ends.
+    Without effect in the other modes.
+    """
     worker = getattr(engine.optimizer, "superoffload_cpu_optimizer", None)
     if worker is not None:
         worker.close()

@@ -1,4 +1,6 @@
-"""Our optimizer as a replacement for DeepSpeed's SuperOffload optimizer. It overrides internals of one DeepSpeed version (``engine``)."""
+"""Our optimizer as a replacement for DeepSpeed's SuperOffload optimizer. It overrides internals of
+one DeepSpeed version (``engine``).
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ def load_state_dict(
 
     Args:
         core: The rank's optimizer, synchronized.
-        parameter_groups: Those of AdamW, which get the saved learning rates and the like with the moments.
+        parameter_groups: Those of AdamW, which get the saved learning rates and the like with the
+            moments.
         saved: This rank's.
         moments: Whether to load the moments and the step, too.
 
@@ -92,8 +95,9 @@ def load_state_dict(
     here = [group.weights.numel() for group in core.sub_groups]
     if [weights.numel() for weights in flat] != here:
         raise OffloadError(
-            f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(here)} here: its sub_group_size or its number of "
-            "ranks was another. superoffload.load_state loads what superoffload.save_state saved with any.",
+            f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(here)} "
+            "here: its sub_group_size or its number of ranks was another. superoffload.load_state "
+            "loads what superoffload.save_state saved with any.",
             code="other-sub-groups",
         )
     for index, weights in enumerate(flat):
@@ -122,7 +126,8 @@ def load_universal(
         moments: Whether to load the moments and the step, too.
 
     Raises:
-        OffloadError: If it is of another model (``other-parameters``), or cannot be read (codes of ``deepspeed_states``).
+        OffloadError: If it is of another model (``other-parameters``), or cannot be read (codes of
+            ``deepspeed_states``).
     """
     saved = deepspeed_states(folder)
     if dict(saved.numels) != numels:
@@ -131,7 +136,10 @@ def load_universal(
             for name in saved.numels.keys() | numels.keys()
             if saved.numels.get(name) != numels.get(name)
         )
-        message = f"{folder} is of another model: {len(names)} parameters differ in name or size, {', '.join(names[:3])} first."
+        message = (
+            f"{folder} is of another model: {len(names)} parameters differ in name or size, "
+            f"{', '.join(names[:3])} first."
+        )
         raise OffloadError(message, code="other-parameters")
     places = {
         name: (index, group.span(member))
@@ -158,7 +166,8 @@ def load_universal(
 
 
 def publish_weights(optimizer: Any, states: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Cast the master weights to the weights, and update the parameters that every rank holds whole (persistent ones).
+    """Cast the master weights to the weights, and update the parameters that every rank holds whole
+    (persistent ones).
 
     Args:
         optimizer: A ZeRO-3 optimizer.
@@ -182,8 +191,8 @@ def publish_weights(optimizer: Any, states: Iterable[tuple[torch.Tensor, torch.T
 def without_pinning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with which shards are allocated in ordinary host memory.
 
-    They are so only until the optimizer is made, which puts them where they are pinned. Pinned piece by piece they would be rounded up, and
-    their memory retained.
+    They are so only until the optimizer is made, which puts them where they are pinned. Pinned
+    piece by piece they would be rounded up, and their memory retained.
     """
     config = deepcopy(dict(ds_config))
     if offload := config.get("zero_optimization", {}).get("offload_param"):
@@ -194,7 +203,8 @@ def without_pinning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 def place(
     groups: Sequence[Sequence[Any]], numels: Sequence[int], on_gpu: int, device: torch.device
 ) -> tuple[list[torch.Tensor], HostWeights | None]:
-    """Move the shards of each sub-group into one tensor: the first sub-groups' to the GPU, the others' to host memory.
+    """Move the shards of each sub-group into one tensor: the first sub-groups' to the GPU, the
+    others' to host memory.
 
     Every sub-group's former memory is freed before the next one is moved.
 
@@ -205,7 +215,8 @@ def place(
         device: The GPU.
 
     Returns:
-        The weights of each sub-group, and the ``HostWeights`` of the others; None where there are no others.
+        The weights of each sub-group, and the ``HostWeights`` of the others; None where there are
+        no others.
     """
     dtype = groups[0][0].ds_tensor.dtype
     host = (
@@ -233,7 +244,8 @@ def place(
 def gather(
     all_gather: Callable[..., Any], parameters: Sequence[Any], *arguments: Any, **keywords: Any
 ) -> Any:
-    """All-gather parameters, with their shards copied to the GPU on the current stream. The host does not wait for the copies.
+    """All-gather parameters, with their shards copied to the GPU on the current stream. The host
+    does not wait for the copies.
 
     One rank gathers nothing: there DeepSpeed's own copies are the weights.
     """
@@ -292,7 +304,9 @@ class Waits:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def before_all_gather(self, module: Any) -> None:
-        """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait for its new weights and find them."""
+        """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait
+        for its new weights and find them.
+        """
 
         def waiting(function: Callable[..., Any], own: Any) -> Callable[..., Any]:
             def all_gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
@@ -307,9 +321,11 @@ class Waits:
                 self._replace(parameter, name, waiting(getattr(parameter, name), parameter))
 
     def before_layers(self, coordinator: Any) -> None:
-        """Wrap the function with which DeepSpeed makes the computing stream wait for a layer's weights, to measure these waits.
+        """Wrap the function with which DeepSpeed makes the computing stream wait for a layer's
+        weights, to measure these waits.
 
-        On a GPU the all-gathers, and their waits, are in a stream of their own: how long they take says nothing about the computation.
+        On a GPU the all-gathers, and their waits, are in a stream of their own: how long they take
+        says nothing about the computation.
         """
         fetch: Callable[[Any, bool], None] = coordinator.fetch_sub_module
         sub_groups: dict[int, frozenset[int]] = {}
@@ -371,7 +387,8 @@ def _refuse_nvme(offload_param: Any) -> None:
     """Refuse weights on a disk, before DeepSpeed compiles what reads and writes them there."""
     if offload_param is not None and offload_param.device == OffloadDeviceEnum.nvme:
         raise OffloadError(
-            'Weights on an NVMe disk (offload_param with device "nvme") are not supported with SuperOffload. Use the device "cpu".',
+            'Weights on an NVMe disk (offload_param with device "nvme") are not supported with '
+            'SuperOffload. Use the device "cpu".',
             code="offload-param",
         )
 
@@ -379,9 +396,10 @@ def _refuse_nvme(offload_param: Any) -> None:
 class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO-3 up to the reduced gradients, ``SuperOffload`` from there on.
 
-    DeepSpeed shards parameters, all-gathers them, and runs hooks, buckets and reductions. We replace the division into sub-groups
-    (``so_tui.model.sharding``), the creation of states, the handling of a reduced gradient, and the step. Every all-gather first waits for
-    its parameters' new weights. With ``offload_param`` the weights of the CPU sub-groups are in host memory.
+    DeepSpeed shards parameters, all-gathers them, and runs hooks, buckets and reductions. We
+    replace the division into sub-groups (``so_tui.model.sharding``), the creation of states, the
+    handling of a reduced gradient, and the step. Every all-gather first waits for its parameters'
+    new weights. With ``offload_param`` the weights of the CPU sub-groups are in host memory.
     """
 
     def __init__(self, settings: Settings, *arguments: Any, **keywords: Any) -> None:
@@ -390,7 +408,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().__init__(*arguments, **keywords)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        """Have the base class cut host memory that does not exist into sub-groups: ``_setup_for_real_optimizer`` places the weights."""
+        """Have the base class cut host memory that does not exist into sub-groups:
+        ``_setup_for_real_optimizer`` places the weights.
+        """
         for group in self.trainable_param_groups:
             numel = sum(parameter.partition_numel() for parameter in group["params"])
             self.param_groups_fp16_flat_cpu_memory.append(
@@ -435,7 +455,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 accumulates=self.gradient_accumulation_steps > 1,
                 host_weights=host_weights is not None,
             )
-            comm.barrier()  # so that all ranks have looked at the host's memory before one takes any
+            # so that all ranks have looked at the host's memory before one takes any
+            comm.barrier()
             self.core = SuperOffload(
                 sub_groups,
                 self.optimizer,
@@ -498,7 +519,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         )
 
     def _parameter_group(self, parameter: Any) -> int:
-        """Return the index of a parameter's group. DeepSpeed 0.18.9 and 0.19.0 themselves do not count groups of frozen parameters."""
+        """Return the index of a parameter's group. DeepSpeed 0.18.9 and 0.19.0 themselves do not
+        count groups of frozen parameters.
+        """
         groups = self.optimizer.param_groups
         return next(
             index
@@ -521,7 +544,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             parameter.grad = None
 
     def _outside_bucket(self, partition: torch.Tensor) -> torch.Tensor:
-        """Return a gradient in memory that the next bucket does not overwrite while the gradient is still being copied.
+        """Return a gradient in memory that the next bucket does not overwrite while the gradient is
+        still being copied.
 
         A gradient that is by itself in a bucket is reduced inside the bucket.
         """
@@ -555,7 +579,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self._global_grad_norm = None  # ``last_gradient_norm`` reads it on demand
 
     def _refer_to_master_weights(self) -> None:
-        """Tell the base class where the master weights are: after a speculative step, in the other set of states."""
+        """Tell the base class where the master weights are: after a speculative step, in the other
+        set of states.
+        """
         self.fp32_partitioned_groups_flat = [
             self.core.master_weights(index) for index in range(len(self.core.sub_groups))
         ]
@@ -563,9 +589,11 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> Any:
-        """Return this rank's shard of the master weights or of a moment, for DeepSpeed's ``safe_get_*`` and ``safe_set_*``.
+        """Return this rank's shard of the master weights or of a moment, for DeepSpeed's
+        ``safe_get_*`` and ``safe_set_*``.
 
-        Raises OffloadError (``compact-moments``) for a ``safe_set_*`` of compact moments, which would change a copy only.
+        Raises OffloadError (``compact-moments``) for a ``safe_set_*`` of compact moments, which
+        would change a copy only.
         """
         self.core.synchronize()
         index, member = self._member[param.ds_id]
@@ -576,7 +604,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         # Only the functions that set pass False.
         if not release_swap_buffers and self._settings.states != "fp32" and not group.on_gpu:
             raise OffloadError(
-                f'Moments cannot be set one by one with states "{self._settings.states}". Use Settings(states="fp32").',
+                f'Moments cannot be set one by one with states "{self._settings.states}". Use '
+                'Settings(states="fp32").',
                 code="compact-moments",
             )
         moments = dict(zip(("exp_avg", "exp_avg_sq"), self.core.moments(index), strict=True))
@@ -589,14 +618,18 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         )
 
     def refresh_fp32_params(self) -> None:
-        """Copy the weights to the master weights after a change by hand, which the next step would otherwise undo."""
+        """Copy the weights to the master weights after a change by hand, which the next step would
+        otherwise undo.
+        """
         self.core.synchronize()
         super().refresh_fp32_params()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's states as DeepSpeed's ZeRO-3 optimizer has them in its checkpoints, which ``zero_to_fp32.py`` can read.
+        """Return this rank's states as DeepSpeed's ZeRO-3 optimizer has them in its checkpoints,
+        which ``zero_to_fp32.py`` can read.
 
-        They are copies, 12 bytes of host memory a parameter. ``superoffload.save_state`` needs none.
+        They are copies, 12 bytes of host memory a parameter. ``superoffload.save_state`` needs
+        none.
         """
         self.core.synchronize()
         return _to_state_dict(self.core, self.optimizer.param_groups, self.partition_count)
@@ -614,12 +647,15 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         Args:
             state_dict_list: Those of all ranks.
             load_optimizer_states: Whether to load the moments, too.
-            arguments: Of no effect, as are ``others``: where else DeepSpeed could take master weights from.
-            checkpoint_folder: Of a universal checkpoint, which any ranks and sub-groups may have saved. It is loaded instead.
+            arguments: Of no effect, as are ``others``: where else DeepSpeed could take master
+                weights from.
+            checkpoint_folder: Of a universal checkpoint, which any ranks and sub-groups may have
+                saved. It is loaded instead.
 
         Raises:
-            OffloadError: If the sub-groups differ (``other-sub-groups``), or the universal checkpoint is of another model
-                (``other-parameters``) or cannot be read (codes of ``deepspeed_states``).
+            OffloadError: If the sub-groups differ (``other-sub-groups``), or the universal
+                checkpoint is of another model (``other-parameters``) or cannot be read (codes of
+                ``deepspeed_states``).
         """
         self.core.synchronize()
         rank = comm.get_rank(group=self.dp_process_group)
@@ -650,7 +686,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         super().destroy()
 
     def release(self) -> None:
-        """End the worker, release the memory and all references to it, and restore DeepSpeed's functions."""
+        """End the worker, release the memory and all references to it, and restore DeepSpeed's
+        functions.
+        """
         self.core.close()
         self.fp32_partitioned_groups_flat = []
         self._waits.restore()

@@ -1,4 +1,6 @@
-"""Two ranks that pretend to step ten times a second; what they do otherwise is said by FAKE_TRAINER (space-separated words)."""
+"""Two ranks that pretend to step ten times a second; what they do otherwise is said by FAKE_TRAINER
+(space-separated words).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from so_tui.runs.records import CheckpointRecord, EndRecord, PhaseRecord, StartR
 
 STEP_S = 0.1
 LONG_S = 150.0
-"""How long ago the first step was where it was ``long-ago``; each later one is 5 s later, until they have caught up."""
+"""How long ago the first step was where it was ``long-ago``; each later one is 5 s later, until
+they have caught up.
+"""
 RANK = int(os.environ["RANK"])
 MANNERS = os.environ.get("FAKE_TRAINER", "").split()
 
@@ -86,12 +90,16 @@ def train(run: RunDirectory, attempt: int) -> int:
 
 
 def shared_memory(run: RunDirectory) -> Path:
-    """Return this process's file in /dev/shm, named as torch names its own. The end of the name is the run's alone: pids are reused."""
+    """Return this process's file in /dev/shm, named as torch names its own. The end of the name is
+    the run's alone: pids are reused.
+    """
     return Path(f"/dev/shm/torch_{os.getpid()}_{run.path.name}")
 
 
 def known(run: RunDirectory) -> bool:
-    """Return whether the supervisor has seen this process. A real rank imports for seconds before it can fail; this one does not."""
+    """Return whether the supervisor has seen this process. A real rank imports for seconds before
+    it can fail; this one does not.
+    """
     return any(process.pid == os.getpid() for process in read_state(run).processes)
 
 
