@@ -76,6 +76,7 @@ def train(run: RunDirectory, attempt: int) -> int:
             "mourns" in MANNERS
             and RANK == 1
             and step > 3
+            and (run.path / "rank0.pid").exists()  # on a busy machine rank 0 may start later
             and not Path("/proc", (run.path / "rank0.pid").read_text(), "exe").exists()
         ):
             (run.attempt_dir(attempt) / "failure.rank1.json").write_text(
