@@ -145,7 +145,7 @@ def test_training_goes_on_from_exported_weights_as_from_any_pretrained_model(
     spec = tiny(
         **changes,
         train__steps="2",
-        train__learning_rate="1e-5",
+        train__learning_rate="1e-4",
         checkpoint__at_end="false",
         data__held_out="0.1",
     )
