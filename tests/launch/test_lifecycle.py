@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from so_tui.launch import launch as preparation
 from so_tui.launch.executors import LocalExecutor
 from so_tui.launch.launch import SupervisorHandle, prepare, prepare_resume, read_launch
 from so_tui.launch.lifecycle import resume, start
 from so_tui.machine import Machine
+from so_tui.plan import planner
 from so_tui.runs import RunDirectory, read_spec, read_state, state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
@@ -86,12 +86,12 @@ def test_what_was_prepared_is_what_starts(
     launch = prepare(two_ranks, machine, force=True)
     executor = Recording()
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "make_plan", lambda *_, **__: pytest.fail("planned again"))
+        patch.setattr(planner, "make_plan", lambda *_, **__: pytest.fail("planned again"))
         run = start(launch, runs_dir=tmp_path, executor=executor)
     assert executor.launch == launch
     again = prepare_resume(run, machine, values={"train.learning_rate": "1e-4"}, force=True)
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "make_plan", lambda *_, **__: pytest.fail("planned again"))
+        patch.setattr(planner, "make_plan", lambda *_, **__: pytest.fail("planned again"))
         assert resume(run, again, executor=executor) == 2
     assert executor.launch == again
     assert read_spec(run) == again.spec

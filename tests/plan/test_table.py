@@ -17,6 +17,7 @@ from so_tui.plan.show import cell, plans_json, rates_text, render_plan, render_t
 from so_tui.plan.workload import Workload
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, shown, spec_of
+from tests.support.yardstick import seconds_of_plain_python, slowness
 
 
 def test_a_model_of_which_too_little_is_known_leaves_the_others_in_the_table() -> None:
@@ -181,18 +182,8 @@ def test_planning_is_quick_enough_to_follow_typing() -> None:
         plain.append(seconds_of_plain_python())
         if min(tables) < 0.45 and attempt >= 2:
             break
-    assert min(tables) < max(0.45, 0.45 * min(plain) / PLAIN_PYTHON_S)
-    assert min(plans) < 0.01
-
-
-PLAIN_PYTHON_S = 0.03
-"""What ``seconds_of_plain_python`` is where the table takes 0.28 s."""
-
-
-def seconds_of_plain_python() -> float:
-    begin = time.process_time()
-    sum(len(str(number)) + hash((number, -number)) % 2 for number in range(150_000))
-    return time.process_time() - begin
+    assert min(tables) < 0.45 * slowness(min(plain))
+    assert min(plans) < 0.01 * slowness(min(plain))
 
 
 def seconds_of_table_and_plan(attempt: int) -> tuple[float, float]:
