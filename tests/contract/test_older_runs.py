@@ -13,9 +13,13 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from so_tui.cli import main
+from so_tui.launch.launch import read_launch
+from so_tui.machine.types import Machine
+from so_tui.runs.directory import RunDirectory
 
 DATA = Path(__file__).parents[1] / "data"
 LOSSES = [float(line) for line in (DATA / "losses_tiny.txt").read_text().split()]
@@ -67,6 +71,20 @@ def test_older_run_is_watched(capsys: pytest.CaptureFixture[str]) -> None:
     for step in range(1, 21):
         assert f"step {step}/20  loss {LOSSES[step - 1]:.4f}" in lines
     assert "finished at step 20, saved step 20" in lines
+
+
+def test_launch_of_older_run_is_one_struct(older: Path) -> None:
+    attempt = older / "attempts" / "001"
+    launch = read_launch(RunDirectory(older), 1)
+    assert launch.ds_config == json.loads((attempt / "ds_config.json").read_bytes())
+    plan = json.loads((attempt / "plan.json").read_bytes())
+    assert launch.plan.ratio == plan["ratio"]
+    assert [rank.cpus for rank in launch.plan.binding] == [
+        tuple(rank["cpus"]) for rank in plan["binding"]
+    ]
+    assert launch.machine == msgspec.json.decode(
+        (attempt / "machine.node1.json").read_bytes(), type=Machine
+    )
 
 
 @pytest.mark.usefixtures("older")
