@@ -213,7 +213,7 @@ def test_many_screens_ask_slurm_once_in_an_interval(
         return asked[-1]
 
     monkeypatch.setattr(client, "own_jobs", counted)
-    monkeypatch.setattr("so_tui.launch.slurm.client._WAIT_S", LIMIT_S)  # however long squeue takes
+    monkeypatch.setattr(client, "TIMEOUT_S", LIMIT_S)  # however long squeue takes
     answers = [queue("simulated", 30) for _ in range(20)]
     assert len(asked) == 1
     assert len({msgspec.json.encode(answer) for answer in answers}) == 1

@@ -229,7 +229,14 @@ def steps(**changes: str) -> list[tuple[float, float]]:
     """
     size = dist.get_world_size()
     plan = make_plan(
-        spec(gpus=str(size), offload__mode="superoffload", train__gradient_clipping="1", **changes),
+        spec(
+            gpus=str(size),
+            offload__mode="superoffload",
+            train__gradient_clipping="1",
+            # With more, Adam amplifies how parts round, which depends on the CPU.
+            train__learning_rate="1e-3",
+            **changes,
+        ),
         inspect_machine(),
     )
     run = plan.spec

@@ -18,10 +18,10 @@ _RANK = """
 import sys
 import torch, torch.distributed as dist
 from so_tui.runs import RunDirectory
-from so_tui_trainer import network_rate
+from so_tui_trainer.metrics import record_network_rate
 from so_tui_trainer.ranks import Ranks
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-network_rate.record(Ranks(dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD), RunDirectory(sys.argv[3]), 1, 2)
+record_network_rate(Ranks(dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD), RunDirectory(sys.argv[3]), 1, 2)
 dist.destroy_process_group()
 """  # noqa: E501
 
@@ -44,7 +44,9 @@ def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
         return latency_s + 2 * size * 11 / 12 / bytes_per_s
 
     monkeypatch.setattr(metrics, "_both_s", both_s)
-    assert metrics.measure(single_rank._replace(size=12)) == pytest.approx(bytes_per_s, rel=0.05)
+    assert metrics.measure_network_rate(single_rank._replace(size=12)) == pytest.approx(
+        bytes_per_s, rel=0.05
+    )
     assert asked[-1] == whole_bytes
 
 

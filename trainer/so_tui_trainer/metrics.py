@@ -444,9 +444,9 @@ _LONG_ENOUGH_S = 0.05
 _REPEATS = 3
 
 
-def record(ranks: Ranks, run: RunDirectory, attempt: int, nodes: int) -> None:
+def record_network_rate(ranks: Ranks, run: RunDirectory, attempt: int, nodes: int) -> None:
     """Measure the rate, a second or two, and record it for the plans of later runs."""
-    bytes_per_s = measure(ranks)
+    bytes_per_s = measure_network_rate(ranks)
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()  # training finds the GPU as it would be without this
     if ranks.first:
@@ -458,7 +458,7 @@ def record(ranks: Ranks, run: RunDirectory, attempt: int, nodes: int) -> None:
             )
 
 
-def measure(ranks: Ranks) -> float:
+def measure_network_rate(ranks: Ranks) -> float:
     """Return how many bytes a second enter each node, and leave it, while all ranks exchange a
     large tensor.
 

@@ -38,7 +38,6 @@ from so_tui.runs.records import (
 from so_tui.spec import InputError, Problem, RunSpec
 from so_tui.units import memory_size, thousands
 from so_tui_trainer import binding, checkpoint, failures
-from so_tui_trainer import metrics as network_rate
 from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.batches import Batches
@@ -47,7 +46,7 @@ from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
 from so_tui_trainer.loop import Control, Loop, Outcome, StoppedEarlyError
-from so_tui_trainer.metrics import Metrics
+from so_tui_trainer.metrics import Metrics, record_network_rate
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build
 from so_tui_trainer.model.loss import expected_first_loss
@@ -305,7 +304,7 @@ class Session:
             BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings))
         )
         if self.spec.nodes > 1:
-            network_rate.record(ranks, self.run, self.attempt, self.spec.nodes)
+            record_network_rate(ranks, self.run, self.attempt, self.spec.nodes)
         newest = (
             checkpoint.newest_to_resume(
                 self.run, self.spec, self.recorder.warn, start_over=self.launch.start_over
