@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from so_tui.spec.errors import InputError, Refused, SoTuiError
 
     try:
-        code = call(arguments)
+        code = _call(arguments)
         try:
             print(
                 end="", flush=True
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return InputError.exit_code
 
 
-def call(arguments: argparse.Namespace) -> int:
+def _call(arguments: argparse.Namespace) -> int:
     """Call the command of parsed arguments and return its exit code.
 
     Raises:

@@ -94,7 +94,7 @@ def load_settings(path: Path | None = None) -> Loaded:
         content = _read(path)
         if content is None:
             return Loaded()
-        found = checked(decode_toml(content), path)
+        found = _checked(decode_toml(content), path)
         return _without_secrets(found, path) if _others_can_read(path) else found
     except InputError as error:
         return Loaded(problems=error.problems)
@@ -102,7 +102,7 @@ def load_settings(path: Path | None = None) -> Loaded:
         return Loaded(problems=(_not_toml(path, error),))
 
 
-def checked(tree: Tree, path: Path) -> Loaded:
+def _checked(tree: Tree, path: Path) -> Loaded:
     """Return the settings of a parsed file: each key by itself, so that a wrong one spoils no
     other.
     """
@@ -165,7 +165,7 @@ def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Set
         raise InputError([_not_toml(path, error)]) from None
     for key, value in changes.items():
         table, _, name = key.partition(".")
-        if wrong := checked(
+        if wrong := _checked(
             {table: {} if value is None and key in KEYS else {name: value}}, path
         ).problems:
             raise InputError(wrong)

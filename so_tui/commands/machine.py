@@ -274,7 +274,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
     def tell(text: str, share: float) -> None:
         nonlocal told
-        line.show(f"{bar(share)} {text}")
+        line.show(f"{_bar(share)} {text}")
         if line.hidden and text.partition(":")[0] != told:
             told = text.partition(":")[0]
             print_note(arguments, f"{100 * share:3.0f} % {text}", stderr=arguments.json)
@@ -300,7 +300,7 @@ def validate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(shared(found) if arguments.share else found)
     else:
-        print_rich(summary(found))
+        print_rich(_summary(found))
         print_rich(f"report: {folder / 'report.md'}")
         if arguments.share:
             print_rich(
@@ -310,7 +310,7 @@ def validate(arguments: argparse.Namespace) -> int:
     return 1 if any(outcome.state in reports.FAILURES for outcome in found.outcomes) else 0
 
 
-def summary(report: Report) -> str:
+def _summary(report: Report) -> str:
     """Return what was measured, in a sentence."""
     states = [outcome.state for outcome in report.outcomes]
     text = f"{states.count('measured')} of {len(states)} parts measured"
@@ -324,7 +324,7 @@ def summary(report: Report) -> str:
     return text
 
 
-def bar(share: float) -> str:
+def _bar(share: float) -> str:
     """Return a bar of characters that every terminal has."""
     full = round(BAR_CELLS * min(1.0, max(0.0, share)))
     return f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {100 * share:3.0f} %"

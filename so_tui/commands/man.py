@@ -28,7 +28,7 @@ _SHARED = ("--help", "--quiet", "--verbose")
 """Options of every command, which are described once."""
 
 
-def manual() -> str:
+def _manual() -> str:
     """Return the page in the man macros of roff."""
     parser = build_parser()
     (commands,) = (
@@ -121,4 +121,4 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(manual(), end="")
+    print(_manual(), end="")

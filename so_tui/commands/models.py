@@ -60,7 +60,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
     prompts = arguments.prompt or [_standard_input()]
     load = _named(arguments)
-    sampling = given_sampling(arguments)
+    sampling = _given_sampling(arguments)
     printer = _Printer(arguments, headings=load.compare or len(prompts) > 1)
     found = []
     with contextlib.closing(ModelProcess(load)) as process:
@@ -95,7 +95,7 @@ def chat(arguments: argparse.Namespace) -> int:
         return 2
     load = _named(arguments)
     logging.disable(logging.INFO)  # --verbose would write over the screen
-    ChatApp(load, given_sampling(arguments), arguments.system, load_settings()).run()
+    ChatApp(load, _given_sampling(arguments), arguments.system, load_settings()).run()
     return 0
 
 
@@ -111,7 +111,7 @@ def _named(arguments: argparse.Namespace) -> LoadModel:
     )
 
 
-def given_sampling(arguments: argparse.Namespace) -> Sampling:
+def _given_sampling(arguments: argparse.Namespace) -> Sampling:
     """Return the sampling that the options ask for."""
     return Sampling(**{name: getattr(arguments, name) for name in Sampling.__struct_fields__})
 

@@ -98,7 +98,7 @@ def print_mpam_script(machine: Machine, plan: Plan | None, files: SystemFiles | 
         InputError: Nothing can be partitioned here.
     """
     files = files or SystemFiles()
-    found = read_resctrl(files)
+    found = _read_resctrl(files)
     if found is None:
         if "resctrl" not in (files.text("/proc/filesystems") or "").split():
             raise reject(
@@ -108,15 +108,15 @@ def print_mpam_script(machine: Machine, plan: Plan | None, files: SystemFiles | 
                 "the kernel has no resctrl file system",
                 "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD).",
             )
-        print(mount_script(machine.label))
+        print(_mount_script(machine.label))
         return 0
     bindings = plan.binding if plan is not None else _on_all_gpus(machine)
-    wanted = partitions(found, bindings, machine.label)
-    print(partition_script(machine.label, found, wanted))
+    wanted = _partitions(found, bindings, machine.label)
+    print(_partition_script(machine.label, found, wanted))
     return 0
 
 
-def read_resctrl(files: SystemFiles) -> Resctrl | None:
+def _read_resctrl(files: SystemFiles) -> Resctrl | None:
     """Return what can be partitioned; None where resctrl is not mounted, or not readable."""
     mounted = resctrl_mount(files)
     if mounted is None:
@@ -146,11 +146,11 @@ def read_resctrl(files: SystemFiles) -> Resctrl | None:
             default=1,
         ),
         cache_of=_caches_of_cpus(files),
-        groups=read_groups(files, mount),
+        groups=_read_groups(files, mount),
     )
 
 
-def read_groups(files: SystemFiles, mount: str) -> dict[str, tuple[int, ...]]:
+def _read_groups(files: SystemFiles, mount: str) -> dict[str, tuple[int, ...]]:
     """Return the control groups and their CPUs, without the default group."""
     names = (
         name
@@ -178,7 +178,7 @@ def _caches_of_cpus(files: SystemFiles) -> dict[int, int]:
     return found
 
 
-def partitions(
+def _partitions(
     found: Resctrl, bindings: Sequence[RankBinding], host: str
 ) -> tuple[Partition, Partition]:
     """Return a partition of the main cores of all ranks and one of their Adam cores."""
@@ -272,12 +272,12 @@ def _cut(mask: int, least_bits: int) -> tuple[int, int]:
     return mask & ~adam, adam
 
 
-def mount_script(host: str) -> str:
+def _mount_script(host: str) -> str:
     """Return a script that mounts resctrl, whose limits are only known then."""
     return _script(host, "mounts resctrl", [_NOT_MOUNTED.format(mount=MOUNT)], [f"umount {MOUNT}"])
 
 
-def partition_script(host: str, found: Resctrl, wanted: Sequence[Partition]) -> str:
+def _partition_script(host: str, found: Resctrl, wanted: Sequence[Partition]) -> str:
     """Return a script that makes the groups."""
     folders = [shlex.quote(f"{found.mount}/so-tui-{partition.role}") for partition in wanted]
     made = [

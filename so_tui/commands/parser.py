@@ -16,7 +16,7 @@ from so_tui.units import thousands
 # Types for numbers on the command line, which must be finite and within a range.
 
 
-def number_from(lowest: float, highest: float) -> Callable[[str], float]:
+def _number_from(lowest: float, highest: float) -> Callable[[str], float]:
     """Return a type for argparse: a number within a range, bounds included."""
 
     def parse(text: str) -> float:
@@ -33,7 +33,7 @@ def number_from(lowest: float, highest: float) -> Callable[[str], float]:
     return parse
 
 
-def integer_from(lowest: int, highest: int) -> Callable[[str], int]:
+def _integer_from(lowest: int, highest: int) -> Callable[[str], int]:
     """Return a type for argparse: an integer within a range, bounds included."""
 
     def parse(text: str) -> int:
@@ -269,14 +269,14 @@ def _add_machine_commands(commands: _Commands) -> None:
     validate = commands.add("validate", "machine:validate", text, json)
     validate.add_argument(
         "--minutes",
-        type=number_from(0.1, 1440),
+        type=_number_from(0.1, 1440),
         default=20.0,
         metavar="N",
         help="how long it may take (default 20)",
     )
     validate.add_argument(
         "--gpus",
-        type=integer_from(1, 64),
+        type=_integer_from(1, 64),
         metavar="N",
         help="most GPUs that a run may have (default: all)",
     )
@@ -364,7 +364,7 @@ def _add_preset_commands(commands: _Commands) -> None:
     data.add_argument("preset", metavar=_PRESET)
     data.add_argument(
         "--rows",
-        type=integer_from(0, 10_000),
+        type=_integer_from(0, 10_000),
         default=3,
         metavar="N",
         help="rows to show (default 3)",
@@ -453,7 +453,7 @@ def _add_run_commands(commands: _Commands) -> None:
     )
     stop.add_argument(
         "--grace",
-        type=number_from(0, 86_400),
+        type=_number_from(0, 86_400),
         default=DEFAULT_GRACE_S,
         metavar="SECONDS",
         help=grace,
@@ -479,13 +479,13 @@ def _add_run_commands(commands: _Commands) -> None:
     logs.add_argument(
         "-n",
         "--lines",
-        type=integer_from(0, 10_000_000),
+        type=_integer_from(0, 10_000_000),
         default=200,
         help="lines from the end (default 200)",
     )
     logs.add_argument(
         "--attempt",
-        type=integer_from(1, 1_000_000),
+        type=_integer_from(1, 1_000_000),
         metavar="N",
         help="of an earlier attempt (default: the newest)",
     )
@@ -497,7 +497,7 @@ def _add_run_commands(commands: _Commands) -> None:
     text = "supervise a run's processes (started by `run`, not by hand)"
     supervise = commands.add("supervise", "run:supervise", text)
     supervise.add_argument("run", metavar="RUN")
-    supervise.add_argument("--attempt", type=integer_from(1, 1_000_000), required=True)
+    supervise.add_argument("--attempt", type=_integer_from(1, 1_000_000), required=True)
     supervise.add_argument(
         "--in-job", action="store_true", help="plan for this node of a scheduler's job first"
     )
@@ -565,22 +565,22 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
         "what logits are divided by; 0 always takes the most probable token (default %(default)g)"
     )
     command.add_argument(
-        "--temperature", type=number_from(0, 5), default=0.7, metavar="T", help=text
+        "--temperature", type=_number_from(0, 5), default=0.7, metavar="T", help=text
     )
     text = (
         "choose among the most probable tokens that together have this probability (default "
         "%(default)g)"
     )
     command.add_argument(
-        "--top-p", type=number_from(0.001, 1), default=0.95, metavar="P", help=text
+        "--top-p", type=_number_from(0.001, 1), default=0.95, metavar="P", help=text
     )
     text = "longest answer (default %(default)d)"
     command.add_argument(
-        "--max-tokens", type=integer_from(1, 32_768), default=256, metavar="N", help=text
+        "--max-tokens", type=_integer_from(1, 32_768), default=256, metavar="N", help=text
     )
     text = "the same seed gives the same answers (default %(default)d)"
     command.add_argument(
-        "--seed", type=integer_from(0, 2**32 - 1), default=0, metavar="N", help=text
+        "--seed", type=_integer_from(0, 2**32 - 1), default=0, metavar="N", help=text
     )
     text = "where to compute; `auto` takes a GPU that has the memory free (default)"
     command.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help=text)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 20
 
 
-class ScriptChoice:
+class _ScriptChoice:
     """The user's batch script: from a file, from an editor, or from both."""
 
     def __init__(self, *, given: str, edits: bool) -> None:
@@ -76,7 +76,7 @@ class ScriptChoice:
         return self._edits and self.script not in ("", self._generated)
 
 
-def refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
+def _refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
     """Raise InputError if an option of batch scripts is given and none will be submitted."""
     if dry_run:
         raise reject(
@@ -96,7 +96,7 @@ def refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
         )
 
 
-def read_script(path: Path) -> str:
+def _read_script(path: Path) -> str:
     """Return a script that was kept or written by hand. Raises InputError."""
     try:
         return read_bounded(path, _MOST_BYTES).decode()
@@ -110,8 +110,8 @@ def read_script(path: Path) -> str:
         ) from error
 
 
-def start_with_script(
-    launch: Launch, choice: ScriptChoice, arguments: argparse.Namespace
+def _start_with_script(
+    launch: Launch, choice: _ScriptChoice, arguments: argparse.Namespace
 ) -> RunDirectory:
     """Start a run with the user's script, again and again while it is refused and the user wants to
     change it.
@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
             "Add --dry-run, or start it on that machine.",
         )
     if option := "--edit" if arguments.edit else "--script" if arguments.script else "":
-        refuse_script(spec, option, dry_run=arguments.dry_run)
+        _refuse_script(spec, option, dry_run=arguments.dry_run)
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
             _report_warnings(arguments, tuple(str(problem) for problem in missing_inputs(spec)))
@@ -193,7 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
         or arguments.detach
         or _plain(arguments)
     ):
-        return _exit_code(show_launch(arguments.runs_dir, launch))
+        return _exit_code(_show_launch(arguments.runs_dir, launch))
     if not arguments.no_preflight:
         launch, warnings = preflight(
             launch, runs_dir=arguments.runs_dir, begins=partial(_note_check, arguments)
@@ -216,8 +216,8 @@ def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
 
         return start(launch, runs_dir=arguments.runs_dir)
 
-    given = read_script(arguments.script) if arguments.script else ""
-    return start_with_script(launch, ScriptChoice(given=given, edits=arguments.edit), arguments)
+    given = _read_script(arguments.script) if arguments.script else ""
+    return _start_with_script(launch, _ScriptChoice(given=given, edits=arguments.edit), arguments)
 
 
 def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
@@ -315,7 +315,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
     if _plain(arguments):
         return follow(target, owner=owner, quiet=arguments.quiet)
 
-    show_screen(arguments.runs_dir, target)
+    _show_screen(arguments.runs_dir, target)
     return _exit_code(target)
 
 
@@ -354,11 +354,11 @@ def open_screen(arguments: argparse.Namespace) -> int:
     if not usable_terminal():
         print(NO_TERMINAL, file=sys.stderr)
         return 2
-    show_screen(arguments.runs_dir, machine_file=arguments.machine or "")
+    _show_screen(arguments.runs_dir, machine_file=arguments.machine or "")
     return 0
 
 
-def show_launch(runs_dir: Path | None, launch: Launch) -> RunDirectory | None:
+def _show_launch(runs_dir: Path | None, launch: Launch) -> RunDirectory | None:
     """Run the Textual application on a launch, from its checks on, until the user leaves it.
 
     Returns:
@@ -378,7 +378,7 @@ def show_launch(runs_dir: Path | None, launch: Launch) -> RunDirectory | None:
     return app.launched
 
 
-def show_screen(
+def _show_screen(
     runs_dir: Path | None, open_run: RunDirectory | None = None, *, machine_file: str = ""
 ) -> None:
     """Run the Textual application until the user leaves it. ``machine_file`` names or describes

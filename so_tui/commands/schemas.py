@@ -116,7 +116,7 @@ def _as_plans_json(types: dict[str, Schema]) -> None:
         del types[name]
 
 
-def schema_text(schema: Schema) -> str:
+def _schema_text(schema: Schema) -> str:
     """Return a schema as it is published: with the end of a text as JSON Schema's patterns write
     it, not as Python's do.
     """
@@ -137,4 +137,4 @@ def _on_one_line(schema: Any) -> Any:
 
 if __name__ == "__main__":
     for name, schema in schemas().items():
-        (Path(sys.argv[1]) / f"{name}.json").write_text(schema_text(schema))
+        (Path(sys.argv[1]) / f"{name}.json").write_text(_schema_text(schema))

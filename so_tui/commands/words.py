@@ -10,7 +10,7 @@ from so_tui.machine.known import MACHINES
 from so_tui.spec.keys import FieldInfo, fields
 
 
-def words() -> str:
+def _words() -> str:
     """Return ``words.json``."""
     keys = {
         info.path: {"description": info.description, "values": _values(info)}
@@ -26,4 +26,4 @@ def _values(info: FieldInfo) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    print(words(), end="")
+    print(_words(), end="")

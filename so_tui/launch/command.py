@@ -338,7 +338,7 @@ def shown(changes: tuple[Variable, ...]) -> dict[str, str | None]:
     }
 
 
-def rank_threads(plan: Plan) -> int:
+def _rank_threads(plan: Plan) -> int:
     """Return the number of OpenMP threads of a rank: its Adam cores, or those of the smallest rank
     where ranks differ.
 
@@ -362,7 +362,7 @@ def valid_arch_list(value: str) -> str:
     return ";".join(dict.fromkeys(entries))
 
 
-def allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variable | None:
+def _allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variable | None:
     """Return the setting that reduces fragmentation in torch's allocators, or None where it would
     break something.
 
@@ -469,7 +469,7 @@ def _code_folders(spec: RunSpec, inherited: Mapping[str, str]) -> Iterator[Varia
 
 
 def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    threads = str(rank_threads(plan))
+    threads = str(_rank_threads(plan))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         yield Variable(
             name=name,
@@ -512,7 +512,7 @@ def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator
             )
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys():
         own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
-        allocator = allocator_variable(machine.software, deepspeed_engine=not own_engine)
+        allocator = _allocator_variable(machine.software, deepspeed_engine=not own_engine)
         if allocator:
             yield allocator
     if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (

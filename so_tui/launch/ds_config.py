@@ -28,12 +28,12 @@ def ds_config(plan: Plan) -> dict[str, Any]:
     level = plan.spec.train.log_level
     changes = {} if level == TrainSpec().log_level else {"log_level": level}
     if plan.mode == "superoffload" and plan.spec.offload.config != "so-tui":
-        return example_config(plan) | changes
-    config = published_config(plan) | changes
+        return _example_config(plan) | changes
+    config = _published_config(plan) | changes
     return engine_config(config) if _our_engine(plan) else config
 
 
-def example_config(plan: Plan) -> dict[str, Any]:
+def _example_config(plan: Plan) -> dict[str, Any]:
     """Return the block of DeepSpeed's SuperOffload examples, key by key, with the run's own sizes.
 
     ``gradient_clipping`` is absent as there, so that DeepSpeed's default applies, unless
@@ -60,7 +60,7 @@ def example_config(plan: Plan) -> dict[str, Any]:
     return config
 
 
-def published_config(plan: Plan) -> dict[str, Any]:
+def _published_config(plan: Plan) -> dict[str, Any]:
     """Return the user's own values under DeepSpeed's published keys.
 
     ``gradient_clipping`` is always present here: DeepSpeed assumes 1.0 for a missing key (since

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-class LocalExecutor:
+class _LocalExecutor:
     """Starts a supervisor on this host, in a session of its own."""
 
     here = True
@@ -128,7 +128,7 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
         ):
             return False
         with contextlib.suppress(OSError):  # a full disk: the next call tries again
-            LocalExecutor().start(run, state.attempt)
+            _LocalExecutor().start(run, state.attempt)
             return True
     return False
 
@@ -140,7 +140,7 @@ def executor_of(spec: RunSpec) -> Executor:
 
         return SlurmExecutor()
 
-    return LocalExecutor()
+    return _LocalExecutor()
 
 
 def executor_of_attempt(run: RunDirectory, attempt: int) -> Executor:
@@ -154,4 +154,4 @@ def executor_of_attempt(run: RunDirectory, attempt: int) -> Executor:
 
         return SlurmExecutor()
 
-    return LocalExecutor()
+    return _LocalExecutor()

@@ -497,7 +497,7 @@ _PARAMETERS_PER_GPU = 25_000_000_000
 _TIMEOUT_S = 300.0
 
 
-class Described(NamedTuple):
+class _Described(NamedTuple):
     """A spec that is not saved yet, and notes about the model."""
 
     spec: RunSpec
@@ -511,7 +511,7 @@ def describe_model(
     revision: str = "main",
     trust_remote_code: bool = False,
     changes: dict[str, str] | None = None,
-) -> Described:
+) -> _Described:
     """Make the spec of a model. Takes seconds, in a helper process that downloads at most
     config.json.
 
@@ -527,7 +527,7 @@ def describe_model(
             no network ... Codes of this module are ``name-taken`` and ``read-from-the-model``.
         Refused: The training software is not installed.
     """
-    chosen = name or preset_name(model)
+    chosen = name or _preset_name(model)
     _refuse_taken(chosen)
     changes = changes or {}
     _refuse_other_shape(changes)
@@ -538,17 +538,17 @@ def describe_model(
     request = {"model": model, "revision": revision, "trust_remote_code": trust_remote_code}
     answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
     spec = check_tree(_tree(answer, chosen))
-    return Described(with_values(spec, changes) if changes else spec, tuple(answer["notes"]))
+    return _Described(with_values(spec, changes) if changes else spec, tuple(answer["notes"]))
 
 
-def add_preset(described: Described) -> Path:
+def add_preset(described: _Described) -> Path:
     """Save it as a user preset. Raises InputError if the name has been taken since, or the folder
     cannot be written.
     """
     return create_preset(described.spec)
 
 
-def preset_name(model: str) -> str:
+def _preset_name(model: str) -> str:
     """Return a preset name for a model: ``qwen3-14b`` for ``Qwen/Qwen3-14B``, and a folder's own
     name, even for ``.``.
     """

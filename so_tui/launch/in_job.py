@@ -88,12 +88,12 @@ class Restart(Struct, frozen=True, kw_only=True):
     """The attempt that it makes; None if the run does not continue."""
 
 
-def restarts(environ: Mapping[str, str]) -> int:
+def _restarts(environ: Mapping[str, str]) -> int:
     """Return how often Slurm has started this job before."""
     return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, count: int) -> int:
+def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, count: int) -> int:
     """Return the attempt that a job makes when it starts again: the next one, or its own if that
     was never begun.
 
@@ -119,7 +119,7 @@ def attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, coun
     return attempt
 
 
-def told_attempt(
+def _told_attempt(
     run: RunDirectory, submitted: int, count: int, clock: Callable[[], float] = time.monotonic
 ) -> int:
     """Return the attempt that the job makes, as the first node says. Called on another one. Raises
@@ -174,7 +174,7 @@ def _made_attempt(run: RunDirectory, submitted: int, machine: Machine) -> int:
     state = read_state(run)
     if state.attempt < submitted:
         return submitted
-    if not may_continue(run, state):
+    if not _may_continue(run, state):
         message, remedy = (
             f"is {state.state} ({state.code or 'by a person'})",
             "`so-tui resume` continues it.",
@@ -195,7 +195,7 @@ def _made_attempt(run: RunDirectory, submitted: int, machine: Machine) -> int:
     return resume(run, prepare_resume(run, machine, assume_dead=True), executor=executor)
 
 
-def put_back(run: RunDirectory) -> None:
+def _put_back(run: RunDirectory) -> None:
     """Put this job back into the queue, and record that. If Slurm refuses, the run stays stopped,
     and can be resumed.
     """
@@ -215,7 +215,7 @@ def put_back(run: RunDirectory) -> None:
         write_state(run, stopped)
 
 
-def may_continue(run: RunDirectory, state: RunState) -> bool:
+def _may_continue(run: RunDirectory, state: RunState) -> bool:
     """Return whether something else than the run itself or a person ended it."""
     asked = stop_request(run)
     by_a_person = asked is not None and not asked.warned and not asked.signalled
@@ -274,11 +274,11 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
     os.umask(umask_of(run.path))
     nodes = nodes_of_job(os.environ)
     machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
-    if again := restarts(os.environ):
+    if again := _restarts(os.environ):
         attempt = (
-            attempt_of_restart(run, attempt, machine, again)
+            _attempt_of_restart(run, attempt, machine, again)
             if nodes.first
-            else told_attempt(run, attempt, again)
+            else _told_attempt(run, attempt, again)
         )
         submission = read_submission(run, attempt) or submission
     if nodes.first:
@@ -301,14 +301,14 @@ def _supervise_run(
     remember(submission.cluster, submission.partition, machine)
     submitted = read_launch(run, attempt)
     try:
-        launch = planned_here(submitted, machine)
+        launch = _planned_here(submitted, machine)
         write_launch(run, attempt, launch)
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
     continues = submitted.spec.slurm.continues
 
     def warned() -> bool:
-        return needs_successor(run, before, start_over=submitted.start_over)
+        return _needs_successor(run, before, start_over=submitted.start_over)
 
     def requeued() -> bool:
         return requeues(submitted.spec, load_site(submission.site))
@@ -324,14 +324,14 @@ def _supervise_run(
     code = supervise(run, attempt, nodes, ended)
     if (
         continues
-        and (warned() or lost_a_node(run, before, start_over=submitted.start_over))
+        and (warned() or _lost_a_node(run, before, start_over=submitted.start_over))
         and requeued()
     ):
-        put_back(run)  # last, for it ends what this job still does
+        _put_back(run)  # last, for it ends what this job still does
     return code
 
 
-def planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
+def _planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
     """Return a submitted launch planned again for this host, a node of the job. Raises InputError
     or Refused, as ``prepare``.
     """
@@ -347,7 +347,7 @@ def planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
     )
 
 
-def needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
+def _needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
     """Return whether a scheduler's warning ended a run, and no person did, with more saved than
     before.
 
@@ -367,9 +367,9 @@ def needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) ->
     )
 
 
-def lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
+def _lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
     """Return whether a node that gave no sign of life ended a run, with more saved than before;
-    otherwise as ``needs_successor``.
+    otherwise as ``_needs_successor``.
 
     Slurm itself may notice that minutes later. It starts a job again only whose node it has seen
     fail.
@@ -378,7 +378,7 @@ def lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> boo
     return (
         state.code == OutcomeCode.NODE_LOST
         and _saved_more(state, before, start_over=start_over)
-        and may_continue(run, state)
+        and _may_continue(run, state)
     )
 
 
@@ -392,7 +392,7 @@ def _supervise_node(run: RunDirectory, attempt: int, machine: Machine, nodes: No
     """
     submitted = read_launch(run, attempt)
     try:
-        launch = planned_here(submitted, machine, nodes.node)
+        launch = _planned_here(submitted, machine, nodes.node)
     except SoTuiError as error:
         print(error, file=sys.stderr, flush=True)
         outcome = not_started(error)

@@ -81,13 +81,13 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     forgotten = job.end is OutcomeCode.JOB_FORGOTTEN and recorded.state != "queued"
     if job.phase is JobPhase.ENDED and not forgotten:
         return _ended(run, attempt, job)
-    if recorded.state != "queued" and not starts_again(run, recorded, job, watch):
+    if recorded.state != "queued" and not _starts_again(run, recorded, job, watch):
         # The heartbeat of a suspended job stands still.
         return recorded if job.phase is JobPhase.RUNNING else state_with_truth(run, watch, recorded)
-    return replace(recorded, state="queued", detail=queue_text(job))
+    return replace(recorded, state="queued", detail=_queue_text(job))
 
 
-def starts_again(
+def _starts_again(
     run: RunDirectory, recorded: RunState, job: JobStatus, watch: HeartbeatWatch | None = None
 ) -> bool:
     """Return whether Slurm has put a run's job back into the queue. What the scheduler said may be
@@ -115,7 +115,7 @@ def newest_attempt(run: RunDirectory, state: RunState) -> int:
     )
 
 
-def queue_text(job: JobStatus) -> str:
+def _queue_text(job: JobStatus) -> str:
     """Return what a job waits for, in words."""
     number = f"job {printable_line(job.job_id)}"
     match job.phase:
@@ -176,7 +176,7 @@ def _explained(run: RunDirectory, recorded: RunState) -> RunState:
         state=recorded.state,
         exit_code=recorded.exit_code,
     )
-    return record(run, recorded, state)
+    return _record(run, recorded, state)
 
 
 _UNEXPLAINED = frozenset(
@@ -213,10 +213,10 @@ def _ended(run: RunDirectory, attempt: int, job: JobStatus) -> RunState:
     says_why = job.end not in (None, OutcomeCode.JOB_FAILED)
     if unstarted or (says_why and state.code == OutcomeCode.UNOBSERVED):
         state = _with_end(state, job, unstarted=unstarted)
-    return record(run, recorded, state)
+    return _record(run, recorded, state)
 
 
-def record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
+def _record(run: RunDirectory, recorded: RunState, state: RunState) -> RunState:
     """Write a final state in place of the one that was read, if the run is this user's own, and
     return it.
     """
@@ -379,7 +379,7 @@ def stop(
     recorded = read_state(run)
     # A host that was silent for all this time is gone. Others need not wait for that again.
     return (
-        record(run, recorded, state)
+        _record(run, recorded, state)
         if state.state in FINAL_STATES and recorded.state not in FINAL_STATES
         else state
     )

@@ -61,7 +61,7 @@ def remember(cluster: str, partition: str, machine: Machine) -> None:
     What a job saw that had a part of a node does not replace what another saw with more GPUs, and a
     network that was measured is replaced only by another measurement.
     """
-    before = seen_machine(cluster, partition)
+    before = _seen_machine(cluster, partition)
     if before is not None and sees_part(machine) and len(machine.gpus) < len(before.machine.gpus):
         return
     if machine.network is None or not machine.network.measured:
@@ -73,7 +73,7 @@ def remember(cluster: str, partition: str, machine: Machine) -> None:
         write_atomic(path, content)
 
 
-def seen_machine(cluster: str, partition: str) -> SeenMachine | None:
+def _seen_machine(cluster: str, partition: str) -> SeenMachine | None:
     """Return the machine of a cluster's partition; None if no job of this user has seen it."""
     try:
         return decode_json(read_own(_path(cluster, partition)), SeenMachine)
@@ -85,7 +85,7 @@ def with_measured_network(cluster: str, partition: str, machine: Machine) -> Mac
     """Return a machine of a partition with the network between its nodes as a job measured it, if
     one has.
     """
-    return _with_network_of(seen_machine(cluster, partition), machine)
+    return _with_network_of(_seen_machine(cluster, partition), machine)
 
 
 def _with_network_of(seen: SeenMachine | None, machine: Machine) -> Machine:
@@ -107,7 +107,7 @@ def keep_network(
         rate: What was measured.
         local_ranks: How many ranks each node had; adapters of other GPUs were not used.
     """
-    seen = seen_machine(cluster, partition)
+    seen = _seen_machine(cluster, partition)
     machine = seen.machine if seen is not None else machine
     source = f"measured on {rate.nodes} nodes, {datetime.fromtimestamp(rate.measured).date()}"
     network = measured_network(rate.bytes_per_s, local_ranks / max(1, len(machine.gpus)), source)
@@ -220,7 +220,7 @@ def _known(partition: str, site: str) -> tuple[SeenMachine | None, Machine | Non
     )
 
     profile = named_site(site)[1]
-    seen, described = seen_machine(cluster_here(), partition), _described(profile, partition)
+    seen, described = _seen_machine(cluster_here(), partition), _described(profile, partition)
     if (
         seen is not None
         and described is not None

@@ -77,14 +77,14 @@ def write_rows(spec: RunSpec, workload: Workload, folder: Path) -> Path:
     Raises:
         OSError: The file cannot be written.
     """
-    text = b"".join(msgspec.json.encode(row) + b"\n" for row in rows_for(spec, workload))
+    text = b"".join(msgspec.json.encode(row) + b"\n" for row in _rows_for(spec, workload))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"rows-{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
     path.write_bytes(text)
     return path
 
 
-def rows_for(spec: RunSpec, workload: Workload) -> Iterator[Row]:
+def _rows_for(spec: RunSpec, workload: Workload) -> Iterator[Row]:
     """Yield enough documents for a step, each of as many tokens as attention's cost of the data
     follows; of a whole sequence if unknown.
     """
@@ -230,7 +230,7 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
     """Return what a finished run measured of its steps after the warm-up. Raises SoTuiError if it
     recorded no step.
     """
-    records, samples = records_and_samples(run)
+    records, samples = _records_and_samples(run)
     steps = [record for record in records if isinstance(record, StepRecord)]
     counted = [step for step in steps if step.step > plan.spec.benchmark.warmup_steps] or steps
     if not counted:
@@ -262,7 +262,7 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
                 (sample.run_memory_peak_bytes or 0 for sample in before), default=0
             ),
         ),
-        workload=workload_of(counted, plan),
+        workload=_workload_of(counted, plan),
         steps=len(counted),
         held_back_steps=_held_back(steps, {step.step for step in counted}),
     )
@@ -277,7 +277,7 @@ def _held_back(steps: Sequence[StepRecord], counted: Collection[int]) -> int:
     )
 
 
-def workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
+def _workload_of(steps: Sequence[StepRecord], plan: Plan) -> Workload:
     """Return the workload of these steps, from their counts, the attention FLOPs that they
     executed, and what the run saw of its data.
     """
@@ -332,7 +332,7 @@ def probe_of(found: Measured, plan: Plan, machine: Machine) -> Probe:
         ranks=plan.gpus,
         settings=settings_text(plan),
         workload=found.workload,
-        predicted=predicted_for(found, plan, machine),
+        predicted=_predicted_for(found, plan, machine),
         actual=found.figures,
         constants=digest(),
         step_parts=STEP_PARTS,
@@ -351,7 +351,7 @@ def _computing(spec: RunSpec, machine: Machine, workload: Workload) -> Passes | 
     return fetching.computing if fetching else None
 
 
-def predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
+def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     """Return the predicted figures; times are medians over the measured steps, each predicted as it
     was taken.
 
@@ -450,7 +450,7 @@ def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
             )
 
 
-def records_and_samples(run: RunDirectory) -> tuple[list[MetricRecord], list[Sample]]:
+def _records_and_samples(run: RunDirectory) -> tuple[list[MetricRecord], list[Sample]]:
     """Return everything that a run recorded."""
     reader = RunReader(run)
     records: list[MetricRecord] = []

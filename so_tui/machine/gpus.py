@@ -63,7 +63,7 @@ class KfdGpu(Struct, frozen=True, kw_only=True):
     """Into how many devices it is split (compute partitions, as CPX has them); 1 if it is whole."""
 
 
-def kfd_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> tuple[KfdGpu, ...] | None:
+def _kfd_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> tuple[KfdGpu, ...] | None:
     """Return the GPUs in ROCm's order; None without a topology.
 
     The kernel lets no process read the properties of a GPU that its control group withholds.
@@ -140,12 +140,12 @@ def _numbers(files: SystemFiles, name: str) -> dict[str, int]:
     return {key: number for key, number in numbers.items() if number < 1 << 64}
 
 
-def names_by_amd_smi() -> dict[str, str]:
+def _names_by_amd_smi() -> dict[str, str]:
     """Return product names by bus id; empty where the tool is not installed or fails."""
-    return names_in(output_of("amd-smi", "static", "--asic", "--bus", "--json") or "")
+    return _names_in(output_of("amd-smi", "static", "--asic", "--bus", "--json") or "")
 
 
-def names_in(output: str) -> dict[str, str]:
+def _names_in(output: str) -> dict[str, str]:
     """Return the product names in the tool's output, by bus id as sysfs writes it. What is not of
     that form is left out.
     """
@@ -214,7 +214,7 @@ class GpuHealth(Struct, frozen=True, kw_only=True):
     compute_capability: tuple[int, int] | None = None
 
 
-class Asker:
+class _Asker:
     """Calls NVML functions. An error returns None; an unexpected one is also recorded in
     ``errors``.
     """
@@ -257,7 +257,7 @@ def query_nvml() -> NvmlAnswer:
             errors=() if error.value in absent else (f"NVML does not start: {error}.",)
         )
     try:
-        asker = Asker(pynvml)
+        asker = _Asker(pynvml)
         count = asker.ask("nvmlDeviceGetCount", read=int) or 0
         gpus = tuple(gpu for index in range(count) if (gpu := _query_gpu(asker, index)) is not None)
         driver = asker.ask("nvmlSystemGetDriverVersion", read=_nvml_text)
@@ -277,7 +277,7 @@ def query_health() -> tuple[GpuHealth, ...]:
     except pynvml.NVMLError:
         return ()
     try:
-        asker = Asker(pynvml)
+        asker = _Asker(pynvml)
         count = asker.ask("nvmlDeviceGetCount", read=int) or 0
         found = (_health(asker, pynvml, index) for index in range(count))
         return tuple(health for health in found if health is not None)
@@ -285,7 +285,7 @@ def query_health() -> tuple[GpuHealth, ...]:
         pynvml.nvmlShutdown()
 
 
-def _health(asker: Asker, nvml: Any, index: int) -> GpuHealth | None:
+def _health(asker: _Asker, nvml: Any, index: int) -> GpuHealth | None:
     handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
     bus_id = (
         None
@@ -318,7 +318,7 @@ def _health(asker: Asker, nvml: Any, index: int) -> GpuHealth | None:
     )
 
 
-def _query_gpu(asker: Asker, index: int) -> NvmlGpu | None:
+def _query_gpu(asker: _Asker, index: int) -> NvmlGpu | None:
     handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
     bus_id = (
         None
@@ -394,7 +394,7 @@ _PUBLISHED_MIB = {
 }
 
 
-class PciGpu(NamedTuple):
+class _PciGpu(NamedTuple):
     """A GPU on the PCI bus, with or without a driver."""
 
     bus_id: str
@@ -406,7 +406,7 @@ class PciGpu(NamedTuple):
     """Memory size of GPUs with this device id."""
 
 
-class FoundGpus(NamedTuple):
+class _FoundGpus(NamedTuple):
     """The GPUs that a run may use, and what to report about the others."""
 
     gpus: tuple[Gpu, ...]
@@ -415,7 +415,7 @@ class FoundGpus(NamedTuple):
     notes: tuple[str, ...]
 
 
-def pci_gpus(files: SystemFiles) -> tuple[PciGpu, ...]:
+def pci_gpus(files: SystemFiles) -> tuple[_PciGpu, ...]:
     """Return all GPUs on the PCI bus, in bus order."""
     found = (_pci_gpu(files, bus_id) for bus_id in files.names(_PCI))
     return tuple(gpu for gpu in found if gpu is not None)
@@ -423,7 +423,7 @@ def pci_gpus(files: SystemFiles) -> tuple[PciGpu, ...]:
 
 def read_gpus(
     files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, coherent: bool
-) -> FoundGpus:
+) -> _FoundGpus:
     """Return the GPUs of a machine with their NUMA nodes.
 
     Args:
@@ -446,10 +446,10 @@ def read_gpus(
                 "out."
             )
         gpus = _from_pci(usable)
-    if any(gpu.vendor == "amd" for gpu in gpus) and (amd := kfd_gpus(files, nodes)) is not None:
+    if any(gpu.vendor == "amd" for gpu in gpus) and (amd := _kfd_gpus(files, nodes)) is not None:
         gpus = _with_kfd(gpus, {gpu.bus_id: gpu for gpu in amd})
     if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
-        names = names_by_amd_smi()
+        names = _names_by_amd_smi()
         gpus = tuple(
             msgspec.structs.replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus
         )
@@ -466,7 +466,7 @@ def read_gpus(
         gpus, hidden = visible_gpus(gpus, os.environ[variable])
         if hidden:
             notes.append(f"{variable} hides GPU {', '.join(str(gpu.index) for gpu in hidden)}.")
-    return FoundGpus(gpus, tuple(gpu.index for gpu in hidden), tuple(notes))
+    return _FoundGpus(gpus, tuple(gpu.index for gpu in hidden), tuple(notes))
 
 
 def normal_bus_id(bus_id: str) -> str:
@@ -475,7 +475,7 @@ def normal_bus_id(bus_id: str) -> str:
     return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
-def _pci_gpu(files: SystemFiles, bus_id: str) -> PciGpu | None:
+def _pci_gpu(files: SystemFiles, bus_id: str) -> _PciGpu | None:
     folder = f"{_PCI}/{bus_id}"
     vendor, device_class = (
         files.integer(f"{folder}/vendor"),
@@ -492,7 +492,7 @@ def _pci_gpu(files: SystemFiles, bus_id: str) -> PciGpu | None:
         if vendor == _NVIDIA
         else _AMD_NAMES.get(device)
     )
-    return PciGpu(
+    return _PciGpu(
         bus_id=bus_id.lower(),
         vendor="nvidia" if vendor == _NVIDIA else "amd",
         name=name or f"{'NVIDIA GPU [' if vendor == _NVIDIA else _NAMELESS_AMD}{device:04x}]",
@@ -515,7 +515,7 @@ def _driver_loaded(files: SystemFiles, vendor: str) -> bool:
     return files.exists("/proc/driver/nvidia/version" if vendor == "nvidia" else "/dev/kfd")
 
 
-def _from_pci(found: Iterable[PciGpu]) -> tuple[Gpu, ...]:
+def _from_pci(found: Iterable[_PciGpu]) -> tuple[Gpu, ...]:
     return tuple(
         Gpu(
             index=index,
@@ -552,7 +552,7 @@ def _with_kfd(gpus: tuple[Gpu, ...], amd: dict[str, KfdGpu]) -> tuple[Gpu, ...]:
     )
 
 
-def _from_nvml(gpu: NvmlGpu, on_bus: tuple[PciGpu, ...]) -> Gpu:
+def _from_nvml(gpu: NvmlGpu, on_bus: tuple[_PciGpu, ...]) -> Gpu:
     bus_id = normal_bus_id(gpu.bus_id)
     device = next((other for other in on_bus if other.bus_id == bus_id), None)
     return Gpu(
@@ -603,7 +603,7 @@ def _with_nodes(
 
 
 def _with_published_memory(
-    gpus: tuple[Gpu, ...], on_bus: tuple[PciGpu, ...], nodes: tuple[NumaNode, ...]
+    gpus: tuple[Gpu, ...], on_bus: tuple[_PciGpu, ...], nodes: tuple[NumaNode, ...]
 ) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
     """Fill in published memory sizes where nothing else is known.
 

@@ -70,7 +70,7 @@ _UNLIMITED_BYTES = 1 << 60
 """Larger values mean no limit: cgroup v1 writes a number just below 2^63."""
 
 
-def cpuset(files: SystemFiles) -> set[int] | None:
+def _cpuset(files: SystemFiles) -> set[int] | None:
     """Return the CPUs of the nearest group that has a cpuset."""
     names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
     for folder in _folders(files, "cpuset"):
@@ -88,7 +88,7 @@ def cpu_quota(files: SystemFiles) -> float | None:
     return min(quotas, default=None)
 
 
-def memory_limit_bytes(files: SystemFiles) -> int | None:
+def _memory_limit_bytes(files: SystemFiles) -> int | None:
     """Return the smallest memory limit of the group and its ancestors."""
     limits = []
     for folder in _folders(files, "memory"):
@@ -99,7 +99,7 @@ def memory_limit_bytes(files: SystemFiles) -> int | None:
     return min(limits, default=None)
 
 
-def memory_left_bytes(files: SystemFiles) -> int | None:
+def _memory_left_bytes(files: SystemFiles) -> int | None:
     """Return the smallest distance of the group and its ancestors from their memory limits. File
     cache counts as free.
     """
@@ -203,7 +203,7 @@ def allowed_cpus(files: SystemFiles, online: tuple[int, ...]) -> tuple[int, ...]
     if not files.live:
         return online
     allowed = set(os.sched_getaffinity(0))
-    return tuple(sorted(allowed & (cpuset(files) or allowed)))
+    return tuple(sorted(allowed & (_cpuset(files) or allowed)))
 
 
 def smt_siblings(files: SystemFiles, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -351,12 +351,12 @@ _DIFFERENCE = 0.05
 """Share by which MemTotal may exceed the CPU nodes without a note."""
 
 
-class SharedMemory(NamedTuple):
+class _SharedMemory(NamedTuple):
     total_bytes: int | None
     free_bytes: int | None
 
 
-class HostMemory(NamedTuple):
+class _HostMemory(NamedTuple):
     nodes: tuple[NumaNode, ...]
     total_bytes: int
     """Sum over the CPU nodes."""
@@ -367,29 +367,29 @@ class HostMemory(NamedTuple):
     notes: tuple[str, ...]
 
 
-def shared_memory(files: SystemFiles) -> SharedMemory:
+def shared_memory(files: SystemFiles) -> _SharedMemory:
     """Return the size of /dev/shm of this machine."""
     if not files.live:
-        return SharedMemory(None, None)
+        return _SharedMemory(None, None)
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:
-        return SharedMemory(None, None)
-    return SharedMemory(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize)
+        return _SharedMemory(None, None)
+    return _SharedMemory(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize)
 
 
 def page_size_bytes(files: SystemFiles) -> int | None:
     return os.sysconf("SC_PAGE_SIZE") if files.live else None
 
 
-def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> HostMemory:
+def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> _HostMemory:
     """Return the memory of the CPU nodes, corrected if the kernel's per-node figures lag behind
     memory that is being added.
     """
     whole = meminfo(files.text("/proc/meminfo"))
     nodes = _caught_up_nodes(nodes, whole)
     total = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
-    limit = memory_limit_bytes(files) if files.live else None
+    limit = _memory_limit_bytes(files) if files.live else None
     notes = [*_gpu_memory_note(nodes, whole.get("MemTotal"), total)]
     grows = files.live and _grows(files)
     if grows:
@@ -400,7 +400,7 @@ def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> HostMemory:
         notes.append(
             f"The control group allows {memory_size(limit)} of the host's {memory_size(total)}."
         )
-    return HostMemory(
+    return _HostMemory(
         nodes, total, limit if limit is not None and limit < total else None, grows, tuple(notes)
     )
 
@@ -424,7 +424,7 @@ def available_bytes(files: SystemFiles) -> int | None:
     """
     sizes = (
         meminfo(files.text("/proc/meminfo")).get("MemAvailable"),
-        memory_left_bytes(files),
+        _memory_left_bytes(files),
     )
     return min((size for size in sizes if size is not None), default=None)
 

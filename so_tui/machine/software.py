@@ -159,7 +159,7 @@ def read_software(
         flash_attn_3=package_version("flash_attn_3"),
         flash_attn_4=package_version("flash-attn-4"),
         numactl=_numactl_version(),
-        numactl_works=numactl_trial(*trial_binding(nodes, allowed)),
+        numactl_works=_numactl_trial(*_trial_binding(nodes, allowed)),
         mempolicy_works=_mempolicy_works(),
         nvidia_driver=nvml_driver or _nvidia_driver(files),
         amd_driver=files.text("/sys/module/amdgpu/version"),
@@ -181,7 +181,7 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def trial_binding(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tuple[int, str]:
+def _trial_binding(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tuple[int, str]:
     """Return a node with memory and its allowed CPUs, as arguments for numactl."""
     for node in nodes:
         cpus = set(node.cpus) & set(allowed)
@@ -191,7 +191,7 @@ def trial_binding(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tupl
 
 
 @functools.cache
-def numactl_trial(node: int, cpus: str) -> bool:
+def _numactl_trial(node: int, cpus: str) -> bool:
     """Return whether ``numactl -m NODE -C CPUS true`` works here; containers may forbid
     set_mempolicy.
     """

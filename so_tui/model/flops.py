@@ -52,7 +52,7 @@ class Flops(Struct, frozen=True, kw_only=True):
     the embedding look-up does not.
     """
     head_parameters: int
-    """Those of ``active_parameters`` in the output head (vocabulary x hidden)."""
+    """Those of ``_active_parameters`` in the output head (vocabulary x hidden)."""
     attention_width: int
     """Query heads x head dimension."""
     full_layers: int
@@ -110,7 +110,7 @@ def flops_of(model: ModelSpec) -> Flops:
 def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
     """Return the FLOPs of a model whose architecture is known already."""
     return Flops(
-        active_parameters=active_parameters(blocks, shape),
+        active_parameters=_active_parameters(blocks, shape),
         head_parameters=shape.vocabulary * shape.hidden,
         attention_width=shape.query_width,
         full_layers=shape.full_layers,
@@ -150,7 +150,7 @@ def _last_product(block: ParameterBlock) -> int:
     return prod(inner[-1].shape) if inner else 0
 
 
-def active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
+def _active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
     """Return the matmul parameters that one token uses: ``linear`` ones, and ``experts_per_token``
     of those stacked in ``expert`` ones.
 
@@ -223,7 +223,7 @@ def hw_flops(
     ) + attention_passes * flops.attention_forward(document_lengths)
 
 
-def seed_flops_per_sequence(
+def _seed_flops_per_sequence(
     parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool
 ) -> float:
     """Return the original script's count for one sequence padded to ``sequence_length``;
@@ -250,7 +250,7 @@ def seed_tflops_total(
     """Return TFLOPS as the original script prints them: ``sequences`` of all ranks in one step of
     ``step_s`` seconds, summed over GPUs.
     """
-    per_sequence = seed_flops_per_sequence(
+    per_sequence = _seed_flops_per_sequence(
         parameters, shape.layers, shape.hidden, sequence_length, checkpointing=checkpointing
     )
     return per_sequence * sequences / step_s / 1e12

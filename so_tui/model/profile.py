@@ -109,14 +109,14 @@ def block_input_bytes(shape: Architecture) -> int:
     return 2 * shape.hidden
 
 
-def stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
+def _stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     """Return what one block stores per token for backward, in bf16.
 
     full: its input. attention: that, and attention's result with 4 B a head (its log-sum-exp).
     selective: that, and the results of matrix products. none: 2 (4 h + 3 q + 3 kv + 3 f), which are
     the inputs of the block, of its norms and of its products, queries and keys before and after
     rotation, values, the attention's result, gate, up and their product; experts by those that a
-    token uses (see ``expert_stored_bytes``). Where queries and keys are not stored before rotation
+    token uses (see ``_expert_stored_bytes``). Where queries and keys are not stored before rotation
     it is 2 (q + kv) less. Fused experts store 16 B for each expert that a token uses whatever the
     policy: the index of its row in both directions.
     """
@@ -127,15 +127,15 @@ def stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     if policy == "attention":
         return block_input_bytes(shape) + attention_bytes(shape) + row_indices
     if policy == "selective":
-        return block_input_bytes(shape) + product_bytes(shape, fused=fused) + row_indices
-    feed_forward = expert_stored_bytes(shape, fused=fused) if shape.experts else 6 * f
+        return block_input_bytes(shape) + _product_bytes(shape, fused=fused) + row_indices
+    feed_forward = _expert_stored_bytes(shape, fused=fused) if shape.experts else 6 * f
     before_rotation = 0 if shape.model_type in _ROTATED_AS_THEY_COME else q + kv
     return (
         2 * (4 * h + 2 * (q + kv) + before_rotation) + 4 * shape.heads + feed_forward + row_indices
     )
 
 
-def expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
+def _expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return what a layer's experts store per token where nothing is recomputed, k of them of width
     f / k.
 
@@ -150,7 +150,7 @@ def expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
     ) + _ROUTER_BYTES * shape.experts
 
 
-def expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
+def _expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return the most that a layer's experts hold per token in backward, recomputation included.
 
     Fused: in the second product's backward 4 k h + 8 f (rows and their gradient; products, inputs
@@ -183,7 +183,7 @@ def result_bytes(shape: Architecture) -> tuple[int, int]:
     return 2 * shape.query_width, 4 * shape.heads
 
 
-def product_bytes(shape: Architecture, *, fused: bool) -> int:
+def _product_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return what ``selective`` stores per token and layer beside the layer's input.
 
     2 B for every element of q, k, v, the attention's result, the output projection, gate and up,
@@ -196,30 +196,30 @@ def product_bytes(shape: Architecture, *, fused: bool) -> int:
     )
 
 
-def block_bytes(shape: Architecture, *, fused: bool) -> int:
+def _block_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return what recomputation and backward of one block hold per token beside its input, at the
     end of the feed-forward's backward.
 
     With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate, up
     and their product (itself freed by then), and two of width h. That is what torch's memory
     history shows on an H200. Without, norms store fp32 copies:
-    24 h + 6 (q + 2 kv) + 12 f. With experts ``expert_peak_bytes`` in the place of the last.
+    24 h + 6 (q + 2 kv) + 12 f. With experts ``_expert_peak_bytes`` in the place of the last.
     """
     feed_forward = (
-        expert_peak_bytes(shape, fused=fused) if shape.experts else mlp_bytes(shape, fused=fused)
+        _expert_peak_bytes(shape, fused=fused) if shape.experts else _mlp_bytes(shape, fused=fused)
     )
     sinks = 2 * shape.query_width if shape.model_type in SINKS else 0
     return _bytes_beside_mlp(shape, fused=fused) + feed_forward + sinks
 
 
-def mlp_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the part of ``block_bytes`` that a dense feed-forward block holds."""
+def _mlp_bytes(shape: Architecture, *, fused: bool) -> int:
+    """Return the part of ``_block_bytes`` that a dense feed-forward block holds."""
     return (10 if fused else 12) * shape.intermediate
 
 
 def tiled_block_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what ``block_bytes`` is where feed-forward block and norms are cut into tiles, without
-    one tile's ``tile_bytes``.
+    """Return what ``_block_bytes`` is where feed-forward block and norms are cut into tiles,
+    without one tile's ``tile_bytes``.
 
     Then attention's backward holds the most: 6 h + 14 q + 10 kv, which are queries, keys and values
     before and after rotation, the result, the gradients of all these, and a kernel's fp32 sum of
@@ -236,7 +236,7 @@ def tile_bytes(shape: Architecture, *, fused: bool) -> int:
 
     The norm's is what counting live tensors on a CPU shows.
     """
-    return max(mlp_bytes(shape, fused=fused), 0 if fused else 28 * shape.hidden)
+    return max(_mlp_bytes(shape, fused=fused), 0 if fused else 28 * shape.hidden)
 
 
 def _bytes_beside_mlp(shape: Architecture, *, fused: bool) -> int:
@@ -244,12 +244,12 @@ def _bytes_beside_mlp(shape: Architecture, *, fused: bool) -> int:
 
 
 def _head_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the part of ``block_bytes`` that queries, keys and values take."""
+    """Return the part of ``_block_bytes`` that queries, keys and values take."""
     q, kv = shape.query_width, shape.key_value_width
     return 6 * (q + kv if fused else q + 2 * kv)
 
 
-def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
+def _elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return the GPU memory traffic per token of one block's forward beside matrix products: norms,
     residuals, rotary positions, SwiGLU.
 
@@ -263,18 +263,18 @@ def elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
 
 
 def norm_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the part of ``elementwise_bytes`` that the two norms of a block move: 8 h, or 68 h
+    """Return the part of ``_elementwise_bytes`` that the two norms of a block move: 8 h, or 68 h
     without fused kernels.
     """
     return (8 if fused else 68) * shape.hidden
 
 
-def fused_kernels(model: ModelSpec) -> bool:
+def _fused_kernels(model: ModelSpec) -> bool:
     """Return whether norms, rotary positions and gates are one kernel each."""
     return model.kernels == "auto"
 
 
-def score_bytes(shape: Architecture, sequence_length: int, sequences: int) -> int:
+def _score_bytes(shape: Architecture, sequence_length: int, sequences: int) -> int:
     """Return the bytes of one layer's attention scores with eager attention: 6 bytes per head and
     pair of tokens.
     """
@@ -384,23 +384,23 @@ class ModelProfile:
     @cached_property
     def activations(self) -> dict[Policy, ActivationSizes]:
         shape, fused = self.architecture, self.fused
-        block = block_bytes(shape, fused=fused)
+        block = _block_bytes(shape, fused=fused)
         return {
-            policy: ActivationSizes(stored=stored_bytes(shape, policy, fused=fused), block=block)
+            policy: ActivationSizes(stored=_stored_bytes(shape, policy, fused=fused), block=block)
             for policy in POLICIES
         }
 
     @cached_property
     def elementwise_bytes(self) -> int:
         """GPU memory traffic of one layer's forward per token, beside its matrix products."""
-        return elementwise_bytes(self.architecture, fused=self.fused)
+        return _elementwise_bytes(self.architecture, fused=self.fused)
 
     def score_bytes(self, sequence_length: int, sequences: int) -> int:
         """Return the bytes of one layer's attention scores where they exist as whole matrices,
         else 0.
         """
         return (
-            score_bytes(self.architecture, sequence_length, sequences)
+            _score_bytes(self.architecture, sequence_length, sequences)
             if self.eager_attention
             else 0
         )
@@ -493,7 +493,7 @@ def profile_of(model: ModelSpec) -> ModelProfile:
     return _profile(
         model.parameters,
         architecture(model.config),
-        fused_kernels(model),
+        _fused_kernels(model),
         model.attention == "eager",
     )
 

@@ -276,7 +276,7 @@ class StateLayout(Struct, frozen=True):
         return self.gpu_numel if device == "gpu" else self.cpu_numel
 
 
-def expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
+def _expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
     """Yield every tensor of the model in the order of its parameter list, with ``{i}`` replaced by
     the layer's index.
     """
@@ -302,7 +302,7 @@ def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
     """
     own = [
         Parameter(tensor.name, prod(tensor.shape), tensor.decay)
-        for tensor in expand(blocks)
+        for tensor in _expand(blocks)
         if not tensor.tied
     ]
     return tuple(
@@ -333,7 +333,7 @@ def cut(
     return tuple(rows)
 
 
-def layout_of(
+def _layout_of(
     parameters: Sequence[Parameter], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule
 ) -> StateLayout:
     """Return the layout of a parameter list in the optimizer's order; ``ModelProfile.layout`` is
@@ -395,7 +395,7 @@ def tensor_spans(blocks: Sequence[ParameterBlock]) -> dict[str, Span]:
     """
     ends: list[tuple[str, float, float]] = []
     done = 0.0
-    for tensor in expand(blocks):
+    for tensor in _expand(blocks):
         if not tensor.tied:
             begin, done = (
                 done,

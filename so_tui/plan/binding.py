@@ -26,7 +26,7 @@ from so_tui.spec.errors import InputError, Problem
 NodeCpus = Sequence[tuple[int, ...]]
 
 
-def numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
+def _numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
     """Return CPUs per node as DeepSpeed reads them from ``numactl --hardware``: it counts the
     nodes, then looks for ids below that.
     """
@@ -34,7 +34,7 @@ def numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(by_id[number] for number in range(len(nodes)) if number in by_id)
 
 
-def numactl_prefix(
+def _numactl_prefix(
     nodes: NodeCpus, core_list: Sequence[int], ranks: int, rank: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the cores and the numactl command prefix of a rank. ``OMP_NUM_THREADS`` is the number
@@ -128,7 +128,7 @@ def bind_ranks(
     bindings = []
     for rank, (gpu, home, cpus) in enumerate(zip(wanted, homes, cores, strict=True)):
         main, adam = (
-            split_cores(by_core(machine, cpus), cpu_adam_cores_fraction)
+            _split_cores(by_core(machine, cpus), cpu_adam_cores_fraction)
             if mode == "superoffload"
             else (cpus, ())
         )
@@ -160,7 +160,7 @@ def uses_numactl(bindings: Sequence[RankBinding]) -> bool:
     return any(binding.deepspeed.numactl for binding in bindings)
 
 
-def split_cores(
+def _split_cores(
     cpus: Sequence[int], cpu_adam_cores_fraction: float
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the cores of the training process and of its Adam worker, which gets the fraction,
@@ -422,8 +422,8 @@ def _launched(
                 error="fewer cores than ranks",
             ),
         ) * len(cores)
-    nodes = numactl_nodes(machine.numa_nodes)
-    prefixes = [numactl_prefix(nodes, listed, len(cores), rank) for rank in range(len(cores))]
+    nodes = _numactl_nodes(machine.numa_nodes)
+    prefixes = [_numactl_prefix(nodes, listed, len(cores), rank) for rank in range(len(cores))]
     return tuple(
         DeepSpeedBinding(
             cpus=theirs,

@@ -52,7 +52,7 @@ STATE_BYTES = 16
 """Bytes per parameter whose optimizer states stay on the GPU."""
 
 
-def smallest_ratio(profile: ModelProfile, ranks: int, offload: OffloadSpec, room: int) -> float:
+def _smallest_ratio(profile: ModelProfile, ranks: int, offload: OffloadSpec, room: int) -> float:
     """Return the smallest offload ratio whose states on the GPU fit into ``room``, or 1.0 where
     none does.
 
@@ -86,7 +86,7 @@ class Demand(Struct, frozen=True):
     shm_bytes: int
 
 
-def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
+def _demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
     """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host
     allocate.
     """
@@ -103,13 +103,13 @@ def demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
     )
 
 
-def host_room(demand: Demand, resources: Resources) -> int:
+def _host_room(demand: Demand, resources: Resources) -> int:
     """Return the host memory that each rank may take beyond this demand, with the margin left
     free.
     """
     supply = resources.supply
     ranks_on = {node: max(1, resources.nodes.count(node)) for node in demand.node_bytes}
-    usable = 1 - node_margin(supply)
+    usable = 1 - _node_margin(supply)
     free = [
         (usable * supply.node_bytes.get(node, 0) - needs) / ranks_on[node]
         for node, needs in demand.node_bytes.items()
@@ -122,9 +122,9 @@ def host_room(demand: Demand, resources: Resources) -> int:
     return int(min(free, default=0.0))
 
 
-def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
+def _judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
     """Return whether it fits, and where it does not, worst first."""
-    margin = node_margin(supply)
+    margin = _node_margin(supply)
     # Nodes are grouped only where there is something to say of them.
     any_short = any(
         needs > (1 - margin) * supply.node_bytes.get(node, 0)
@@ -147,7 +147,7 @@ def judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]
     return ("tight" if shortages else "fits"), tuple(shortages)
 
 
-def node_margin(supply: Supply) -> float:
+def _node_margin(supply: Supply) -> float:
     """Return the share of a CPU node that stays free; where it is the GPU's memory too, as much as
     of a GPU's.
     """
@@ -307,19 +307,19 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
     """Judge a spec whose mode is decided."""
     placement = _placement(spec, target)
     terms = _terms(placement, target)
-    demand = demand_of(terms, target.resources.nodes)
-    room = partial(host_room, demand, target.resources)
+    demand = _demand_of(terms, target.resources.nodes)
+    room = partial(_host_room, demand, target.resources)
     chosen = choose(placement, room, lambda second: _step(_speculating(placement, second), target))
     if chosen.second:
         placement = _speculating(placement, chosen.second)
         terms = (*terms, chosen.second.term)
-        demand = demand_of(terms, target.resources.nodes)
-    copied = copies(placement, partial(host_room, demand, target.resources))
+        demand = _demand_of(terms, target.resources.nodes)
+    copied = copies(placement, partial(_host_room, demand, target.resources))
     if copied and copied.bytes:
         placement = replace(placement, copies_bytes=copied.bytes)
         terms = (*terms, copied.term)
-        demand = demand_of(terms, target.resources.nodes)
-    verdict, shortages = judge(demand, target.resources.supply)
+        demand = _demand_of(terms, target.resources.nodes)
+    verdict, shortages = _judge(demand, target.resources.supply)
     if target.resources.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
     return Assessment(
@@ -387,7 +387,7 @@ class Candidates:
         """Without offload; None where the bare states are larger than the GPUs, or weights are to
         be in host memory.
         """
-        if self.spec.offload.parameters == "cpu" or not states_fit(self.spec, self.target):
+        if self.spec.offload.parameters == "cpu" or not _states_fit(self.spec, self.target):
             return None
         return assess(in_mode(self.spec, "gpu"), self.target)
 
@@ -428,7 +428,7 @@ def best(spec: RunSpec, target: Target) -> Assessment:
     return Candidates(spec, target).best
 
 
-def states_fit(spec: RunSpec, target: Target) -> bool:
+def _states_fit(spec: RunSpec, target: Target) -> bool:
     """Return whether the bare states fit on the GPUs: a quick no for large models."""
     supply = target.resources.supply
     capacity = (
@@ -448,7 +448,7 @@ def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
     if capacity is None:
         return whole
     room = int((1 - margin) * capacity) - whole.demand.gpu_bytes
-    ratio = smallest_ratio(target.profile, target.ranks, offload, room)
+    ratio = _smallest_ratio(target.profile, target.ranks, offload, room)
     return whole if ratio == 1.0 else assess(in_mode(whole.spec, "superoffload", ratio), target)
 
 

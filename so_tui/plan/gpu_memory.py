@@ -65,7 +65,7 @@ CPU optimizer takes.
 """
 
 
-def communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
+def _communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
     layout, profile, gpu, bucket = (
         placement.layout,
@@ -182,7 +182,7 @@ def _in_reduction(placement: Placement) -> MemoryTerm:
     return MemoryTerm(TermKind.BUCKETS_IN_REDUCTION, placement.gpu, size, "estimate", formula)
 
 
-def gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_bytes: int) -> int:
+def _gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_bytes: int) -> int:
     """Return what gradients that wait for their reduction add to the peak of backward.
 
     They are the buckets by which the host runs ahead, less the activations (``layer_bytes`` each)
@@ -234,15 +234,15 @@ def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
     """Return the terms of the peak: those of the fullest phase, and those that are there in every
     phase.
     """
-    terms = all_terms(placement)
+    terms = _all_terms(placement)
     fullest = {location: _fullest(terms, location) for location in ("gpu", "node")}
     return tuple(
         found for found in terms if not found.phase or found.phase == fullest[found.location]
     )
 
 
-def phase_bytes(terms: Sequence[MemoryTerm], location: Location) -> dict[Phase, int]:
-    """Return the bytes of one rank at the peak of each phase, from ``all_terms``."""
+def _phase_bytes(terms: Sequence[MemoryTerm], location: Location) -> dict[Phase, int]:
+    """Return the bytes of one rank at the peak of each phase, from ``_all_terms``."""
     always = sum(
         found.bytes
         for found in terms
@@ -255,9 +255,9 @@ def phase_bytes(terms: Sequence[MemoryTerm], location: Location) -> dict[Phase, 
     return totals
 
 
-def all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
+def _all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
     """Return every term of every phase."""
-    moving = (*communication_terms(placement), *_activations(placement))
+    moving = (*_communication_terms(placement), *_activations(placement))
     states = tuple(_states(placement))
     return (
         *states,
@@ -428,7 +428,7 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
         yield MemoryTerm(
             TermKind.ATTENTION_SCORES, gpu, scores, "estimate", formula, phase="backward"
         )
-    waiting = gradients_waiting_bytes(placement, tokens * kept, working.bytes)
+    waiting = _gradients_waiting_bytes(placement, tokens * kept, working.bytes)
     if waiting:
         text = "full buckets, less the activations of layers that are done"
         yield MemoryTerm(
@@ -582,7 +582,7 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterato
             text,
         )
     changing = max(
-        phase_bytes(
+        _phase_bytes(
             [found for found in moving if found.kind not in ACTIVATION_STACK], gpu
         ).values(),
         default=0,

@@ -38,7 +38,7 @@ class Copies(Struct, frozen=True):
         return MemoryTerm(TermKind.COPIES, "node", self.bytes, "exact", formula)
 
 
-def makes_copies(spec: RunSpec) -> bool:
+def _makes_copies(spec: RunSpec) -> bool:
     """Return whether a run that trains with these settings writes checkpoints behind its
     training.
     """
@@ -53,7 +53,7 @@ def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
         room: Returns the bytes of host memory that each rank may still take.
     """
     spec = placement.spec
-    if not makes_copies(spec):
+    if not _makes_copies(spec):
         return None
     states = spec.offload.states
     sizes = [
@@ -103,7 +103,7 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
         partition and TermKind.LIBRARIES in kinds
     ):  # without CUDA nothing is copied into pinned memory
         layout = profile_of(spec.model).layout(ranks, spec.offload)
-        allocating = gradient_blocks(
+        allocating = _gradient_blocks(
             layout, partition, TermKind.PINNED_ROUNDING in kinds
         ).allocating
     each = sum(
@@ -125,7 +125,7 @@ class GradientBlocks(Struct, frozen=True, kw_only=True):
     """Blocks that torch's allocator retains for others of their size, none of which follows."""
 
 
-def gradient_blocks(
+def _gradient_blocks(
     layout: StateLayout, partition_bytes: int, pinned_rounded: bool
 ) -> GradientBlocks:
     """Return what DeepSpeed's optimizers need to allocate their gradients (``stage3.py`` of
@@ -208,7 +208,7 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[M
     )
     allocating = 0
     if TermKind.GRADIENT_PARTITION in later:
-        blocks = gradient_blocks(
+        blocks = _gradient_blocks(
             layout, later[TermKind.GRADIENT_PARTITION], placement.pinned_rounded
         )
         allocating, later[TermKind.UNUSED_PINNED_BLOCKS] = blocks.allocating, blocks.unused

@@ -167,7 +167,7 @@ def model_key(model: ModelSpec) -> str:
     return profile_of(model).key
 
 
-def empty(machine: Machine) -> Calibration:
+def _empty(machine: Machine) -> Calibration:
     """Return the calibration of a machine that was not measured yet."""
     gpu = machine.gpus[0].name if machine.gpus else ""
     return Calibration(
@@ -182,9 +182,9 @@ def folder() -> Path:
     return state_home() / "calibration"
 
 
-def path_of(machine: Machine) -> Path:
+def _path_of(machine: Machine) -> Path:
     """Return the file of this machine, whether it exists or not."""
-    mine = empty(machine)
+    mine = _empty(machine)
     kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()[
         :8
     ]
@@ -195,10 +195,10 @@ def calibration_of(machine: Machine) -> Calibration | None:
     """Return what was measured on this machine, else on another of its kind; None when nothing was.
     An unreadable file counts as none.
     """
-    own = path_of(machine)
+    own = _path_of(machine)
     if (found := state_files.read_state_file(own, Calibration)) is not None:
         return found
-    mine = empty(machine)
+    mine = _empty(machine)
     same_kind = (
         state_files.read_state_file(path, Calibration)
         for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json"))
@@ -218,8 +218,8 @@ def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None =
     """Add to this machine's file; a probe replaces the one of the same model, mode, ranks and
     settings. Raises OSError.
     """
-    path = path_of(machine)
-    known = state_files.read_state_file(path, Calibration) or empty(machine)
+    path = _path_of(machine)
+    known = state_files.read_state_file(path, Calibration) or _empty(machine)
     if rates is not None:
         known = replace(known, rates=rates)
     if probe is not None:

@@ -169,7 +169,7 @@ class AttentionConstants(Struct, frozen=True, kw_only=True):
     rates: dict[str, AttentionRates]
 
 
-def rate_at(rates: AttentionRates, document: float) -> AttentionRate:
+def _rate_at(rates: AttentionRates, document: float) -> AttentionRate:
     """Interpolate between rates, linearly in the logarithm of the length; flat before the first and
     after the last.
     """
@@ -277,8 +277,8 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
         in proportion to matrix products.
         """
         if measured := self.attention.get(backend):
-            return rate_at(measured, document)
-        shares = rate_at(constants().attention.rates[backend], document)
+            return _rate_at(measured, document)
+        shares = _rate_at(constants().attention.rates[backend], document)
         return AttentionRate(
             document=shares.document,
             forward=shares.forward * self.matrix_flops,

@@ -285,7 +285,7 @@ DISK_BYTES_PER_S = 1e9
 _USUAL_MINUTES = 60.0
 
 
-def best_interval_s(cost_s: float, failure_s: float) -> float:
+def _best_interval_s(cost_s: float, failure_s: float) -> float:
     """Return the seconds of training between checkpoints that lose the least time, by Daly's
     formula of higher order.
 
@@ -317,7 +317,7 @@ def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
     copy_s = 2 * bytes_ / target.ranks * target.resources.ranks_per_node / speed.node_bytes_per_s
     pause_s = (1 - copied) * write_s + copied * copy_s
     failure_s = 3600 * GPU_HOURS_BETWEEN_FAILURES / target.ranks
-    interval_s = max(best_interval_s(pause_s, failure_s), write_s)
+    interval_s = max(_best_interval_s(pause_s, failure_s), write_s)
     lasts_s = spec.train.steps * found.step.total_s
     if not (spec.slurm.partition or target.hosts > 1 or lasts_s > interval_s):
         return

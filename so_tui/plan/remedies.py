@@ -264,7 +264,7 @@ _LEAST_BYTES = 2**20
 """Savings below this are not proposed."""
 
 
-def memory_advice(
+def _memory_advice(
     spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory = NOTHING_KNOWN
 ) -> MemoryAdvice:
     """Return what would need less memory, for a run that ran out of it and whose mode is decided.
@@ -308,13 +308,13 @@ def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[Memor
 
 
 def less_gpu_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
-    """Return ``memory_advice`` in words for a run that ran out of GPU memory."""
-    return memory_advice(spec, "gpu", given).message
+    """Return ``_memory_advice`` in words for a run that ran out of GPU memory."""
+    return _memory_advice(spec, "gpu", given).message
 
 
 def less_host_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
-    """Return ``memory_advice`` in words for a run that ran out of host memory."""
-    return memory_advice(spec, "node", given).message
+    """Return ``_memory_advice`` in words for a run that ran out of host memory."""
+    return _memory_advice(spec, "node", given).message
 
 
 def _bytes(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory) -> int:

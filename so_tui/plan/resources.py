@@ -150,9 +150,9 @@ def _resources(
         ranks=gpus if isinstance(gpus, int) else len(gpus),
         has_gpu=bool(machine.gpus),
         gpu_name=name,
-        supply=supply_of(machine, chosen),
+        supply=_supply_of(machine, chosen),
         nodes=tuple(
-            memory_node(machine, rank.numa_node if rank.numa_node is not None else fallback)
+            _memory_node(machine, rank.numa_node if rank.numa_node is not None else fallback)
             for rank in bound
         ),
         cores=min((len(rank.cpus) for rank in bound), default=1) or 1,
@@ -198,7 +198,7 @@ def _absent_gpu(machine: Machine, gpus: Gpus) -> Blocker | None:
     )
 
 
-def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
+def _supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
     """Return the memory of these GPUs and of the CPU nodes, less what the operating system needs:
     totals, not what is free now.
     """
@@ -207,7 +207,7 @@ def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
     return Supply(
         gpu_bytes=None if one_memory else min(sizes, default=None),
         node_bytes={
-            node.id: usable_bytes(node.memory_total_bytes) for node in memory_nodes(machine)
+            node.id: usable_bytes(node.memory_total_bytes) for node in _memory_nodes(machine)
         },
         shm_bytes=machine.shm_total_bytes,
         limit_bytes=machine.memory_limit_bytes,
@@ -215,7 +215,7 @@ def supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
     )
 
 
-def memory_nodes(machine: Machine) -> tuple[NumaNode, ...]:
+def _memory_nodes(machine: Machine) -> tuple[NumaNode, ...]:
     """Return the CPU nodes on which a run may allocate. The cpuset of a job on a part of a node may
     leave some out.
     """
@@ -224,11 +224,11 @@ def memory_nodes(machine: Machine) -> tuple[NumaNode, ...]:
     return mine or machine.cpu_nodes
 
 
-def memory_node(machine: Machine, node_id: int) -> int:
+def _memory_node(machine: Machine, node_id: int) -> int:
     """Return where the kernel allocates for a rank on this node's cores: there, else on the nearest
     node that is allowed.
     """
-    nodes = memory_nodes(machine)
+    nodes = _memory_nodes(machine)
     if not nodes or any(node.id == node_id for node in nodes):
         return node_id
     home = machine.node(node_id)
@@ -255,10 +255,10 @@ def attention_of(spec: RunSpec, profile: ModelProfile, resources: Resources) -> 
     asked = FORMER_NAMES.get(spec.model.attention) or spec.model.attention
     if asked != "auto":
         return Chosen(asked)  # type: ignore[arg-type]
-    return choose_backend(needs_of(spec, profile), present_in(resources))
+    return choose_backend(_needs_of(spec, profile), _present_in(resources))
 
 
-def needs_of(spec: RunSpec, profile: ModelProfile) -> Needs:
+def _needs_of(spec: RunSpec, profile: ModelProfile) -> Needs:
     """Return what a spec asks of attention."""
     shape = profile.architecture
     softcap = bool(spec.model.config.get("attn_logit_softcapping"))
@@ -273,7 +273,7 @@ def needs_of(spec: RunSpec, profile: ModelProfile) -> Needs:
     )
 
 
-def present_in(resources: Resources) -> Present:
+def _present_in(resources: Resources) -> Present:
     """Return what a machine has for attention."""
     generation = generation_of(resources.gpu_name) if resources.has_gpu else None
     return Present(generation=generation, packages=resources.machine.software.attention_packages)

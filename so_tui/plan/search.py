@@ -77,8 +77,8 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
     """
     if pool == "gpu":
         yield from islice(smaller_batches(spec), 1)
-        yield from more_recomputation(spec)
-        yield from more_offload(spec)
+        yield from _more_recomputation(spec)
+        yield from _more_offload(spec)
         savings = smaller_activations(spec) if spec.offload.mode == "gpu" else memory_savings(spec)
         yield from (
             alternative_to(spec, other) for other in (*savings, *islice(more_sharing(spec), 1))
@@ -86,8 +86,8 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
         yield from islice(shorter_sequences(spec), 1)
     else:
         yield from less_speculation(spec, "off")
-        yield from less_offload(spec)
-        yield from no_accumulation(spec)
+        yield from _less_offload(spec)
+        yield from _no_accumulation(spec)
         yield from compact_states(spec)
 
 
@@ -106,7 +106,7 @@ def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[Alternati
             yield _changed(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
 
 
-def batch_splits(spec: RunSpec) -> tuple[int, ...]:
+def _batch_splits(spec: RunSpec) -> tuple[int, ...]:
     """Return the micro-batches, ascending, that split the same step (nearly, where it is a target)
     into whole micro-batches.
     """
@@ -152,7 +152,7 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
     )
 
 
-def more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
+def _more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
     """Yield the recomputation that needs the least memory, where the spec has another."""
     if spec.model.activation_checkpointing != "full":
         yield alternative_to(spec, with_policy(spec, "full"))
@@ -188,7 +188,7 @@ def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
             yield replace(spec, model=replace(model, **values))
 
 
-def results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
+def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
     """Yield a spec that keeps attention's results in host memory, where it leaves that open, then
     layer inputs too; both also with tiles.
 
@@ -230,7 +230,7 @@ def _can_tile(model: ModelSpec) -> bool:
     return model.tiled_mlp == "auto" and recomputed and not profile_of(model).architecture.experts
 
 
-def more_offload(spec: RunSpec) -> Iterator[Alternative]:
+def _more_offload(spec: RunSpec) -> Iterator[Alternative]:
     """Yield a larger offload ratio, or offloading where there is none."""
     offload = spec.offload
     if offload.mode == "gpu":
@@ -239,7 +239,7 @@ def more_offload(spec: RunSpec) -> Iterator[Alternative]:
         yield _changed(spec, "offload", ratio=min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2)))
 
 
-def less_offload(spec: RunSpec) -> Iterator[Alternative]:
+def _less_offload(spec: RunSpec) -> Iterator[Alternative]:
     """Yield a smaller offload ratio."""
     offload = spec.offload
     if offload.mode != "gpu" and offload.ratio > 0:
@@ -289,7 +289,7 @@ def alternative_to(before: RunSpec, after: RunSpec) -> Alternative:
     return Alternative(tuple(change for change in values if change.before != change.after), after)
 
 
-def no_accumulation(spec: RunSpec) -> Iterator[Alternative]:
+def _no_accumulation(spec: RunSpec) -> Iterator[Alternative]:
     """Yield steps of one micro-batch: the sum of gradients over several is stored on the host."""
     if spec.offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
         yield _changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
@@ -483,7 +483,7 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: F
     if policy not in TILED_POLICIES or (policy == "attention" and best.spec.offload.mode == "gpu"):
         return found
     chosen = found
-    for keeping in results_on_host(spec, best.spec):
+    for keeping in _results_on_host(spec, best.spec):
         other = search(keeping, target)
         if (
             other.best.verdict == "fits"
@@ -498,17 +498,17 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: F
 
 def _decided(spec: RunSpec, target: Target) -> Found:
     if spec.offload.mode != "auto":
-        return Found(fastest_policy(spec, target))
+        return Found(_fastest_policy(spec, target))
     if not target.resources.has_gpu:
         mode = mode_without_gpu(spec)
-        found = fastest_policy(in_mode(spec, mode), target)
+        found = _fastest_policy(in_mode(spec, mode), target)
         return Found(found, why=(AutoMode(mode=mode, why="no-gpu"),))
-    offloaded = fastest_policy(in_mode(spec, "superoffload"), target)
+    offloaded = _fastest_policy(in_mode(spec, "superoffload"), target)
     if target.resources.gpu_memory_unknown:
         return Found(offloaded, why=(AutoMode(mode="superoffload", why="gpu-memory-unknown"),))
     if spec.offload.parameters == "cpu":
         return Found(offloaded, why=(AutoMode(mode="superoffload", why="weights-on-host"),))
-    on_gpu = fastest_policy(in_mode(spec, "gpu"), target)
+    on_gpu = _fastest_policy(in_mode(spec, "gpu"), target)
     if on_gpu.verdict == "fits" and (
         offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu))
     ):
@@ -564,7 +564,7 @@ class _Variants:
         return found
 
 
-def fastest_policy(spec: RunSpec, target: Target) -> Assessment:
+def _fastest_policy(spec: RunSpec, target: Target) -> Assessment:
     """Return a spec whose mode and ratio are decided, with the fastest recomputation where it is
     left open.
     """
@@ -618,7 +618,7 @@ def _least_memory(variants: _Variants) -> list[Assessment]:
     """Assess what takes the least memory: on the GPU the smallest micro-batch; on the host the
     largest, with fewest gradients to sum.
     """
-    sizes = batch_splits(variants.spec)
+    sizes = _batch_splits(variants.spec)
     return [
         variants.of("full", size).best
         for size in dict.fromkeys((sizes[0], variants.spec.train.micro_batch, sizes[-1]))
@@ -627,7 +627,7 @@ def _least_memory(variants: _Variants) -> list[Assessment]:
 
 def _tried(variants: _Variants) -> Iterator[Assessment]:
     for policy in policies(variants.spec, variants.target):
-        for micro_batch in batch_splits(variants.spec):
+        for micro_batch in _batch_splits(variants.spec):
             variant = variants.of(policy, micro_batch)
             if variant.on_gpu is not None:
                 yield variant.on_gpu

@@ -28,11 +28,11 @@ from so_tui.units import disk_size, memory_size, memory_unit, thousands
 # What a prediction of time rests on, in words.
 
 
-def speed_source_text(source: SpeedSource, mode: str) -> str:
+def _speed_source_text(source: SpeedSource, mode: str) -> str:
     """Return what a prediction of time for a mode rests on: rates, data, and a probe where one
     corrected it.
     """
-    text = f"{rates_text(source)}; {workload_text(source.workload)}"
+    text = f"{_rates_text(source)}; {_workload_text(source.workload)}"
     if not source.probed:
         return text
     same_mode = mode in source.probed_modes or not source.probed_modes
@@ -69,7 +69,7 @@ def error_text(error: StepError) -> str:
     return f"±{error.share:.0%}" if error.checked else f"±{error.share:.0%} or more"
 
 
-def error_source_text(error: StepError) -> str:
+def _error_source_text(error: StepError) -> str:
     """Return what the error of a prediction means."""
     text = f"four of five measured steps were within {error.share:.0%} of their plan"
     return (
@@ -82,7 +82,7 @@ def error_source_text(error: StepError) -> str:
     )
 
 
-def step_text(plan: Plan) -> str:
+def _step_text(plan: Plan) -> str:
     """Return ``2.10 s ±12%``; empty without a prediction."""
     if plan.step_s is None:
         return ""
@@ -93,7 +93,7 @@ def step_text(plan: Plan) -> str:
     )
 
 
-def rates_text(source: SpeedSource) -> str:
+def _rates_text(source: SpeedSource) -> str:
     """Return where the rates of the hardware come from."""
     if source.calibrated is None:
         return source.published
@@ -103,7 +103,7 @@ def rates_text(source: SpeedSource) -> str:
     return f"{text}, the rest {source.published}" if source.published else text
 
 
-def workload_text(workload: Workload | None) -> str:
+def _workload_text(workload: Workload | None) -> str:
     """Return the data that a prediction is for."""
     if workload is None:
         return "for whole sequences with every token trained, the most that data can cost"
@@ -147,7 +147,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
         "reasons": plan.reason_texts,
         "remedies": plan.remedy_texts,
         "warnings": plan.warning_texts,
-        "speed_source": speed_source_text(plan.speed_source, plan.mode)
+        "speed_source": _speed_source_text(plan.speed_source, plan.mode)
         if plan.speed_source
         else "",
         "speed": row["speed_source"],
@@ -280,7 +280,7 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
     for row in rows:
         facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
         cells = [
-            cell(row.cells[count], narrow=narrow, compact=compact)
+            _cell(row.cells[count], narrow=narrow, compact=compact)
             if count in row.cells
             else Text("")
             for count in counts
@@ -289,7 +289,7 @@ def _grid(rows: Sequence[PlanRow], machine: Machine, width: int) -> Table:
     return table
 
 
-def cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
+def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
     """Return one cell: ``★ ✓ 0.15  16.0k/s``, ``~ gpu  9.9k/s``, ``✗ host 226 > 105``; compact
     ``✓★0.15  16.0k``.
     """
@@ -382,7 +382,7 @@ def _headline(plan: Plan) -> Text:
     text = Text.assemble(
         (plan.spec.label, "bold"), f" on {ranks}: ", (f"{sign} {plan.verdict}", style)
     )
-    text.append(f"   {step_text(plan)} a step" if plan.fits and plan.step_s else "").append(
+    text.append(f"   {_step_text(plan)} a step" if plan.fits and plan.step_s else "").append(
         f"   {how}"
     )
     text.append(f"   recommended for {ranks}" if plan.recommended else "", "bold")
@@ -438,7 +438,7 @@ def _step(plan: Plan) -> RenderableType:
     parts = (
         f"data {step.data_s:.2f}   forward {step.forward_s:.2f}   backward {step.backward_s:.2f}"
     )
-    said = Text(f"{step_text(plan)}:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
+    said = Text(f"{_step_text(plan)}:   {parts}   optimizer exposed {step.exposed_optimizer_s:.2f}")
     said.append(
         f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, "
         f"{thousands(plan.tokens_per_step)} tokens a step"
@@ -451,9 +451,10 @@ def _step(plan: Plan) -> RenderableType:
             "dim",
         )
     said.append(
-        f"\n≈ {speed_source_text(plan.speed_source, plan.mode)}" if plan.speed_source else "", "dim"
+        f"\n≈ {_speed_source_text(plan.speed_source, plan.mode)}" if plan.speed_source else "",
+        "dim",
     )
-    said.append(f"\n± {error_source_text(plan.step_error)}" if plan.step_error else "", "dim")
+    said.append(f"\n± {_error_source_text(plan.step_error)}" if plan.step_error else "", "dim")
     table = Table.grid()
     table.add_column(width=22)
     table.add_row(text, said)
@@ -536,7 +537,7 @@ def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
         for source in dict.fromkeys(
             plan.speed_source for plan in row.cells.values() if plan.speed_source
         ):
-            rates = rates_text(source)
+            rates = _rates_text(source)
             groups = [users.setdefault(rates, {}).setdefault(source.workload, [])]
             groups += [probed.setdefault(rates, [])] if source.probed else []
             for presets in groups:
@@ -544,14 +545,14 @@ def _sources(rows: Sequence[PlanRow]) -> Iterator[str]:
     for rates, of_data in sorted(users.items()):
         usual = max(of_data, key=lambda data: len(of_data[data]))
         others = [
-            f"{', '.join(presets)} {workload_text(data)}"
+            f"{', '.join(presets)} {_workload_text(data)}"
             for data, presets in of_data.items()
             if data != usual
         ]
         corrected = (
             [f"corrected by a probe here: {', '.join(probed[rates])}"] if rates in probed else []
         )
-        yield "; ".join([rates, workload_text(usual), *others, *corrected])
+        yield "; ".join([rates, _workload_text(usual), *others, *corrected])
 
 
 def _parameters(row: PlanRow) -> str:

@@ -63,7 +63,7 @@ class OffloadedStates(Struct, frozen=True, kw_only=True):
     """Those of the largest sub-group, which the worker can only begin when backward is over."""
 
 
-def gradient_copies_s(states: OffloadedStates, speed: Speed) -> float:
+def _gradient_copies_s(states: OffloadedStates, speed: Speed) -> float:
     """Return how long the copies of one backward's gradients take on the link; Python waits for
     each of them.
     """
@@ -85,7 +85,7 @@ def exposed_adam_s(states: OffloadedStates, adam_bytes_per_s: float, backward_s:
     return waits + states.on_cpu * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
 
 
-def clipped_adam_s(states: OffloadedStates, adam_bytes_per_s: float, waited_bytes: float) -> float:
+def _clipped_adam_s(states: OffloadedStates, adam_bytes_per_s: float, waited_bytes: float) -> float:
     """Return how long a step with clipping takes for Adam, sub-group by sub-group.
 
     Args:
@@ -367,7 +367,7 @@ class Update(NamedTuple):
     """New weights that are copied to the GPU; none where they stay in host memory."""
 
 
-def arrivals(
+def _arrivals(
     updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float
 ) -> list[tuple[float, float]]:
     """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
@@ -396,7 +396,7 @@ def arrivals(
     return found
 
 
-def weight_wait_s(
+def _weight_wait_s(
     updates: Iterable[Update],
     h2d_bytes_per_s: float,
     copy_latency_s: float,
@@ -404,9 +404,9 @@ def weight_wait_s(
     forward_begins_s: float,
 ) -> float:
     """Return how long the forward after a step waits for weights that are still to be updated or
-    copied. Arguments as ``arrivals``.
+    copied. Arguments as ``_arrivals``.
     """
-    found = arrivals(updates, h2d_bytes_per_s, copy_latency_s)
+    found = _arrivals(updates, h2d_bytes_per_s, copy_latency_s)
     return max(0.0, *(at - forward_begins_s - begin * forward_s for begin, at in found))
 
 
@@ -429,7 +429,7 @@ ACCUMULATE_BYTES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerModel:
+class _OptimizerModel:
     """The optimizer of a placed spec on a host of known speed."""
 
     placement: Placement
@@ -500,7 +500,7 @@ class OptimizerModel:
                 / speed.d2h_bytes_per_s
             )
             return max(0.0, once.backward_python_s + copies_s - once.backward_s) + further_s
-        return self.use.deepspeed_copies * gradient_copies_s(self._offloaded, speed) + further_s
+        return self.use.deepspeed_copies * _gradient_copies_s(self._offloaded, speed) + further_s
 
     def exposed_s(self) -> float:
         """Return the seconds from the end of the last backward kernel until nothing waits for
@@ -547,8 +547,8 @@ class OptimizerModel:
     def _deepspeed_adam_s(self) -> float:
         states, rate = self._offloaded, self._adam_bytes_per_s
         if self.placement.spec.train.gradient_clipping > 0:
-            return clipped_adam_s(states, rate, self.use.deepspeed_clipped_adam_bytes)
-        backward_s = self.one_pass.backward_s + self.use.deepspeed_copies * gradient_copies_s(
+            return _clipped_adam_s(states, rate, self.use.deepspeed_clipped_adam_bytes)
+        backward_s = self.one_pass.backward_s + self.use.deepspeed_copies * _gradient_copies_s(
             states, self.speed
         )
         return exposed_adam_s(states, rate, backward_s)
@@ -560,7 +560,7 @@ class OptimizerModel:
         norm_s = self._norm_s()
         updates = list(self._updates(norm_s))
         begins_s = max(on_gpu_s + norm_s, self._early_stepped_s(updates, norm_s))
-        return begins_s + weight_wait_s(
+        return begins_s + _weight_wait_s(
             updates,
             self.speed.h2d_bytes_per_s,
             self.use.weight_copy_latency_s,
@@ -632,7 +632,7 @@ class OptimizerModel:
         if not self._accumulated or len(self._held_back) == len(self.placement.layout.sub_groups):
             return 0.0
         early = [update for update in updates if update.ready_s < norm_s or not self._clipped]
-        found = arrivals(early, self.speed.h2d_bytes_per_s, self.use.weight_copy_latency_s)
+        found = _arrivals(early, self.speed.h2d_bytes_per_s, self.use.weight_copy_latency_s)
         return max((at for _, at in found), default=0.0)
 
 
@@ -796,10 +796,10 @@ class StepModel:
     """Ranks that share their node's memory."""
 
     @cached_property
-    def optimizer(self) -> OptimizerModel:
+    def optimizer(self) -> _OptimizerModel:
         """What the optimizer adds to the passes."""
         passes = self.passes
-        return OptimizerModel(
+        return _OptimizerModel(
             placement=passes.placement,
             speed=passes.speed,
             one_pass=passes.one_pass,

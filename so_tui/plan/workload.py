@@ -98,7 +98,7 @@ class Seen(Struct, frozen=True, kw_only=True):
 prepare(Seen)
 
 
-def path_of(spec: RunSpec) -> Path:
+def _path_of(spec: RunSpec) -> Path:
     """Return the file for the spec's data, whether it exists or not. Its name depends on whatever
     changes the tokenised data.
     """
@@ -120,12 +120,12 @@ def seen(spec: RunSpec) -> Seen | None:
     """Return what is known of the spec's data; None when nothing is. An unreadable file counts as
     none.
     """
-    return read_state_file(path_of(spec), Seen)
+    return read_state_file(_path_of(spec), Seen)
 
 
 def remember(spec: RunSpec, found: Seen) -> Path:
     """Store what was found, for plans of this data. Raises OSError."""
-    return write_state_file(path_of(spec), found)
+    return write_state_file(_path_of(spec), found)
 
 
 def _absolute(name: str) -> str:

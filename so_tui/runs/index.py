@@ -107,7 +107,7 @@ def block_end(step: float) -> int:
     return -(-int(step) // BLOCK_STEPS) * BLOCK_STEPS
 
 
-def part_names(metrics: Iterable[str], weights: Iterable[float] = ()) -> list[str]:
+def _part_names(metrics: Iterable[str], weights: Iterable[float] = ()) -> list[str]:
     """Return the names of the columns of some metrics, with the sums of some of EMA_WEIGHTS."""
     parts = (*PARTS, *(WEIGHTED[weight] for weight in weights))
     return [f"{metric}.{part}" for metric in metrics for part in parts]
@@ -115,7 +115,7 @@ def part_names(metrics: Iterable[str], weights: Iterable[float] = ()) -> list[st
 
 def no_blocks(metrics: Iterable[str], weights: Iterable[float] = ()) -> Columns:
     """Return the columns of no blocks."""
-    return {name: array("d") for name in (*POSITIONS, *part_names(metrics, weights))}
+    return {name: array("d") for name in (*POSITIONS, *_part_names(metrics, weights))}
 
 
 def missing(name: str, rows: int) -> array[float]:
@@ -134,7 +134,7 @@ def total(values: Iterable[float]) -> float:
         return sum(values)
 
 
-def metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:
+def _metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:
     """Return the values of a metric; NaN where it was not measured."""
     return [
         math.nan if value is None else float(value)
@@ -142,14 +142,14 @@ def metric_values(records: Sequence[StepRecord], metric: str) -> list[float]:
     ]
 
 
-def weighted_sum(values: Sequence[float], weight: float) -> float:
+def _weighted_sum(values: Sequence[float], weight: float) -> float:
     """Return the sum of a block's finite values, each times one of EMA_WEIGHTS to the power of how
     many come after it.
     """
     return float(sum(map(mul, values, _POWERS[weight][BLOCK_STEPS - len(values) :])))
 
 
-def append_block(
+def _append_block(
     columns: Columns,
     metrics: Iterable[str],
     records: Sequence[StepRecord],
@@ -162,7 +162,7 @@ def append_block(
     ):
         columns[name].append(position)
     for metric in metrics:
-        values = metric_values(records, metric)
+        values = _metric_values(records, metric)
         finite = [value for value in values if math.isfinite(value)]
         parts = (
             (min(finite), max(finite), values[-1], total(finite), len(finite))
@@ -172,7 +172,7 @@ def append_block(
         for part, value in zip(PARTS, parts, strict=True):
             columns[f"{metric}.{part}"].append(value)
         for weight in weights:
-            columns[f"{metric}.{WEIGHTED[weight]}"].append(weighted_sum(finite, weight))
+            columns[f"{metric}.{WEIGHTED[weight]}"].append(_weighted_sum(finite, weight))
 
 
 def blocks_of(
@@ -182,11 +182,11 @@ def blocks_of(
     columns, block = no_blocks(metrics, weights), list[StepRecord]()
     for record in records:
         if block and block_end(record.step) != block_end(block[0].step):
-            append_block(columns, metrics, block, 0.0, weights)
+            _append_block(columns, metrics, block, 0.0, weights)
             block = []
         block.append(record)
     if block:
-        append_block(columns, metrics, block, 0.0, weights)
+        _append_block(columns, metrics, block, 0.0, weights)
     return columns
 
 
@@ -432,7 +432,7 @@ LARGEST_INDEX_BYTES = 32 << 20
 _LEAST_RECORD_BYTES = 64
 """Fewer than any step record has."""
 _DOUBLE = 8
-_OWN_NAMES = (*POSITIONS, *part_names(METRICS, EMA_WEIGHTS))
+_OWN_NAMES = (*POSITIONS, *_part_names(METRICS, EMA_WEIGHTS))
 
 
 class IndexHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -515,7 +515,7 @@ class SegmentIndex:
         """Return the blocks with the columns of some metrics. Raises OSError if the index cannot be
         read or has changed.
         """
-        names = part_names(metrics, weights)
+        names = _part_names(metrics, weights)
         content = self._content or self._read()
         return self.positions | self._columns_in(memoryview(content)[self._start :], names)
 
@@ -559,7 +559,7 @@ def _check_positions(positions: Columns, segment_bytes: int) -> None:
         raise msgspec.DecodeError("the blocks of the index have impossible sizes")
 
 
-class SegmentSummary:
+class _SegmentSummary:
     """What an index says, made record by record while a segment is read."""
 
     def __init__(self) -> None:
@@ -596,7 +596,7 @@ class SegmentSummary:
         self._last_step, self.step_is_newer = record.step, True
         if self._block and block_end(record.step) != block_end(self._block[0].step):
             self._complete = self._complete or no_blocks(METRICS, EMA_WEIGHTS)
-            append_block(self._complete, METRICS, self._block, self._block_offset, EMA_WEIGHTS)
+            _append_block(self._complete, METRICS, self._block, self._block_offset, EMA_WEIGHTS)
             self._block = []
         if not self._block:
             self._block_offset = offset
@@ -612,12 +612,12 @@ class SegmentSummary:
         metrics = tuple(metrics)
         known = self._complete
         columns = (
-            {name: known[name][:] for name in (*POSITIONS, *part_names(metrics, weights))}
+            {name: known[name][:] for name in (*POSITIONS, *_part_names(metrics, weights))}
             if known
             else no_blocks(metrics, weights)
         )
         if self._block:
-            append_block(columns, metrics, self._block, self._block_offset, weights)
+            _append_block(columns, metrics, self._block, self._block_offset, weights)
         return columns
 
     def encode(self, segment_bytes: int) -> bytes:
@@ -656,7 +656,7 @@ def index_of(segment: Path, segment_bytes: int) -> SegmentIndex | None:
 
 def write_index(segment: Path) -> None:
     """Read a closed segment and write its index. Raises OSError."""
-    content, summary, offset = segment.read_bytes(), SegmentSummary(), 0
+    content, summary, offset = segment.read_bytes(), _SegmentSummary(), 0
     for line in content.split(b"\n")[:-1]:
         if (record := decode_metric(line)) is not None:
             summary.add(record, offset)
@@ -706,7 +706,7 @@ _STALE_S = 86_400.0
 _log = logging.getLogger(__name__)
 
 
-def fingerprint(segment: Path) -> str:
+def _fingerprint(segment: Path) -> str:
     """Return a name for a segment in its present state. Raises OSError."""
     found = segment.stat()
     path = os.path.abspath(segment)  # noqa: PTH100 - Path.absolute keeps `..`
@@ -736,7 +736,7 @@ class IndexCache:
     def load(self, segment: Path) -> SegmentIndex | None:
         """Return the index of a segment in its present state, if it is kept."""
         try:
-            path = self._folder / f"{fingerprint(segment)}{INDEX_SUFFIX}"
+            path = self._folder / f"{_fingerprint(segment)}{INDEX_SUFFIX}"
             if distrust_of_folder(self._folder) is not None or distrust_of_file(path) is not None:
                 return None
             index = SegmentIndex(path)
@@ -765,7 +765,7 @@ class IndexCache:
         try:
             if (
                 len(content) <= min(LARGEST_INDEX_BYTES, self._limit_bytes // 2 - self._kept_bytes)
-                and fingerprint(segment) == name
+                and _fingerprint(segment) == name
             ):
                 path = private_folder(self._folder) / f"{name}{INDEX_SUFFIX}"
                 self._make_room(len(content))
@@ -819,14 +819,14 @@ class Segment:
         self.path = path
         self.offset = 0
         self.index: SegmentIndex | None = None
-        self.summary = SegmentSummary()
+        self.summary = _SegmentSummary()
         self.name = ""
         """Its fingerprint before it was read; empty if it has none."""
         self.complete = False
         """Whether it was read to its end, or has an index."""
 
     @property
-    def content(self) -> SegmentIndex | SegmentSummary:
+    def content(self) -> SegmentIndex | _SegmentSummary:
         return self.index or self.summary
 
     @property
@@ -841,17 +841,17 @@ class Segment:
         """Use an index from now on, if there is one. Return whether there is."""
         if index is None:
             return False
-        self.index, self.summary, self.complete = index, SegmentSummary(), True
+        self.index, self.summary, self.complete = index, _SegmentSummary(), True
         return True
 
     def forget(self) -> None:
         """Begin again, without an index."""
-        self.index, self.summary, self.offset, self.complete = None, SegmentSummary(), 0, False
+        self.index, self.summary, self.offset, self.complete = None, _SegmentSummary(), 0, False
 
     def remember_state(self) -> None:
         """Take note of what the file is before it is read."""
         try:
-            self.name = fingerprint(self.path)
+            self.name = _fingerprint(self.path)
         except OSError:  # gone: its index is not kept
             self.name = ""
 

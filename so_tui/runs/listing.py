@@ -74,13 +74,13 @@ def remove_leftovers(
     Raises:
         OSError: A file cannot be removed.
     """
-    found = leftovers(processes, folder)
+    found = _leftovers(processes, folder)
     for path in found:
         path.unlink(missing_ok=True)
     return found
 
 
-def leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tuple[Path, ...]:
+def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tuple[Path, ...]:
     """Return the shared memory that ended processes have left behind.
 
     It is a regular file of this user, named by the pid of one of these processes, made since that

@@ -74,7 +74,7 @@ def host_of(state: RunState) -> HostIdentity:
     return HostIdentity(state.host, state.boot_id, state.pid_namespace)
 
 
-def same_boot(one: HostIdentity, other: HostIdentity) -> bool:
+def _same_boot(one: HostIdentity, other: HostIdentity) -> bool:
     """Return whether these are one host that has not restarted. What is unknown counts as equal."""
     return one.name == other.name and (
         not one.boot_id or not other.boot_id or one.boot_id == other.boot_id
@@ -84,7 +84,7 @@ def same_boot(one: HostIdentity, other: HostIdentity) -> bool:
 def sees_processes_of(one: HostIdentity, other: HostIdentity) -> bool:
     """Return whether pids on one mean the same processes on the other."""
     namespaces = one.pid_namespace, other.pid_namespace
-    return same_boot(one, other) and (0 in namespaces or namespaces[0] == namespaces[1])
+    return _same_boot(one, other) and (0 in namespaces or namespaces[0] == namespaces[1])
 
 
 # What the kernel says about a process of this host, from /proc/PID/stat.
@@ -120,10 +120,10 @@ def read_stat(pid: int) -> Stat | None:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    return parse_stat(text)
+    return _parse_stat(text)
 
 
-def parse_stat(text: bytes) -> Stat:
+def _parse_stat(text: bytes) -> Stat:
     """Return what a stat file says. Kernels and sandboxes that imitate one may leave out its last
     fields.
     """
@@ -267,7 +267,7 @@ def alive(process: Process) -> bool:
     return stat is not None and stat.alive and stat.start_time == process.start_time
 
 
-def living(processes: Iterable[Process]) -> tuple[Process, ...]:
+def _living(processes: Iterable[Process]) -> tuple[Process, ...]:
     """Return the processes that still run on this host."""
     return tuple(process for process in processes if alive(process))
 
@@ -348,11 +348,11 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
             liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True
         )
     if sees_processes_of(here, there):
-        if supervised(state) or living(state.processes):
+        if supervised(state) or _living(state.processes):
             return Sighting(liveness=Liveness.ALIVE, host=state.host, by_processes=True)
         if not _hidden_from_us(run):
             return Sighting(liveness=Liveness.GONE, host=state.host, by_processes=True)
-    restarted = here.name == there.name and not same_boot(here, there)
+    restarted = here.name == there.name and not _same_boot(here, there)
     liveness, age_s = _by_heartbeat(run, state, watch)
     return Sighting(
         liveness=liveness,

@@ -60,7 +60,7 @@ class Owner(Struct, frozen=True, kw_only=True):
 class RunLock:
     """A lock that is held. The holder must refresh it at least once a minute."""
 
-    def __init__(self, files: OwnerFiles, number: int = 0) -> None:
+    def __init__(self, files: _OwnerFiles, number: int = 0) -> None:
         """Hold the owner file with this number; with 0 only flock(2)."""
         self._files, self._number = files, number
 
@@ -83,7 +83,7 @@ class RunLock:
             self._files.release(self._number)
 
 
-class OwnerFiles:
+class _OwnerFiles:
     """Files that stand for a lock: ``supervisor.owner``, ``supervisor.owner.2`` and so on, of which
     the last names the owner.
 
@@ -177,7 +177,7 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
     descriptor = os.open(run.supervisor_lock_path, flags, 0o600)
     try:
         lock = _take(
-            run, descriptor, OwnerFiles(run, assume_dead=assume_dead), assume_dead=assume_dead
+            run, descriptor, _OwnerFiles(run, assume_dead=assume_dead), assume_dead=assume_dead
         )
         try:
             yield lock
@@ -189,7 +189,7 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
 
 
 def _take(
-    run: RunDirectory, descriptor: int, files: OwnerFiles, *, assume_dead: bool
+    run: RunDirectory, descriptor: int, files: _OwnerFiles, *, assume_dead: bool
 ) -> RunLock | None:
     refused = excludes = False
     try:

@@ -121,7 +121,7 @@ class LogReader:
     @property
     def partial(self) -> str:
         """Current state of the unfinished last line, such as a running progress bar."""
-        return readable(self._rest)
+        return _readable(self._rest)
 
     def poll(self, *, limit_bytes: int = MEBIBYTE, limit_s: float = 0.05) -> tuple[str, ...]:
         """Return the lines completed since the last poll, within about ``limit_bytes`` and
@@ -185,7 +185,7 @@ class LogReader:
             missed = dropped - (self._position - head)
             if missed > 0:
                 if self._rest:
-                    lines.append(readable(self._rest))
+                    lines.append(_readable(self._rest))
                 lines.append(
                     f"[so-tui: {missed} bytes of the log were dropped here to bound its size]"
                 )
@@ -209,7 +209,7 @@ class LogReader:
 
     def _lines(self, block: bytes) -> Iterator[str]:
         *complete, self._rest = (self._rest + block).split(b"\n")
-        yield from map(readable, complete)
+        yield from map(_readable, complete)
         if len(self._rest) > _LONGEST_LINE_BYTES:
             last_state = self._rest.rpartition(b"\r")[2]
             if len(last_state) < len(
@@ -217,7 +217,7 @@ class LogReader:
             ):  # a progress bar redrawn for hours: keep only its last state
                 self._rest = last_state
             else:
-                yield readable(self._rest)
+                yield _readable(self._rest)
                 self._rest = b""
 
 
@@ -229,7 +229,7 @@ def log_readers(run: RunDirectory, attempt: int | None = None) -> tuple[LogReade
     return tuple(LogReader(path) for path in run.logs(chosen).values())
 
 
-def readable(line: bytes) -> str:
+def _readable(line: bytes) -> str:
     """Return a line as a terminal would show it: the last state after ``\\r``, without escape
     sequences and control characters.
 

@@ -84,7 +84,7 @@ NO_EXTREMES = (math.inf, -math.inf)
 """Extremes of an entry without any finite value."""
 
 
-def extremes(values: Iterable[float]) -> tuple[float, float]:
+def _extremes(values: Iterable[float]) -> tuple[float, float]:
     """Return minimum and maximum of the finite values; ``NO_EXTREMES`` if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return (min(finite), max(finite)) if finite else NO_EXTREMES
@@ -201,7 +201,7 @@ MOST_FOREIGN = 3
 """Foreign processes of a sample."""
 
 
-def single(sample: Sample) -> Rollup:
+def _single(sample: Sample) -> Rollup:
     """Return a single sample as a roll-up."""
     return Rollup(samples=1, mean=sample, peak=sample)
 
@@ -365,7 +365,7 @@ class SampleWriter:
     def append(self, sample: Sample) -> None:
         """Write one sample and the roll-ups that it completes. Raises OSError (disk full)."""
         self._raw.append(encode_line(sample))
-        self._fold(single(sample), 0)
+        self._fold(_single(sample), 0)
 
     def close(self) -> None:
         """Write the unfinished roll-ups and close the files. Raises OSError."""
@@ -582,4 +582,4 @@ def _as_rollup(resolution: Resolution, line: bytes) -> Rollup | None:
     if resolution.interval_s:
         return decode_rollup(line)
     sample = decode_sample(line)
-    return None if sample is None else single(sample)
+    return None if sample is None else _single(sample)

@@ -47,7 +47,7 @@ from so_tui.spec.run_spec import DataSource, RunSpec
 # What speaks against ranks that share sequences, in a spec.
 
 
-def sharing_problems(
+def _sharing_problems(
     model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], gpus: Any
 ) -> Iterator[Problem]:
     """Yield what speaks against ``train.sequence_parallel``, from sections of a plain tree, of
@@ -146,7 +146,7 @@ _EXPERTS = frozenset({"num_experts", "num_local_experts"})
 """Keys of models with experts in ``[model.config]``."""
 
 
-def combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
+def _combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
     """Yield problems of combinations of keys. Single keys may be wrong too, so nothing is assumed
     about their types.
     """
@@ -160,7 +160,7 @@ def combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
     yield from table_problems(model)
     yield from _offload_problems(_section(tree, "offload"))
     yield from _evaluation_problems(data, train)
-    yield from sharing_problems(model, data, train, tree.get("gpus", 1))
+    yield from _sharing_problems(model, data, train, tree.get("gpus", 1))
 
 
 def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterator[Problem]:
@@ -487,7 +487,7 @@ def problems_in(tree: dict[str, Any]) -> tuple[Problem, ...]:
     wrong = {problem.field for problem in problems}
     return problems + tuple(
         problem
-        for problem in islice(combination_problems(tree), _MOST_PROBLEMS)
+        for problem in islice(_combination_problems(tree), _MOST_PROBLEMS)
         if problem.field not in wrong
     )
 

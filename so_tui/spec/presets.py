@@ -206,7 +206,7 @@ class Source(Struct, frozen=True):
     tree: Tree
 
 
-def preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
+def _preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
     """Return the preset files of a folder, sorted, and the problem if it cannot be read. A folder
     that does not exist has none.
     """
@@ -229,7 +229,7 @@ def preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
         ]
 
 
-def read_source(path: Path, origin: Origin) -> Source:
+def _read_source(path: Path, origin: Origin) -> Source:
     """Return a preset file as parsed. Raises InputError with the codes of ``catalog``."""
     try:
         tree = decode_toml(read_bounded(path, LARGEST_BYTES))
@@ -242,7 +242,7 @@ def read_source(path: Path, origin: Origin) -> Source:
         ) from None
     except UnfitFileError as error:
         if path.is_dir():
-            raise InputError([no_preset(path, "is a folder, not a preset")]) from None
+            raise InputError([_no_preset(path, "is a folder, not a preset")]) from None
         remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
         message = (
             "is a pipe or a device"
@@ -262,11 +262,11 @@ def read_source(path: Path, origin: Origin) -> Source:
         raise _unreadable("unreadable", path, f"cannot be read ({error})", remedy) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix != ".toml":
-            raise InputError([no_preset(path, "is a file, not a preset")]) from None
+            raise InputError([_no_preset(path, "is a file, not a preset")]) from None
         remedy = "Correct that line: text needs quotes, and each key may appear once."
         raise _unreadable("invalid-toml", path, f"is not TOML: {error}", remedy) from None
     if tree and not tree.keys() & _KEYS:
-        raise InputError([no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")])
+        raise InputError([_no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")])
     tree.setdefault("name", path.stem)
     return Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
 
@@ -281,7 +281,7 @@ def _unreadable(code: str, path: Path, message: str, remedy: str) -> InputError:
     )
 
 
-def no_preset(path: Path, message: str) -> Problem:
+def _no_preset(path: Path, message: str) -> Problem:
     """Return the problem of a file or folder that exists but is not a preset."""
     remedy = (
         "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` "
@@ -347,11 +347,11 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
         (user_dir or user_folder(), "user"),
     )
     for folder, origin in folders:
-        paths, unreadable = preset_files(folder)
+        paths, unreadable = _preset_files(folder)
         problems += unreadable
         for path in paths:
             try:
-                source = read_source(path, origin)
+                source = _read_source(path, origin)
                 if source.name in trees:
                     raise InputError([_duplicate_name(source, trees[source.name])])
                 trees[source.name] = source
@@ -405,7 +405,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
                 fault,
                 "`so-tui presets` lists the presets by name.",
             )
-        source = read_source(Path(name_or_path).expanduser(), "file")
+        source = _read_source(Path(name_or_path).expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
             source.tree["model"].pop("parameters", None)
         known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
@@ -425,7 +425,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     if not fault and exists(Path(name_or_path)):
         raise InputError(
             [
-                no_preset(
+                _no_preset(
                     Path(name_or_path),
                     f"is a {'folder' if is_folder(Path(name_or_path)) else 'file'}, not a preset",
                 )
@@ -458,7 +458,7 @@ def save_preset(
     older = presets.get(name)
     path = Path(older.path) if older else folder / f"{name}.toml"
     if older and base == name:
-        base = read_source(path, "user").tree.get("extends")
+        base = _read_source(path, "user").tree.get("extends")
     saved = msgspec.structs.replace(with_absolute_paths(spec), name=name)
     return _write(path, _toml(_preset_tree(saved, base, presets)))
 
@@ -513,7 +513,7 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
         other
         for other, known in presets.items()
         if known.origin == "user"
-        and read_source(Path(known.path), "user").tree.get("extends") == name
+        and _read_source(Path(known.path), "user").tree.get("extends") == name
     ]
     if below:
         raise reject(

@@ -58,7 +58,7 @@ An unknown key, a wrong type or a value out of range is an error that names the 
 """  # noqa: E501
 
 
-def reference() -> str:
+def _reference() -> str:
     """Return the page."""
     parts = [_INTRODUCTION]
     for section, group in groupby(fields(), key=lambda info: info.path.rpartition(".")[0]):
@@ -81,4 +81,4 @@ def _default(value: object) -> str:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(_reference(), end="")

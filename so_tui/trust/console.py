@@ -23,7 +23,7 @@ class PrintableConsole(Console):
     ) -> Iterable[Segment]:
         """Return the segments of a renderable. Control segments are rich's own, and pass."""
         if isinstance(renderable, Text):
-            renderable = printable_text(renderable)
+            renderable = _printable_text(renderable)
         for segment in super().render(renderable, options):
             yield (
                 segment
@@ -42,7 +42,7 @@ class PrintableConsole(Console):
         raise BrokenPipeError
 
 
-def printable_text(text: Text) -> Text:
+def _printable_text(text: Text) -> Text:
     """Return styled text with unsafe characters spelled out as ``printable`` does, each in its own
     style.
     """

@@ -91,13 +91,13 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
         finally:
             os.close(descriptor)
 
-    content = despite_replacement(read)
+    content = _despite_replacement(read)
     if len(content) > limit_bytes:
         raise UnfitFileError(path, Unfit.TOO_LARGE, limit_bytes)
     return content
 
 
-def despite_replacement(read: Callable[[], bytes]) -> bytes:
+def _despite_replacement(read: Callable[[], bytes]) -> bytes:
     """Return what a function reads that opens a file, called again if another host replaced the
     file in between.
 
@@ -159,7 +159,7 @@ def read_own(path: Path) -> bytes:
         NotOwnError: It is not this user's own, or no regular file.
         OSError: It cannot be read.
     """
-    return despite_replacement(lambda: _read_own(path))
+    return _despite_replacement(lambda: _read_own(path))
 
 
 def _read_own(path: Path) -> bytes:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class PrintableStream:
+class _PrintableStream:
     """A text stream that spells out control, bidirectional and invisible characters; it otherwise
     behaves like the stream beneath it.
     """
@@ -41,15 +41,15 @@ def guard_output() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, PrintableStream):
-            setattr(sys, name, cast(TextIO, PrintableStream(stream)))
+        if stream is not None and not isinstance(stream, _PrintableStream):
+            setattr(sys, name, cast(TextIO, _PrintableStream(stream)))
 
 
 def beneath(stream: TextIO) -> TextIO:
     """Return the unguarded stream, for a writer that sends control sequences and makes text
     printable itself.
     """
-    return stream.beneath if isinstance(stream, PrintableStream) else stream
+    return stream.beneath if isinstance(stream, _PrintableStream) else stream
 
 
 def console(*, stderr: bool = False) -> Console:

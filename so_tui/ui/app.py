@@ -99,7 +99,7 @@ other, and Python then lets one of them fail with an ImportError.
 """
 
 
-def import_packages() -> None:
+def _import_packages() -> None:
     """Import what the threads of the workers use."""
     for package in PACKAGES:
         importlib.import_module(package)
@@ -166,7 +166,7 @@ class SoTuiApp(SharedApp):
         """Why what the command wanted was not started."""
         at_run = open_run is not None or launch is not None
         if at_run:
-            import_packages()  # the dashboard's workers start with the first paint
+            _import_packages()  # the dashboard's workers start with the first paint
         # Set on the instance before Textual reads it, so that a given run is shown without another
         # screen first.
         setattr(self, "DEFAULT_MODE", "dashboard" if at_run else "presets")  # noqa: B010 - a class variable to type checkers
@@ -190,7 +190,7 @@ class SoTuiApp(SharedApp):
             self.exit()
 
     def _after_first_paint(self) -> None:
-        import_packages()
+        _import_packages()
         if self._launch is not None:
             start_launch(self, self._launch)
         self.report_settings()
@@ -339,7 +339,9 @@ class SoTuiApp(SharedApp):
         if isinstance(page, Page):
             title = dict(PAGES)[page.PAGE]
             self.push_screen(
-                KeysHelp(f"{title}: what it is for, and its keys", page.HELP_TEXT, key_groups(page))
+                KeysHelp(
+                    f"{title}: what it is for, and its keys", page.HELP_TEXT, _key_groups(page)
+                )
             )
 
     def get_system_commands(self, screen: Screen[ScreenResultType]) -> Iterable[SystemCommand]:
@@ -375,7 +377,7 @@ def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Bindi
             yield active.node, binding, active.enabled
 
 
-def key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+def _key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Return the keys of the screen, of the application, and for moving, each as key, name and
     details.
     """

@@ -409,7 +409,7 @@ METRICS = (*STEP_METRICS, *HARDWARE)
 BY_KEY = {metric.key: metric for metric in METRICS}
 
 
-def smoothed_fields(metrics: tuple[Metric, ...], ema: float | None) -> tuple[str, ...]:
+def _smoothed_fields(metrics: tuple[Metric, ...], ema: float | None) -> tuple[str, ...]:
     """Return the fields of which a smoothed line is drawn."""
     wanted = ("mean",) if ema is None else () if ema == 0 else ("mean", "wanted")
     return tuple(
@@ -432,7 +432,7 @@ def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
     )
 
 
-def fields_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
+def _fields_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
     """Return the fields of the step records that these charts draw; never none."""
     return tuple(dict.fromkeys(field for metric in metrics for field in metric.fields)) or ("loss",)
 
@@ -525,7 +525,7 @@ def without_gpus(layout: ChartLayout) -> ChartLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class ChartPage:
+class _ChartPage:
     """The charts that are on the screen at once."""
 
     metrics: tuple[Metric, ...]
@@ -557,7 +557,7 @@ class Wanted:
     samples: tuple[str, ...] = ()
 
 
-def page_of(layout: ChartLayout, number: int, width: int) -> ChartPage:
+def page_of(layout: ChartLayout, number: int, width: int) -> _ChartPage:
     """Return one page of charts; numbers beyond the last page begin again with the first."""
     rows, columns = layout.cells(width)
     metrics = tuple(BY_KEY[key] for key in layout.shown)
@@ -565,20 +565,20 @@ def page_of(layout: ChartLayout, number: int, width: int) -> ChartPage:
     number %= pages
     here = metrics[number * rows * columns : (number + 1) * rows * columns]
     columns = min(columns, len(here))
-    return ChartPage(here, math.ceil(len(here) / columns), columns, number, pages)
+    return _ChartPage(here, math.ceil(len(here) / columns), columns, number, pages)
 
 
-def wanted_by(page: ChartPage, ema: float | None) -> Wanted:
+def wanted_by(page: _ChartPage, ema: float | None) -> Wanted:
     """Return what the charts of a page need."""
     return Wanted(
-        fields_of(page.metrics),
-        smoothed_fields(page.metrics, ema),
+        _fields_of(page.metrics),
+        _smoothed_fields(page.metrics, ema),
         ema or None,
         samples_of(page.metrics),
     )
 
 
-def layout_path() -> Path:
+def _layout_path() -> Path:
     """Return the file that remembers the layout."""
     return state_home() / "charts.json"
 
@@ -586,16 +586,16 @@ def layout_path() -> Path:
 def load_layout() -> ChartLayout:
     """Return the remembered layout, without what this version does not know."""
     try:
-        found = read_json(layout_path(), ChartLayout)
+        found = read_json(_layout_path(), ChartLayout)
     except FileNotFoundError:
         return ChartLayout()
     except (OSError, msgspec.DecodeError) as error:
         _log.info("the layout of charts is the default one: %s", error)
         return ChartLayout()
-    return checked(found)
+    return _checked(found)
 
 
-def checked(found: ChartLayout) -> ChartLayout:
+def _checked(found: ChartLayout) -> ChartLayout:
     """Return a layout with what is unknown or out of range left out."""
     shown = tuple(dict.fromkeys(key for key in found.shown if key in BY_KEY)) or ChartLayout().shown
     ema = (
@@ -614,7 +614,7 @@ def checked(found: ChartLayout) -> ChartLayout:
 
 def save_layout(layout: ChartLayout) -> None:
     """Remember a layout. Raises OSError."""
-    path = layout_path()
+    path = _layout_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, msgspec.json.encode(layout))
 

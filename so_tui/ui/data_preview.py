@@ -41,7 +41,7 @@ _MOST_COUNT = 9
 """Cells of a count behind a bar."""
 
 
-def facts(preview: DataPreview) -> list[Content]:
+def _facts(preview: DataPreview) -> list[Content]:
     """Return a line for each figure: its name, the figure, what it means."""
     rows = preview.facts()
     width = max(len(figure) for _, figure, _ in rows)
@@ -58,7 +58,7 @@ def facts(preview: DataPreview) -> list[Content]:
     ]
 
 
-def histogram(preview: DataPreview, width: int) -> list[Content]:
+def _histogram(preview: DataPreview, width: int) -> list[Content]:
     """Return a bar for each range of lengths."""
     label = max(len(entry.label) for entry in preview.histogram)
     cells = preview.histogram_cells(max(8, min(60, width - label - 1 - _MOST_COUNT)))
@@ -72,7 +72,7 @@ def histogram(preview: DataPreview, width: int) -> list[Content]:
     ]
 
 
-def packed(preview: DataPreview, width: int) -> list[Content]:
+def _packed(preview: DataPreview, width: int) -> list[Content]:
     """Return one sequence as a bar in which neighbouring documents differ, and their lengths."""
     *documents, padding = preview.sequence_cells(width)
     bar = [
@@ -85,7 +85,7 @@ def packed(preview: DataPreview, width: int) -> list[Content]:
     ]
 
 
-def sources(preview: DataPreview, width: int) -> list[Content]:
+def _sources(preview: DataPreview, width: int) -> list[Content]:
     """Return a line for each source of a mixture: its share of an epoch, what became of its rows,
     its name.
     """
@@ -112,7 +112,7 @@ def _source(source: SourceView, width: int) -> Content:
     )
 
 
-def legend(*, marks: bool) -> Content:
+def _legend(*, marks: bool) -> Content:
     """Return the legend of trained and context text; with ``marks`` they differ by signs instead of
     colour.
     """
@@ -123,7 +123,7 @@ def legend(*, marks: bool) -> Content:
     )
 
 
-def sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
+def _sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
     """Return one document as the model sees it."""
     where = f"row {thousands(one.row)}" + (f" of {one.source}" if len(preview.sources) > 1 else "")
     head = Content.assemble(
@@ -293,22 +293,22 @@ class DataPreviewScreen(ModalScreen[None]):
             )
         wide = width >= WIDE
         narrow = 2 * width // 5 - 3 if wide else width
-        figures = _part("what happens to the rows", facts(preview))
-        lengths = _part("documents by length in tokens", histogram(preview, narrow))
+        figures = _part("what happens to the rows", _facts(preview))
+        lengths = _part("documents by length in tokens", _histogram(preview, narrow))
         yield (
             Horizontal(figures, lengths, classes="preview-pair")
             if wide
             else Vertical(figures, lengths, classes="preview-stack")
         )
         if len(preview.sources) > 1:
-            yield _part("the mixture: share of an epoch", sources(preview, width))
+            yield _part("the mixture: share of an epoch", _sources(preview, width))
         if preview.packing:
-            yield _part(preview.sequence_words(), packed(preview, width))
+            yield _part(preview.sequence_words(), _packed(preview, width))
         yield Rule(
-            Content.assemble(("rows as the model sees them   ", "$faint"), legend(marks=marks))
+            Content.assemble(("rows as the model sees them   ", "$faint"), _legend(marks=marks))
         )
         for one in preview.samples:
-            yield Static(sample(one, preview, marks=marks), classes="preview-part preview-row")
+            yield Static(_sample(one, preview, marks=marks), classes="preview-part preview-row")
 
     def _show_status(self, text: Content) -> None:
         self.query_one("#preview-status", Static).update(text)

@@ -286,7 +286,7 @@ KeyRow = tuple[str, str, str]
 """Keys, name and details of a command."""
 
 
-def key_lines(rows: Sequence[KeyRow], width: int) -> Content:
+def _key_lines(rows: Sequence[KeyRow], width: int) -> Content:
     """Return commands in lines of ``width`` cells, what they do beside the keys."""
     keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
     lines = []
@@ -310,10 +310,10 @@ class KeyRows(Static):
 
     def __init__(self, rows: Sequence[KeyRow]) -> None:
         self._rows = rows
-        super().__init__(key_lines(rows, 1), classes="dialog-line")
+        super().__init__(_key_lines(rows, 1), classes="dialog-line")
 
     def on_resize(self) -> None:
-        self.update(key_lines(self._rows, self.size.width))
+        self.update(_key_lines(self._rows, self.size.width))
 
 
 class KeysHelp(ModalScreen[None]):

@@ -232,7 +232,7 @@ def length_of(values: Mapping[str, str]) -> tuple[str, str]:
     return LENGTH_KEYS[0], values.get(LENGTH_KEYS[0], "0")
 
 
-def same_value(path: str, one: str, other: str) -> bool:
+def _same_value(path: str, one: str, other: str) -> bool:
     """Return whether two texts mean the same value of a field: ``4,096`` and ``4096`` do."""
     if one == other:
         return True
@@ -265,7 +265,7 @@ def with_edit(
             changed = {
                 key: value for key, value in plain.items() if base.get(key, value) != value
             } | changed
-    if not same_value(path, text, base.get(path, "")):
+    if not _same_value(path, text, base.get(path, "")):
         changed[path] = text
     return changed
 
@@ -282,7 +282,7 @@ def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list
         if not (
             path in edits
             and path in recommended
-            and same_value(path, edits[path], recommended[path])
+            and _same_value(path, edits[path], recommended[path])
         )
     ]
 
@@ -339,7 +339,7 @@ _LEAST = {
 """The value after 0, where that is not 1."""
 
 
-def beyond(values: Iterable[float], present: float, direction: int) -> float | None:
+def _beyond(values: Iterable[float], present: float, direction: int) -> float | None:
     """Return the nearest value in a direction; None at the end."""
     there = [
         value
@@ -396,7 +396,7 @@ def _proposed(path: str, info: FieldInfo, present: float, direction: Direction) 
         return least if direction > 0 else None
     if direction < 0 and not endless and present <= least * (1 + _TOLERANCE):
         return 0.0
-    return beyond(_candidates(kind, present), present, direction)
+    return _beyond(_candidates(kind, present), present, direction)
 
 
 def _candidates(kind: Kind, present: float) -> list[float]:
@@ -458,7 +458,7 @@ class Strip:
 
     def stepped(self, direction: int) -> float | None:
         """Return the next value in a direction; None at the end."""
-        return beyond((choice.value for choice in self.choices), self.present, direction)
+        return _beyond((choice.value for choice in self.choices), self.present, direction)
 
 
 def strips_for(

@@ -119,7 +119,7 @@ Styles = tuple[VisualStyle | str, ...]
 """Styles that lie over each other, as a span names them."""
 
 
-def pieces(content: Content) -> Iterator[tuple[str, Styles]]:
+def _pieces(content: Content) -> Iterator[tuple[str, Styles]]:
     """Yield the text of ``content`` in pieces of one style each, with the styles that lie over each
     other there.
     """
@@ -214,7 +214,7 @@ class StyledLines(DrawnRowsMixin):
     def draw_rows(self) -> list[Strip]:
         width, base = self.size.width, self._style(())
         rows: list[list[Segment]] = [[]]
-        for text, styles in pieces(self.content):
+        for text, styles in _pieces(self.content):
             style = self._style(styles)
             for number, part in enumerate(text.split("\n")):
                 if number:

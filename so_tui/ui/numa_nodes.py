@@ -56,7 +56,7 @@ _Members = tuple[str, str, str, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class CoreGroup:
+class _CoreGroup:
     """Cores of a node that do one thing; ``sign`` leads them on the row, so that groups differ
     without colour as well.
     """
@@ -75,12 +75,12 @@ class CoreGroup:
         return sum(self.loads) / len(self.loads) if self.loads else 0.0
 
 
-def group_cores(
+def _group_cores(
     loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]
-) -> tuple[CoreGroup, ...]:
+) -> tuple[_CoreGroup, ...]:
     """Group a node's cores by the run's use of them; groups without a core are left out."""
     return tuple(
-        CoreGroup(name, sign, role, tuple([loads[at] for at in positions]), members, positions)
+        _CoreGroup(name, sign, role, tuple([loads[at] for at in positions]), members, positions)
         for name, sign, role, members, positions in _groups(tuple(cpus[: len(loads)]), adam, main)
     )
 
@@ -103,7 +103,9 @@ def _groups(
     )
 
 
-def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> list[tuple[str, str]]:
+def _heat_cells(
+    groups: Sequence[_CoreGroup], width: int, glyphs: GlyphName
+) -> list[tuple[str, str]]:
     """Return one row of ``(text, role)``: each group's sign and its cores, in at most ``width``
     cells.
     """
@@ -126,7 +128,7 @@ def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> li
             shown = [of_percent[min(100, int(load))] for load in group.loads]
         elif per_cell == 2:
             shown = [
-                pair(
+                _pair(
                     group.loads[index],
                     group.loads[index + 1] if index + 1 < len(group.loads) else None,
                 )
@@ -134,24 +136,24 @@ def heat_cells(groups: Sequence[CoreGroup], width: int, glyphs: GlyphName) -> li
             ]
         else:
             count = max(1, room * len(group.loads) // cores)
-            shown = [level(load, glyphs) for load in averaged(group.loads, count)]
+            shown = [_level(load, glyphs) for load in _averaged(group.loads, count)]
         cells.append(("".join(shown), group.role))
     return cells
 
 
-def level(load: float, glyphs: GlyphName) -> str:
+def _level(load: float, glyphs: GlyphName) -> str:
     """Return the character of one core's load (percent)."""
     levels = LEVELS[glyphs]
     return levels[min(len(levels) - 1, max(0, int(load / 100 * len(levels))))]
 
 
 _LEVEL_OF_PERCENT: dict[GlyphName, list[str]] = {
-    glyphs: [level(percent, glyphs) for percent in range(101)] for glyphs in LEVELS
+    glyphs: [_level(percent, glyphs) for percent in range(101)] for glyphs in LEVELS
 }
 """Looked up, since hundreds of cores are drawn each second."""
 
 
-def pair(left: float, right: float | None) -> str:
+def _pair(left: float, right: float | None) -> str:
     """Return one braille cell for two cores, four levels each."""
     mask = _PAIRS[0][min(3, int(left / 25))]
     if right is not None:
@@ -159,7 +161,7 @@ def pair(left: float, right: float | None) -> str:
     return chr(0x2800 + mask)
 
 
-def averaged(loads: Sequence[float], count: int) -> list[float]:
+def _averaged(loads: Sequence[float], count: int) -> list[float]:
     """Average neighbours, so that ``count`` means of ``loads`` remain."""
     edges = [index * len(loads) // count for index in range(count + 1)]
     return [
@@ -177,7 +179,7 @@ _SAMPLES_A_COLUMN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class HeatRow:
+class _HeatRow:
     """Neighbouring cores that do one thing, shown as one row."""
 
     sign: str
@@ -192,7 +194,7 @@ class HeatRow:
         return f"{self.sign}{self.first_cpu:>{GUTTER - 2}} "
 
 
-def heat_rows(groups: Sequence[CoreGroup], height: int) -> list[HeatRow]:
+def _heat_rows(groups: Sequence[_CoreGroup], height: int) -> list[_HeatRow]:
     """Fold the cores of a node into at most ``height`` rows, a group's cores among themselves, as
     far as each group gets a row.
     """
@@ -201,18 +203,18 @@ def heat_rows(groups: Sequence[CoreGroup], height: int) -> list[HeatRow]:
         [len(group.positions) for group in shown],
         min(height, sum(len(group.positions) for group in shown)),
     )
-    rows: list[HeatRow] = []
+    rows: list[_HeatRow] = []
     for group, count in zip(shown, counts, strict=True):
         edges = [index * len(group.positions) // count for index in range(count + 1)]
         rows += [
-            HeatRow(group.sign, group.role, group.cpus[first], group.positions[first:last])
+            _HeatRow(group.sign, group.role, group.cpus[first], group.positions[first:last])
             for first, last in pairwise(edges)
         ]
     return rows
 
 
-def heat_texts(
-    rows: Sequence[HeatRow], history: Sequence[bytes], edges: Sequence[int], glyphs: GlyphName
+def _heat_texts(
+    rows: Sequence[_HeatRow], history: Sequence[bytes], edges: Sequence[int], glyphs: GlyphName
 ) -> list[str]:
     """Return a text for each row, a character for each column.
 
@@ -224,7 +226,8 @@ def heat_texts(
     columns = [_sampled(history, start, stop) for start, stop in pairwise(edges)]
     return [
         "".join(
-            " " if not column else level(_mean(column, row.positions), glyphs) for column in columns
+            " " if not column else _level(_mean(column, row.positions), glyphs)
+            for column in columns
         )
         for row in rows
     ]
@@ -261,18 +264,18 @@ name, too.
 """
 
 
-def percent(value: float) -> str:
+def _percent(value: float) -> str:
     """Return ``50 %``."""
     return f"{value:.0f} %"
 
 
-def giga(value: float) -> str:
+def _giga(value: float) -> str:
     """Return ``100 G``."""
     return f"{value:.0f} G"
 
 
 @dataclass(frozen=True, slots=True)
-class NodePicture:
+class _NodePicture:
     """A node with the ranks and GPUs that are bound to it."""
 
     view: NodeView
@@ -285,16 +288,16 @@ class NodePicture:
     gpus: tuple[GpuView, ...] = ()
     """GPUs attached to this node whose load is drawn."""
 
-    def groups(self) -> tuple[CoreGroup, ...]:
-        return group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
+    def groups(self) -> tuple[_CoreGroup, ...]:
+        return _group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
 
 
-def node_rows(nodes: int, width: int) -> int:
+def _node_rows(nodes: int, width: int) -> int:
     """Return how many nodes stand above each other in ``width`` cells."""
-    return math.ceil(nodes / node_columns(nodes, width))
+    return math.ceil(nodes / _node_columns(nodes, width))
 
 
-def node_columns(nodes: int, width: int) -> int:
+def _node_columns(nodes: int, width: int) -> int:
     """Return how many nodes stand beside each other in ``width`` cells."""
     return 2 if nodes > 1 and width >= TWO_COLUMNS else 1
 
@@ -337,7 +340,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     def __init__(self, *, glyphs: GlyphName = "braille", id: str | None = None) -> None:
         super().__init__(id=id)
         self.glyphs = glyphs
-        self.pictures: tuple[NodePicture, ...] = ()
+        self.pictures: tuple[_NodePicture, ...] = ()
         self.axis: Axis | None = None
         self.cursor: float | None = None
         self.plot_height = 2
@@ -346,7 +349,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         self._plots: dict[tuple[str, int], tuple[tuple[object, ...], list[list[Segment]]]] = {}
 
     def show(
-        self, pictures: tuple[NodePicture, ...], axis: Axis | None, cursor: float | None = None
+        self, pictures: tuple[_NodePicture, ...], axis: Axis | None, cursor: float | None = None
     ) -> None:
         """Show new data."""
         rows = len(self.pictures)
@@ -368,7 +371,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         return max(
             1,
-            node_rows(len(self.pictures), width) * (2 + self.plot_height)
+            _node_rows(len(self.pictures), width) * (2 + self.plot_height)
             + (1 if self.plot_height else 0),
         )
 
@@ -381,28 +384,28 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
                     self.size.width, base
                 )
             ]
-        columns = node_columns(len(self.pictures), self.size.width)
+        columns = _node_columns(len(self.pictures), self.size.width)
         width = (self.size.width - GAP * (columns - 1)) // columns
         plot = self.plot_height
         if self.is_maximized:
             plot = max(
-                plot, (self.size.height - 1) // node_rows(len(self.pictures), self.size.width) - 2
+                plot, (self.size.height - 1) // _node_rows(len(self.pictures), self.size.width) - 2
             )
         if self.axis is None or width <= GUTTER + 4:
             plot = 0
         blocks = [self._block(picture, width, plot, styles) for picture in self.pictures]
-        strips = beside_each_other(blocks, columns, width, self.size.width, base)
+        strips = _beside_each_other(blocks, columns, width, self.size.width, base)
         if plot and self.axis is not None:
             corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
             axis = [
                 Segment(corner, styles["label"]),
                 *axis_row(self.axis, width - GUTTER, (), styles),
             ]
-            strips += beside_each_other([[axis]] * columns, columns, width, self.size.width, base)
+            strips += _beside_each_other([[axis]] * columns, columns, width, self.size.width, base)
         return strips
 
     def _block(
-        self, picture: NodePicture, width: int, plot: int, styles: dict[str, Style]
+        self, picture: _NodePicture, width: int, plot: int, styles: dict[str, Style]
     ) -> list[list[Segment]]:
         """Return the rows of one node: its heading, ``plot`` rows of history, and its cores."""
         groups = picture.groups()
@@ -418,12 +421,12 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         return [*rows, [Segment(" " * indent, styles["note"]), *joined(cells, styles)]]
 
     def _plotted(
-        self, picture: NodePicture, size: tuple[int, int], styles: dict[str, Style]
+        self, picture: _NodePicture, size: tuple[int, int], styles: dict[str, Style]
     ) -> list[list[Segment]]:
         """Return the plot of a node with its labels, cached while the range does not move."""
         assert self.axis is not None
         view = picture.view
-        heat = heat_rows(picture.groups(), size[1]) if self.plot == "cores" and view.cores else []
+        heat = _heat_rows(picture.groups(), size[1]) if self.plot == "cores" and view.cores else []
         lines = (
             (*view.lines(), *(gpu.line() for gpu in picture.gpus))
             if self.plot != "memory"
@@ -459,7 +462,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         body = plot_rows(lines, self.axis, scale, size, GLYPHS[self.glyphs], styles)[0]
         per = memory_unit()[0] if in_bytes else 1
         labels = (
-            gutter_text(scale, height, giga if in_bytes else percent, per)
+            gutter_text(scale, height, _giga if in_bytes else _percent, per)
             if height > 2
             else [" " * GUTTER] * height
         )
@@ -470,7 +473,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     def _heat(
         self,
         view: NodeView,
-        heat: Sequence[HeatRow],
+        heat: Sequence[_HeatRow],
         size: tuple[int, int],
         styles: dict[str, Style],
     ) -> list[list[Segment]]:
@@ -478,7 +481,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         assert self.axis is not None
         width, height = size
         edges = self.axis.indices(view.lines()[1], width)
-        texts = heat_texts(heat, view.cores, edges, self.glyphs)
+        texts = _heat_texts(heat, view.cores, edges, self.glyphs)
         rows = [
             [
                 Segment(row.label, styles["sign"]),
@@ -489,16 +492,16 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         rest = ["" if view.cores else "reading …", *[""] * height][: height - len(rows)]
         return [*rows, *([Segment(" " * GUTTER + text, styles["note"])] for text in rest)]
 
-    def _cores(self, groups: tuple[CoreGroup, ...], width: int) -> list[tuple[str, str]]:
+    def _cores(self, groups: tuple[_CoreGroup, ...], width: int) -> list[tuple[str, str]]:
         return [
             (text, HEAT_ROLES.get(role, role))
-            for text, role in heat_cells(groups, width, self.glyphs)
+            for text, role in _heat_cells(groups, width, self.glyphs)
         ]
 
     def _heading(
         self,
-        picture: NodePicture,
-        groups: tuple[CoreGroup, ...],
+        picture: _NodePicture,
+        groups: tuple[_CoreGroup, ...],
         styles: Mapping[str, Style],
         width: int,
     ) -> list[Segment]:
@@ -524,7 +527,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         return [segment for part in parts for segment in part]
 
 
-def beside_each_other(
+def _beside_each_other(
     blocks: Sequence[Sequence[list[Segment]]], columns: int, width: int, whole: int, base: Style
 ) -> list[Strip]:
     """Return blocks of equally many rows, ``columns`` of them of ``width`` cells beside each other
@@ -546,8 +549,8 @@ def _cells(parts: Iterable[Sequence[Segment]]) -> int:
 
 
 def _figures(
-    picture: NodePicture,
-    groups: tuple[CoreGroup, ...],
+    picture: _NodePicture,
+    groups: tuple[_CoreGroup, ...],
     styles: Mapping[str, Style],
     *,
     long: bool,
@@ -700,7 +703,7 @@ class NumaPanel(KeptVertical):
 
     def node_rows(self, width: int) -> int:
         """Return how many nodes stand above each other in a panel of ``width`` cells."""
-        return node_rows(len(self.nodes.pictures), self.inner(width))
+        return _node_rows(len(self.nodes.pictures), self.inner(width))
 
     def inner(self, width: int) -> int:
         """Return the cells inside the frame of a panel of ``width``."""
@@ -739,7 +742,7 @@ def _figure(shown: ShowsHosts, plot: NodePlot) -> str:
     return f"{counted}{when}{over_time}{cells}"
 
 
-def _picture(shown: ShowsHosts, node: NodeView) -> NodePicture:
+def _picture(shown: ShowsHosts, node: NodeView) -> _NodePicture:
     """Join a node's load with the ranks and GPUs that are bound to it."""
     bound = shown.binding.ranks if shown.binding is not None else ()
     own = set(node.cpus)
@@ -748,7 +751,7 @@ def _picture(shown: ShowsHosts, node: NodeView) -> NodePicture:
         f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in ranks
     )
     used = {rank.gpu for rank in ranks}
-    return NodePicture(
+    return _NodePicture(
         node,
         node.host if shown.hosts > 1 else "",
         names,

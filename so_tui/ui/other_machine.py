@@ -25,7 +25,7 @@ THIS_MACHINE = ("", "this machine")
 _MOST_ENTRIES = 2000
 
 
-class MachineSuggester(Suggester):
+class _MachineSuggester(Suggester):
     """Completes names of machines and paths of files."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def ask_for_machine(app: SharedApp) -> None:
         yes="Plan",
         read=read,
         may_be_empty=True,
-        suggester=MachineSuggester(),
+        suggester=_MachineSuggester(),
         choices=[
             THIS_MACHINE,
             *(

@@ -40,7 +40,7 @@ TOO_MUCH = ("  ✗ too much", "  ✗")
 """What marks a bar that is too full, the longest first."""
 
 
-def verdict(plan: Plan) -> Content:
+def _verdict(plan: Plan) -> Content:
     """Return ``✓ fits``."""
     return Content.styled(f"{SIGNS[plan.verdict]} {plan.verdict}", f"bold {STYLES[plan.verdict]}")
 
@@ -55,7 +55,7 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         before: Begins the first line.
     """
     marked = [Content.styled("planned, never run", "$warning")] if plan.never_run else []
-    facts = [*([before] if before else []), verdict(plan), *marked, Content(mode_text(plan))]
+    facts = [*([before] if before else []), _verdict(plan), *marked, Content(_mode_text(plan))]
     if plan.fits and plan.step_s:
         facts.append(Content(f"step {duration(plan.step_s)}{step_error_text(plan.step_error)}"))
     if plan.fits and plan.useful_tokens_per_s_total:
@@ -105,7 +105,7 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
 
     notes = [fact.message for fact in plan.warnings if not isinstance(fact, RemoteCode)]
     terms = {
-        f"where the {name} memory goes": terms_table(
+        f"where the {name} memory goes": _terms_table(
             [term for term in plan.breakdown if term.location == location], width
         )
         for name, location in (("GPU", "gpu"), ("APU" if plan.one_memory else "host", "node"))
@@ -114,9 +114,9 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
         (
             "",
             [
-                *remote_code_lines(plan),
-                *memory_lines(plan, width),
-                *step_lines(plan, width, plain=plain),
+                *_remote_code_lines(plan),
+                *_memory_lines(plan, width),
+                *_step_lines(plan, width, plain=plain),
             ],
         ),
         (
@@ -126,8 +126,8 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
                 *(Content.assemble(("note: ", "$warning"), text) for text in notes),
             ],
         ),
-        *beside_each_other(terms, width),
-        ("binding", binding_lines(plan)),
+        *_beside_each_other(terms, width),
+        ("binding", _binding_lines(plan)),
         ("the command   y copies it", [Content(command)]),
     ]
     lines: list[Content] = []
@@ -140,7 +140,7 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
     return Content("\n").join(lines)
 
 
-def beside_each_other(
+def _beside_each_other(
     sections: Mapping[str, list[Content]], width: int
 ) -> list[tuple[str, list[Content]]]:
     """Return sections as one with its title in its first line, if they fit whole beside each other,
@@ -170,10 +170,10 @@ def launch_facts(plan: Plan) -> list[Content]:
     """Return the lines of the question before a launch."""
     partition = plan.spec.slurm.partition
     return [
-        *remote_code_lines(plan),
+        *_remote_code_lines(plan),
         headline(plan, DIALOG),
-        *memory_lines(plan, DIALOG),
-        Content(f"{run_length(plan.spec)} on {data_name(plan.spec)}"),
+        *_memory_lines(plan, DIALOG),
+        Content(f"{_run_length(plan.spec)} on {data_name(plan.spec)}"),
         Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
         *(
             [Content.assemble("In a job on Slurm partition ", (partition, "bold"))]
@@ -184,7 +184,7 @@ def launch_facts(plan: Plan) -> list[Content]:
     ]
 
 
-def remote_code_lines(plan: Plan) -> list[Content]:
+def _remote_code_lines(plan: Plan) -> list[Content]:
     """Return a warning if the run executes Python code that comes with the model."""
     from so_tui.plan.notes import RemoteCode
 
@@ -195,7 +195,7 @@ def remote_code_lines(plan: Plan) -> list[Content]:
     ]
 
 
-def run_length(spec: RunSpec) -> str:
+def _run_length(spec: RunSpec) -> str:
     """Return the length as it is set: ``1,000 steps``, ``3 epochs`` or ``5,000,000 tokens``."""
     train = spec.train
     if spec.benchmark.measured_steps:
@@ -211,12 +211,12 @@ def data_name(spec: RunSpec) -> str:
     return sources[0].source if len(sources) == 1 else f"a mixture of {len(sources)} sources"
 
 
-def mode_text(plan: Plan) -> str:
+def _mode_text(plan: Plan) -> str:
     """Return ``superoffload, ratio 0.35``."""
     return "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
 
 
-def memory_lines(plan: Plan, width: int) -> list[Content]:
+def _memory_lines(plan: Plan, width: int) -> list[Content]:
     """Return bars of what is full: each GPU, the fullest node, /dev/shm and one checkpoint."""
     from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN
 
@@ -285,13 +285,13 @@ def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     """Return what a plan needs, how long a step takes, why, and which cores each rank gets;
     ``plain`` where only ASCII is shown.
     """
-    lines = memory_lines(plan, width)
+    lines = _memory_lines(plan, width)
     if (
         not plan.one_memory
         and plan.host_bytes_per_node
-        and (parts := host_parts(plan)).get("states")
+        and (parts := _host_parts(plan)).get("states")
     ):
-        shared_out = named_sizes(
+        shared_out = _named_sizes(
             [("each rank: states", parts.pop("states")), *parts.items()], width - LABEL
         )
         lines.insert(2 if plan.gpu_bytes else 1, Content(" " * LABEL) + shared_out)
@@ -299,15 +299,15 @@ def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
         lines.insert(
             1,
             Content(" " * LABEL)
-            + breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL),
+            + _breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL),
         )
-    lines += step_lines(plan, width, plain=plain) + reason_lines(plan, width)
-    for index, line in enumerate(binding_lines(plan)):
+    lines += _step_lines(plan, width, plain=plain) + _reason_lines(plan, width)
+    for index, line in enumerate(_binding_lines(plan)):
         lines.append(Content.styled(f"{'binding' if index == 0 else '':<{LABEL}}", "$faint") + line)
     return lines
 
 
-def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
+def _breakdown_line(plan: Plan, location: Location, width: int) -> Content:
     """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many
     as fit.
     """
@@ -315,10 +315,10 @@ def breakdown_line(plan: Plan, location: Location, width: int) -> Content:
         (term for term in plan.breakdown if term.location == location and term.bytes > 0),
         key=lambda term: -term.bytes,
     )
-    return named_sizes([(term.name, term.bytes) for term in terms], width)
+    return _named_sizes([(term.name, term.bytes) for term in terms], width)
 
 
-def host_parts(plan: Plan) -> dict[str, int]:
+def _host_parts(plan: Plan) -> dict[str, int]:
     """Return the bytes of host memory that each rank has for its states and whatever else the plan
     shares memory out to, then the rest.
     """
@@ -339,7 +339,7 @@ def host_parts(plan: Plan) -> dict[str, int]:
     }
 
 
-def named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
+def _named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
     """Return names with their bytes in a line, as many as fit."""
     pieces: list[Content] = []
     used = 0
@@ -353,7 +353,7 @@ def named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
     return Content(" " * GAP).join(pieces)
 
 
-def step_parts(plan: Plan) -> list[Part]:
+def _step_parts(plan: Plan) -> list[Part]:
     """Return the predicted step, cut into its parts."""
     step = plan.step
     if step is None:
@@ -371,7 +371,7 @@ def step_parts(plan: Plan) -> list[Part]:
     ]
 
 
-def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
+def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII
     only.
     """
@@ -379,7 +379,7 @@ def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
         return [
             Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("none: it does not fit", "$faint"))
         ]
-    parts = step_parts(plan)
+    parts = _step_parts(plan)
     if not parts or not plan.step_s:
         return [
             Content.assemble(
@@ -401,7 +401,7 @@ def step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     return lines + [Content(" " * LABEL) + piece for piece in legend_items(parts, plain=plain)]
 
 
-def reason_lines(plan: Plan, width: int) -> list[Content]:
+def _reason_lines(plan: Plan, width: int) -> list[Content]:
     """Return the reasons for the verdict and the warnings, wrapped behind their labels."""
     lines: list[Content] = []
     for name, style, texts in (
@@ -421,7 +421,7 @@ def reason_lines(plan: Plan, width: int) -> list[Content]:
     return lines
 
 
-def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
+def _terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
     """Return every term with its confidence, largest first, and its share as a small bar where the
     names leave room for it.
     """
@@ -451,7 +451,7 @@ def terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
     return lines
 
 
-def binding_lines(plan: Plan) -> list[Content]:
+def _binding_lines(plan: Plan) -> list[Content]:
     """Return one line a rank: ``rank 0  GPU 0  node 0  cores 0-71``."""
     from so_tui.machine.host import cpu_ranges
 

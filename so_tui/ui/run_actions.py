@@ -55,7 +55,7 @@ def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
         return
     seen = sighting(run, state)
     if seen.liveness is Liveness.UNKNOWN:
-        ask_whether_ended(
+        _ask_whether_ended(
             app,
             run,
             f"{run.name} {evidence(state, seen)}.",
@@ -123,7 +123,7 @@ def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
     )
 
 
-def ask_whether_ended(
+def _ask_whether_ended(
     app: SharedApp, run: RunDirectory, seen: str, proceed: Callable[[], object]
 ) -> None:
     """Ask whether a run has ended whose processes cannot be seen from here, and proceed if the user
@@ -154,7 +154,7 @@ def ask_whether_ended(
     )
 
 
-def may_be_live(error: SoTuiError) -> bool:
+def _may_be_live(error: SoTuiError) -> bool:
     """Return whether something was refused only because the run's host cannot be asked."""
     return isinstance(error, InputError) and any(
         problem.code == "run-may-be-live" for problem in error.problems
@@ -186,9 +186,9 @@ def _change(
         try:
             change(run, assume_dead=assume_dead)
         except SoTuiError as error:
-            if may_be_live(error):
+            if _may_be_live(error):
                 anyway = partial(_change, app, run, change, done, name, assume_dead=True)
-                app.call_from_thread(ask_whether_ended, app, run, str(error), anyway)
+                app.call_from_thread(_ask_whether_ended, app, run, str(error), anyway)
                 return
             app.post_message(
                 messages.Failed(f"{run.name} was not {done}", tuple(str(error).splitlines()))
@@ -251,7 +251,7 @@ def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
         return
     seen = sighting(run, state)
     if state.state not in FINAL_STATES and seen.liveness is Liveness.UNKNOWN:
-        ask_whether_ended(
+        _ask_whether_ended(
             app,
             run,
             f"{run.name} {evidence(state, seen)}.",
@@ -314,7 +314,7 @@ def _ask_to_resume_anyway(
     app: SharedApp, run: RunDirectory, error: SoTuiError, *, start_over: bool
 ) -> None:
     app.starting = ""
-    ask_whether_ended(
+    _ask_whether_ended(
         app,
         run,
         str(error),
@@ -336,7 +336,7 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
             ),
         )
     except SoTuiError as error:
-        if may_be_live(error):
+        if _may_be_live(error):
             app.call_from_thread(_ask_to_resume_anyway, app, run, error, start_over=start_over)
             return
         if isinstance(error, Refused) and "checkpoint-missing" in error.codes:
@@ -446,12 +446,12 @@ class Exported(Message):
         super().__init__()
 
 
-def note_text(notes: RunNotes) -> str:
+def _note_text(notes: RunNotes) -> str:
     """Return a note with its tags as one line for typing."""
     return " ".join((*notes.note.split(), *(f"#{tag}" for tag in notes.tags)))
 
 
-def parsed_note(text: str) -> RunNotes:
+def _parsed_note(text: str) -> RunNotes:
     """Return what was typed: words that begin with ``#`` are tags."""
     words = text.split()
     tags = dict.fromkeys(word.removeprefix("#") for word in words if word.startswith("#"))
@@ -465,7 +465,7 @@ def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     from so_tui.ui.dialogs import AskText
 
     def read(text: str) -> RunNotes:
-        notes = parsed_note(text)
+        notes = _parsed_note(text)
         try:
             write_notes(run, notes)
         except InputError:
@@ -488,7 +488,7 @@ def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     dialog = AskText(
         f"Note on {run.name}",
         hint,
-        note_text(read_notes(run)),
+        _note_text(read_notes(run)),
         yes="Keep",
         read=read,
         may_be_empty=True,

@@ -215,19 +215,19 @@ class CurveReader:
         steps.update(span)
         line = steps.series.line(mean_of("loss"), "main", steps.series.lengths)
         if not row.live and not reader.unread_share:
-            line = thinned(line, ROWS)
+            line = _thinned(line, ROWS)
             del self._followed[row.run]  # it does not change any more
         return LossCurve(
             line,
             span,
-            spark(line.series, line.length, SPARK_COLUMNS),
+            _spark(line.series, line.length, SPARK_COLUMNS),
             reader.unread_share,
             results_of(reader, row.spec, row.state.total_steps),
             row.state,
         )
 
 
-def thinned(line: Line, most: int) -> Line:
+def _thinned(line: Line, most: int) -> Line:
     """Return a line with at most ``most`` rows, each with the extremes of several."""
     step = -(-line.length // most)
     if step <= 1:
@@ -263,7 +263,7 @@ def progress_text(curves: Sequence[LossCurve]) -> str:
     return reading_text(unread)
 
 
-def spark(series: Series, length: int, width: int) -> str:
+def _spark(series: Series, length: int, width: int) -> str:
     """Return the first ``length`` values of a series as one row of bars, blank where it has no
     value.
     """

@@ -45,7 +45,7 @@ class Stage:
     detail: str = ""
 
 
-def stages(
+def _stages(
     phases: Sequence[PhaseRecord],
     attempt: int,
     started: float,
@@ -293,7 +293,7 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     since = None if state is None else state.attempt_started or state.started
     if state is not None and since and snapshot.starting:
         return timeline_lines(
-            stages(snapshot.phases, state.attempt, since, now, state.checks_s), width
+            _stages(snapshot.phases, state.attempt, since, now, state.checks_s), width
         )
     records, inspected = snapshot.examined, snapshot.inspected
     if not records:

@@ -217,7 +217,7 @@ class SettingsApp(FixedApp[None]):
         self.simulate_key(f"ctrl+{moves}" if whole else moves)
 
 
-def notification(text: str, how: str, environ: Mapping[str, str]) -> str:
+def _notification(text: str, how: str, environ: Mapping[str, str]) -> str:
     """Return the control sequence that has a terminal show a desktop notification; empty if it has
     none.
 
@@ -237,7 +237,7 @@ def notification(text: str, how: str, environ: Mapping[str, str]) -> str:
     return sequence
 
 
-class Announcer:
+class _Announcer:
     """Announces alerts of the user's own runs, each once: by the bell, a desktop notification, and
     the terminal's title.
 
@@ -312,7 +312,7 @@ class Announcer:
         )
         self._alert_title = text
         self.write_to_terminal(
-            ("\a" if settings.bell else "") + notification(text, settings.notify, os.environ)
+            ("\a" if settings.bell else "") + _notification(text, settings.notify, os.environ)
         )
 
     def _show_title(self, title: str) -> None:
@@ -416,7 +416,7 @@ class SharedApp(SettingsApp):
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         self._polls = 0
-        self.announcer = Announcer(self)
+        self.announcer = _Announcer(self)
         super().__init__(settings)
         self.set_reactive(SharedApp.machine_file, machine_file)
 

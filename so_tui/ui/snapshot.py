@@ -623,7 +623,7 @@ class Snapshot:
 
     def recent_median(self, name: str) -> float:
         """Return the median of a field of the newest step records; NaN where none has it."""
-        return median_of(self.recent, name)
+        return _median_of(self.recent, name)
 
 
 def before_first_step(state: RunState | None, latest: StepRecord | None) -> bool:
@@ -641,7 +641,7 @@ def mean_of_parts(records: Sequence[StepRecord]) -> tuple[float, ...]:
     return tuple(sum(getattr(record, name) for record in records) / len(records) for name in PARTS)
 
 
-def median_of(records: Sequence[StepRecord], name: str) -> float:
+def _median_of(records: Sequence[StepRecord], name: str) -> float:
     """Return the median of a field of step records; NaN where none has it."""
     values = [value for record in records if (value := getattr(record, name)) is not None]
     return statistics.median(values) if values else math.nan

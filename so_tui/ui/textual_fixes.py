@@ -145,7 +145,7 @@ class DrawnRowsMixin(DrawsPrintable):
             return
         before, self._strips = self._strips, self.draw_rows()
         width = self._strips[0].cell_length if self._strips else self.size.width
-        if regions := changed_parts(before, self._strips, width):
+        if regions := _changed_parts(before, self._strips, width):
             self.refresh(*regions)  # without a region, everything would be painted
 
     def redraw(self, *, layout: bool = False) -> None:
@@ -165,7 +165,7 @@ class DrawnRowsMixin(DrawsPrintable):
         return Strip.blank(self.size.width, self.rich_style)
 
 
-def changed_parts(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
+def _changed_parts(before: Sequence[Strip], after: Sequence[Strip], width: int) -> list[Region]:
     """Return of each row that differs the part from its first to its last cell that does;
     everything where the number of rows differs.
     """

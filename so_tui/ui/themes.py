@@ -21,7 +21,7 @@ from typing import NamedTuple
 from textual.theme import Theme
 
 
-class Role(NamedTuple):
+class _Role(NamedTuple):
     """The colour of a role in each theme."""
 
     dark: str
@@ -35,36 +35,36 @@ class Role(NamedTuple):
     """
 
 
-ROLES: dict[str, Role] = {
-    "faint": Role("#8a8a8a", "#626262", "#d0d0d0", "#9e9e9e", fallback="foreground-muted"),
-    "rule": Role("#3a3a3a", "#d0d0d0", "#a8a8a8", "#4e4e4e", fallback="panel-lighten-2"),
-    "adam": Role("#5fafff", "#005faf", "#5fd7ff", fallback="primary"),
-    "main-core": Role("#ffaf5f", "#af5f00", "#ffaf00", "#ff8700", fallback="accent"),
-    "other-core": Role("#8a8a8a", "#808080", "#bcbcbc", fallback="foreground-muted"),
-    "gpu": Role("#d787af", "#af0087", "#d7afff", fallback="secondary"),
-    "memory": Role("#5fd7af", "#00875f", "#5fff87", "#00af87", fallback="success"),
-    "forward": Role("#d787af", "#d75faf", "#d7afff", fallback="secondary"),
-    "backward": Role("#af5f87", "#af0087", "#af87ff", fallback="secondary-darken-2"),
-    "exposed": Role("#5fafff", "#005faf", "#5fd7ff", fallback="primary"),
-    "data-part": Role("#d7d787", "#878700", "#ffff00", "#ffff5f", fallback="warning"),
-    "other-part": Role("#8a8a8a", "#808080", "#bcbcbc", fallback="foreground-muted"),
-    "raw-line": Role("#4e4e4e", "#b2b2b2", "#a8a8a8", "#585858", fallback="foreground-disabled"),
-    "run-1": Role("#ffaf00", "#af5f00", "#ffd700", fallback="warning"),
-    "run-2": Role("#5fd7ff", "#0087af", "#5fd7ff", fallback="secondary"),
-    "run-3": Role("#d787af", "#af5f87", "#ff87d7", fallback="success"),
-    "run-4": Role("#00af87", "#00875f", "#5fff87", fallback="error"),
-    "run-5": Role("#ffff5f", "#878700", "#ffff87", fallback="warning-darken-2"),
-    "run-6": Role("#ff5f00", "#d75f00", "#ff8700", fallback="secondary-darken-2"),
-    "run-7": Role("#af87ff", "#5f5faf", "#afafff", "#5f87ff", fallback="success-darken-2"),
-    "run-8": Role("#bcbcbc", "#626262", "#d0d0d0", fallback="error-darken-2"),
-    "block-cursor-foreground": Role("#121212", "#ffffff", "#000000"),
-    "block-cursor-background": Role("#af87ff", "#5f00af", "#ffff00"),
-    "block-cursor-text-style": Role("none", "none", "bold"),
-    "block-cursor-blurred-background": Role("#303030", "#d0d0d0", "#585858"),
-    "footer-background": Role("#1c1c1c", "#eeeeee", "#000000"),
-    "footer-key-foreground": Role("#af87ff", "#5f00af", "#ffff00"),
-    "footer-description-foreground": Role("#bcbcbc", "#444444", "#ffffff"),
-    "input-selection-background": Role("#875faf 60%", "#d7afff 60%", "#005fff 80%"),
+ROLES: dict[str, _Role] = {
+    "faint": _Role("#8a8a8a", "#626262", "#d0d0d0", "#9e9e9e", fallback="foreground-muted"),
+    "rule": _Role("#3a3a3a", "#d0d0d0", "#a8a8a8", "#4e4e4e", fallback="panel-lighten-2"),
+    "adam": _Role("#5fafff", "#005faf", "#5fd7ff", fallback="primary"),
+    "main-core": _Role("#ffaf5f", "#af5f00", "#ffaf00", "#ff8700", fallback="accent"),
+    "other-core": _Role("#8a8a8a", "#808080", "#bcbcbc", fallback="foreground-muted"),
+    "gpu": _Role("#d787af", "#af0087", "#d7afff", fallback="secondary"),
+    "memory": _Role("#5fd7af", "#00875f", "#5fff87", "#00af87", fallback="success"),
+    "forward": _Role("#d787af", "#d75faf", "#d7afff", fallback="secondary"),
+    "backward": _Role("#af5f87", "#af0087", "#af87ff", fallback="secondary-darken-2"),
+    "exposed": _Role("#5fafff", "#005faf", "#5fd7ff", fallback="primary"),
+    "data-part": _Role("#d7d787", "#878700", "#ffff00", "#ffff5f", fallback="warning"),
+    "other-part": _Role("#8a8a8a", "#808080", "#bcbcbc", fallback="foreground-muted"),
+    "raw-line": _Role("#4e4e4e", "#b2b2b2", "#a8a8a8", "#585858", fallback="foreground-disabled"),
+    "run-1": _Role("#ffaf00", "#af5f00", "#ffd700", fallback="warning"),
+    "run-2": _Role("#5fd7ff", "#0087af", "#5fd7ff", fallback="secondary"),
+    "run-3": _Role("#d787af", "#af5f87", "#ff87d7", fallback="success"),
+    "run-4": _Role("#00af87", "#00875f", "#5fff87", fallback="error"),
+    "run-5": _Role("#ffff5f", "#878700", "#ffff87", fallback="warning-darken-2"),
+    "run-6": _Role("#ff5f00", "#d75f00", "#ff8700", fallback="secondary-darken-2"),
+    "run-7": _Role("#af87ff", "#5f5faf", "#afafff", "#5f87ff", fallback="success-darken-2"),
+    "run-8": _Role("#bcbcbc", "#626262", "#d0d0d0", fallback="error-darken-2"),
+    "block-cursor-foreground": _Role("#121212", "#ffffff", "#000000"),
+    "block-cursor-background": _Role("#af87ff", "#5f00af", "#ffff00"),
+    "block-cursor-text-style": _Role("none", "none", "bold"),
+    "block-cursor-blurred-background": _Role("#303030", "#d0d0d0", "#585858"),
+    "footer-background": _Role("#1c1c1c", "#eeeeee", "#000000"),
+    "footer-key-foreground": _Role("#af87ff", "#5f00af", "#ffff00"),
+    "footer-description-foreground": _Role("#bcbcbc", "#444444", "#ffffff"),
+    "input-selection-background": _Role("#875faf 60%", "#d7afff 60%", "#005fff 80%"),
 }
 
 

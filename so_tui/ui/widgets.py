@@ -58,7 +58,7 @@ def gpu_model(name: str) -> str:
     return name
 
 
-def gpus_text(gpus: tuple[Gpu, ...]) -> str:
+def _gpus_text(gpus: tuple[Gpu, ...]) -> str:
     """Return ``4x GH200 95 GiB``, or ``no GPU``."""
     if not gpus:
         return "no GPU"
@@ -69,7 +69,7 @@ def gpus_text(gpus: tuple[Gpu, ...]) -> str:
     )
 
 
-def nodes_text(machine: Machine) -> str:
+def _nodes_text(machine: Machine) -> str:
     """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
     nodes = machine.cpu_nodes
     cores = {len(node.cpus) for node in nodes}
@@ -90,7 +90,7 @@ def nodes_text(machine: Machine) -> str:
 
 def machine_facts(machine: Machine) -> list[str]:
     """Return facts for one line, most important first."""
-    facts = [gpus_text(machine.gpus), nodes_text(machine)]
+    facts = [_gpus_text(machine.gpus), _nodes_text(machine)]
     if len(machine.allowed_cpus) < len(machine.online_cpus):
         facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
     return facts
@@ -221,7 +221,7 @@ class KeyLine(CachedLinesMixin):
         room = self.size.width - right.cell_length - GAP
         spans: list[tuple[int, int, str]] = []
         line = Content("")
-        for index in fitting(
+        for index in _fitting(
             [item.cell_length for item in items], [binding.action for binding in bindings], room
         ):
             spans.append(
@@ -245,7 +245,7 @@ class KeyLine(CachedLinesMixin):
         for active in self.screen.active_bindings.values():
             binding = active.binding
             of_use = (
-                (binding.show and not prints(binding.key)) or binding.key == "escape"
+                (binding.show and not _prints(binding.key)) or binding.key == "escape"
                 if self._typing
                 else binding.show
             )
@@ -267,13 +267,13 @@ class KeyLine(CachedLinesMixin):
                 self.app.simulate_key(key)
 
 
-def prints(key: str) -> bool:
+def _prints(key: str) -> bool:
     """Return whether a key types a character."""
     character = key_to_character(REPLACED_KEYS.get(key, key))
     return character is not None and character.isprintable()
 
 
-def fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
+def _fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
     """Return the items that fit into ``room`` cells, in order of their keys, but with ``quit``
     before any other.
     """

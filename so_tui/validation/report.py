@@ -200,7 +200,7 @@ class Report(Struct, frozen=True, kw_only=True):
     def with_outcome(self, outcome: Outcome) -> Report:
         """Return the report with an outcome in place of the one of the same key."""
         outcomes = tuple(outcome if old.key == outcome.key else old for old in self.outcomes)
-        return replace(self, outcomes=outcomes, agreement=agreement_of(outcomes))
+        return replace(self, outcomes=outcomes, agreement=_agreement_of(outcomes))
 
 
 prepare(Report)
@@ -215,7 +215,7 @@ def trained(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, TrainingFound]]:
     ]
 
 
-def agreement_of(outcomes: Sequence[Outcome]) -> tuple[LossAgreement, ...]:
+def _agreement_of(outcomes: Sequence[Outcome]) -> tuple[LossAgreement, ...]:
     """Return how the losses of each training part agree with the first one of the same steps that
     clips as it does.
     """
@@ -297,10 +297,10 @@ def read(folder: Path) -> Report | None:
 def write(folder: Path, report: Report) -> None:
     """Replace the report of a folder. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / FILE, encoded(report))
+    write_atomic(folder / FILE, _encoded(report))
 
 
-def encoded(report: Report) -> bytes:
+def _encoded(report: Report) -> bytes:
     """Return a report as JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
@@ -349,7 +349,7 @@ def shared(report: Report) -> Report:
 
 def _shared(outcome: Outcome, names: set[str]) -> Outcome:
     return replace(
-        outcome, reason=hidden(outcome.reason, names), result=_shared_result(outcome.result, names)
+        outcome, reason=_hidden(outcome.reason, names), result=_shared_result(outcome.result, names)
     )
 
 
@@ -357,20 +357,20 @@ def _shared_result(result: Result | None, names: set[str]) -> Result | None:
     if not isinstance(result, MachineFound):
         return result
     versions = {
-        name: hidden(value, names)
+        name: _hidden(value, names)
         for name, value in asdict(result.software).items()
         if isinstance(value, str)
     }
     findings = tuple(replace(found, title="") for found in result.findings)
     return replace(
         result,
-        cpu=hidden(result.cpu, names),
+        cpu=_hidden(result.cpu, names),
         software=replace(result.software, **versions),
         findings=findings,
     )
 
 
-def hidden(text: str, names: set[str]) -> str:
+def _hidden(text: str, names: set[str]) -> str:
     """Return a text without anything that looks like a path or an address, and without any of the
     names, in capitals or not.
 

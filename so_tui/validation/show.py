@@ -56,14 +56,14 @@ _BASELINE = ("gpu", "zerooffload")
 def write(folder: Path, report: Report) -> Path:
     """Write ``report.md`` with its figures, and return its path. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in figures(report).items():
+    for name, content in _figures(report).items():
         write_atomic(folder / name, content.encode())
     path = folder / "report.md"
-    write_atomic(path, markdown(report).encode())
+    write_atomic(path, _markdown(report).encode())
     return path
 
 
-def figures(report: Report) -> dict[str, str]:
+def _figures(report: Report) -> dict[str, str]:
     """Return the figures by the names of their files; none for what was not measured."""
     found, drawn = timed(report), {}
     if found:
@@ -114,7 +114,7 @@ def _points(losses: Sequence[float | None]) -> tuple[tuple[float, float], ...]:
     )
 
 
-def markdown(report: Report) -> str:
+def _markdown(report: Report) -> str:
     """Return the report's text."""
     published = _published(report)
     parts = [_part(outcome, published) for outcome in report.outcomes]

@@ -72,7 +72,7 @@ from so_tui.validation.report import (
 # speed does not count.
 
 
-class CpuAdam:
+class _CpuAdam:
     """Compiles in a helper process, which takes one to three minutes unless it is cached. A
     context: what still compiles is ended.
     """
@@ -82,7 +82,7 @@ class CpuAdam:
         self._cancel = Cancel()
         self._compiled: Future[object] | None = None
 
-    def __enter__(self) -> CpuAdam:
+    def __enter__(self) -> _CpuAdam:
         return self
 
     def __exit__(
@@ -150,7 +150,7 @@ class Measure(Protocol):
 
 
 @dataclass(frozen=True)
-class Measurement:
+class _Measurement:
     """One part of a report."""
 
     key: str
@@ -164,7 +164,7 @@ class Measurement:
         return Outcome(key=self.key, title=self.title, estimate_s=self.estimate_s)
 
 
-def planned(report: Report, measurements: Sequence[Measurement]) -> Report:
+def _planned(report: Report, measurements: Sequence[_Measurement]) -> Report:
     """Return the report with an outcome for each of the measurements; those of an earlier one are
     retained.
     """
@@ -177,9 +177,9 @@ def planned(report: Report, measurements: Sequence[Measurement]) -> Report:
     )
 
 
-def run_parts(
+def _run_parts(
     report: Report,
-    measurements: Sequence[Measurement],
+    measurements: Sequence[_Measurement],
     seconds: float,
     write: Callable[[Report], None],
     tell: Tell,
@@ -204,7 +204,7 @@ def run_parts(
     Raises:
         KeyboardInterrupt: The user stopped; what was measured until then is written.
     """
-    report = planned(report, measurements)
+    report = _planned(report, measurements)
     write(report)
     deadline = time.monotonic() + seconds
     whole_s = sum(measurement.estimate_s for measurement in measurements) or 1.0
@@ -215,7 +215,7 @@ def run_parts(
             tell(measurement.title, share)
             outcome = _outcome(
                 measurement,
-                pace(report.outcomes),
+                _pace(report.outcomes),
                 deadline,
                 lambda text, share=share: tell(text, share),  # type: ignore[misc]
             )
@@ -226,7 +226,7 @@ def run_parts(
     return report
 
 
-def pace(outcomes: Sequence[Outcome]) -> float:
+def _pace(outcomes: Sequence[Outcome]) -> float:
     """Return how long measurements take here as a share of their estimates: the median of the long
     ones so far; 1 before there is any.
     """
@@ -241,7 +241,7 @@ def pace(outcomes: Sequence[Outcome]) -> float:
 
 
 def _outcome(
-    measurement: Measurement, pace: float, deadline: float, tell: Callable[[str], None]
+    measurement: _Measurement, pace: float, deadline: float, tell: Callable[[str], None]
 ) -> Outcome:
     left_s, expected_s = deadline - time.monotonic(), pace * measurement.estimate_s
     if expected_s > left_s:
@@ -277,17 +277,17 @@ _COPY_S = 6.0
 """About how long one pair of GPU and node takes, the start of its process included."""
 
 
-def machine_measurements(machine: Machine, folder: Path) -> list[Measurement]:
+def _machine_measurements(machine: Machine, folder: Path) -> list[_Measurement]:
     """Return the machine's parts of a report that is written to ``folder``."""
     gpus = usable_machine(machine, os.environ).gpus
     parts = [
-        Measurement(
+        _Measurement(
             "machine",
             "the machine, and what is wrong with it",
             5.0,
             partial(_machine, machine, folder),
         ),
-        Measurement(
+        _Measurement(
             "rates",
             "rates of Adam, products and copies",
             60.0 if gpus else 30.0,
@@ -297,7 +297,7 @@ def machine_measurements(machine: Machine, folder: Path) -> list[Measurement]:
     if gpus:
         pairs = len(gpus) * len(machine.cpu_nodes) + (len(gpus) > 1)
         title = "copies between every GPU and every NUMA node"
-        parts.append(Measurement("copies", title, _COPY_S * pairs, partial(copies, machine)))
+        parts.append(_Measurement("copies", title, _COPY_S * pairs, partial(copies, machine)))
     return parts
 
 
@@ -361,7 +361,7 @@ def copies(
 _STAGES = ("imports", "ranks", "data", "weights", "optimizer")
 
 
-def phase_seconds(
+def _phase_seconds(
     records: Sequence[MetricRecord], begun: float, started: float, ended: float, over: float
 ) -> PhaseSeconds:
     """Return the seconds of each phase of a run; 0 for one that it did not record. Times are in
@@ -458,7 +458,7 @@ class Part(Struct, frozen=True, kw_only=True):
         return self.published or self.settings.get("offload.mode") == "zerooffload"
 
 
-def shape_for(machine: Machine) -> RunSpec:
+def _shape_for(machine: Machine) -> RunSpec:
     """Return what is trained: the largest of the shapes that fits one GPU without offload; without
     GPUs, ``tiny``.
     """
@@ -502,12 +502,12 @@ def with_layers(spec: RunSpec, layers: int) -> RunSpec:
     )
 
 
-def shape_name(spec: RunSpec) -> str:
+def _shape_name(spec: RunSpec) -> str:
     """Return the shape in words."""
     return f"{spec.name}, {architecture(spec.model.config).layers} layers"
 
 
-def parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
+def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
     """Yield the training parts for a machine, the most telling first.
 
     Args:
@@ -629,7 +629,7 @@ def _published_losses(ranks: int) -> Part:
     )
 
 
-def spec_of(shape: RunSpec, part: Part) -> RunSpec:
+def _spec_of(shape: RunSpec, part: Part) -> RunSpec:
     """Return the spec of a part: as many sequences a step as the shape has, whatever the number of
     ranks.
     """
@@ -651,7 +651,7 @@ def spec_of(shape: RunSpec, part: Part) -> RunSpec:
     return with_values(spec, part.settings) if part.settings else spec
 
 
-def placed(plan: Plan, machine: Machine, how: Placed) -> Plan:
+def _placed(plan: Plan, machine: Machine, how: Placed) -> Plan:
     """Return a plan whose ranks are bound as planned, not at all, or each to the cores and memory
     of another NUMA node.
     """
@@ -695,9 +695,9 @@ def _usable_nodes(machine: Machine) -> list[NumaNode]:
     return [node for node in machine.cpu_nodes if allowed.intersection(node.cpus)]
 
 
-def training_measurements(
-    machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: CpuAdam
-) -> list[Measurement]:
+def _training_measurements(
+    machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: _CpuAdam
+) -> list[_Measurement]:
     """Return the measurements of these parts."""
 
     def measure(part: Part) -> Measure:
@@ -705,7 +705,7 @@ def training_measurements(
 
     usable = usable_machine(machine, os.environ)
     return [
-        Measurement(part.key, part.title, _estimate_s(usable, shape, part), measure(part))
+        _Measurement(part.key, part.title, _estimate_s(usable, shape, part), measure(part))
         for part in parts
     ]
 
@@ -716,7 +716,7 @@ def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
     if part.losses_only:
         return _START_S + _LOSS_STEPS * _LOSS_STEP_S
     try:
-        step_s = make_plan(spec_of(shape, part), machine).step_s
+        step_s = make_plan(_spec_of(shape, part), machine).step_s
     except spec_SoTuiError:  # when it is measured, the report says why
         step_s = None
     return _START_S + _STEPS * (step_s or 10.0)
@@ -729,7 +729,7 @@ def _measure(
     part: Part,
     shape: RunSpec,
     machine: Machine,
-    cpu_adam: CpuAdam,
+    cpu_adam: _CpuAdam,
 ) -> TrainingFound:
     """Train a few steps of a part and return its figures beside the prediction. The run is deleted;
     one that failed keeps its folder.
@@ -745,8 +745,8 @@ def _measure(
         cpu_adam.begin()
     begun = time.time()
     measured_steps = _LOSS_STEPS - WARMUP_STEPS if part.losses_only else MEASURED_STEPS
-    spec = probe_spec(spec_of(shape, part), "random", measured_steps=measured_steps)
-    plan = placed(make_plan(spec, usable), usable, part.placed)
+    spec = probe_spec(_spec_of(shape, part), "random", measured_steps=measured_steps)
+    plan = _placed(make_plan(spec, usable), usable, part.placed)
     records: list[MetricRecord] = []
 
     def report(record: MetricRecord) -> None:
@@ -770,7 +770,7 @@ def _measure(
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
         delete_run(run)
     over = time.time()
-    phases = phase_seconds(
+    phases = _phase_seconds(
         records, begun, state.attempt_started or begun, state.ended or over, over
     )
     steps = [record for record in records if isinstance(record, StepRecord)]
@@ -823,9 +823,9 @@ def validate(
     """
     usable = usable_machine(machine, os.environ)
     gpus = min(gpus, len(usable.gpus))
-    shape = shape_for(usable)
-    parts = list(parts_of(usable, gpus))
-    begun = _begun(machine, folder, gpus, shape_name(shape))
+    shape = _shape_for(usable)
+    parts = list(_parts_of(usable, gpus))
+    begun = _begun(machine, folder, gpus, _shape_name(shape))
 
     def write(found: Report) -> None:
         report.write(folder, found)
@@ -835,11 +835,11 @@ def validate(
             report.write(folder / SHARED, nameless)
             show.write(folder / SHARED, nameless)
 
-    with CpuAdam() as cpu_adam:
-        of_training = training_measurements(machine, shape, parts, cpu_adam)
-        return run_parts(
+    with _CpuAdam() as cpu_adam:
+        of_training = _training_measurements(machine, shape, parts, cpu_adam)
+        return _run_parts(
             begun,
-            [*machine_measurements(machine, folder), *of_training],
+            [*_machine_measurements(machine, folder), *of_training],
             seconds,
             write,
             tell,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from so_tui.cli import call
+from so_tui.cli import _call
 from so_tui.commands.parser import build_parser
 from so_tui.launch import lifecycle
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
@@ -43,13 +43,13 @@ def test_a_host_that_was_silent_while_stop_waited_is_gone_for_everybody(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 0.3)
-    assert call(build_parser().parse_args(["stop", elsewhere.name])) == 1
+    assert _call(build_parser().parse_args(["stop", elsewhere.name])) == 1
     assert read_state(elsewhere).state == "lost"
     assert ended_state(elsewhere).state == "lost"
 
 
 def test_stop_records_the_end_by_the_users_word(elsewhere: RunDirectory) -> None:
-    assert call(build_parser().parse_args(["stop", elsewhere.name, "--assume-dead"])) == 0
+    assert _call(build_parser().parse_args(["stop", elsewhere.name, "--assume-dead"])) == 0
     assert read_state(elsewhere).state == "lost"
 
 

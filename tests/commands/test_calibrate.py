@@ -23,7 +23,7 @@ from so_tui.spec import SoTuiError
 from so_tui_trainer.model.attention import Kernels
 from so_tui_trainer.tools import calibrate
 from so_tui_trainer.tools.attention_rates import attention_rates
-from so_tui_trainer.tools.calibrate import rank_counts
+from so_tui_trainer.tools.calibrate import _rank_counts
 from tests.support.attention import plain_backward, plain_forward
 from tests.support.machines import x86
 from tests.support.schemas import valid
@@ -59,7 +59,7 @@ def test_a_nodes_bandwidth_is_the_best_that_its_cores_reached(
         },
     )
     nodes = [{"id": node, "cpus": list(range(64 * node, 64 * node + 64))} for node in (0, 1)]
-    *_, last = calibrate.work({"nodes": nodes, "gpus": []})
+    *_, last = calibrate._work({"nodes": nodes, "gpus": []})
     assert last["rates"]["node_bytes_per_s"] == [(0, 149e9), (1, 118e9)]
 
 
@@ -112,10 +112,10 @@ def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
 def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None:
     nodes = [{"id": 0, "cpus": list(range(16))}, {"id": 1, "cpus": list(range(16, 32))}]
     gpus = [{"index": index, "cpus": nodes[index // 3]["cpus"]} for index in range(6)]
-    assert rank_counts(nodes, gpus) == (2, 3)
-    assert rank_counts(nodes, gpus[3:]) == ()
-    assert rank_counts([{"id": 0, "cpus": [0]}], gpus[:2]) == ()
-    assert rank_counts([], gpus) == ()
+    assert _rank_counts(nodes, gpus) == (2, 3)
+    assert _rank_counts(nodes, gpus[3:]) == ()
+    assert _rank_counts([{"id": 0, "cpus": [0]}], gpus[:2]) == ()
+    assert _rank_counts([], gpus) == ()
 
 
 def test_ranks_are_measured_together_on_the_cores_they_would_have() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.commands.words import words
+from so_tui.commands.words import _words
 from so_tui.folders import builtin_folder, default_runs_dir, user_folder
 from so_tui.machine.known import MACHINES
 from so_tui.runs import create_run
@@ -153,7 +153,7 @@ def test_nothing_that_a_shell_would_expand_is_offered(shell: str, user: Shell) -
 
 @pytest.mark.repository
 def test_the_words_are_current() -> None:
-    assert WORDS.read_text() == words(), (
+    assert WORDS.read_text() == _words(), (
         "python -m so_tui.commands.words > so_tui/commands/words.json"
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.commands.man import manual
+from so_tui.commands.man import _manual
 
 PAGE = Path(__file__).parents[2] / "docs" / "so-tui.1"
 
@@ -26,7 +26,7 @@ def told(*argv: str) -> tuple[str, str]:
 
 @pytest.mark.repository
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == manual(), "run: python -m so_tui.commands.man > docs/so-tui.1"
+    assert PAGE.read_text() == _manual(), "run: python -m so_tui.commands.man > docs/so-tui.1"
 
 
 @needs("groff")

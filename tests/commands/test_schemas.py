@@ -15,8 +15,8 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from so_tui.cli import main
-from so_tui.commands.schemas import schema_text, schemas
-from so_tui.launch.slurm.script import Site, builtin_sites
+from so_tui.commands.schemas import _schema_text, schemas
+from so_tui.launch.slurm.script import Site, _builtin_sites
 from tests.support.make_run import write_run
 from tests.support.schemas import FOLDER, valid
 
@@ -40,7 +40,7 @@ PRINTED = [
 @pytest.mark.repository
 def test_the_schemas_are_current() -> None:
     published = {path.stem: path.read_text() for path in FOLDER.glob("*.json")}
-    assert published == {name: schema_text(schema) for name, schema in schemas().items()}, (
+    assert published == {name: _schema_text(schema) for name, schema in schemas().items()}, (
         "python -m so_tui.commands.schemas docs/schemas"
     )
 
@@ -86,7 +86,7 @@ def test_other_output_does_not_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    "profile", sorted(builtin_sites().glob("*.toml")), ids=lambda path: path.stem
+    "profile", sorted(_builtin_sites().glob("*.toml")), ids=lambda path: path.stem
 )
 def test_site_profiles_agree(profile: Path) -> None:
     valid("site-profile", json.dumps(tomllib.loads(profile.read_text())))

@@ -17,7 +17,7 @@ from so_tui.spec import InputError, Refused
 def main(codes_file: Path, argv: list[str]) -> int:
     """Run the command as ``so-tui`` does, and return its exit code."""
     codes: list[str] = []
-    call = cli.call
+    call = cli._call
 
     def noting(arguments: object) -> int:
         try:
@@ -29,7 +29,7 @@ def main(codes_file: Path, argv: list[str]) -> int:
             codes.extend(error.codes)
             raise
 
-    cli.call = noting
+    cli._call = noting
     try:
         return cli.main(argv)
     finally:

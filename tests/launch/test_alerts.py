@@ -20,11 +20,11 @@ from so_tui.launch.command import AlertCommand
 from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.alerts import (
     KEPT,
-    AlertWatch,
     Announcer,
-    OwnSettings,
+    _AlertWatch,
+    _free_bytes,
+    _OwnSettings,
     alert_text,
-    free_bytes,
     known,
     remembered,
 )
@@ -48,7 +48,7 @@ def kinds(alerts: tuple[Alert, ...]) -> list[str]:
 
 
 def test_each_event_is_noticed_once_and_again_after_it_has_passed() -> None:
-    watch = AlertWatch(1, 0.0)
+    watch = _AlertWatch(1, 0.0)
     settings = AlertSettings(loss_above=3.0, stall_s=60)
     nan, high, good = (step_record(5, loss=loss) for loss in (float("nan"), 4.0, 2.0))
     assert kinds(watch.observe(TRAINING, [nan, nan], 1, settings)) == ["not-finite"]
@@ -68,7 +68,7 @@ def test_each_event_is_noticed_once_and_again_after_it_has_passed() -> None:
 
 
 def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing() -> None:
-    watch = AlertWatch(2, 0.0)
+    watch = _AlertWatch(2, 0.0)
     settings = AlertSettings(stall_s=60)
     slow = msgspec.structs.replace(step_record(1), attempt=2, step_s=100.0)
     assert watch.observe(TRAINING, [slow], 0, settings) == ()
@@ -84,7 +84,7 @@ def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing
 
 
 def test_a_full_disk_and_the_end_are_noticed_and_what_is_not_wanted_is_not() -> None:
-    watch = AlertWatch(1, 0.0)
+    watch = _AlertWatch(1, 0.0)
     settings = AlertSettings(disk_free_gb=10)
     assert kinds(watch.disks(TRAINING, {"/a": 10**11, "/b": 9 * 10**9}, settings, full=False)) == [
         "disk"
@@ -108,7 +108,7 @@ def test_a_full_disk_and_the_end_are_noticed_and_what_is_not_wanted_is_not() -> 
 
 
 def test_space_is_that_of_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
-    found = free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
+    found = _free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
     assert found[str(tmp_path)] > 0
     assert len(found) == 2
 
@@ -288,7 +288,7 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(
     }
     (folder / "state.json").write_text(json.dumps(state))
     monkeypatch.chdir(folder)
-    settings = OwnSettings().current()
+    settings = _OwnSettings().current()
     assert settings.alerts.command == ()
     assert not settings.prometheus.folder
     assert not any("command" in field for field in Alert.__struct_fields__)
@@ -298,7 +298,7 @@ def test_settings_that_change_while_a_run_goes_on_take_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("so_tui.launch.supervisor.alerts._SETTINGS_S", 0.0)
-    own = OwnSettings()
+    own = _OwnSettings()
     assert own.current().alerts.command == ()
     change_settings({"alerts.command": ["/bin/true"]})
     assert own.current().alerts.command == ("/bin/true",)

@@ -3,7 +3,7 @@ import json
 import msgspec
 import pytest
 
-from so_tui.launch.ds_config import ds_config, published_config
+from so_tui.launch.ds_config import _published_config, ds_config
 from so_tui.plan.planner import make_plan
 from so_tui.spec import find_preset
 from so_tui.spec.presets import as_published
@@ -14,7 +14,7 @@ from tests.support.plans import plan_of, quad_gh200, spec_of
 
 def test_superoffload_with_our_engine() -> None:
     offload = OffloadSpec(ratio=0.7, sub_group_size=1_000_000, cpu_adam_cores_fraction=0.8)
-    config = published_config(plan_of(spec_of(offload=offload)))
+    config = _published_config(plan_of(spec_of(offload=offload)))
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["overlap_comm"] is True
@@ -132,13 +132,13 @@ def test_deepspeed_writes_as_much_to_the_log_as_was_asked_for(preset: str) -> No
 
 def test_gradients_accumulate_in_fp32() -> None:
     train = TrainSpec(micro_batch=2, gradient_accumulation=8)
-    config = published_config(plan_of(spec_of(train=train)))
+    config = _published_config(plan_of(spec_of(train=train)))
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (
         2,
         8,
     )
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
-    single = published_config(
+    single = _published_config(
         plan_of(spec_of(train=msgspec.structs.replace(train, gradient_accumulation=1)))
     )
     assert "data_types" not in single

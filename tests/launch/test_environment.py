@@ -27,7 +27,7 @@ def changes(
 def test_threads_are_the_adam_share_of_the_rank() -> None:
     shown = changes(quad_gh200(), {"OMP_NUM_THREADS": "1"})
     assert shown["OMP_NUM_THREADS"] == shown["MKL_NUM_THREADS"] == "65"
-    assert command.rank_threads(plan_of(spec_of(), mode="zerooffload", cpus=(NODE,))) == 72
+    assert command._rank_threads(plan_of(spec_of(), mode="zerooffload", cpus=(NODE,))) == 72
 
 
 def test_marker_attempt_and_safe_path() -> None:
@@ -115,7 +115,7 @@ def test_gpus_are_numbered_as_in_the_plan() -> None:
 def test_allocator_setting_by_version(
     torch: str, deepspeed: str, own: bool, expected: tuple[str, str] | None
 ) -> None:
-    variable = command.allocator_variable(
+    variable = command._allocator_variable(
         Software(torch=torch, deepspeed=deepspeed), deepspeed_engine=not own
     )
     assert (variable and (variable.name, variable.value)) == expected

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from so_tui.launch.supervisor.samples import HighWater
+from so_tui.launch.supervisor.samples import _HighWater
 from so_tui.runs.records import Process
 
 RANKS = tuple(Process(pid=10 + rank, start_time=1, role="rank", rank=rank) for rank in (0, 1))
@@ -43,7 +43,7 @@ def test_memory_that_was_given_back_is_remembered() -> None:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        highest = HighWater().read([Process(pid=child.pid, start_time=1)])
+        highest = _HighWater().read([Process(pid=child.pid, start_time=1)])
         child.communicate(b"\n")
     assert highest is not None
     assert 200_000_000 < highest < 260_000_000
@@ -60,13 +60,13 @@ def test_what_processes_share_counts_once(tmp_path: Path) -> None:
         )
     for process in WORKERS:
         status(tmp_path, process.pid, resident_mb=10 + 5 + 50_000, files_mb=5, shared_mb=50_000)
-    highest = HighWater().read([*RANKS, *WORKERS], tmp_path)
+    highest = _HighWater().read([*RANKS, *WORKERS], tmp_path)
     # Each rank's arena once, though a rank touched less of it than its worker; the libraries once.
     assert highest == (2 * (5_000 + 10 + 50_000) + 1_000) << 20
 
 
 def test_what_was_shared_stays_counted_once_when_a_process_lets_go_of_it(tmp_path: Path) -> None:
-    water, (rank, worker) = HighWater(), (RANKS[0], WORKERS[0])
+    water, (rank, worker) = _HighWater(), (RANKS[0], WORKERS[0])
     status(tmp_path, rank.pid, resident_mb=9_000, files_mb=1_000, shared_mb=0)
     assert water.read([rank], tmp_path) == 9_000 << 20
     status(tmp_path, rank.pid, resident_mb=53_000, files_mb=1_000, shared_mb=50_000)
@@ -79,7 +79,7 @@ def test_what_was_shared_stays_counted_once_when_a_process_lets_go_of_it(tmp_pat
 
 def test_what_was_given_back_before_others_came_is_not_added_to_them(tmp_path: Path) -> None:
     """The weights of a rank pass through its memory before the Adam worker touches its states."""
-    water, (rank, worker) = HighWater(), (RANKS[0], WORKERS[0])
+    water, (rank, worker) = _HighWater(), (RANKS[0], WORKERS[0])
     status(tmp_path, rank.pid, resident_mb=10_000, files_mb=1_000, shared_mb=0)
     assert water.read([rank], tmp_path) == 10_000 << 20
     status(tmp_path, worker.pid, resident_mb=56_000, files_mb=0, shared_mb=56_000)
@@ -96,7 +96,7 @@ def test_what_was_given_back_before_others_came_is_not_added_to_them(tmp_path: P
 
 
 def test_a_peak_between_two_looks_counts_with_what_others_have_then(tmp_path: Path) -> None:
-    water, (rank, other) = HighWater(), RANKS
+    water, (rank, other) = _HighWater(), RANKS
     for process in (rank, other):
         status(tmp_path, process.pid, resident_mb=2_000, files_mb=0, shared_mb=0)
     assert water.read(RANKS, tmp_path) == 4_000 << 20
@@ -105,7 +105,7 @@ def test_a_peak_between_two_looks_counts_with_what_others_have_then(tmp_path: Pa
 
 
 def test_a_process_that_tells_nothing_is_no_reading(tmp_path: Path) -> None:
-    water = HighWater()
+    water = _HighWater()
     assert water.read([RANKS[0]], tmp_path) is None
     own = water.read([Process(pid=os.getpid(), start_time=1)])
     assert own is not None

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from so_tui.launch.checks import checks_elsewhere
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.executor import not_cached
-from so_tui.launch.slurm.script import batch_script, load_site, user_sites
+from so_tui.launch.slurm.executor import _not_cached
+from so_tui.launch.slurm.script import _user_sites, batch_script, load_site
 from so_tui.plan.plan import Launch
 from so_tui.spec import DataSource, InputError, RunSpec
 from tests.support.launching import tiny
@@ -24,7 +24,7 @@ PHI_4 = CATALOG.presets["phi-4"].spec
 def missing(spec: RunSpec, home: Path) -> list[tuple[str, str]]:
     return [
         (problem.field, problem.value)
-        for problem in not_cached(spec, {"HF_HOME": str(home)}, "here")
+        for problem in _not_cached(spec, {"HF_HOME": str(home)}, "here")
     ]
 
 
@@ -56,7 +56,7 @@ def test_half_a_download_is_missing_by_the_name_of_a_file(tmp_path: Path) -> Non
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
     )
-    (problem, *_) = not_cached(PHI_4, {"HF_HOME": str(tmp_path)}, "here")
+    (problem, *_) = _not_cached(PHI_4, {"HF_HOME": str(tmp_path)}, "here")
     assert (problem.code, problem.field) == ("not-cached", "model.id")
     assert "b.safetensors" in problem.message
     (folder / "b.safetensors").touch()
@@ -101,12 +101,12 @@ def test_a_run_is_submitted_only_if_nodes_without_internet_have_everything(
     internet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "cluster_name", lambda: "ours")
-    user_sites().mkdir(parents=True)
+    _user_sites().mkdir(parents=True)
     lines = (
         f'title = "Ours"\npython = "python3"\ninternet = {str(internet).lower()}\n[environment]\n'
         f'HF_HOME = "{tmp_path}"\n'
     )
-    (user_sites() / "ours.toml").write_text(lines)
+    (_user_sites() / "ours.toml").write_text(lines)
     spec = replace(PHI_4, slurm=replace(PHI_4.slurm, partition="gh", site="ours"))
     launch = Launch(
         plan=plan_of(spec), machine=QUAD, ds_config={}, argv=(), environment=(), forced=True

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from so_tui.launch.executors import LocalExecutor
+from so_tui.launch.executors import _LocalExecutor
 from so_tui.launch.launch import SupervisorHandle, prepare, prepare_resume, read_launch
 from so_tui.launch.lifecycle import resume, start
 from so_tui.machine import Machine
@@ -22,7 +22,7 @@ from so_tui.runs.records import RunState
 from so_tui.spec import InputError, Refused, RunSpec
 
 
-class Interrupted(LocalExecutor):
+class Interrupted(_LocalExecutor):
     """An executor during whose start the user interrupts, before or (``too_late``) after the
     supervisor has written its first state.
     """
@@ -50,7 +50,7 @@ class Interrupted(LocalExecutor):
         raise KeyboardInterrupt
 
 
-class Recording(LocalExecutor):
+class Recording(_LocalExecutor):
     """An executor that reads what was written, and answers as a supervisor that took over."""
 
     def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
@@ -67,7 +67,7 @@ class Recording(LocalExecutor):
         return None
 
 
-class Unreadable(LocalExecutor):
+class Unreadable(_LocalExecutor):
     """An executor whose supervisor takes over while the file system answers nobody here."""
 
     def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:

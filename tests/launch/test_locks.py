@@ -109,7 +109,7 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(
     write_launch(run, attempt, launch_with(plan, machine))
     lock = host_check.take(
         host_check.lock_folder(),
-        host_check.gpu_lock_name(machine.gpus[0]),
+        host_check._gpu_lock_name(machine.gpus[0]),
         host_check.Holder(run="/runs/busy-one", pid=77),
     )
     code = supervise_to_end(run, attempt)
@@ -128,7 +128,7 @@ def test_a_gpu_of_another_run_is_refused_before_anything_starts(
     quick_checks(launch)
     lock = host_check.take(
         host_check.lock_folder(),
-        host_check.gpu_lock_name(machine.gpus[1]),
+        host_check._gpu_lock_name(machine.gpus[1]),
         host_check.Holder(run="/runs/busy-one", pid=77),
     )
     with pytest.raises(Refused) as caught:

@@ -14,7 +14,7 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.folders import user_folder
-from so_tui.launch.helper_jobs import add_preset, describe_model, preset_name
+from so_tui.launch.helper_jobs import _preset_name, add_preset, describe_model
 from so_tui.plan.planner import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
@@ -107,7 +107,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
 def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
     from so_tui_trainer.model.weights import meta_model
     from so_tui_trainer.tools.describe_model import describe
-    from so_tui_trainer.tools.presets import model_config, parameter_table
+    from so_tui_trainer.tools.presets import _model_config, parameter_table
 
     config, leaves, read = KINDS[kind]
     answer = list(describe({"model": str(folder(tmp_path, kind, model_type=kind, **config))}))[-1]
@@ -115,7 +115,7 @@ def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
         {"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}}
     )
     model = spec.model
-    causal = meta_model(model_config(model))
+    causal = meta_model(_model_config(model))
     assert (
         answer["parameters"]
         == model.parameter_count
@@ -416,7 +416,7 @@ def test_a_hub_id_without_a_network() -> None:
     ],
 )
 def test_names_come_from_the_model(model: str, name: str) -> None:
-    assert preset_name(model) == name
+    assert _preset_name(model) == name
 
 
 def test_the_folder_one_stands_in_gives_its_name(
@@ -424,4 +424,4 @@ def test_the_folder_one_stands_in_gives_its_name(
 ) -> None:
     (tmp_path / "Some-Model").mkdir()
     monkeypatch.chdir(tmp_path / "Some-Model")
-    assert preset_name(".") == preset_name("../Some-Model/") == "some-model"
+    assert _preset_name(".") == _preset_name("../Some-Model/") == "some-model"

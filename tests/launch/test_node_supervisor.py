@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from so_tui.launch.launch import prepare, write_launch
-from so_tui.launch.slurm.executor import Submission, write_submission
+from so_tui.launch.slurm.executor import Submission, _write_submission
 from so_tui.launch.supervisor.node import NodeState
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, create_run, new_attempt, read_state
@@ -62,7 +62,7 @@ def run(tmp_path: Path, machine: Machine) -> Iterator[RunDirectory]:
         poll_s=1,
         submitted=time.time(),
     )
-    write_submission(run, attempt, submitted)
+    _write_submission(run, attempt, submitted)
     job = {
         "SLURM_NNODES": "2",
         "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",

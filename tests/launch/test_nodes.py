@@ -11,7 +11,7 @@ import pytest
 
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, argv
-from so_tui.launch.in_job import planned_here
+from so_tui.launch.in_job import _planned_here
 from so_tui.launch.supervisor.ending import Evidence, Outcome, RunFacts, conclude, outcome_text
 from so_tui.launch.supervisor.host import (
     ALONE,
@@ -81,7 +81,7 @@ def test_ranks_of_other_nodes_have_other_numbers() -> None:
     plan = plan_of(spec_of(nodes=2), cpus=CORES)
     assert [rank.rank for rank in numbered(plan.binding, 1)] == [2, 3]
     submitted = launch_with(plan_of(spec_of(nodes=2, gpus=2)), cpu_machine(), forced=True)
-    assert [rank.rank for rank in planned_here(submitted, cpu_machine(), node=2).plan.binding] == [
+    assert [rank.rank for rank in _planned_here(submitted, cpu_machine(), node=2).plan.binding] == [
         4,
         5,
     ]

@@ -10,8 +10,8 @@ from so_tui.launch.supervisor.ending import (
     Evidence,
     Failure,
     Outcome,
-    OutcomeText,
     RunFacts,
+    _OutcomeText,
     conclude,
     outcome_text,
 )
@@ -32,7 +32,7 @@ def failed(**evidence: Any) -> Outcome:
     return outcome
 
 
-def text_of(outcome: Outcome, saved_step: int | None = None, **facts: str) -> OutcomeText:
+def text_of(outcome: Outcome, saved_step: int | None = None, **facts: str) -> _OutcomeText:
     return outcome_text(outcome, RunFacts(name="r", saved_step=saved_step, **facts))
 
 

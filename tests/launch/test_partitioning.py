@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from so_tui.commands.mpam import (
     Resctrl,
-    mount_script,
-    partition_script,
-    partitions,
+    _mount_script,
+    _partition_script,
+    _partitions,
+    _read_groups,
+    _read_resctrl,
     print_mpam_script,
-    read_groups,
-    read_resctrl,
 )
 from so_tui.machine.system_files import SystemFiles
 from so_tui.plan.binding import bind_ranks
@@ -59,14 +59,14 @@ def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
 
 
 def grace(tmp_path: Path) -> Resctrl:
-    found = read_resctrl(tree(tmp_path, GRACE, dict.fromkeys(range(72), 1)))
+    found = _read_resctrl(tree(tmp_path, GRACE, dict.fromkeys(range(72), 1)))
     assert found is not None
     return found
 
 
 def test_the_published_example_follows_from_the_tree(tmp_path: Path) -> None:
     seven_main = 65 / 72
-    main, adam = partitions(grace(tmp_path), bindings(fraction=seven_main), "node7")
+    main, adam = _partitions(grace(tmp_path), bindings(fraction=seven_main), "node7")
     assert (main.role, main.cpus, main.schemata) == (
         "main",
         tuple(range(7)),
@@ -80,12 +80,12 @@ def test_the_published_example_follows_from_the_tree(tmp_path: Path) -> None:
 
 
 def schemata(found: Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
-    return [partition.schemata for partition in partitions(found, bindings(chips), "node7")]
+    return [partition.schemata for partition in _partitions(found, bindings(chips), "node7")]
 
 
 def test_each_rank_is_partitioned_in_its_own_cache(tmp_path: Path) -> None:
     files = {**GRACE, "schemata": "MB:1=100;2=100;3=100\nL3:1=fff;2=fff;3=fff\n"}
-    found = read_resctrl(tree(tmp_path, files, {cpu: 1 + cpu // 72 for cpu in range(144)}))
+    found = _read_resctrl(tree(tmp_path, files, {cpu: 1 + cpu // 72 for cpu in range(144)}))
     assert found is not None
     assert schemata(found, 2) == [
         ("MB:1=100;2=100", "L3:1=ff0;2=ff0"),
@@ -143,16 +143,16 @@ def test_why_nothing_is_partitioned(tmp_path: Path) -> None:
         ("no-adam-cores", found, shared),
     ):
         with pytest.raises(InputError) as refused:
-            partitions(limits, ranks, "node7")
+            _partitions(limits, ranks, "node7")
         assert [problem.code for problem in refused.value.problems] == [code]
 
 
 def test_bandwidth_in_bytes_is_left_alone(tmp_path: Path) -> None:
     files = {**GRACE, "schemata": "MB:1=4294967295\nL3:1=fff\n"}
-    found = read_resctrl(tree(tmp_path, files, {0: 1}, "rw,mba_MBps"))
+    found = _read_resctrl(tree(tmp_path, files, {0: 1}, "rw,mba_MBps"))
     assert found is not None
     assert found.bandwidth == {}
-    assert read_resctrl(SystemFiles(tmp_path / "nothing")) is None
+    assert _read_resctrl(SystemFiles(tmp_path / "nothing")) is None
 
 
 def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -169,22 +169,22 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_an_administrators_script_does_the_same_and_undoes_it(tmp_path: Path) -> None:
     files = tree(tmp_path, GRACE, dict.fromkeys(range(72), 1))
     found = replace(grace(tmp_path), mount=str(tmp_path / "sys/fs/resctrl"))
-    wanted = partitions(found, bindings(), "node7")
-    script = partition_script("quad $(touch hacked)\x1b[2J\nrm -rf", found, wanted)
+    wanted = _partitions(found, bindings(), "node7")
+    script = _partition_script("quad $(touch hacked)\x1b[2J\nrm -rf", found, wanted)
     assert "\x1b" not in script
     ran = run_script(script)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert read_groups(files, "/sys/fs/resctrl") == {
+    assert _read_groups(files, "/sys/fs/resctrl") == {
         f"so-tui-{partition.role}": partition.cpus for partition in wanted
     }
     for group in (tmp_path / "sys/fs/resctrl").glob("so-tui-*"):  # resctrl removes them itself
         for file in group.iterdir():
             file.unlink()
     assert run_script(script, "undo").returncode == 0
-    assert read_groups(files, "/sys/fs/resctrl") == {}
+    assert _read_groups(files, "/sys/fs/resctrl") == {}
     assert (
         subprocess.run(
-            ["sh", "-n"], input=mount_script("host"), text=True, check=False, timeout=60
+            ["sh", "-n"], input=_mount_script("host"), text=True, check=False, timeout=60
         ).returncode
         == 0
     )

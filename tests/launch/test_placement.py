@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from so_tui.launch.supervisor.samples import (
     IDLE_NICE,
+    _node_bytes,
+    _read_placements,
     misplaced,
-    node_bytes,
-    read_placements,
     share_on_nodes,
 )
 from so_tui.plan.binding import bind_ranks
@@ -40,8 +40,8 @@ NUMA_MAPS = b"""\
 
 
 def test_memory_by_node_counts_shared_memory_and_leaves_out_files() -> None:
-    assert node_bytes(NUMA_MAPS) == {0: 64 << 10, 1: 3 * (64 << 10) + 4 * (2 << 20)}
-    assert node_bytes(b"") == {}
+    assert _node_bytes(NUMA_MAPS) == {0: 64 << 10, 1: 3 * (64 << 10) + 4 * (2 << 20)}
+    assert _node_bytes(b"") == {}
 
 
 def test_cores_other_than_planned_or_fewer_are_misplaced() -> None:
@@ -88,7 +88,7 @@ def test_a_real_process_is_found_where_it_was_put(sleeper: Process) -> None:
     os.setpriority(os.PRIO_PROCESS, sleeper.pid, 19)
     other = identify(os.getpid(), "other", 0)
     assert other is not None
-    (placement,) = read_placements([other, sleeper])
+    (placement,) = _read_placements([other, sleeper])
     assert (placement.rank, placement.cpus, placement.adam_cpus) == (3, (cpu,), ())
     assert placement.nice in (19, IDLE_NICE)  # the tests themselves may run with idle priority
     assert sum(placement.node_bytes.values()) > 1 << 20
@@ -105,11 +105,11 @@ def test_a_thread_that_ends_meanwhile_does_not_hide_the_others(
         "listdir",
         lambda path: [str(ended), *listed(path)] if str(path).endswith("/task") else listed(path),
     )
-    (placement,) = read_placements([sleeper])
+    (placement,) = _read_placements([sleeper])
     assert placement.cpus == cpus
 
 
 def test_a_process_that_has_ended_is_nowhere() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         gone = Process(pid=child.pid, start_time=1, role="rank", rank=0)
-    assert read_placements([gone]) == (RankPlacement(rank=0, cpus=()),)
+    assert _read_placements([gone]) == (RankPlacement(rank=0, cpus=()),)

@@ -14,16 +14,16 @@ from so_tui.cli import main
 from so_tui.launch.checks import preflight
 from so_tui.launch.launch import prepare
 from so_tui.launch.places import (
+    _seen_machine,
     keep_network,
     machine_of,
     remember,
-    seen_machine,
     source_of,
     with_measured_network,
     with_remedy,
 )
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.script import load_site, site_names, user_sites
+from so_tui.launch.slurm.script import _site_names, _user_sites, load_site
 from so_tui.machine.known import MACHINES
 from so_tui.machine.types import Machine, Network
 from so_tui.plan.rates import between_hosts_bytes_per_s
@@ -120,11 +120,11 @@ def test_inspect_in_an_allocation_is_kept_for_plans(
     cluster: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect"]) == 0
-    assert seen_machine(cluster, "gh") is None
+    assert _seen_machine(cluster, "gh") is None
     monkeypatch.setenv("SLURM_CLUSTER_NAME", cluster)
     monkeypatch.setenv("SLURM_JOB_PARTITION", "gh")
     assert main(["inspect"]) == 0
-    assert seen_machine(cluster, "gh") is None, "the shell of salloc may be on the login node"
+    assert _seen_machine(cluster, "gh") is None, "the shell of salloc may be on the login node"
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "../gh")
     assert main(["inspect", "--json"]) == 0
@@ -132,7 +132,7 @@ def test_inspect_in_an_allocation_is_kept_for_plans(
     capsys.readouterr()
     assert main(["inspect", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hostname"] == socket.gethostname()
-    seen = seen_machine(cluster, "gh")
+    seen = _seen_machine(cluster, "gh")
     assert seen is not None
     assert seen.machine.hostname == socket.gethostname()
 
@@ -146,7 +146,7 @@ def test_a_new_inspection_keeps_the_network_that_was_measured(cluster: str) -> N
         "gh",
         replace(QUAD, hostname="another", network=Network(gbit_per_s=800, source="hsn0")),
     )
-    seen = seen_machine(cluster, "gh")
+    seen = _seen_machine(cluster, "gh")
     assert seen is not None
     assert seen.machine.hostname == "another"
     assert seen.machine.network is not None
@@ -210,7 +210,7 @@ def test_a_network_that_a_job_has_measured_counts_more_than_any_other(cluster: s
 
 
 def test_every_profile_names_machines_that_are_known() -> None:
-    for site in map(load_site, site_names()):
+    for site in map(load_site, _site_names()):
         names = {site.machine, *(partition.machine for partition in site.partitions.values())} - {
             ""
         }
@@ -224,8 +224,8 @@ def test_a_profile_that_does_not_exist_is_named() -> None:
 
 
 def write_profile(name: str, content: str) -> None:
-    user_sites().mkdir(parents=True, exist_ok=True)
-    (user_sites() / f"{name}.toml").write_text(content)
+    _user_sites().mkdir(parents=True, exist_ok=True)
+    (_user_sites() / f"{name}.toml").write_text(content)
 
 
 def test_a_wrong_profile_stops_no_plan_for_other_clusters(

@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.launch.probe import (
+    _workload_of,
     compared,
     measured_of,
     predicted_of,
     probe_of,
     probe_spec,
     settings_text,
-    workload_of,
 )
 from so_tui.machine.types import Gpu, Machine
 from so_tui.model.flops import flops_of, model_flops
@@ -55,7 +55,7 @@ def test_the_data_is_read_back_from_what_its_steps_did() -> None:
     step = step_record(
         3, useful_tokens=useful, trained_tokens=8_192, model_tflops_per_gpu=flops / 2.0 / 1e12
     )  # of 2 s
-    found = workload_of([step], plan)
+    found = _workload_of([step], plan)
     assert found.attended_tokens == pytest.approx(160, abs=1)
     assert (found.trained_share, found.useful_share) == (0.5, useful / plan.tokens_per_step)
 

@@ -21,9 +21,9 @@ from so_tui.launch.supervisor.processes import (
     FirstLoss,
     OwnProcesses,
     ProcessTree,
+    _role_of,
+    _send,
     markers,
-    role_of,
-    send,
 )
 from so_tui.runs import RunDirectory
 from so_tui.runs.directory import new_manifest, write_manifest
@@ -118,8 +118,8 @@ def test_an_alert_command_that_was_seen_before_its_environment_is_no_process_of_
 
 def test_the_adam_worker_is_recognised() -> None:
     script = "/lib/superoffload/worker.py"
-    assert role_of(("python", "-P", script, "3"), "rank") == "adam"
-    assert role_of(("python", "-P", script, "3"), "other") == "other"
+    assert _role_of(("python", "-P", script, "3"), "rank") == "adam"
+    assert _role_of(("python", "-P", script, "3"), "other") == "other"
 
 
 def test_the_id_tells_a_run_from_an_earlier_one_at_the_same_path(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_process_of_another_user_is_none_of_ours_even_with_the_marker(tmp_path
             assert process.pid not in {found.pid for found in tree.alive}
             stat = read_stat(process.pid)
             assert stat is not None
-            send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGKILL)
+            _send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGKILL)
             time.sleep(0.1)
             assert process.poll() is None
             assert not OwnProcesses().carry(markers(run))
@@ -347,10 +347,10 @@ def test_a_signal_goes_only_to_the_process_that_was_recorded() -> None:
             stat = read_stat(process.pid)
             assert stat is not None
             earlier = Process(pid=process.pid, start_time=stat.start_time - 1)
-            send(earlier, signal.SIGKILL)
+            _send(earlier, signal.SIGKILL)
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.2)
-            send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGTERM)
+            _send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGTERM)
             assert process.wait(LIMIT_S) == -signal.SIGTERM
         finally:
             process.kill()

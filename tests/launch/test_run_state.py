@@ -6,7 +6,7 @@ import pytest
 
 from so_tui.launch.supervisor.ending import (
     Outcome,
-    OutcomeText,
+    _OutcomeText,
     final_state,
     first_state,
     last_alive,
@@ -91,7 +91,7 @@ def test_what_ends_is_not_said_to_save(tmp_path: Path) -> None:
     assert state_after(tmp_path / "c", step, failed).shown == "ending"
     assert (
         final_state(
-            ends, Outcome(state="finished", code=OutcomeCode.FINISHED), OutcomeText("", ""), 14.0
+            ends, Outcome(state="finished", code=OutcomeCode.FINISHED), _OutcomeText("", ""), 14.0
         ).shown
         == "finished"
     )

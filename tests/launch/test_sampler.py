@@ -9,14 +9,14 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from so_tui.launch.supervisor.processes import LEAST_CORES, ProcessLoads, ProcessTree, role_of
+from so_tui.launch.supervisor.processes import LEAST_CORES, ProcessLoads, ProcessTree, _role_of
 from so_tui.launch.supervisor.samples import (
-    GpuSampler,
     Sampler,
-    busy_percent,
+    _busy_percent,
+    _GpuSampler,
+    _read_cpu_times,
+    _read_node_memory,
     oom_kills,
-    read_cpu_times,
-    read_node_memory,
     throttling,
 )
 from so_tui.machine import inspect_machine
@@ -41,7 +41,7 @@ def cpu_ticks(pid: int) -> int:
 def test_cpu_times(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/stat").write_text(STAT)
-    assert read_cpu_times(tmp_path) == {0: (80, 100), 3: (50, 100)}
+    assert _read_cpu_times(tmp_path) == {0: (80, 100), 3: (50, 100)}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_cpu_times(tmp_path: Path) -> None:
     [((80, 100), (80, 200), 100), ((0, 0), (50, 200), 75), (None, (1, 2), 0), ((1, 2), (1, 2), 0)],
 )
 def test_busy_share(before: tuple[int, int] | None, after: tuple[int, int], percent: int) -> None:
-    assert busy_percent(before, after) == percent
+    assert _busy_percent(before, after) == percent
 
 
 def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     (folder / "meminfo").write_text(
         "Node 4 MemTotal:  1000 kB\nNode 4 MemFree:   400 kB\nNode 4 FilePages:  100 kB\n"
     )
-    assert read_node_memory(tmp_path, 4, sole=False) == {
+    assert _read_node_memory(tmp_path, 4, sole=False) == {
         "MemTotal": 1024000,
         "MemFree": 409600,
         "FilePages": 102400,
@@ -67,7 +67,7 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text(
         "MemTotal:  1000 kB\nMemFree:  400 kB\nBuffers: 1 kB\nCached:  50 kB\n"
     )
-    assert read_node_memory(tmp_path, 0, sole=True)["FilePages"] == 51200
+    assert _read_node_memory(tmp_path, 0, sole=True)["FilePages"] == 51200
 
 
 def test_the_memory_of_the_only_node_is_the_one_that_inspection_finds(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_other_processes_that_compute_are_named() -> None:
             child.kill()
     assert [(load.name, load.own) for load in found] == [("a (b) c", True)]
     assert found[0].cores >= LEAST_CORES
-    assert found[0].cpu in read_cpu_times()
+    assert found[0].cpu in _read_cpu_times()
     assert child.pid not in others
 
 
@@ -188,7 +188,7 @@ def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByPciBusId", lost)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lost)
-    sampler = GpuSampler(superchips(1).gpus)
+    sampler = _GpuSampler(superchips(1).gpus)
     assert sampler.sample() == ()
     sampler.close()
 
@@ -196,7 +196,7 @@ def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 def test_gpus_are_sampled() -> None:
     gpus = inspect_machine().gpus
-    sampler = GpuSampler(gpus)
+    sampler = _GpuSampler(gpus)
     sampler.sample()
     time.sleep(1)
     samples = sampler.sample()
@@ -227,27 +227,27 @@ def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path: 
 def test_roles() -> None:
     rank = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
     assert (
-        role_of(("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"), None)
+        _role_of(("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"), None)
         == "runner"
     )
     assert (
-        role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "runner")
+        _role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "runner")
         == "launcher"
     )
     assert (
-        role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "launcher")
+        _role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "launcher")
         == "other"
     )
     assert (
-        role_of(("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner")
+        _role_of(("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner")
         == "other"
     )
-    assert role_of(("dpkg", "-l", "numactl"), "launcher") == "other"
-    assert role_of(rank, "launcher") == "rank"
-    assert role_of(rank, None) == "rank"
-    assert role_of(rank, "rank") == "other"
+    assert _role_of(("dpkg", "-l", "numactl"), "launcher") == "other"
+    assert _role_of(rank, "launcher") == "rank"
+    assert _role_of(rank, None) == "rank"
+    assert _role_of(rank, "rank") == "other"
     assert (
-        role_of(
+        _role_of(
             (
                 "python",
                 "-c",
@@ -258,4 +258,4 @@ def test_roles() -> None:
         )
         == "adam"
     )
-    assert role_of(("python", "-I", "-S", "/lib/superoffload/worker.py"), "rank") == "adam"
+    assert _role_of(("python", "-I", "-S", "/lib/superoffload/worker.py"), "rank") == "adam"

@@ -17,10 +17,10 @@ from so_tui.launch.supervisor.slowness import (
     Measured,
     Planned,
     SlowWatch,
-    cause_text,
-    foreign_share,
-    measured_of,
-    ranked_causes,
+    _cause_text,
+    _foreign_share,
+    _measured_of,
+    _ranked_causes,
     slowdown_remedy,
     slowdown_text,
 )
@@ -68,7 +68,7 @@ SLOW = replace(AS_PLANNED, step_s=4.5)
 
 
 def codes(measured: Measured) -> list[str]:
-    return [cause.code for cause in ranked_causes(measured, PLANNED)]
+    return [cause.code for cause in _ranked_causes(measured, PLANNED)]
 
 
 def test_a_run_as_planned_has_no_cause() -> None:
@@ -92,7 +92,7 @@ def test_a_run_as_planned_has_no_cause() -> None:
     ],
 )
 def test_each_cause_alone(code: CauseCode, measured: Measured) -> None:
-    (cause,) = ranked_causes(measured, PLANNED)
+    (cause,) = _ranked_causes(measured, PLANNED)
     assert cause.code == code
     assert 0.1 < cause.seconds / 1.5 < 1.001
 
@@ -135,12 +135,12 @@ def test_where_processes_are_comes_before_what_it_leads_to(
     measured = replace(
         SLOW, placement=(placement,), foreign_share=0.5, adam_busy_s=2.8, adam_bytes_per_s=70e9
     )
-    causes = ranked_causes(measured, planned)
+    causes = _ranked_causes(measured, planned)
     assert causes[0].code == first
     assert causes[-1].code == "adam"
     assert next(cause.nice for cause in causes if cause.code == "foreign-load") == placement.nice
     assert (
-        ranked_causes(replace(measured, placement=(replace(placement, rank=9),)), planned)[0].code
+        _ranked_causes(replace(measured, placement=(replace(placement, rank=9),)), planned)[0].code
         == "foreign-load"
     )
 
@@ -164,11 +164,11 @@ def sample(
 
 def test_foreign_load_is_what_the_run_did_not_use_of_its_own_cores() -> None:
     samples = [sample(0, busy=100, run_cpu_s=54.0), sample(1, busy=50, run_cpu_s=36.0)]
-    assert foreign_share(samples, MACHINE, set(range(72))) == pytest.approx(18 / 144)
+    assert _foreign_share(samples, MACHINE, set(range(72))) == pytest.approx(18 / 144)
     assert (
-        foreign_share(samples, MACHINE, set(range(36))) == 0.0
+        _foreign_share(samples, MACHINE, set(range(36))) == 0.0
     )  # the run used more than these had
-    assert foreign_share([], MACHINE, set(range(72))) == 0.0
+    assert _foreign_share([], MACHINE, set(range(72))) == 0.0
 
 
 def plan(step_s: float = 3.0) -> Plan:
@@ -196,7 +196,7 @@ def test_measured_are_medians_of_steps_and_the_slowest_clock() -> None:
         step_record(step, step_s=seconds, adam_bytes_per_s=100e9)
         for step, seconds in enumerate((1.0, 9.0, 2.0))
     ]
-    measured = measured_of(
+    measured = _measured_of(
         steps, [sample(0, clock_mhz=1200), sample(1, clock_mhz=1300)], MACHINE, plan().binding
     )
     assert (measured.step_s, measured.adam_bytes_per_s, measured.d2h_bytes_per_s) == (
@@ -342,7 +342,7 @@ def test_every_cause_has_words_and_what_helps() -> None:
     remedies = set()
     for code in get_args(CauseCode):
         cause = Cause(code=code, seconds=1.0, measured=0.5, planned=1.0)
-        assert cause_text(cause)
+        assert _cause_text(cause)
         remedies.add(slowdown_remedy(Slowdown(step=1, step_s=2.0, planned_s=1.0, causes=(cause,))))
     assert len(remedies) == len(get_args(CauseCode))
     unknown = Slowdown(

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import start
-from so_tui.launch.supervisor.samples import read_placements
-from so_tui.launch.supervisor.slowness import Measured, Planned, measured_of, ranked_causes
+from so_tui.launch.supervisor.samples import _read_placements
+from so_tui.launch.supervisor.slowness import Measured, Planned, _measured_of, _ranked_causes
 from so_tui.machine import Machine
 from so_tui.plan.plan import PlannedRates, StepTime
 from so_tui.runs import RunDirectory, RunReader, read_state
@@ -114,9 +114,9 @@ class Watched:
             assert time.monotonic() < until + 120, read_state(self.run)
             time.sleep(0.1)
             self._poll()
-        placed = replace(self._samples[-1], placement=read_placements(self.processes))
+        placed = replace(self._samples[-1], placement=_read_placements(self.processes))
         # The first step, and the first sample, began before.
-        return measured_of(
+        return _measured_of(
             self._steps[steps + 1 :],
             [*self._samples[samples + 1 :], placed],
             self._machine,
@@ -133,7 +133,7 @@ class Watched:
 
     def causes(self) -> tuple[Cause, ...]:
         """Return what makes the run slow from now on."""
-        return ranked_causes(self.measure(), self.planned)
+        return _ranked_causes(self.measure(), self.planned)
 
     def _poll(self) -> None:
         update = self._reader.poll()

@@ -23,7 +23,7 @@ from so_tui.launch.executors import ensure_supervised
 from so_tui.launch.launch import prepare, prepare_resume
 from so_tui.launch.lifecycle import resume, start, stop
 from so_tui.launch.supervisor.ending import request_stop, stop_request
-from so_tui.launch.supervisor.processes import pids
+from so_tui.launch.supervisor.processes import _pids
 from so_tui.launch.supervisor.samples import MEMORY_INTERVAL_S
 from so_tui.machine import Machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state, state_with_truth
@@ -479,7 +479,7 @@ def test_the_supervisor_is_light(runs: Runs) -> None:
     parent = before.supervisor.pid
     wait_until(
         lambda: all(
-            stat is None or stat.alive or stat.parent != parent for stat in map(read_stat, pids())
+            stat is None or stat.alive or stat.parent != parent for stat in map(read_stat, _pids())
         )
     )
     assert stop(run, grace_s=30).state == "stopped"

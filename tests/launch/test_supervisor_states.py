@@ -25,7 +25,7 @@ from so_tui.plan.plan import OptionalMemory
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.lock import OwnerFiles, RunLock
+from so_tui.runs.lock import RunLock, _OwnerFiles
 from so_tui.runs.metrics import MetricsWriter
 from so_tui.runs.reader import LogReader
 from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
@@ -43,7 +43,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     process would take for the run's.
     """
     monkeypatch.setattr(Supervisor, "_install_signals", lambda _: None)
-    monkeypatch.setattr("so_tui.launch.supervisor.processes.pids", set)
+    monkeypatch.setattr("so_tui.launch.supervisor.processes._pids", set)
 
 
 def attempt(folder: Path, spec: RunSpec, machine: Machine, *, forced: bool = False) -> RunDirectory:
@@ -61,7 +61,7 @@ def test_a_run_is_forced_if_its_launch_was(
     forced on resume.
     """
     run = attempt(tmp_path, two_ranks, machine, forced=forced)
-    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._state.forced == forced
+    assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run)))._state.forced == forced
 
 
 def test_a_machine_that_cannot_be_inspected_fails_the_start(
@@ -82,7 +82,7 @@ def test_a_machine_that_cannot_be_inspected_fails_the_start(
 
     monkeypatch.setattr(host, "inspect_machine", fail)
     run = attempt(tmp_path, two_ranks, machine)
-    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1
     state = read_state(run)
     assert (state.state, state.code, state.exit_code) == ("failed", OutcomeCode.NOT_STARTED, 1)
     assert "has no CPUs" in state.reason
@@ -104,7 +104,7 @@ def test_the_last_lines_of_a_log_are_read_however_much_was_written_at_the_end(
 
     monkeypatch.setattr(host.Job, "start", lambda _: None)
     monkeypatch.setattr(host.Job, "running", running)
-    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1
     assert read_state(run).reason.endswith("RuntimeError: the loss is a teapot")
 
 
@@ -122,7 +122,7 @@ def test_a_log_that_never_ends_does_not_keep_a_run_from_ending(
     monkeypatch.setattr(host, "_SWEEP_S", 0.2)
     monkeypatch.setattr(host.Job, "start", lambda _: None)
     run = attempt(tmp_path, two_ranks, machine)
-    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1
     assert read_state(run).state == "failed"
 
 
@@ -146,7 +146,7 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
     monkeypatch.setattr(remedies, "less_host_memory", fail)
     run = attempt(tmp_path, two_ranks, machine)
     assert (
-        Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))._finish(
+        Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run)))._finish(
             Outcome(state="failed", code=code, who="rank", rank=0)
         )
         == 1
@@ -171,7 +171,7 @@ def test_a_supervisor_that_takes_over_tells_only_what_its_predecessor_could_not(
         for kind, step in (("loss", 1), ("not-finite", 3))
     )
     found = replace(read_state(run), state="training", attempt=1, step=4, alerts=told)
-    assert Supervisor(run, 1, found, RunLock(OwnerFiles(run))).watch() == 1
+    assert Supervisor(run, 1, found, RunLock(_OwnerFiles(run))).watch() == 1
     assert [(alert.kind, alert.step) for alert in read_state(run).alerts] == [
         ("loss", 1),
         ("not-finite", 3),
@@ -208,9 +208,9 @@ def test_a_supervisor_that_cannot_take_the_locks_over_still_watches_what_lives(
         "SO_TUI_RUN_ID": run_id(run),
     }
     with subprocess.Popen(["/bin/sh", "-c", "sleep 2"], env=environ) as process:
-        monkeypatch.setattr("so_tui.launch.supervisor.processes.pids", lambda: {process.pid})
+        monkeypatch.setattr("so_tui.launch.supervisor.processes._pids", lambda: {process.pid})
         found = replace(read_state(run), state="training", attempt=1, host=machine.hostname)
-        Supervisor(run, 1, found, RunLock(OwnerFiles(run))).watch()
+        Supervisor(run, 1, found, RunLock(_OwnerFiles(run))).watch()
         assert not running(process.pid)
     assert read_state(run).code not in (OutcomeCode.NOT_STARTED, OutcomeCode.GPU_IN_USE)
 
@@ -237,7 +237,7 @@ def test_a_file_system_that_is_away_after_the_start_leaves_nothing_unsupervised(
     monkeypatch.setattr(host.Job, "running", lambda _: next(looks))
     monkeypatch.setattr(*what, away)
     run = attempt(tmp_path, two_ranks, machine)
-    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1
     assert read_state(run).state == "failed"
     assert next(looks, None) is None
     assert asked
@@ -255,7 +255,7 @@ def test_a_command_that_tells_of_the_end_finds_it_recorded(
         write_state_even_if_full(*arguments)
 
     monkeypatch.setattr("so_tui.launch.supervisor.run.write_state_even_if_full", slow)
-    supervisor = Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run)))
+    supervisor = Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run)))
     supervisor._finish(Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0))
     supervisor.finish()
     assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
@@ -287,6 +287,6 @@ def test_a_supervisor_takes_over_on_a_full_disk(
     monkeypatch.setattr(host.Job, "running", lives)
     monkeypatch.setattr("so_tui.launch.supervisor.run.write_state", full)
     monkeypatch.setattr("so_tui.runs.state.write_state", full)
-    assert Supervisor(run, 1, read_state(run), RunLock(OwnerFiles(run))).watch() == 1
+    assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1
     assert seen[0].supervisor == identify(os.getpid(), "supervisor")
     assert read_state(run).code == OutcomeCode.DISK_FULL

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.cli import main
-from so_tui.commands.models import given_sampling
+from so_tui.commands.models import _given_sampling
 from so_tui.commands.parser import build_parser
 from so_tui.launch.helper_jobs import ModelProcess, named_model
 from so_tui.runs import RunDirectory, create_run
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run with a checkpoint, exported."""
-    from so_tui_trainer.tools.export import export_run
+    from so_tui_trainer.tools.export import _export_run
     from tests.support.model_checkpoints import run_with_checkpoints
 
     run = run_with_checkpoints(tmp_path_factory.mktemp("runs"), 5)
-    list(export_run({"run": str(run.path), "to": str(run.path / "export")}))
+    list(_export_run({"run": str(run.path), "to": str(run.path / "export")}))
     return run
 
 
@@ -50,7 +50,7 @@ def test_runs_and_folders_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_options_have_the_defaults_of_sampling() -> None:
-    assert given_sampling(build_parser().parse_args(["generate"])) == Sampling()
+    assert _given_sampling(build_parser().parse_args(["generate"])) == Sampling()
 
 
 def test_a_run_answers_beside_its_base_model(trained: RunDirectory) -> None:

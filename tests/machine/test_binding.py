@@ -15,11 +15,11 @@ import pytest
 from so_tui.machine import Machine, Software, inspect_machine, parse_cpus
 from so_tui.machine.host import cpu_ranges
 from so_tui.plan.binding import (
+    _numactl_nodes,
+    _numactl_prefix,
+    _split_cores,
     bind_ranks,
     core_list,
-    numactl_nodes,
-    numactl_prefix,
-    split_cores,
     uses_numactl,
 )
 from so_tui.plan.plan import RankBinding
@@ -185,12 +185,12 @@ def test_the_main_process_keeps_what_it_needs(
     count: int, fraction: float, main: int, adam: int
 ) -> None:
     cpus = tuple(range(100, 100 + count))
-    assert split_cores(cpus, fraction) == (cpus[:main], cpus[count - adam :])
+    assert _split_cores(cpus, fraction) == (cpus[:main], cpus[count - adam :])
     assert main + adam == count
 
 
 def test_one_core_is_shared() -> None:
-    assert split_cores((5,), 0.9) == ((5,), (5,))
+    assert _split_cores((5,), 0.9) == ((5,), (5,))
 
 
 @pytest.mark.parametrize("mode", ["zerooffload", "gpu"])
@@ -277,8 +277,8 @@ DEEPSPEED_ALONE: list[tuple[Host, str, int, list[str]]] = [
 def test_deepspeed_without_our_core_list(
     tmp_path: Path, host: Host, cores: str, ranks: int, prefixes: list[str]
 ) -> None:
-    nodes = numactl_nodes(host.machine(tmp_path).numa_nodes)
-    found = [numactl_prefix(nodes, parse_cpus(cores), ranks, rank) for rank in range(ranks)]
+    nodes = _numactl_nodes(host.machine(tmp_path).numa_nodes)
+    found = [_numactl_prefix(nodes, parse_cpus(cores), ranks, rank) for rank in range(ranks)]
     assert [" ".join(prefix) for _, prefix in found] == [f"numactl {prefix}" for prefix in prefixes]
 
 

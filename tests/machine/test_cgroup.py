@@ -45,8 +45,8 @@ def system_files(files: dict[str, str], folder: Path) -> SystemFiles:
 @pytest.mark.parametrize("files", [V2, V1, HIDDEN])
 def test_limits(tmp_path: Path, files: dict[str, str]) -> None:
     found = system_files(files, tmp_path)
-    assert host.cpuset(found) == {8, 9, 10, 11}
-    assert host.memory_limit_bytes(found) == 64 << 30
+    assert host._cpuset(found) == {8, 9, 10, 11}
+    assert host._memory_limit_bytes(found) == 64 << 30
     assert host.cpu_quota(found) == 2.5
 
 
@@ -72,8 +72,8 @@ def test_memory_that_is_left_counts_the_file_cache_as_free(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
     found = system_files(files, tmp_path)
-    assert host.memory_left_bytes(found) == (64 << 30) - 68_000_000_000 + 23
-    assert available_bytes(found) == host.memory_left_bytes(found)
+    assert host._memory_left_bytes(found) == (64 << 30) - 68_000_000_000 + 23
+    assert available_bytes(found) == host._memory_left_bytes(found)
 
 
 def test_no_limits(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_no_limits(tmp_path: Path) -> None:
     for files in (free, {}):
         found = system_files(files, tmp_path / str(len(files)))
         assert (
-            host.cpuset(found),
-            host.memory_limit_bytes(found),
+            host._cpuset(found),
+            host._memory_limit_bytes(found),
             host.cpu_quota(found),
         ) == (None, None, None)

@@ -108,7 +108,7 @@ def test_the_largest_processes_are_named_where_memory_lacks(
 ) -> None:
     monkeypatch.setattr(run, "_LARGE_BYTES", 0)
     needs = Needs(host_bytes_per_node={0: 1 << 60})
-    (finding,) = run.check_memory_now(
+    (finding,) = run._check_memory_now(
         CheckContext(machine=healthy(tmp_path), plan=needs, files=SystemFiles())
     )
     assert finding.code == "memory-in-use"

@@ -11,7 +11,7 @@ import pytest
 
 from so_tui.machine import Machine, inspect_machine
 from so_tui.machine.doctor import findings
-from so_tui.machine.gpus import hiding_variable, names_by_amd_smi, names_in, visible_gpus
+from so_tui.machine.gpus import _names_by_amd_smi, _names_in, hiding_variable, visible_gpus
 from so_tui.plan.binding import bind_ranks
 from so_tui.spec.errors import InputError
 from tests.support.kfd import NODES, apu_files
@@ -173,15 +173,15 @@ NAMED = {"0000:02:00.0": "AMD Instinct MI300A"}
     ],
 )
 def test_names_by_amds_own_tool(output: str, names: dict[str, str]) -> None:
-    assert names_in(output) == names
+    assert _names_in(output) == names
 
 
 def test_the_tool_is_asked_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert names_by_amd_smi() == {}
+    assert _names_by_amd_smi() == {}
     tool = tmp_path / "amd-smi"
     tool.write_text(f"#!/bin/sh\necho '[{ASIC}]'\n")
     tool.chmod(0o755)
-    assert names_by_amd_smi() == NAMED
+    assert _names_by_amd_smi() == NAMED

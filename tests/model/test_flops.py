@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from so_tui.model.flops import (
     Flops,
+    _seed_flops_per_sequence,
     attention_pairs,
     flops_for,
     flops_of,
@@ -16,7 +17,6 @@ from so_tui.model.flops import (
     idle_parameters,
     model_flops,
     peak_flops,
-    seed_flops_per_sequence,
     seed_tflops_total,
 )
 from so_tui.model.shape import architecture
@@ -260,11 +260,11 @@ def test_a_config_without_a_shape_names_every_missing_key() -> None:
 def test_the_published_formula_counts_padding_recompute_and_full_attention() -> None:
     # 2 c P L + 4 c layers hidden L^2, c = 4
     assert (
-        seed_flops_per_sequence(10**9, 32, 4096, 4096, checkpointing=True)
+        _seed_flops_per_sequence(10**9, 32, 4096, 4096, checkpointing=True)
         == 8e9 * 4096 + 16 * 32 * 4096 * 4096**2
     )
     shape = architecture(PRESETS["llama-3.1-8b"].spec.model.config)
-    per_sequence = seed_flops_per_sequence(8_030_261_248, 32, 4096, 4096, checkpointing=True)
+    per_sequence = _seed_flops_per_sequence(8_030_261_248, 32, 4096, 4096, checkpointing=True)
     assert seed_tflops_total(
         8_030_261_248, shape, 4096, 8, 2.0, checkpointing=True
     ) == pytest.approx(4 * per_sequence / 1e12)

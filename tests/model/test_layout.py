@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from so_tui.model.profile import profile_of
-from so_tui.model.shape import Parameter, StateLayout, expand, layout_of
+from so_tui.model.shape import Parameter, StateLayout, _expand, _layout_of
 from so_tui.model.sharding import (
     deepspeed_gpu_sub_groups,
     gpu_sub_groups,
@@ -91,7 +91,7 @@ def test_rounding_is_not_left_to_floating_point() -> None:
 
 
 def test_the_table_expands_in_order_with_indices_filled_in() -> None:
-    names = [tensor.name for tensor in expand(BLOCKS)]
+    names = [tensor.name for tensor in _expand(BLOCKS)]
     assert names[:3] == ["embed.weight", "layers.0.norm.weight", "layers.0.up.weight"]
     assert len(names) == 8
 
@@ -143,9 +143,11 @@ def test_each_mode_follows_its_own_rule() -> None:
 
 def test_more_ratio_never_puts_more_on_the_gpu() -> None:
     parameters = tuple(Parameter(f"p{i}", 1000 + 37 * i, i % 5 != 0) for i in range(60))
-    on_gpu = [layout_of(parameters, 2, 4000, ratio / 20, "so-tui").gpu_numel for ratio in range(21)]
+    on_gpu = [
+        _layout_of(parameters, 2, 4000, ratio / 20, "so-tui").gpu_numel for ratio in range(21)
+    ]
     assert on_gpu == sorted(on_gpu, reverse=True)
-    assert on_gpu[0] == layout_of(parameters, 2, 4000, 0.0, "so-tui").numel
+    assert on_gpu[0] == _layout_of(parameters, 2, 4000, 0.0, "so-tui").numel
     assert on_gpu[-1] == 0
 
 

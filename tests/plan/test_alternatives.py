@@ -8,8 +8,8 @@ from so_tui.model.profile import profile_of
 from so_tui.plan.notes import Change, FitsHere, MemorySaving
 from so_tui.plan.plan import GivenMemory, OptionalMemory
 from so_tui.plan.planner import make_plan
-from so_tui.plan.remedies import less_gpu_memory, less_host_memory, memory_advice
-from so_tui.plan.search import batch_splits, more_gpus, shorter_sequences, smaller_batches
+from so_tui.plan.remedies import _memory_advice, less_gpu_memory, less_host_memory
+from so_tui.plan.search import _batch_splits, more_gpus, shorter_sequences, smaller_batches
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import CATALOG, QUAD, spec_of
@@ -47,7 +47,7 @@ def test_promised_savings_are_those_of_the_plan(
     before, after = (
         make_plan(spec_of("qwen3-14b", **found), QUAD) for found in (given, given | values)
     )
-    advice = memory_advice(spec_of("qwen3-14b", **given), "gpu")
+    advice = _memory_advice(spec_of("qwen3-14b", **given), "gpu")
     assert saving_of(changes, advice.savings) == before.gpu_bytes - after.gpu_bytes
 
 
@@ -58,18 +58,18 @@ def test_a_target_of_tokens_needs_no_other_accumulation() -> None:
         train__micro_batch="4",
         train__tokens_per_step="131072",
     )
-    assert memory_advice(spec, "gpu").savings[0].changes == (Change("train.micro_batch", 4, 2),)
+    assert _memory_advice(spec, "gpu").savings[0].changes == (Change("train.micro_batch", 4, 2),)
 
 
 def test_the_host_is_relieved_by_the_gpu() -> None:
-    saving, *_ = memory_advice(spec_of("qwen3-14b", offload__mode="superoffload"), "node").savings
+    saving, *_ = _memory_advice(spec_of("qwen3-14b", offload__mode="superoffload"), "node").savings
     assert saving.changes == (Change("offload.ratio", 0.9, 0.7),)
     assert saving.saves_bytes > 2**30
 
 
 def test_the_host_is_relieved_by_compact_moments() -> None:
     spec = spec_of("qwen3-14b", offload__mode="superoffload")
-    _, bf16, int8 = memory_advice(spec, "node").savings
+    _, bf16, int8 = _memory_advice(spec, "node").savings
     assert bf16.changes == (Change("offload.states", "fp32", "bf16-moments"),)
     layout = profile_of(spec.model).layout(spec.ranks, spec.offload)
     largest = {
@@ -82,7 +82,7 @@ def test_the_host_is_relieved_by_compact_moments() -> None:
     theirs = spec_of("qwen3-14b", offload__mode="zerooffload")
     assert not any(
         change.key == "offload.states"
-        for saving in memory_advice(theirs, "node").savings
+        for saving in _memory_advice(theirs, "node").savings
         for change in saving.changes
     )
 
@@ -92,7 +92,7 @@ def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
     given = GivenMemory(
         optional=OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30)
     )
-    copies, second, ratio = memory_advice(spec, "node", given).savings
+    copies, second, ratio = _memory_advice(spec, "node", given).savings
     assert (copies.changes, copies.saves_bytes) == (
         (Change("checkpoint.background", "true", "false"),),
         20 << 30,
@@ -105,7 +105,7 @@ def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
     assert "checkpoint.background true -> false needs 20.0 GiB less" in less_host_memory(
         spec, given
     )
-    assert memory_advice(spec, "gpu", given) == memory_advice(spec, "gpu")
+    assert _memory_advice(spec, "gpu", given) == _memory_advice(spec, "gpu")
 
 
 def test_where_there_is_one_memory_no_more_offloading_is_proposed() -> None:
@@ -118,13 +118,13 @@ def test_where_there_is_one_memory_no_more_offloading_is_proposed() -> None:
         offload__ratio="0.5",
         model__activation_checkpointing="selective",
     )
-    advice = memory_advice(spec, "gpu", GivenMemory(one_memory=True))
-    assert advice == memory_advice(spec, "node", GivenMemory(one_memory=True))
+    advice = _memory_advice(spec, "gpu", GivenMemory(one_memory=True))
+    assert advice == _memory_advice(spec, "node", GivenMemory(one_memory=True))
     keys = [saving.changes[0].key for saving in advice.savings]
     assert keys[:2] == ["train.micro_batch", "model.activation_checkpointing"]
     apart = [
         saving
-        for saving in memory_advice(spec, "gpu").savings
+        for saving in _memory_advice(spec, "gpu").savings
         if saving.changes[0].key == "offload.ratio"
     ]
     together = [saving for saving in advice.savings if saving.changes[0].key == "offload.ratio"]
@@ -134,7 +134,7 @@ def test_where_there_is_one_memory_no_more_offloading_is_proposed() -> None:
 
 
 def test_offloading_is_proposed_with_its_ratio() -> None:
-    advice = memory_advice(
+    advice = _memory_advice(
         spec_of(
             "qwen3-14b",
             offload__mode="gpu",
@@ -151,12 +151,12 @@ def test_offloading_is_proposed_with_its_ratio() -> None:
 
 
 def test_where_nothing_helps_or_nothing_is_known_a_larger_machine_does() -> None:
-    assert memory_advice(spec_of("qwen3-14b", offload__mode="gpu"), "node").savings == ()
+    assert _memory_advice(spec_of("qwen3-14b", offload__mode="gpu"), "node").savings == ()
     unknown = with_values(
         CATALOG.presets["tiny"].spec,
         {"offload.mode": "superoffload", "model.config.hidden_size": "512"},
     )
-    assert memory_advice(unknown, "gpu").savings == ()
+    assert _memory_advice(unknown, "gpu").savings == ()
     assert "more GPUs" in less_gpu_memory(unknown)
 
 
@@ -170,7 +170,7 @@ def test_batches_are_halved_as_long_as_the_tokens_of_a_step_stay() -> None:
     assert {found.train.micro_batch * found.gradient_accumulation_steps for found in exact} == {
         sequences
     }
-    assert all(sequences % size == 0 for size in batch_splits(spec))
+    assert all(sequences % size == 0 for size in _batch_splits(spec))
 
 
 def test_other_lengths_and_more_gpus_name_what_changes() -> None:
@@ -197,6 +197,6 @@ def test_second_states_that_do_not_fit_are_given_up_first() -> None:
     (change,) = next(reason.changes for reason in plan.remedies if isinstance(reason, FitsHere))
     assert (change.key, change.after) == ("offload.speculation", "auto")
     assert make_plan(with_values(spec, {"offload.speculation": "auto"}), machine).verdict == "fits"
-    saving = memory_advice(spec, "node").savings[0]
+    saving = _memory_advice(spec, "node").savings[0]
     assert saving.changes == (Change("offload.speculation", "on", "off"),)
     assert saving.saves_bytes == pytest.approx(14 * spec.model.parameter_count, rel=1e-2)

@@ -12,15 +12,15 @@ from so_tui.plan.measured import (
     Figures,
     Probe,
     Rates,
+    _path_of,
     calibration_of,
     model_key,
-    path_of,
     store,
 )
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.rates import Calibrated, SpeedSource, digest, published_speed
-from so_tui.plan.show import speed_source_text
+from so_tui.plan.show import _speed_source_text
 from so_tui.plan.terms import TermKind
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
@@ -57,7 +57,7 @@ def test_plans_use_the_machines_own_rates_and_say_so() -> None:
     before = make_plan(SPEC, H200)
     path = store(H200, rates=RATES)
     after = make_plan(SPEC, H200)
-    assert path == path_of(H200)
+    assert path == _path_of(H200)
     assert source_of(after).calibrated == Calibrated(date=RATES.measured)
     assert source_of(before).calibrated is None
     assert before.step is not None
@@ -262,8 +262,10 @@ def test_a_plan_says_what_was_corrected_from_a_probe_of_another_mode() -> None:
     other = make_plan(with_values(SPEC, {"offload.mode": "gpu"}), H200)
     assert source_of(other).probed_modes == ("superoffload",)
     assert other.mode == "gpu"
-    assert "superoffload" in speed_source_text(source_of(other), other.mode)
-    assert "superoffload" not in speed_source_text(source_of(make_plan(SPEC, H200)), "superoffload")
+    assert "superoffload" in _speed_source_text(source_of(other), other.mode)
+    assert "superoffload" not in _speed_source_text(
+        source_of(make_plan(SPEC, H200)), "superoffload"
+    )
 
 
 def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:

@@ -12,7 +12,7 @@ from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, Rates, mode
 from so_tui.plan.plan import Plan, StepTime
 from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import SpeedSource, digest
-from so_tui.plan.show import speed_source_text
+from so_tui.plan.show import _speed_source_text
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from so_tui.spec.run_spec import RunSpec
@@ -167,7 +167,7 @@ def test_where_both_passes_waited_for_weights_nothing_is_known_of_what_is_comput
     assert (found.forward_s, found.backward_s) == (predicted.forward_s, predicted.backward_s)
     source = source_of(make_plan(LONG, H200, workload=WORKLOAD))
     assert (source.probed, source.probed_passes) == (True, False), "of the optimizer only"
-    assert speed_source_text(source, "superoffload") != speed_source_text(
+    assert _speed_source_text(source, "superoffload") != _speed_source_text(
         replace(source, probed_passes=True), "superoffload"
     )
     other_mode = source_of(
@@ -228,7 +228,7 @@ def test_a_plan_says_that_the_probe_kept_weights_elsewhere(
     assert (source.probed, source.probed_weights) == (True, where)
     assert source_of(make_plan(probed, H200, workload=WORKLOAD)).probed_weights == ""
     own, other = (
-        speed_source_text(found, "superoffload")
+        _speed_source_text(found, "superoffload")
         for found in (replace(source, probed_weights=""), source)
     )
     assert own != other

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from so_tui.model.profile import attention_bytes, block_input_bytes, offloaded_bytes, profile_of
 from so_tui.plan.fit import Target, assess, target_of
-from so_tui.plan.gpu_memory import all_terms
+from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import InputsOnHost, MemoryAdvice
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.remedies import memory_advice
+from so_tui.plan.remedies import _memory_advice
 from so_tui.plan.search import with_policy
 from so_tui.plan.terms import MemoryTerm, TermKind
 from so_tui.spec import InputError, RunSpec, find_preset, with_values
@@ -42,7 +42,7 @@ def target(spec: RunSpec) -> Target:
 
 def found_terms(kind: TermKind, **changes: str) -> list[MemoryTerm]:
     spec = long_spec(SHORT, offload__mode="superoffload", **changes)
-    return [term for term in all_terms(assess(spec, target(spec)).placement) if term.kind is kind]
+    return [term for term in _all_terms(assess(spec, target(spec)).placement) if term.kind is kind]
 
 
 @pytest.mark.parametrize("policy", ["full", "attention", "selective"])
@@ -242,7 +242,7 @@ def test_a_slow_bus_makes_both_passes_as_long_as_its_copies(policy: str) -> None
 
 
 def test_a_run_out_of_memory_is_told_of_them() -> None:
-    found = memory_advice(
+    found = _memory_advice(
         long_spec(SHORT, offload__mode="gpu", model__activation_checkpointing="full"), "gpu"
     )
     assert isinstance(found, MemoryAdvice)

@@ -8,7 +8,7 @@ import pytest
 
 from so_tui.plan.notes import CheckpointInterval
 from so_tui.plan.planner import make_plan
-from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, best_interval_s
+from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, _best_interval_s
 from tests.support.planning import BIG, CPU_ONLY, QUAD, facts_of, only, spec_of
 
 DAY = 86_400.0
@@ -25,13 +25,13 @@ def expected_s(interval_s: float, cost_s: float, failure_s: float) -> float:
     ("cost_s", "failure_s"), [(1, DAY), (60, DAY), (600, DAY), (600, 100 * DAY), (3600, DAY)]
 )
 def test_no_other_interval_costs_noticeably_less(cost_s: float, failure_s: float) -> None:
-    best = expected_s(best_interval_s(cost_s, failure_s), cost_s, failure_s)
+    best = expected_s(_best_interval_s(cost_s, failure_s), cost_s, failure_s)
     others = (expected_s(failure_s * 1.02**power, cost_s, failure_s) for power in range(-600, 100))
     assert best <= min(others) * 1.001
 
 
 def test_a_checkpoint_that_costs_more_than_a_failure_is_saved_once_in_a_failure() -> None:
-    assert best_interval_s(3 * DAY, DAY) == DAY
+    assert _best_interval_s(3 * DAY, DAY) == DAY
 
 
 def test_more_gpus_fail_more_often() -> None:

@@ -6,15 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.model.profile import (
-    block_bytes,
-    expert_peak_bytes,
-    expert_stored_bytes,
+    _block_bytes,
+    _expert_peak_bytes,
+    _expert_stored_bytes,
+    _stored_bytes,
     profile_of,
-    stored_bytes,
 )
-from so_tui.model.shape import Parameter, StateLayout, architecture, layout_of
-from so_tui.plan.gpu_memory import all_terms, memory_terms, phase_bytes
-from so_tui.plan.host_memory import GradientBlocks, gradient_blocks
+from so_tui.model.shape import Parameter, StateLayout, _layout_of, architecture
+from so_tui.plan.gpu_memory import _all_terms, _phase_bytes, memory_terms
+from so_tui.plan.host_memory import GradientBlocks, _gradient_blocks
 from so_tui.plan.placement import Placement
 from so_tui.plan.planner import make_plan
 from so_tui.plan.terms import MemoryTerm, TermKind
@@ -281,7 +281,7 @@ def test_what_several_gpus_gather_is_bounded(preset: str, gathered_gb: float) ->
 
 def test_only_the_fullest_phase_counts() -> None:
     spec = spec_of("qwen3-14b", mode="superoffload", ratio=0.9)
-    peaks = phase_bytes(all_terms(placed(spec, 1)), "gpu")
+    peaks = _phase_bytes(_all_terms(placed(spec, 1)), "gpu")
     assert total(terms_of(spec, 1), "gpu") == max(peaks.values())
     assert set(peaks) == {"loss", "backward", "optimizer"}
 
@@ -299,7 +299,7 @@ def test_keeping_more_takes_more(name: str) -> None:
 def test_what_is_kept_of_experts_is_what_a_token_meets_of_them() -> None:
     """Gate and up, and 16 B for its place with each; only the trainer's own path can keep them."""
     shape = architecture(PRESETS["qwen3-30b-a3b"].spec.model.config)
-    fused, plain = (stored_bytes(shape, "selective", fused=fused) for fused in (True, False))
+    fused, plain = (_stored_bytes(shape, "selective", fused=fused) for fused in (True, False))
     assert fused - plain == 2 * 2 * 8 * 768 + 16 * 8
 
 
@@ -314,18 +314,19 @@ def test_the_rows_of_experts_are_counted_as_torch_holds_them(name: str, width: i
         shape.active_intermediate,
         8 * shape.experts,
     )
-    assert expert_stored_bytes(shape, fused=False) == 4 * rows + width * f + router
+    assert _expert_stored_bytes(shape, fused=False) == 4 * rows + width * f + router
     assert (
-        expert_peak_bytes(shape, fused=False) == expert_stored_bytes(shape, fused=False) + 6 * rows
+        _expert_peak_bytes(shape, fused=False)
+        == _expert_stored_bytes(shape, fused=False) + 6 * rows
     )
-    assert expert_stored_bytes(shape, fused=True) == 2 * rows + 6 * f + router
+    assert _expert_stored_bytes(shape, fused=True) == 2 * rows + 6 * f + router
     assert (
-        expert_stored_bytes(shape, fused=True)
-        < expert_peak_bytes(shape, fused=True)
-        < expert_peak_bytes(shape, fused=False)
+        _expert_stored_bytes(shape, fused=True)
+        < _expert_peak_bytes(shape, fused=True)
+        < _expert_peak_bytes(shape, fused=False)
     )
     # Backward of a layer holds what the layer keeps, and more.
-    assert block_bytes(shape, fused=True) > stored_bytes(shape, "none", fused=True)
+    assert _block_bytes(shape, fused=True) > _stored_bytes(shape, "none", fused=True)
 
 
 GRADIENTS = 1_000_000
@@ -336,12 +337,12 @@ def blocks_of(
     numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True
 ) -> GradientBlocks:
     parameters = [Parameter(f"{index}", numel, True) for index, numel in enumerate(numels)]
-    layout = layout_of(parameters, 1, GRADIENTS, 1.0, "so-tui")
+    layout = _layout_of(parameters, 1, GRADIENTS, 1.0, "so-tui")
     groups = tuple(
         replace(group, device="gpu" if group.index < on_gpu else "cpu")
         for group in layout.sub_groups
     )
-    return gradient_blocks(replace(layout, sub_groups=groups), partition, rounded)
+    return _gradient_blocks(replace(layout, sub_groups=groups), partition, rounded)
 
 
 def beside_mb(numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True) -> float:

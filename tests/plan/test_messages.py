@@ -30,7 +30,7 @@ from so_tui.plan.notes import (
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import recommend
 from so_tui.plan.rates import Calibrated, SpeedSource
-from so_tui.plan.show import plan_tree, speed_source_text
+from so_tui.plan.show import _speed_source_text, plan_tree
 from so_tui.plan.terms import TERM_NAMES, Formula, TermKind
 from so_tui.plan.workload import Workload
 from so_tui.spec import Problem
@@ -224,7 +224,7 @@ def test_the_source_of_a_prediction() -> None:
         workload=Workload(attended_tokens=200.0, trained_share=0.5),
         probed=True,
     )
-    assert speed_source_text(source, "superoffload") == (
+    assert _speed_source_text(source, "superoffload") == (
         "rates calibrated on node7, a machine like this one on 2026-11-21, the rest published for "
         "GH200; for documents of 200 tokens, 50% of all trained, as measured on this data; "
         "corrected by a probe of this model here"

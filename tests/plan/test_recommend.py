@@ -33,7 +33,7 @@ from so_tui.plan.reasons import choices
 from so_tui.plan.resources import resources_of
 from so_tui.plan.search import best_settings, rate
 from so_tui.plan.show import command_of, plans_json
-from so_tui.plan.workload import Seen, Workload, path_of, remember
+from so_tui.plan.workload import Seen, Workload, _path_of, remember
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, QUAD, facts_of, only, spec_of
@@ -410,7 +410,7 @@ def test_what_was_seen_of_the_data_is_what_a_plan_reckons_with() -> None:
     assert source_of(recommend(spec, QUAD)).workload == source_of(packed).workload
     other = make_plan(replace(spec, data=replace(spec.data, loss="all")), QUAD)
     assert other.step_s == whole.step_s, "other data, or cut in another way"
-    path_of(spec).write_text("{")
+    _path_of(spec).write_text("{")
     assert make_plan(spec, QUAD).step_s == whole.step_s
 
 

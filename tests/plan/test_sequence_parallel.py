@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.plan.fit import assess, target_of
-from so_tui.plan.gpu_memory import all_terms
+from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import FitsHere, SequencesNotShareable, SequencesShared
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.resources import exchanged_bytes, more_sharing
@@ -44,7 +44,7 @@ def test_activations_of_a_rank_are_those_of_its_part() -> None:
     found, expected = (
         {
             term.kind: term.bytes
-            for term in all_terms(assess(spec, target_of(spec, H200S)).placement)
+            for term in _all_terms(assess(spec, target_of(spec, H200S)).placement)
             if term.location == "gpu"
         }
         for spec in (shared, whole)

@@ -13,7 +13,14 @@ from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.planner import best_number_of_gpus, make_plan, plan_table, recommend, unplannable
 from so_tui.plan.resources import rank_counts
-from so_tui.plan.show import cell, plans_json, rates_text, render_plan, render_table, workload_text
+from so_tui.plan.show import (
+    _cell,
+    _rates_text,
+    _workload_text,
+    plans_json,
+    render_plan,
+    render_table,
+)
 from so_tui.plan.workload import Workload
 from tests.support.machines import x86
 from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, shown, spec_of
@@ -42,8 +49,8 @@ def test_a_cell_tells_what_is_short_most() -> None:
     plan = recommend(spec_of("gpt-oss-20b"), limited, 1)
     assert plan.shortage is not None
     assert plan.shortage.pool == "limit"
-    assert cell(plan).plain.endswith(f"limit {round(plan.shortage.needs / 2**30)} > 150")
-    near = cell(replace(plan, shortage=replace(plan.shortage, needs=int(149.7 * 2**30)))).plain
+    assert _cell(plan).plain.endswith(f"limit {round(plan.shortage.needs / 2**30)} > 150")
+    near = _cell(replace(plan, shortage=replace(plan.shortage, needs=int(149.7 * 2**30)))).plain
     assert "limit 150 of 150" in near
 
 
@@ -162,10 +169,10 @@ def test_the_table_names_a_source_of_rates_once_and_what_data_differs() -> None:
     cells = {count: replace(plan, speed_source=corrected) for count, plan in rows[1].cells.items()}
     probed = replace(rows[1], cells=cells | {1: rows[1].cells[1]})
     text = " ".join(shown(render_table([differing, probed, rows[2]], QUAD), 120).split())
-    assert text.count("speeds are predictions") == text.count(rates_text(source)) == 1
-    usual = workload_text(None)
+    assert text.count("speeds are predictions") == text.count(_rates_text(source)) == 1
+    usual = _workload_text(None)
     assert (
-        f"{usual}; tiny {workload_text(data)}; corrected by a probe here: {rows[1].preset}" in text
+        f"{usual}; tiny {_workload_text(data)}; corrected by a probe here: {rows[1].preset}" in text
     )
 
 

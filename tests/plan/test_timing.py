@@ -19,8 +19,8 @@ from so_tui.plan.notes import FasterAttention
 from so_tui.plan.placement import Placement
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
-from so_tui.plan.rates import AttentionRate, Speed, constants, published_speed, rate_at
-from so_tui.plan.step_time import Pass, PassModel, Update, arrivals, weight_wait_s
+from so_tui.plan.rates import AttentionRate, Speed, _rate_at, constants, published_speed
+from so_tui.plan.step_time import Pass, PassModel, Update, _arrivals, _weight_wait_s
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86
@@ -281,7 +281,7 @@ def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
         updates = [
             Update(part / len(ready_s), ready, adam_s, 0) for part, ready in enumerate(ready_s)
         ]
-        return weight_wait_s(updates, 1e30, 0.0, forward_s=1.0, forward_begins_s=0.0)
+        return _weight_wait_s(updates, 1e30, 0.0, forward_s=1.0, forward_begins_s=0.0)
 
     # Held back: 1 s each. Forward waits 1 s for the first half, computes it for 0.5 s, waits 0.5 s
     # for the second.
@@ -302,7 +302,7 @@ def test_the_worker_takes_what_forward_uses_first() -> None:
         Update(0.25, -0.5, 1.0, 0),
         Update(0.0, 0.0, 1.0, 0),
     ]
-    found = dict(arrivals(quarters, 1e30, 0.0))
+    found = dict(_arrivals(quarters, 1e30, 0.0))
     assert found == {0.75: -0.5, 0.25: 0.5, 0.0: 1.5, 0.5: 2.5}
 
 
@@ -677,7 +677,7 @@ def test_rates_between_measured_lengths() -> None:
         AttentionRate(document=1_000, forward=2.0, backward=1.0),
         AttentionRate(document=4_000, forward=4.0, backward=3.0),
     )
-    assert [rate_at(rates, length).forward for length in (10, 1_000, 2_000, 4_000, 9_000)] == [
+    assert [_rate_at(rates, length).forward for length in (10, 1_000, 2_000, 4_000, 9_000)] == [
         2.0,
         2.0,
         pytest.approx(3.0),

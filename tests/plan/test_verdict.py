@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.plan.fit import Demand, best, judge, target_of
+from so_tui.plan.fit import Demand, _judge, best, target_of
 from so_tui.plan.notes import (
     AllOnGpu,
     AmdGpu,
@@ -309,7 +309,7 @@ def test_nodes_with_the_same_figures_share_a_shortage() -> None:
         shm_bytes=None,
         limit_bytes=None,
     )
-    (shortage,) = judge(demand, supply)[1]
+    (shortage,) = _judge(demand, supply)[1]
     assert (shortage.pool, shortage.nodes, shortage.needs) == (
         "node",
         (0, 1, 2, 3),

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.ds_config import ds_config, published_config
+from so_tui.launch.ds_config import _published_config, ds_config
 from so_tui.model.sharding import live_parameters, run_ahead_parameters
 from so_tui.plan.fit import Assessment, Target, assess, target_of
-from so_tui.plan.gpu_memory import all_terms
+from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import AutoMode, MemoryAdvice, WeightsOnHost
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.remedies import memory_advice
+from so_tui.plan.remedies import _memory_advice
 from so_tui.plan.show import settings_of
 from so_tui.plan.terms import TermKind
 from so_tui.spec import InputError, RunSpec
@@ -45,7 +45,9 @@ def assessed(**changes: str) -> Assessment:
 
 
 def sizes(found: Assessment, kind: TermKind) -> list[tuple[str, int]]:
-    return [(term.location, term.bytes) for term in all_terms(found.placement) if term.kind is kind]
+    return [
+        (term.location, term.bytes) for term in _all_terms(found.placement) if term.kind is kind
+    ]
 
 
 @pytest.mark.parametrize("ratio", ["1", "0.6"])
@@ -172,7 +174,7 @@ def test_auto_mode_with_them_offloads() -> None:
 
 def test_a_run_out_of_gpu_memory_is_told_of_them_and_one_that_offloads_nothing_is_not() -> None:
     for mode, proposed in (("superoffload", True), ("gpu", False)):
-        found = memory_advice(
+        found = _memory_advice(
             run(
                 offload__mode=mode,
                 offload__ratio="1",
@@ -195,7 +197,7 @@ def test_deepspeed_is_told_where_they_are_and_how_many_to_fetch_ahead(gpus: str)
         run(gpus=gpus, offload__mode="superoffload", offload__parameters="cpu"), machine
     )
     layer = target(plan.spec).profile.largest_layer
-    assert published_config(plan)["zero_optimization"]["offload_param"] == {
+    assert _published_config(plan)["zero_optimization"]["offload_param"] == {
         "device": "cpu",
         "pin_memory": True,
     }

@@ -21,7 +21,7 @@ from so_tui.runs.index import (
     VERSION,
     IndexCache,
     SegmentIndex,
-    fingerprint,
+    _fingerprint,
     index_path,
     segments,
 )
@@ -98,7 +98,7 @@ def test_a_segment_without_a_usable_index_is_indexed_in_the_users_cache(
     assert is_complete(opened(made))
     assert state_of(made.metrics_dir) == before, "a reader does not write into a run"
     kept = list((cache_home() / "metrics").iterdir())
-    assert [path.stem for path in kept] == [fingerprint(first)]
+    assert [path.stem for path in kept] == [_fingerprint(first)]
     assert stat.S_IMODE(kept[0].stat().st_mode) == 0o600
     assert stat.S_IMODE(kept[0].parent.stat().st_mode) == 0o700
     again = MetricsReader(made)
@@ -254,7 +254,7 @@ def test_room_is_made_beside_a_folder_that_is_no_entry(made: RunDirectory, tmp_p
     opened(made, IndexCache(folder, limit_bytes))
     first = segments(made.metrics_dir)[1]
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        ["subfolder", f"{fingerprint(first)}.index"]
+        ["subfolder", f"{_fingerprint(first)}.index"]
     )
 
 

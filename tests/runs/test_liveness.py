@@ -20,7 +20,7 @@ from so_tui.runs import (
     write_state,
 )
 from so_tui.runs import state as control
-from so_tui.runs.liveness import STALE_S, concluded, identify, living, parse_stat, supervised
+from so_tui.runs.liveness import STALE_S, _living, _parse_stat, concluded, identify, supervised
 from so_tui.runs.records import EndRecord, OutcomeCode, Process, RunState, StepRecord
 
 Sleeper = subprocess.Popen[bytes]
@@ -80,7 +80,7 @@ def test_a_run_lives_while_any_of_its_processes_does(run: RunDirectory, sleeper:
     state = recorded(run, supervisor=dead, processes=(dead, known(sleeper.pid)))
     assert state_with_truth(run) == state
     assert not supervised(state)
-    assert living(state.processes) == (known(sleeper.pid),)
+    assert _living(state.processes) == (known(sleeper.pid),)
     sleeper.kill()
     sleeper.wait()
     truth = state_with_truth(run)
@@ -160,9 +160,9 @@ def test_requests_stay_until_they_are_carried_out(run: RunDirectory) -> None:
 
 def test_a_stat_file_without_its_last_fields_is_read() -> None:
     """An emulator's end after 44 fields, and the state is missing."""
-    short = parse_stat(b"2120 (a (b) c) 0 2116" + b" 0" * 17 + b" 187768" + b" 0" * 22)
+    short = _parse_stat(b"2120 (a (b) c) 0 2116" + b" 0" * 17 + b" 187768" + b" 0" * 22)
     assert short.alive
     assert (short.parent, short.start_time, short.wait_status) == (2116, 187768, 0)
-    whole = parse_stat(b"7 (sh) Z 1" + b" 0" * 17 + b" 5" + b" 0" * 29 + b" 256")
+    whole = _parse_stat(b"7 (sh) Z 1" + b" 0" * 17 + b" 5" + b" 0" * 29 + b" 256")
     assert not whole.alive
     assert (whole.start_time, whole.wait_status) == (5, 256)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import LogReader, RunDirectory, RunReader, log_readers, new_attempt
-from so_tui.runs.reader import readable, trim_log
+from so_tui.runs.reader import _readable, trim_log
 
 
 def add(path: Path, text: bytes) -> None:
@@ -46,7 +46,7 @@ def all_lines(path: Path) -> Iterator[str]:
     ],
 )
 def test_a_line_reads_as_a_terminal_shows_it(raw: bytes, shown: str) -> None:
-    assert readable(raw) == shown
+    assert _readable(raw) == shown
 
 
 def test_lines_come_once_and_whole(tmp_path: Path) -> None:

@@ -469,7 +469,7 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
     monkeypatch.setattr(index, "with_few_warnings", counted)
     monkeypatch.setattr("so_tui.runs.metrics.with_few_warnings", counted)
     count = 20 * index.MOST_WARNINGS + 100
-    summary = index.SegmentSummary()
+    summary = index._SegmentSummary()
     for number in range(count):
         summary.add(EvaluationRecord(attempt=1, time=1e9, step=number, loss=1.0, tokens=1), number)
     assert len(summary.events) == count

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from so_tui.runs.samples import NO_EXTREMES, MinMaxPyramid, extremes
+from so_tui.runs.samples import NO_EXTREMES, MinMaxPyramid, _extremes
 
 
 def some_values(count: int) -> list[float]:
@@ -16,7 +16,7 @@ def some_values(count: int) -> list[float]:
 
 
 def plain(values: list[float]) -> tuple[float, float] | None:
-    least, greatest = extremes(values)
+    least, greatest = _extremes(values)
     return (least, greatest) if least <= greatest else None
 
 
@@ -26,7 +26,7 @@ def test_extremes_of_any_range(fanout: int, batch: int) -> None:
     values, chance = some_values(3000), random.Random(fanout)
     pyramid = MinMaxPyramid(fanout)
     for start in range(0, len(values), batch):
-        pairs = [extremes((value,)) for value in values[start : start + batch]]
+        pairs = [_extremes((value,)) for value in values[start : start + batch]]
         if batch == 1:
             pyramid.append(*pairs[0])
         else:
@@ -39,5 +39,5 @@ def test_extremes_of_any_range(fanout: int, batch: int) -> None:
 
 
 def test_values_that_are_not_finite_have_no_extremes() -> None:
-    assert extremes([math.nan, math.inf, -math.inf]) == NO_EXTREMES
-    assert extremes([math.nan, 2.0, 1.0, math.inf]) == (1.0, 2.0)
+    assert _extremes([math.nan, math.inf, -math.inf]) == NO_EXTREMES
+    assert _extremes([math.nan, 2.0, 1.0, math.inf]) == (1.0, 2.0)

@@ -18,7 +18,7 @@ from so_tui.runs.records import (
     decode_sample,
     encode_line,
 )
-from so_tui.runs.samples import RESOLUTIONS, Resolution, SampleReader, roll_up, single
+from so_tui.runs.samples import RESOLUTIONS, Resolution, SampleReader, _single, roll_up
 
 BEGIN = 1_000_000_000.0
 SMALL = (
@@ -77,7 +77,7 @@ def test_samples_come_back_host_by_host(run: RunDirectory) -> None:
 def test_mean_and_peak_of_a_roll_up() -> None:
     whole = roll_up(
         [
-            single(sample(i, busy=busy, power_w=power))
+            _single(sample(i, busy=busy, power_w=power))
             for i, (busy, power) in enumerate([(10, None), (20, 100.0), (90, 200.0)])
         ]
     )
@@ -89,7 +89,7 @@ def test_mean_and_peak_of_a_roll_up() -> None:
     assert whole.mean.gpus[0].temperature_c is None
     assert whole.mean.run_cpu_s == pytest.approx(1.2)
     assert whole.peak.run_cpu_s == pytest.approx(2.7)
-    again = roll_up([whole, single(sample(3, busy=0))])
+    again = roll_up([whole, _single(sample(3, busy=0))])
     assert again.mean.nodes[0].cores == (30, 30)
     assert again.peak.nodes[0].cores == (90, 90)
 
@@ -183,7 +183,7 @@ def test_a_rollup_names_every_reason_for_throttling_and_the_busiest_foreign_proc
         foreign = tuple(
             ForeignProcess(pid=len(name), name=name, cores=load) for name, load in cores.items()
         )
-        return single(msgspec.structs.replace(sample(second), gpus=(gpu,), foreign=foreign))
+        return _single(msgspec.structs.replace(sample(second), gpus=(gpu,), foreign=foreign))
 
     whole = roll_up(
         [

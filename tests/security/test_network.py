@@ -14,7 +14,7 @@ import pytest
 
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import start as start_run
-from so_tui.launch.supervisor.host import make_rendezvous, remove_rendezvous, rendezvous_path
+from so_tui.launch.supervisor.host import _remove_rendezvous, _rendezvous_path, make_rendezvous
 from so_tui.launch.supervisor.host_check import lock_folder
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, alive, read_state
@@ -117,7 +117,7 @@ def _watch(run: RunDirectory) -> Watched:
     log = run.log_path(1, state.host).read_text(errors="replace")
     while state.supervisor is not None and alive(state.supervisor) and time.monotonic() < deadline:
         time.sleep(0.1)  # it removes the rendezvous last
-    prefix = rendezvous_path(lock_folder(), run.path, 1).name
+    prefix = _rendezvous_path(lock_folder(), run.path, 1).name
     left = tuple(path.name for path in lock_folder().iterdir() if path.name == prefix)
     return Watched(state, sockets, "\n".join(commands), log, left)
 
@@ -158,14 +158,14 @@ def test_a_rendezvous_is_private_and_replaces_those_of_earlier_attempts(tmp_path
     (first / "store").write_text("stale")
     second = make_rendezvous(tmp_path, Path("/runs/one"), 2)
     assert (first.exists(), other.exists(), second.stat().st_mode & 0o777) == (False, True, 0o700)
-    assert second == rendezvous_path(tmp_path, Path("/runs/one"), 2)
-    remove_rendezvous(second)
-    remove_rendezvous(second)
+    assert second == _rendezvous_path(tmp_path, Path("/runs/one"), 2)
+    _remove_rendezvous(second)
+    _remove_rendezvous(second)
     assert sorted(tmp_path.iterdir()) == [other]
 
 
 def test_a_rendezvous_that_another_user_prepared_is_refused(tmp_path: Path) -> None:
-    planted = rendezvous_path(tmp_path, Path("/runs/one"), 1)
+    planted = _rendezvous_path(tmp_path, Path("/runs/one"), 1)
     (tmp_path / "elsewhere").mkdir()
     planted.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(NotOwnError) as refused:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.supervisor.prometheus import Figures, Textfile, exposition
+from so_tui.launch.supervisor.prometheus import Figures, Textfile, _exposition
 from so_tui.runs.records import GpuSample, NodeSample, RunState, Sample
 from so_tui.settings import Settings
 from tests.support.records import step_record
@@ -52,7 +52,7 @@ def test_the_file_can_be_read_by_the_collector_and_goes_at_the_end(tmp_path: Pat
     (path,) = tmp_path.iterdir()
     assert path.name == "so-tui-r-h.prom"
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    assert path.read_text() == exposition(FIGURES)
+    assert path.read_text() == _exposition(FIGURES)
     file.publish("", FIGURES)
     assert list(tmp_path.iterdir()) == []
 
@@ -66,7 +66,7 @@ def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
         (folder / name).symlink_to(other)
     Textfile("r", "h").publish(str(folder), FIGURES)
     assert other.read_text() == "kept"
-    assert (folder / "so-tui-r-h.prom").read_text() == exposition(FIGURES)
+    assert (folder / "so-tui-r-h.prom").read_text() == _exposition(FIGURES)
 
 
 def test_a_missing_folder_is_reported_once(
@@ -80,7 +80,7 @@ def test_a_missing_folder_is_reported_once(
 
 
 def test_names_stay_in_their_labels() -> None:
-    lines = exposition(FIGURES).splitlines()
+    lines = _exposition(FIGURES).splitlines()
     assert len(lines) > 20
     for line in lines:
         assert line.startswith("# TYPE so_tui_") or LINE.fullmatch(line), line

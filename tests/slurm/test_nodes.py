@@ -10,7 +10,7 @@ import pytest
 
 from so_tui.launch.launch import prepare_resume
 from so_tui.launch.lifecycle import resume, stop
-from so_tui.launch.places import machine_of, seen_machine
+from so_tui.launch.places import _seen_machine, machine_of
 from so_tui.launch.slurm.executor import read_submission
 from so_tui.launch.supervisor.node import NodeState
 from so_tui.runs import RunDirectory
@@ -59,7 +59,7 @@ def test_two_nodes_train_as_two_ranks_of_one_do_and_a_second_job_continues(
     assert node_state(run).outcome is None
     bound = next(record for record in records(run) if isinstance(record, BindingRecord))
     assert [(rank.rank, rank.host) for rank in bound.ranks] == [(0, "n1"), (1, "n2")]
-    seen = seen_machine("simulated", "main")
+    seen = _seen_machine("simulated", "main")
     assert seen is not None
     assert seen.machine.network is not None
     assert seen.machine.network.measured

@@ -14,10 +14,10 @@ import pytest
 from so_tui.launch.executors import executor_of_attempt
 from so_tui.launch.launch import JobPhase, prepare, read_launch
 from so_tui.launch.lifecycle import current_state, start, stop
-from so_tui.launch.places import seen_machine
+from so_tui.launch.places import _seen_machine
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, queue
-from so_tui.launch.slurm.executor import read_submission, write_submission
+from so_tui.launch.slurm.executor import _write_submission, read_submission
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import OutcomeCode, StepRecord
 from so_tui.spec import InputError
@@ -38,7 +38,7 @@ def test_a_run_trains_on_another_host_and_is_planned_for_it(
     state = wait_for(run, ended)
     assert (state.state, state.step, state.host) == ("finished", 4, "n1")
     assert read_launch(run, 1).machine.hostname == "n1"
-    seen = seen_machine("simulated", "main")
+    seen = _seen_machine("simulated", "main")
     assert seen is not None
     assert seen.machine.hostname == "n1"
     assert cluster.left() == ("", ())
@@ -52,7 +52,7 @@ def test_inspect_in_an_allocation_records_its_node(cluster: Cluster) -> None:
         check=True,
         timeout=120,
     )
-    seen = seen_machine("simulated", "strict")
+    seen = _seen_machine("simulated", "strict")
     assert seen is not None
     assert seen.machine.hostname in NODES
 
@@ -76,13 +76,13 @@ def test_somebody_else_cancels_a_queued_job(busy: Cluster, tmp_path: Path) -> No
     submission = read_submission(run, 1)
     assert submission is not None
     elsewhere = msgspec.structs.replace(submission, cluster="another")
-    write_submission(run, 1, elsewhere)
+    _write_submission(run, 1, elsewhere)
     assert (
         current_state(run).state == "queued"
     )  # another cluster's Slurm does not know the job, which means nothing
     with pytest.raises(InputError):
         stop(run)
-    write_submission(run, 1, submission)
+    _write_submission(run, 1, submission)
     busy.run("scancel", submission.job_id)
     state = wait_for(run, ended)
     assert (state.state, state.code) == ("stopped", OutcomeCode.JOB_CANCELLED)

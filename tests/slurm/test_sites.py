@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.slurm.script import batch_script, builtin_sites, load_site
+from so_tui.launch.slurm.script import _builtin_sites, batch_script, load_site
 from tests.slurm.cluster import Cluster
 from tests.support.launching import tiny
 
 pytestmark = pytest.mark.system
 
-SITES = sorted(path.stem for path in builtin_sites().glob("*.toml"))
+SITES = sorted(path.stem for path in _builtin_sites().glob("*.toml"))
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])

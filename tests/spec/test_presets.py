@@ -63,11 +63,11 @@ def test_sizes_and_settings_are_those_published(name: str) -> None:
 def test_the_table_is_that_of_the_model(name: str) -> None:
     pytest.importorskip("transformers")
     from so_tui_trainer.model.weights import meta_model
-    from so_tui_trainer.tools.presets import model_config, parameter_table
+    from so_tui_trainer.tools.presets import _model_config, parameter_table
 
     model = spec_of(name).model
     assert parameter_table(model) == model.parameters
-    config = model_config(model)
+    config = _model_config(model)
     assert config.to_dict()["model_type"] == model.config["model_type"]
     assert model.parameter_count == sum(
         parameter.numel() for parameter in meta_model(config).parameters()
@@ -77,10 +77,10 @@ def test_the_table_is_that_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_key_of_the_shape_is_one_the_model_knows(name: str) -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.tools.presets import model_config
+    from so_tui_trainer.tools.presets import _model_config
 
     shape = spec_of(name).model.config
-    config = model_config(spec_of(name).model)
+    config = _model_config(spec_of(name).model)
     moved = {"rope_theta", "rope_scaling"}  # newer releases keep both in rope_parameters
     assert {key: getattr(config, key) for key in shape if key not in moved} == {
         key: value for key, value in shape.items() if key not in moved
@@ -98,11 +98,11 @@ def _partial(rope: dict[str, object]) -> dict[str, object]:
 def test_leaf_modules_exist_in_the_models() -> None:
     pytest.importorskip("transformers")
     from so_tui_trainer.model.weights import meta_model
-    from so_tui_trainer.tools.presets import model_config
+    from so_tui_trainer.tools.presets import _model_config
 
     for name in ("gpt-oss-20b", "qwen3-30b-a3b"):
         model = spec_of(name).model
-        classes = {type(module).__name__ for module in meta_model(model_config(model)).modules()}
+        classes = {type(module).__name__ for module in meta_model(_model_config(model)).modules()}
         assert set(model.leaf_modules) <= classes
 
 
@@ -131,7 +131,7 @@ def test_experts_and_what_never_decays_are_told_apart() -> None:
 def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from so_tui.spec.model_table import MARKER
-    from so_tui_trainer.tools.presets import rewritten
+    from so_tui_trainer.tools.presets import _rewritten
 
     own = (
         Path(PRESETS["tiny"].path)
@@ -141,11 +141,11 @@ def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
     )
     path = tmp_path / "smaller.toml"
     path.write_text(own.replace('name = "tiny"', 'name = "smaller"'))
-    text, parameters = rewritten(path)
+    text, parameters = _rewritten(path)
     path.write_text(text)
     assert "repeat = 2" in text
     assert parameters < spec_of("tiny").model.parameter_count
-    assert rewritten(path)[0] == text
+    assert _rewritten(path)[0] == text
 
 
 def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None
     """
     pytest.importorskip("transformers")
     from so_tui.model.flops import flops_of
-    from so_tui_trainer.tools.presets import rewritten
+    from so_tui_trainer.tools.presets import _rewritten
 
     path = tmp_path / "mini.toml"
     shape = (
@@ -166,12 +166,12 @@ def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None
         "steps = 1\n"
     )
     path.write_text(own)
-    path.write_text(rewritten(path)[0])
+    path.write_text(_rewritten(path)[0])
     assert all(line in path.read_text().splitlines() for line in own.splitlines())
     model = find_preset(str(path)).spec.model
     assert (model.config["num_attention_heads"], model.config["vocab_size"]) == (32, 32000)
     assert flops_of(model).full_layers == 4
-    assert rewritten(path)[0] == path.read_text()
+    assert _rewritten(path)[0] == path.read_text()
 
 
 @pytest.mark.parametrize("section", ["", "[model.config]\n"])
@@ -179,7 +179,7 @@ def test_the_generator_writes_the_whole_shape_where_there_is_none(
     tmp_path: Path, section: str
 ) -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.tools.presets import rewritten
+    from so_tui_trainer.tools.presets import _rewritten
 
     shape = {
         "model_type": "llama",
@@ -191,14 +191,14 @@ def test_the_generator_writes_the_whole_shape_where_there_is_none(
     path.write_text(
         f'[model]\nid = "{tmp_path}"\n{section}[data]\nsource = "x"\n[train]\nsteps = 1\n'
     )
-    path.write_text(rewritten(path)[0])
+    path.write_text(_rewritten(path)[0])
     config = find_preset(str(path)).spec.model.config
     assert (config["model_type"], config["hidden_size"], config["rope_parameters"]["factor"]) == (
         "llama",
         64,
         2.0,
     )
-    assert rewritten(path)[0] == path.read_text()
+    assert _rewritten(path)[0] == path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_shape_that_was_changed_below_its_table_is_told_and_mended_by_the_gene
     tmp_path: Path, old: str, new: str
 ) -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.tools.presets import rewritten
+    from so_tui_trainer.tools.presets import _rewritten
 
     path = tmp_path / "mine.toml"
     path.write_text(
@@ -227,17 +227,17 @@ def test_a_shape_that_was_changed_below_its_table_is_told_and_mended_by_the_gene
     (problem,) = load_catalog(tmp_path).problems
     assert problem.field == f"model.config.{old.partition(' ')[0]}"
     assert "so_tui_trainer.tools.presets FILE" in problem.remedy
-    path.write_text(rewritten(path)[0])
+    path.write_text(_rewritten(path)[0])
     assert load_catalog(tmp_path).problems == ()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.tools.presets import rewritten
+    from so_tui_trainer.tools.presets import _rewritten
 
     path = Path(PRESETS[name].path)
-    assert rewritten(path)[0] == path.read_text(encoding="utf-8")
+    assert _rewritten(path)[0] == path.read_text(encoding="utf-8")
 
 
 def test_tiny_needs_no_network_and_has_varied_rows() -> None:

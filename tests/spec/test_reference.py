@@ -11,14 +11,14 @@ import pytest
 
 from so_tui.spec import FieldInfo, RunSpec, fields
 from so_tui.spec.keys import field_index
-from so_tui.spec.reference import reference
+from so_tui.spec.reference import _reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 
 
 @pytest.mark.repository
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference(), (
+    assert PAGE.read_text(encoding="utf-8") == _reference(), (
         "run: python -m so_tui.spec.reference > docs/presets.md"
     )
 

@@ -8,7 +8,7 @@ import torch
 import superoffload
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.norm import clip_factor
-from superoffload.optimizer import Arrivals
+from superoffload.optimizer import _Arrivals
 
 
 def group(*names: str) -> SubGroup:
@@ -19,19 +19,19 @@ def gradient(sub_group: int, member: int) -> Gradient:
     return Gradient(sub_group, member, torch.zeros(1))
 
 
-def micro_batch(arrivals: Arrivals) -> None:
+def micro_batch(arrivals: _Arrivals) -> None:
     for place in ((0, 0), (0, 1), (1, 0)):
         arrivals.add(gradient(*place))
     arrivals.end_micro_batch(1)
 
 
 @pytest.fixture
-def arrivals() -> Arrivals:
-    return Arrivals([group("a", "b"), group("c")], accumulation_steps=2)
+def arrivals() -> _Arrivals:
+    return _Arrivals([group("a", "b"), group("c")], accumulation_steps=2)
 
 
 def test_a_sub_group_is_complete_with_its_last_gradient_of_a_micro_batch(
-    arrivals: Arrivals,
+    arrivals: _Arrivals,
 ) -> None:
     assert not arrivals.has_begun
     arrivals.add(gradient(0, 1))
@@ -46,7 +46,7 @@ def test_a_sub_group_is_complete_with_its_last_gradient_of_a_micro_batch(
     assert not arrivals.has_begun
 
 
-def test_missing_gradients_are_named(arrivals: Arrivals) -> None:
+def test_missing_gradients_are_named(arrivals: _Arrivals) -> None:
     arrivals.add(gradient(0, 0))
     with pytest.raises(
         superoffload.OffloadError, match=r"2 trainable parameters .* step 7, micro-batch 1: b, c\."
@@ -55,7 +55,7 @@ def test_missing_gradients_are_named(arrivals: Arrivals) -> None:
     assert caught.value.code == "missing-gradient"
 
 
-def test_a_gradient_comes_once_in_each_of_the_steps_micro_batches(arrivals: Arrivals) -> None:
+def test_a_gradient_comes_once_in_each_of_the_steps_micro_batches(arrivals: _Arrivals) -> None:
     micro_batch(arrivals)
     arrivals.add(gradient(0, 0))
     with pytest.raises(superoffload.OffloadError) as caught:

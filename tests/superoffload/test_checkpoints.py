@@ -131,7 +131,7 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step
         )
         assert record.paused_s is not None
         assert record.paused_s < record.seconds
-        second = checkpoint_folder.verify(tmp_path / "step-000002")
+        second = checkpoint_folder._verify(tmp_path / "step-000002")
         assert second.step == 2
         assert (
             tmp_path / "step-000002" / "optimizer" / "rank_00000.states"

@@ -26,7 +26,7 @@ from superoffload.checkpoint import Manifest, SubGroupRecord
 from superoffload.commands import Command, Operation
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.memory_layout import BLOCK, MemorySize, Moments, Segment, layout
-from superoffload.resharding import Rounded, rounded
+from superoffload.resharding import Rounded, _rounded
 from tests.support import engine as support
 from tests.support.reference_adamw import core_of
 
@@ -430,7 +430,7 @@ def test_blocks_are_counted_where_both_runs_have_them_on_the_host(tmp_path: Path
         (("gpu", "cpu"), ("gpu", "gpu"), Rounded(blocks=0, numel=0)),
     ):
         assert (
-            rounded([manifest(rank, 2, *before) for rank in range(2)], manifest(0, 1, *now))
+            _rounded([manifest(rank, 2, *before) for rank in range(2)], manifest(0, 1, *now))
             == expected
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from superoffload.deepspeed_adapter.engine import compiled_when_called
+from superoffload.deepspeed_adapter.engine import _compiled_when_called
 
 MUON = """
 import sys, torch
@@ -43,6 +43,6 @@ def test_a_function_is_compiled_once_at_its_first_call() -> None:
     def added(one: int, other: int) -> int:
         return one + other
 
-    call = compiled_when_called(compile_now, added)
+    call = _compiled_when_called(compile_now, added)
     assert (call.__name__, compiled) == ("added", [])
     assert (call(1, other=2), call(3, 4), compiled) == (-3, -7, ["added"])

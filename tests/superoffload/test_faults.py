@@ -116,8 +116,8 @@ def test_the_cache_folder_is_the_one_in_which_the_doctor_looks(
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
-    assert kernel.cache_folder() == kernel_folder(os.environ)
-    assert kernel.cache_folder().is_relative_to(tmp_path)
+    assert kernel._cache_folder() == kernel_folder(os.environ)
+    assert kernel._cache_folder().is_relative_to(tmp_path)
 
 
 def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(

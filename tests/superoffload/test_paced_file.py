@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from superoffload import checkpoint
-from superoffload.checkpoint import PacedFile
+from superoffload.checkpoint import _PacedFile
 
 PIECE = 1 << 20
 SIZE = 16 * PIECE + 77
@@ -51,7 +51,7 @@ def on_disk(tmp_path: Path) -> Path:
 def written(path: Path, content: bytes, watch: Callable[[], None] = lambda: None) -> None:
     """Write the second half first, as copies may be."""
     file, view, half = (
-        PacedFile(path, PIECE),
+        _PacedFile(path, PIECE),
         memoryview(content),
         len(content) // 2 // PIECE * PIECE,
     )

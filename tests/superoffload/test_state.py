@@ -18,7 +18,7 @@ from so_tui.model.sharding import partition_numel
 from superoffload import api, checkpoint, resharding
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.errors import Mismatch
-from superoffload.resharding import cut_blocks, overlaps
+from superoffload.resharding import _cut_blocks, _overlaps
 from tests.support import engine as support
 
 MODES: list[tuple[support.Mode, float]] = [
@@ -141,7 +141,7 @@ def test_resharding_reads_every_element_once_in_order(saved_ranks: int) -> None:
         ]
         for rank in range(ranks):
             filled: list[int] = []
-            for overlap in overlaps(numel, saved_ranks, rank, ranks):
+            for overlap in _overlaps(numel, saved_ranks, rank, ranks):
                 assert overlap.offset == len(filled)
                 filled += saved[overlap.saved_rank][
                     overlap.saved_offset : overlap.saved_offset + overlap.numel
@@ -164,7 +164,7 @@ def test_resharding_reads_every_element_once_in_order(saved_ranks: int) -> None:
 def test_blocks_that_lay_in_several_shards_are_counted(
     numel: int, saved_ranks: int, ranks: int, expected: list[int]
 ) -> None:
-    assert [cut_blocks(numel, saved_ranks, rank, ranks) for rank in range(ranks)] == expected
+    assert [_cut_blocks(numel, saved_ranks, rank, ranks) for rank in range(ranks)] == expected
 
 
 def test_a_torn_or_missing_state_is_refused(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import superoffload
-from so_tui.model.shape import Parameter, layout_of
+from so_tui.model.shape import Parameter, _layout_of
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.engine_settings import engine_settings
-from so_tui_trainer.model.build import set_leaf_modules
+from so_tui_trainer.model.build import _set_leaf_modules
 from so_tui_trainer.model.trained import TrainedModel
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.gpu_states import Gradient, SubGroup
@@ -453,7 +453,7 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
             Parameter(name, parameter.ds_numel, len(parameter.ds_shape) >= 2)
             for name, parameter in trainable
         ]
-        planned = layout_of(parameters, 1, run.offload.sub_group_size, ratio, "so-tui")
+        planned = _layout_of(parameters, 1, run.offload.sub_group_size, ratio, "so-tui")
         core = core_of(made)
         assert [
             (group.names, group.weights.numel(), group.on_gpu) for group in core.sub_groups
@@ -477,7 +477,7 @@ def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> N
     )
     run = support.spec("superoffload", 1.0, clipping=1.0)
     causal = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    set_leaf_modules(causal, run)
+    _set_leaf_modules(causal, run)
     tokens = torch.arange(16)[None]
     batch = Batch(
         input_ids=tokens,

@@ -62,7 +62,7 @@ def test_the_worker_computes_on_its_own_cores() -> None:
 def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
     """The worker touches the pages first, so they are allocated by the policy that it inherits."""
     policy = MemoryPolicy(mode="bind", nodes=(0,))
-    unbound = binding.memory_policy()
+    unbound = binding._memory_policy()
     bound = binding.bind(msgspec.structs.replace(support.binding(), memory_policy=policy))
     if bound.problem or unbound != "default":
         pytest.skip(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.cli import call
+from so_tui.cli import _call
 from so_tui.commands.parser import build_parser
 from so_tui.spec import InputError, Refused
 
@@ -14,12 +14,12 @@ def problems_of(*argv: str) -> list[tuple[str, str, str]]:
     each problem.
     """
     with pytest.raises(InputError) as caught:
-        call(build_parser().parse_args(argv))
+        _call(build_parser().parse_args(argv))
     return [(problem.code, problem.field, problem.value) for problem in caught.value.problems]
 
 
 def refusals_of(*argv: str) -> tuple[str, ...]:
     """Call a command that must be refused, and return the codes of the refusals."""
     with pytest.raises(Refused) as caught:
-        call(build_parser().parse_args(argv))
+        _call(build_parser().parse_args(argv))
     return caught.value.codes

@@ -24,7 +24,7 @@ from so_tui.launch.helper_jobs import (
     Sample,
     SourceView,
 )
-from so_tui.launch.supervisor.samples import GpuUse, HostProcess
+from so_tui.launch.supervisor.samples import HostProcess, _GpuUse
 from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine
 from so_tui.plan.measured import Figures
@@ -48,7 +48,7 @@ from so_tui.ui.chart_metrics import HARDWARE, samples_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.machine.host import WINDOW_S, HostView
 from so_tui.ui.snapshot import CORES, MEMORY, LoadStore
-from so_tui.validation.report import Outcome, Report, TrainingFound, agreement_of
+from so_tui.validation.report import Outcome, Report, TrainingFound, _agreement_of
 from tests.support.make_run import GIB, plan_for, sample, write_run
 
 NOW = 1_800_000_000.0
@@ -216,7 +216,7 @@ def _processes(machine: Machine) -> Iterator[HostProcess]:
             6.8,
             11 * GIB,
             cores[65:],
-            GpuUse({gpu.index: 78 * GIB}),
+            _GpuUse({gpu.index: 78 * GIB}),
         )
     for gpu in machine.gpus:
         yield HostProcess(
@@ -420,7 +420,7 @@ def validation_report() -> Report:
         gpus=4,
         shape="llama-3.1-8b, 8 layers",
         outcomes=outcomes,
-        agreement=agreement_of(outcomes),
+        agreement=_agreement_of(outcomes),
     )
 
 

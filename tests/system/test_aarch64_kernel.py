@@ -38,7 +38,7 @@ def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(
         pytest.skip("this CPU has no SVE2")
     numpy = pytest.importorskip("numpy")
     pytest.importorskip("torch")  # which the package of the kernel imports
-    from superoffload.adam import adamw_scalars
+    from superoffload.adam import _adamw_scalars
     from superoffload.commands import Command, Operation
     from superoffload.kernel import FLAGS, SOURCE
 
@@ -88,7 +88,7 @@ def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(
         (
             NUMEL.to_bytes(8, "little"),
             moments.to_bytes(8, "little"),
-            bytes(adamw_scalars(step)),
+            bytes(_adamw_scalars(step)),
             *arrays,
         )
     )

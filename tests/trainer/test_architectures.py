@@ -19,7 +19,7 @@ from so_tui.spec import ModelSpec
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model import attention, checkpointing
-from so_tui_trainer.model.build import build, refuse_unlisted
+from so_tui_trainer.model.build import _refuse_unlisted, build
 from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.model.weights import meta_model
@@ -142,7 +142,7 @@ def test_a_model_that_does_not_list_its_recurrent_layers_is_refused() -> None:
         model, config={key: value for key, value in model.config.items() if key != "layer_types"}
     )
     causal = causal_model(load_config(unlisted))
-    problem = refusal(lambda: refuse_unlisted(causal, unlisted))
+    problem = refusal(lambda: _refuse_unlisted(causal, unlisted))
     assert (problem.code, problem.field) == (
         "recurrent-layers-unlisted",
         "model.config.layer_types",
@@ -157,7 +157,7 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     torch.manual_seed(0)
     config = load_config(another(kind))
     needs = attention.needs_of(config, supports_sdpa=True, sinks=False, deterministic=False)
-    implementation = attention.decide(another(kind), needs, Present(generation=9)).backend
+    implementation = attention._decide(another(kind), needs, Present(generation=9)).backend
     assert (needs.rows, implementation) == (True, "sdpa")
     causal = causal_model(config, dtype=torch.float32, attention=implementation)
     docs = documents(6)
@@ -275,13 +275,13 @@ def test_sinks_are_never_left_out() -> None:
     assert needs == Needs(head_size=16, sinks=True, plain=False)
     for generation, expected in ((9, "torch-flash"), (None, "eager")):
         assert (
-            attention.decide(
+            attention._decide(
                 scaled_down("gpt-oss-20b"), needs, Present(generation=generation)
             ).backend
             == expected
         )
     problem = refusal(
-        lambda: attention.decide(
+        lambda: attention._decide(
             ModelSpec(id="any", attention="sdpa"), needs, Present(generation=9)
         )
     )
@@ -302,7 +302,7 @@ def test_a_backend_that_cannot_be_used_is_refused(
     asked: Any, needs: Needs, generation: int | None, code: str
 ) -> None:
     problem = refusal(
-        lambda: attention.decide(
+        lambda: attention._decide(
             ModelSpec(id="any", attention=asked), needs, Present(generation=generation)
         )
     )

@@ -106,7 +106,7 @@ class Run:
     def valid(self) -> list[int]:
         """The steps of the checkpoints, all of which must be whole."""
         paths = checkpoint_folders(self.directory.checkpoints_dir)
-        return [checkpoint_folder.verify(path).step for path in paths]
+        return [checkpoint_folder._verify(path).step for path in paths]
 
     @property
     def losses(self) -> dict[int, float]:

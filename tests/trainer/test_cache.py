@@ -19,7 +19,7 @@ from so_tui_trainer import session
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.batches import width
 from so_tui_trainer.data.documents import intact, read
-from so_tui_trainer.data.tokens import load_tokenizer, prepare, row_shares
+from so_tui_trainer.data.tokens import _row_shares, load_tokenizer, prepare
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny
@@ -88,7 +88,7 @@ def test_the_width_of_rows_is_foretold(micro_batch: str, tmp_path: Path) -> None
         data__sequence_length="64",
     )
     lengths = np.random.default_rng(1).integers(3, 64, 400)
-    shares = dict(row_shares(lengths, 64))
+    shares = dict(_row_shares(lengths, 64))
     drawn = np.random.default_rng(2).choice(lengths, (4_000, int(micro_batch)))
     widths = [width(each, spec, end_to_end=False) for each in drawn]
     assert shares[int(micro_batch)] == pytest.approx(np.mean(widths) / 64, rel=0.02)
@@ -248,7 +248,7 @@ def test_several_processes_give_what_one_gives(
     spec = spec_of(rows_file(tmp_path, 500))
     alone = prepare(spec, tmp_path / "alone")
     monkeypatch.setattr(tokens, "_TASK_ROWS", 70)
-    monkeypatch.setattr(tokens, "processes_for", lambda rows: 2)
+    monkeypatch.setattr(tokens, "_processes_for", lambda rows: 2)
     told: list[tuple[int, int]] = []
     shared = prepare(spec, tmp_path / "shared", lambda rows, total: told.append((rows, total)))
     for name in ("tokens", "trained", "offsets", "rows"):
@@ -267,7 +267,7 @@ def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(
     )
     path.write_text("\n".join(json.dumps(row) for row in [*[good] * 25, bad]))
     monkeypatch.setattr(tokens, "_TASK_ROWS", 10)
-    monkeypatch.setattr(tokens, "processes_for", lambda rows: 2)
+    monkeypatch.setattr(tokens, "_processes_for", lambda rows: 2)
     problem = refusal(lambda: prepare(spec_of(path), tmp_path / "cache"))
     assert (problem.code, problem.value) == ("data-row-unreadable", f"{path}, row 26")
     assert not list((tmp_path / "cache").iterdir())
@@ -275,8 +275,8 @@ def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(
 
 def test_processes_are_as_many_as_the_cores_that_may_be_used_and_the_rows_pay_for() -> None:
     allowed = len(os.sched_getaffinity(0))
-    assert tokens.processes_for(100) == 1
-    assert tokens.processes_for(10_000_000) == min(allowed, 32)
+    assert tokens._processes_for(100) == 1
+    assert tokens._processes_for(10_000_000) == min(allowed, 32)
 
 
 def test_what_killed_processes_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
@@ -302,5 +302,5 @@ def test_a_rank_that_does_not_see_the_first_ones_cache_says_so(
         "so_tui_trainer.data.tokens.prepare", lambda *_, **__: tmp_path / "on-another-host"
     )
     with pytest.raises(TrainingError) as caught:
-        session.read_training_data(tiny(), single_rank, lambda _: None, lambda *_: None)
+        session._read_training_data(tiny(), single_rank, lambda _: None, lambda *_: None)
     assert caught.value.code == "cache-not-shared"

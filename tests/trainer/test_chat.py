@@ -17,9 +17,9 @@ from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.chat import (
     Encoder,
     TemplateError,
+    _encodes_segments_apart,
+    _segments,
     chat_of,
-    encodes_segments_apart,
-    segments,
 )
 from so_tui_trainer.data.rows import Message
 from so_tui_trainer.data.tokens import load_tokenizer
@@ -121,7 +121,7 @@ def trained(
 ) -> list[str]:
     """Return the trained pieces, decoded from the tokens that a model gets."""
     encoder = Encoder(chat_of(tokenizer), loss, 512)
-    ((ids, flags),) = encoder.encode([segments(encoder.chat, talk, loss)])
+    ((ids, flags),) = encoder.encode([_segments(encoder.chat, talk, loss)])
     runs = groupby(zip(ids.tolist(), flags.tolist(), strict=True), key=lambda pair: pair[1])
     return [str(tokenizer.decode([token for token, _ in run])) for flag, run in runs if flag]
 
@@ -157,7 +157,7 @@ def test_every_answer_is_trained_from_where_the_model_takes_over_to_its_stop_tok
 @pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, HEADERS, BRACKETS, CHANNELS])
 def test_the_text_is_what_the_template_writes(template: str) -> None:
     tokenizer = tokenizer_with(template)
-    parts = segments(chat_of(tokenizer), TALK)
+    parts = _segments(chat_of(tokenizer), TALK)
     assert "".join(part.text for part in parts) == tokenizer.apply_chat_template(
         [m._asdict() for m in TALK], tokenize=False
     )
@@ -275,7 +275,7 @@ def test_a_template_gets_the_tools_and_the_mask_does_not_mind() -> None:
     talk = (Message("tools", "", (("tools", [{"name": "add"}]),)), *TALK)
     for rest in (CHATML, BRACKETS):
         tokenizer = tokenizer_with(template + rest)
-        parts = segments(chat_of(tokenizer), talk)
+        parts = _segments(chat_of(tokenizer), talk)
         assert "".join(part.text for part in parts).startswith("<|header|>add<|/header|>")
         assert trained(tokenizer, talk) == trained(tokenizer)
     assert trained(tokenizer_with(""), talk) == trained(tokenizer_with(""))
@@ -332,7 +332,7 @@ def test_without_anything_that_ends_an_answer_there_is_no_training() -> None:
 
 def test_a_conversation_that_the_template_refuses_says_why() -> None:
     with pytest.raises(TemplateError, match="roles must alternate"):
-        segments(chat_of(tokenizer_with(BRACKETS)), (Message("system", "Be kind."), *TALK))
+        _segments(chat_of(tokenizer_with(BRACKETS)), (Message("system", "Be kind."), *TALK))
 
 
 def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
@@ -348,8 +348,8 @@ def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
     tokenizer = make(
         tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=BRACKETS
     )
-    assert not encodes_segments_apart(tokenizer)
-    assert encodes_segments_apart(load_tokenizer(tiny()))
+    assert not _encodes_segments_apart(tokenizer)
+    assert _encodes_segments_apart(load_tokenizer(tiny()))
     talk = (
         Message("user", "Add"),
         Message("assistant", "It is 5."),
@@ -357,7 +357,7 @@ def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
         Message("assistant", "5. is"),
     )
     encoder = Encoder(chat_of(tokenizer), "assistant", 64)
-    ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
+    ((ids, flags),) = encoder.encode([_segments(encoder.chat, talk)])
     assert (
         ids.tolist()
         == tokenizer("[INST] Add [/INST] It is 5.</s>[INST] And [/INST] 5. is</s>")["input_ids"]
@@ -382,7 +382,7 @@ def test_spaces_of_an_answer_are_trained_where_spans_of_tokens_leave_them_out() 
     backend.decoder = decoders.ByteLevel()
     make: Any = PreTrainedTokenizerFast
     tokenizer = make(tokenizer_object=backend, eos_token="</s>", chat_template=BRACKETS)
-    assert not encodes_segments_apart(tokenizer)
+    assert not _encodes_segments_apart(tokenizer)
     answer = "if x:\n    ünd  😀 = 1 "
     talk = (
         Message("user", "Code ,  please "),
@@ -391,7 +391,7 @@ def test_spaces_of_an_answer_are_trained_where_spans_of_tokens_leave_them_out() 
         Message("assistant", "  ?"),
     )
     encoder = Encoder(chat_of(tokenizer), "assistant", 256)
-    ((ids, flags),) = encoder.encode([segments(encoder.chat, talk)])
+    ((ids, flags),) = encoder.encode([_segments(encoder.chat, talk)])
     assert tokenizer.decode(ids[flags]) == f" {answer}</s>   ?</s>"
     assert tokenizer.decode(ids[~flags]) == " [INST] Code ,  please  [/INST] [INST] And [/INST]"
 

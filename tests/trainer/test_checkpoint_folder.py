@@ -16,7 +16,7 @@ from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.directory import checkpoint_folders, checkpoints_folder, run_id
 from so_tui.spec import RunSpec
 from so_tui_trainer import checkpoint_folder
-from so_tui_trainer.checkpoint_folder import claim, newest, read_manifest, set_all_aside, verify
+from so_tui_trainer.checkpoint_folder import _verify, claim, newest, read_manifest, set_all_aside
 from so_tui_trainer.failures import TrainingError
 from tests.support.checkpoints import written
 from tests.support.launching import tiny
@@ -140,7 +140,7 @@ def test_a_manifest_names_no_file_outside_its_checkpoint(name: str, tmp_path: Pa
     manifest = msgspec.structs.replace(read_manifest(path), files={name: 1})
     (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(superoffload.OffloadError, match="not inside"):
-        verify(path)
+        _verify(path)
 
 
 def test_what_a_manifest_says_does_not_fill_the_message(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises((superoffload.OffloadError, OSError)):
-        verify(folder / "step-000003")
+        _verify(folder / "step-000003")
     with (
         pytest.raises(superoffload.OffloadError) if name.startswith("optimizer") else nullcontext()
     ):
@@ -270,7 +270,7 @@ def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_
         cut(descriptor, size)
 
     monkeypatch.setattr(os, "ftruncate", noting)
-    checkpoint_folder.remove(tmp_path / "old")
+    checkpoint_folder._remove(tmp_path / "old")
     assert sizes == [2 * gib + 5, gib + 5, 5]
     assert not (tmp_path / "old").exists()
     assert (tmp_path / "kept").stat().st_size == 2 * gib

@@ -13,9 +13,9 @@ import pytest
 from so_tui.cli import main
 from so_tui.launch.helper_jobs import DataPreview, Progress, Sample, preview_data
 from so_tui.spec import InputError, spec_tree
-from so_tui_trainer.tools.check_inputs import check
-from so_tui_trainer.tools.data import histogram
-from so_tui_trainer.tools.prepare import prepare
+from so_tui_trainer.tools.check_inputs import _check
+from so_tui_trainer.tools.data import _histogram
+from so_tui_trainer.tools.prepare import _prepare
 from tests.support.launching import tiny
 from tests.support.problems import refusal
 from tests.support.schemas import valid
@@ -98,17 +98,17 @@ def test_holding_out_too_much_is_refused_before_anything_starts(
     request = {
         "spec": spec_tree(tiny(data__source=str(tmp_path / "rows.jsonl"), data__held_out=wanted))
     }
-    (answer,) = check(request)
+    (answer,) = _check(request)
     found = [
         (problem["code"], problem["field"], problem["value"]) for problem in answer["problems"]
     ]
     assert found == ([("held-out-out-of-range", "data.held_out", wanted)] if refused else [])
     if refused:
-        assert refusal(lambda: list(prepare(request))).code == "held-out-out-of-range"
+        assert refusal(lambda: list(_prepare(request))).code == "held-out-out-of-range"
 
 
 def test_what_several_checks_find_wrong_is_said_once(tmp_path: Path) -> None:
-    (answer,) = check(
+    (answer,) = _check(
         {
             "spec": spec_tree(
                 tiny(
@@ -132,7 +132,7 @@ def test_what_is_wrong_comes_back_as_it_was_raised(tmp_path: Path) -> None:
 def test_every_document_is_in_one_bin_and_few_long_ones_do_not_flatten_the_rest(
     lengths: list[int],
 ) -> None:
-    bins = histogram(np.array(lengths))
+    bins = _histogram(np.array(lengths))
     assert sum(entry["documents"] for entry in bins) == len(lengths)
     assert sum(entry["tokens"] for entry in bins) == sum(lengths)
     for entry in bins:

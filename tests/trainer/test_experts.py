@@ -12,12 +12,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from so_tui_trainer.model import experts
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.experts import Weights, gated, mixture, route
+from so_tui_trainer.model.experts import Weights, _gated, _route, mixture
 from so_tui_trainer.model.fused import EXPERTS as EXPERTS_PART
 from so_tui_trainer.model.fused import install_kernels
 from so_tui_trainer.model.kernels import Gate
 from so_tui_trainer.model.weights import meta_model
-from so_tui_trainer.older_versions import by_group, grouped_mm
+from so_tui_trainer.older_versions import _by_group, grouped_mm
 from tests.support.models import grad_of, scaled_down
 
 SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
@@ -103,7 +103,7 @@ def gradients(hidden: Tensor, shares: Tensor, weights: Weights) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
-@pytest.mark.parametrize("product", [grouped_mm, by_group], ids=["grouped_mm", "by_group"])
+@pytest.mark.parametrize("product", [grouped_mm, _by_group], ids=["grouped_mm", "by_group"])
 def test_it_is_the_sum_of_what_each_expert_says(
     product: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
     doubles = [leaf.double().requires_grad_() for leaf in leaves]
 
     def compute(products: Tensor, shares: Tensor, bias: Tensor) -> Tensor:
-        return gated(products, shares, bias, route(chosen, EXPERTS), gate)
+        return _gated(products, shares, bias, _route(chosen, EXPERTS), gate)
 
     assert torch.autograd.gradcheck(compute, doubles)
 
@@ -225,7 +225,9 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
             leaf.detach().clone().to(device).requires_grad_() for leaf in (products, shares)
         )
         own_bias = None if bias is None else bias.detach().clone().to(device).requires_grad_()
-        result = gated(own_products, own_shares, own_bias, route(chosen.to(device), EXPERTS), gate)
+        result = _gated(
+            own_products, own_shares, own_bias, _route(chosen.to(device), EXPERTS), gate
+        )
         torch.autograd.backward(result, gradient.to(device))
         results.append(
             [

@@ -35,7 +35,7 @@ from so_tui_trainer.export import (
 )
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.tools.channel import with_newest
-from so_tui_trainer.tools.export import export_run
+from so_tui_trainer.tools.export import _export_run
 from tests.support.launching import tiny
 from tests.support.model_checkpoints import checkpoint_of, run_with_checkpoints
 from tests.support.models import (
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer
     tmp_path: Path,
 ) -> None:
     run = run_with_checkpoints(tmp_path, 5)
-    events = export_run({"run": str(run.path), "to": str(tmp_path / "model")})
+    events = _export_run({"run": str(run.path), "to": str(tmp_path / "model")})
     assert "step 5 " in next(events)["message"]
     shutil.copytree(run.checkpoints_dir / "step-000005", run.checkpoints_dir / "step-000006")
     manifest = run.checkpoints_dir / "step-000006" / "checkpoint.json"
@@ -327,7 +327,7 @@ def test_it_says_how_far_reading_and_writing_are(
 ) -> None:
     monkeypatch.setattr("so_tui_trainer.tools.channel._PROGRESS_S", 0.0)
     run = run_with_checkpoints(tmp_path, 5)
-    answers = list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
+    answers = list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
     told = [
         msgspec.convert(answer["progress"], ExportProgress)
         for answer in answers
@@ -435,14 +435,14 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path, 5, 6)
     states = run.checkpoints_dir / "step-000006" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
-    messages = list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
+    messages = list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
     assert "step-000006 cannot be used" in messages[0]["message"]
     assert "rank_00001.states" in messages[0]["message"]
     assert messages[-1]["step"] == 5
     assert states.is_file()
     (run.checkpoints_dir / "step-000005" / "checkpoint.json").write_text("{")
     problem = refusal(
-        lambda: list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
+        lambda: list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
     )
     assert (problem.code, problem.field) == ("checkpoints-unreadable", "run")
 

@@ -18,12 +18,12 @@ from tests.support.waiting import LIMIT_S
 STUBBORN = """
 import signal
 import time
-from so_tui_trainer.session import install_handlers
+from so_tui_trainer.session import _install_handlers
 
 def fail():
     raise OSError("no space left on the device")
 
-install_handlers(fail, fail)
+_install_handlers(fail, fail)
 signal.raise_signal(signal.SIGUSR1)
 print("ready", flush=True)
 time.sleep(1000)

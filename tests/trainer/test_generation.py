@@ -22,21 +22,21 @@ from transformers import PreTrainedModel
 from so_tui.spec import ModelSpec
 from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
 from so_tui_trainer import export
-from so_tui_trainer.data.chat import Chat, Encoder, chat_of, leading_ids, segments
+from so_tui_trainer.data.chat import Chat, Encoder, _segments, chat_of, leading_ids
 from so_tui_trainer.data.rows import TEXT, Message
 from so_tui_trainer.data.tokens import load_tokenizer, tokenizer_of
-from so_tui_trainer.export import marker_of, placed
+from so_tui_trainer.export import _marker_of, placed
 from so_tui_trainer.generation import (
-    Detokenizer,
     Writer,
     Written,
+    _Detokenizer,
     next_token,
     prompt_ids,
     stop_tokens,
 )
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.weights import meta_model
-from so_tui_trainer.tools.generate import base_of, in_turn, of_folder
+from so_tui_trainer.tools.generate import _base_of, _in_turn, _of_folder
 from tests.support.launching import tiny
 from tests.support.models import causal_model
 from tests.support.problems import refusal
@@ -105,7 +105,7 @@ def test_tokens_are_drawn_from_the_most_probable_ones() -> None:
 
 def test_text_comes_in_whole_characters(chat: Chat) -> None:
     text = "Grüße an 日本 and 🙂, then\n\n  indented text."
-    detokenizer = Detokenizer(chat.tokenizer)
+    detokenizer = _Detokenizer(chat.tokenizer)
     pieces = [detokenizer.add(token) for token in chat.tokenizer(text)["input_ids"]]
     assert "".join(pieces) + detokenizer.rest() == text
     assert not any("\ufffd" in piece for piece in pieces)
@@ -113,7 +113,7 @@ def test_text_comes_in_whole_characters(chat: Chat) -> None:
 
 
 def test_an_unfinished_character_is_given_at_the_end(chat: Chat) -> None:
-    detokenizer = Detokenizer(chat.tokenizer)
+    detokenizer = _Detokenizer(chat.tokenizer)
     assert [detokenizer.add(token) for token in chat.tokenizer("🙂")["input_ids"][:2]] == ["", ""]
     assert detokenizer.rest() == "\ufffd"
 
@@ -187,7 +187,7 @@ def test_a_question_is_given_as_training_writes_it(
         ("assistant", "12."),
     ]
     (tokens, trained), *_ = Encoder(chat, "last-turn", 256).encode(
-        [segments(chat, tuple(Message(*turn) for turn in said), "last-turn")]
+        [_segments(chat, tuple(Message(*turn) for turn in said), "last-turn")]
     )
     asked = Prompt(turns=tuple(Turn(role, content) for role, content in said[:-1]))  # type: ignore[arg-type]
     leading = [] if chat.templated else leading_ids(chat.tokenizer)
@@ -197,7 +197,7 @@ def test_a_question_is_given_as_training_writes_it(
 
 def test_text_is_continued_as_it_is(chat: Chat, templated: Chat) -> None:
     (tokens, _), *_ = Encoder(chat, "all", 256).encode(
-        [segments(chat, (Message(TEXT, "Once upon"),), "all")]
+        [_segments(chat, (Message(TEXT, "Once upon"),), "all")]
     )
     for each in (chat, templated):
         assert prompt_ids(each, Prompt(text="Once upon")) == [
@@ -222,7 +222,7 @@ def test_answers_end_at_any_stop_token_that_is_known(
 
 
 def test_models_write_in_turn() -> None:
-    assert list(in_turn(iter([iter("abc"), iter("12345")]))) == list("a1b2c345")
+    assert list(_in_turn(iter([iter("abc"), iter("12345")]))) == list("a1b2c345")
 
 
 def test_only_safetensors_are_read(tmp_path: Path, causal: PreTrainedModel) -> None:
@@ -299,19 +299,19 @@ def test_an_export_that_others_can_write_does_not_say_what_is_downloaded(
 ) -> None:
     folder = tmp_path / "model"
     causal.save_pretrained(folder)
-    marker = marker_of("run", 5, ModelSpec(id="owner/model", revision="v2"))
+    marker = _marker_of("run", 5, ModelSpec(id="owner/model", revision="v2"))
     (folder / "so_tui_export.json").write_bytes(msgspec.json.encode(marker))
     load = LoadModel(folder=str(folder), compare=True)
 
     def base() -> ModelSpec:
-        steps = of_folder(load)
+        steps = _of_folder(load)
         while True:
             try:
                 next(steps)
             except StopIteration as end:
                 _, model, facts = end.value
                 assert facts.step == 5
-                return base_of(load, model)
+                return _base_of(load, model)
 
     assert base() == ModelSpec(id="owner/model", revision="v2")
     folder.chmod(0o777)
@@ -320,17 +320,17 @@ def test_an_export_that_others_can_write_does_not_say_what_is_downloaded(
 
 def test_the_base_model_is_what_the_training_began_with(tmp_path: Path) -> None:
     tuned, run = ModelSpec(id="owner/model", revision="v2"), str(tmp_path)
-    assert base_of(LoadModel(run=run), tuned) == tuned
-    assert base_of(LoadModel(run=run, base="owner/other"), tuned) == ModelSpec(id="owner/other")
-    assert refusal(lambda: base_of(LoadModel(run=run), tiny().model)).code == "base-model-unknown"
-    assert marker_of("run", 5, tuned).base == "owner/model"
-    assert marker_of("run", 5, tiny().model).base == ""
+    assert _base_of(LoadModel(run=run), tuned) == tuned
+    assert _base_of(LoadModel(run=run, base="owner/other"), tuned) == ModelSpec(id="owner/other")
+    assert refusal(lambda: _base_of(LoadModel(run=run), tiny().model)).code == "base-model-unknown"
+    assert _marker_of("run", 5, tuned).base == "owner/model"
+    assert _marker_of("run", 5, tiny().model).base == ""
 
 
 def test_a_run_that_others_can_write_does_not_say_what_is_downloaded(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     load = LoadModel(run=str(tmp_path))
-    assert refusal(lambda: base_of(load, ModelSpec(id="owner/model"))).code == "base-model-unknown"
-    assert base_of(replace(load, base="owner/model"), ModelSpec(id="owner/model")) == ModelSpec(
+    assert refusal(lambda: _base_of(load, ModelSpec(id="owner/model"))).code == "base-model-unknown"
+    assert _base_of(replace(load, base="owner/model"), ModelSpec(id="owner/model")) == ModelSpec(
         id="owner/model"
     )

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from so_tui_trainer import metrics
-from so_tui_trainer.metrics import HostMemory, rank_memory_bytes
+from so_tui_trainer.metrics import _HostMemory, _rank_memory_bytes
 from tests.support.waiting import wait_until
 
 
@@ -31,7 +31,7 @@ class Reads:
 
 def test_a_step_never_waits_for_a_measurement_but_the_first() -> None:
     now, reads = [0.0], Reads()
-    memory = HostMemory(reads, lambda: now[0])
+    memory = _HostMemory(reads, lambda: now[0])
     assert memory.latest_bytes() == 1
     reads.may_end.clear()
     now[0] = 25.0
@@ -52,7 +52,7 @@ def test_costly_measurements_become_rare_once_memory_has_been_touched(
         now[0] += 5.0
         return reads()
 
-    memory = HostMemory(slow, lambda: now[0])
+    memory = _HostMemory(slow, lambda: now[0])
     memory.latest_bytes()
     now[0] = age_s
     memory.latest_bytes()
@@ -66,10 +66,10 @@ def test_costly_measurements_become_rare_once_memory_has_been_touched(
 
 
 def test_it_counts_what_has_been_touched() -> None:
-    before = rank_memory_bytes()
+    before = _rank_memory_bytes()
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"\1" * len(memory))
-        assert rank_memory_bytes() - before > 60 << 20
+        assert _rank_memory_bytes() - before > 60 << 20
 
 
 def test_threads_that_end_meanwhile_do_not_hide_adams_workers(
@@ -92,7 +92,7 @@ def test_threads_that_end_meanwhile_do_not_hide_adams_workers(
         try:
             for thread in busy:
                 thread.start()
-            assert [rank_memory_bytes() for _ in range(300)] == [1] * 300
+            assert [_rank_memory_bytes() for _ in range(300)] == [1] * 300
         finally:
             ended.set()
             for thread in busy:

@@ -17,8 +17,8 @@ from so_tui.spec import ModelSpec
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import read_index
 from so_tui_trainer.model.weights import (
-    Match,
-    largest_conversion_bytes,
+    _largest_conversion_bytes,
+    _Match,
     match_weights,
     meta_model,
     refuse,
@@ -42,7 +42,7 @@ records_places = pytest.mark.skipif(
 )
 
 
-def matched(model: PreTrainedModel, folder: Path) -> Match:
+def matched(model: PreTrainedModel, folder: Path) -> _Match:
     return match_weights(meta_model(model.config), read_index(folder))
 
 
@@ -61,7 +61,7 @@ def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
     )
 
 
-def refused(found: Match) -> str:
+def refused(found: _Match) -> str:
     problem = refusal(lambda: refuse(found, ModelSpec(id="some/model")))
     assert (problem.code, problem.field, problem.value) == (
         "weights-mismatch",
@@ -84,7 +84,7 @@ def test_the_checkpoints_of_every_architecture_are_taken_as_they_are(
         model.state_dict()
     )
     if kind != "gpt_oss":  # transformers before 5.5 aligns its experts, as a conversion
-        assert (largest_conversion_bytes(found, read_index(tmp_path)) > 0) == (kind == "qwen3_moe")
+        assert (_largest_conversion_bytes(found, read_index(tmp_path)) > 0) == (kind == "qwen3_moe")
 
 
 def test_a_tied_head_need_not_be_stored_and_may_be(tmp_path: Path) -> None:

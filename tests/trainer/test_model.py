@@ -4,7 +4,7 @@ import pytest
 from deepspeed.utils import get_z3_leaf_modules
 from transformers import AutoConfig, PreTrainedModel
 
-from so_tui_trainer.model.build import set_leaf_modules
+from so_tui_trainer.model.build import _set_leaf_modules
 from tests.support.launching import tiny
 from tests.support.models import causal_model
 from tests.support.problems import refusal
@@ -32,7 +32,7 @@ def model() -> PreTrainedModel:
 @pytest.mark.parametrize("gpus", ["1", "2"])
 def test_layers_and_what_is_named_are_gathered_whole(gpus: str) -> None:
     causal = model()
-    set_leaf_modules(causal, tiny(gpus=gpus, model__leaf_modules='["Qwen3MoeExperts"]'))
+    _set_leaf_modules(causal, tiny(gpus=gpus, model__leaf_modules='["Qwen3MoeExperts"]'))
     assert {type(module).__name__ for module in get_z3_leaf_modules(causal)} == {
         "Qwen3MoeDecoderLayer",
         "Qwen3MoeExperts",
@@ -41,7 +41,7 @@ def test_layers_and_what_is_named_are_gathered_whole(gpus: str) -> None:
 
 def test_a_block_that_the_model_lacks_is_named_with_those_it_has() -> None:
     problem = refusal(
-        lambda: set_leaf_modules(model(), tiny(model__leaf_modules='["NoSuchBlock"]'))
+        lambda: _set_leaf_modules(model(), tiny(model__leaf_modules='["NoSuchBlock"]'))
     )
     assert (problem.code, problem.field, problem.value) == (
         "leaf-module-unknown",

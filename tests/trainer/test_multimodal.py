@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import read_index
-from so_tui_trainer.model.weights import match_weights, meta_model, realised, refuse
+from so_tui_trainer.model.weights import _realised, match_weights, meta_model, refuse
 from so_tui_trainer.tools.describe_model import describe
 from tests.support.models import SMALL, known
 
@@ -122,7 +122,7 @@ def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path
     tensors = {
         name: tensor
         for each in found.conversions
-        for name, tensor in realised(meta, each, lambda name: index[name].read()).items()
+        for name, tensor in _realised(meta, each, lambda name: index[name].read()).items()
     }
     missing, unexpected = language.load_state_dict(tensors, strict=False)
     assert not unexpected

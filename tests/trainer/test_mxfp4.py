@@ -21,7 +21,7 @@ from so_tui.spec import ModelSpec, spec_tree
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import convert, missing_bytes, read_index
 from so_tui_trainer.model.weights import (
-    converted_folder,
+    _converted_folder,
     match_weights,
     meta_model,
     refuse,
@@ -103,7 +103,7 @@ def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
 
 def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed: Path) -> None:
     target = trainable_folder(packed)
-    assert target == converted_folder(packed)
+    assert target == _converted_folder(packed)
     target.parent.mkdir(parents=True)
     whole = missing_bytes(packed, target)
     lines: Any = convert(packed, target)
@@ -125,7 +125,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     assert refusal(lambda: weights_folder(ModelSpec(id=str(packed)))).code == "disk-full"
-    assert not list(converted_folder(packed).parent.rglob("*.safetensors"))
+    assert not list(_converted_folder(packed).parent.rglob("*.safetensors"))
 
 
 def test_other_quantisations_are_refused(packed: Path) -> None:
@@ -151,6 +151,6 @@ def test_prepare_does_what_a_first_run_would(packed: Path) -> None:
     said = answers("prepare")
     assert said[-1]["done"]
     assert any("MXFP4" in str(answer["message"]) for answer in said)
-    assert converted_folder(packed).is_dir()
+    assert _converted_folder(packed).is_dir()
     assert answers("check_inputs")[-1]["warnings"] == []
     assert not any("MXFP4" in str(answer["message"]) for answer in answers("prepare"))

@@ -44,7 +44,7 @@ def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
         return latency_s + 2 * size * 11 / 12 / bytes_per_s
 
     monkeypatch.setattr(metrics, "_both_s", both_s)
-    assert metrics.measure_network_rate(single_rank._replace(size=12)) == pytest.approx(
+    assert metrics._measure_network_rate(single_rank._replace(size=12)) == pytest.approx(
         bytes_per_s, rel=0.05
     )
     assert asked[-1] == whole_bytes

@@ -19,7 +19,7 @@ from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.generation import Writer, Written
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import TrainedModel
-from so_tui_trainer.prompts import Prompts, batch_of
+from so_tui_trainer.prompts import Prompts, _batch_of
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny
 from tests.support.models import causal_model
@@ -107,12 +107,12 @@ def test_a_prompt_needs_room_for_its_answer(single_rank: Ranks) -> None:
 
 
 def test_documents_of_one_row_are_told_apart() -> None:
-    batch = batch_of([[1, 2, 3], [4, 5]], end_to_end=True)
+    batch = _batch_of([[1, 2, 3], [4, 5]], end_to_end=True)
     assert batch.input_ids[0, :6].tolist() == [1, 2, 3, 4, 5, 0]
     assert batch.position_ids[0, :7].tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert batch.boundaries.tolist() == [0, 3, 5, 64]
     assert batch.predictors.tolist() == [2, 4]
-    rows = batch_of([[1, 2, 3], [4, 5]], end_to_end=False)
+    rows = _batch_of([[1, 2, 3], [4, 5]], end_to_end=False)
     assert rows.input_ids.shape == (2, 64)
     assert rows.boundaries.tolist() == [0, 3, 64, 66, 128]
     assert rows.predictors.tolist() == [2, 65]

@@ -31,10 +31,10 @@ from so_tui.runs.records import (
 )
 from so_tui.spec import InputError
 from so_tui_trainer import failures
-from so_tui_trainer.checkpoint import all_ranks
+from so_tui_trainer.checkpoint import _all_ranks
 from so_tui_trainer.data.batches import StepCounts
 from so_tui_trainer.failures import Failure, NonFiniteError
-from so_tui_trainer.loop import log_line
+from so_tui_trainer.loop import _log_line
 from so_tui_trainer.metrics import Metrics, Step, StepClock, StepPart
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
@@ -59,14 +59,14 @@ print(msgspec.json.encode(report).decode())
 
 LEAVE = """
 import atexit
-from so_tui_trainer.entry import leave
+from so_tui_trainer.entry import _leave
 class Destroyed:
     def __del__(self):
         print("interpreter taken apart")
 kept = Destroyed()
 atexit.register(print, "exit handler")
 print("last words")
-leave(3)
+_leave(3)
 """
 
 
@@ -222,7 +222,7 @@ def test_failures_have_codes_and_suggestions() -> None:
 def test_a_save_that_the_adam_worker_breaks_off_does_not_blame_the_disk(single_rank: Ranks) -> None:
     with (
         pytest.raises(failures.TrainingError) as raised,
-        all_ranks(single_rank, "the checkpoint could not be written"),
+        _all_ranks(single_rank, "the checkpoint could not be written"),
     ):
         raise WorkerLostError("The Adam worker made no progress", code="worker-stuck")
     assert raised.value.code == "adam-timeout"
@@ -315,5 +315,5 @@ def test_the_failure_that_came_first_is_the_reason(tmp_path: Path) -> None:
 def test_the_log_gives_the_speed_by_gpu_only_where_there_are_gpus(
     memory: int | None, unit: str
 ) -> None:
-    line = log_line(step_record(3, gpu_memory_peak_bytes=memory), 10)
+    line = _log_line(step_record(3, gpu_memory_peak_bytes=memory), 10)
     assert re.findall(r"TFLOPS/\w+", line) == [unit]

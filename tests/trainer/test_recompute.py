@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedModel
 
-from so_tui.model.profile import stored_bytes
+from so_tui.model.profile import _stored_bytes
 from so_tui.model.shape import architecture
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.model import attention, checkpointing, fused
@@ -275,11 +275,11 @@ def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
 
     shape = architecture(causal.config.to_dict())
     normed = msgspec.structs.replace(shape, model_type="qwen3")
-    least = stored_bytes(normed, "none", fused=True) - 2 * (
+    least = _stored_bytes(normed, "none", fused=True) - 2 * (
         shape.query_width + shape.key_value_width
     )
-    assert stored_bytes(shape, "none", fused=True) == (
-        stored_bytes(normed, "none", fused=True) if found == {True} else least
+    assert _stored_bytes(shape, "none", fused=True) == (
+        _stored_bytes(normed, "none", fused=True) if found == {True} else least
     )
     assert len(found) == 1
 

@@ -166,7 +166,7 @@ def test_other_shares_of_a_mixture_are_another_order(
 
     monkeypatch.setattr(checkpoint, "load", lambda *unused: Rounded(0, 0))
     path = written(claim(run, SPEC), 1, run_id(run), mixture(1.0, 2.0))
-    found, told = Found(path, checkpoint_folder.verify(path), ()), Warnings()
+    found, told = Found(path, checkpoint_folder._verify(path), ()), Warnings()
     checkpoint.restore(
         found,
         None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui_trainer.checkpoint import rounding_warnings
+from so_tui_trainer.checkpoint import _rounding_warnings
 from superoffload.resharding import Rounded
 from tests.support import engine as support
 from tests.support.planning import spec_of
@@ -17,7 +17,7 @@ def codes(before: dict[str, str], now: dict[str, str], rounded: Rounded) -> list
     saved = support.manifest(5, spec_of("tiny", **{**ours, **before}), ranks=2)
     return [
         warning.code
-        for warning in rounding_warnings(saved, spec_of("tiny", **{**ours, **now}), rounded)
+        for warning in _rounding_warnings(saved, spec_of("tiny", **{**ours, **now}), rounded)
     ]
 
 

@@ -22,12 +22,12 @@ from so_tui.runs.records import (
 )
 from so_tui_trainer import recorder as trackers
 from so_tui_trainer.recorder import (
-    EventFile,
     Recorder,
-    Sidecars,
     TensorBoard,
-    crc32c,
-    figures,
+    _crc32c,
+    _EventFile,
+    _figures,
+    _Sidecars,
     trackers_of,
 )
 from tests.support.launching import records, tiny
@@ -79,7 +79,7 @@ def events(path: Path) -> list[Event]:
             struct.unpack("<I", data[at + size : at + size + 4])[0],
         )
         rotated = (expected - 0xA282EAD8) & 0xFFFFFFFF
-        assert (rotated << 15 | rotated >> 17) & 0xFFFFFFFF == crc32c(content)
+        assert (rotated << 15 | rotated >> 17) & 0xFFFFFFFF == _crc32c(content)
         at += size + 4
         return content
 
@@ -100,8 +100,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
-    file = EventFile(tmp_path)
+    assert _crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    file = _EventFile(tmp_path)
     file.scalars({"train/loss": 2.5, "train/learning_rate": 1e-5}, 300, 1.7e9)
     file.close()
     (path,) = files_of(tmp_path)
@@ -134,7 +134,7 @@ def test_a_resume_takes_back_what_earlier_files_hold_of_later_steps(tmp_path: Pa
 
 
 def test_figures_are_what_is_known_of_a_step() -> None:
-    found = figures(step(3))
+    found = _figures(step(3))
     assert found["train/loss"] == 2.0
     assert (
         not {"train/step", "train/time", "train/attempt", "train/mfu", "train/gradient_norm"}
@@ -200,7 +200,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_RECORDS", 10)
-    monkeypatch.setattr(Sidecars.close, "__defaults__", (0.2,))
+    monkeypatch.setattr(_Sidecars.close, "__defaults__", (0.2,))
     tracker = Fickle(hangs=part)
     recorder, found, seconds = recorded(
         RunDirectory(tmp_path), tracker, 9 if part == "close" else 50

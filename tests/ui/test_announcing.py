@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from so_tui.runs import read_state, write_state
 from so_tui.runs.records import Alert
 from so_tui.settings import AlertSettings, Settings
-from so_tui.ui.shared_app import Announcer, notification
+from so_tui.ui.shared_app import _Announcer, _notification
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
@@ -25,7 +25,7 @@ CONTROLS = re.compile(
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     written: list[str] = []
     monkeypatch.setattr(
-        Announcer, "write_to_terminal", lambda self, sequence: written.append(sequence)
+        _Announcer, "write_to_terminal", lambda self, sequence: written.append(sequence)
     )
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
     for name in ("TMUX", "VTE_VERSION"):
@@ -96,7 +96,7 @@ async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
 def test_each_terminal_gets_what_it_understands(
     how: str, environ: dict[str, str], expected: str
 ) -> None:
-    assert notification("so-tui: x", how, environ) == expected
+    assert _notification("so-tui: x", how, environ) == expected
 
 
 async def test_a_run_that_cannot_be_read_for_a_moment_has_not_failed(

@@ -24,17 +24,17 @@ from so_tui.ui.chart_metrics import (
     METRICS,
     STEP_METRICS,
     ChartLayout,
-    layout_path,
+    _layout_path,
     load_layout,
     page_of,
     save_layout,
 )
 from so_tui.ui.charts.canvas import beyond, fit_scale
 from so_tui.ui.charts.chart import RUN_ROLES, SIGNS, Chart, look_of
-from so_tui.ui.charts.series import ExponentialMean, StepSeries
-from so_tui.ui.dashboard.charts import ChartPanel, RunLegend, wrapped
-from so_tui.ui.dashboard.dialogs import ChooseMetrics, matching, weight_of
-from so_tui.ui.dashboard.panels import detail_lines
+from so_tui.ui.charts.series import StepSeries, _ExponentialMean
+from so_tui.ui.dashboard.charts import ChartPanel, RunLegend, _wrapped
+from so_tui.ui.dashboard.dialogs import ChooseMetrics, _matching, _weight_of
+from so_tui.ui.dashboard.panels import _detail_lines
 from so_tui.ui.dashboard.view import View, steps_at
 from so_tui.ui.dialogs import TickList
 from so_tui.ui.text import Content
@@ -70,7 +70,7 @@ async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> 
         await ui.until(lambda: shown(ui) == ["mfu", "step"])
         await ui.until(lambda: re.search(r"MFU +(last )?43.6 %", ui.heading("#mfu")))
         await ui.until(lambda: re.search(r"step time +(last )?3\.", ui.heading("#step")))
-        await ui.until(layout_path().is_file)
+        await ui.until(_layout_path().is_file)
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("training")
         assert shown(ui) == ["mfu", "step"]
@@ -89,7 +89,7 @@ async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Pa
         await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
         await ui.press("enter", "n", "enter")
         await ui.until(lambda: "tick at least one" in ui.shown("#said"))
-        assert not layout_path().exists()
+        assert not _layout_path().exists()
 
 
 async def test_the_choice_of_metrics_of_a_run_without_gpus_ticks_what_is_shown(
@@ -109,7 +109,7 @@ async def test_the_choice_of_metrics_of_a_run_without_gpus_ticks_what_is_shown(
         ui.screen.set_focus(ui.find("#smoothing", Input))
         await ui.type_text("0.5", replace=True)
         await ui.press("enter")
-        await ui.until(layout_path().is_file)
+        await ui.until(_layout_path().is_file)
         assert load_layout() == ChartLayout(ema=0.5), (
             "for runs with GPUs, their memory is shown as before"
         )
@@ -136,7 +136,7 @@ def test_every_name_is_whole_in_the_details_of_a_step() -> None:
         if getattr(record, field) is None
     }
     names = " ".join(
-        line.plain for line in detail_lines(msgspec.structs.replace(record, **known), 40)
+        line.plain for line in _detail_lines(msgspec.structs.replace(record, **known), 40)
     )
     assert all(metric.title in names for metric in STEP_METRICS if len(metric.fields) == 1)
 
@@ -488,13 +488,13 @@ async def test_any_number_of_runs_is_laid_over_and_none_is_missing_in_the_legend
 
 def test_what_is_remembered_and_unknown_is_left_out(tmp_path: Path) -> None:
     assert load_layout() == ChartLayout()
-    layout_path().parent.mkdir(parents=True)
-    layout_path().write_text(
+    _layout_path().parent.mkdir(parents=True)
+    _layout_path().write_text(
         '{"shown": ["loss", "gone", "loss"], "grid": [9, 9], "ema": 7, "log": ["gone", "norm"], '
         '"new": 1}'
     )
     assert load_layout() == ChartLayout(shown=("loss",), ema=0.99, log=("norm",))
-    layout_path().write_text("[")
+    _layout_path().write_text("[")
     assert load_layout() == ChartLayout()
 
 
@@ -517,25 +517,25 @@ def test_pages_and_smoothing_go_round() -> None:
 
 
 def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:
-    assert [metric.key for metric in matching("^adam")[0]] == ["adam", "adam-rate"]
-    everything, problem = matching("(")
+    assert [metric.key for metric in _matching("^adam")[0]] == ["adam", "adam-rate"]
+    everything, problem = _matching("(")
     assert len(everything) == len(METRICS)
     assert "not a regular expression" in problem
-    assert (weight_of(""), weight_of("0"), weight_of(" 0.99 ")) == (None, 0.0, 0.99)
+    assert (_weight_of(""), _weight_of("0"), _weight_of(" 0.99 ")) == (None, 0.0, 0.99)
     for wrong in ("1", "-0.1", "nan", "much"):
         with pytest.raises(ValueError, match=wrong if wrong == "much" else f"^{wrong}$"):
-            weight_of(wrong)
+            _weight_of(wrong)
 
 
 def test_an_exponential_mean_is_corrected_for_its_beginning() -> None:
-    mean = ExponentialMean(0.9)
+    mean = _ExponentialMean(0.9)
     assert math.isnan(mean.at(0))
     for step in range(5):
         mean.add(step, 3.0)
     mean.add(5, math.nan)
     assert mean.at(5) == pytest.approx(3.0)
     weights = [0.9 ** (9 - step) for step in range(10)]
-    once, block = ExponentialMean(0.9), ExponentialMean(0.9)
+    once, block = _ExponentialMean(0.9), _ExponentialMean(0.9)
     for step in range(10):
         once.add(step, float(step))
     assert once.at(9) == pytest.approx(
@@ -568,4 +568,4 @@ def test_a_range_stays_within_the_run_and_wide_enough() -> None:
 
 def test_a_legend_wraps_and_keeps_every_entry() -> None:
     entries = [Content("a" * 9), Content("b" * 9), Content("c" * 40)]
-    assert [line.plain for line in wrapped(entries, 21)] == ["a" * 9 + "   " + "b" * 9, "c" * 40]
+    assert [line.plain for line in _wrapped(entries, 21)] == ["a" * 9 + "   " + "b" * 9, "c" * 40]

@@ -11,7 +11,7 @@ from textual.widgets import Input
 from so_tui.launch.helper_jobs import named_model
 from so_tui.runs import RunDirectory, create_run
 from so_tui.spec.generation import LoadModel, Sampling, Turn
-from so_tui.ui.chat.screen import ChatScreen, Column, Conversation, read_sampling, sampling_text
+from so_tui.ui.chat.screen import ChatScreen, Column, _Conversation, _read_sampling, _sampling_text
 from tests.support.launching import tiny
 from tests.support.problems import refusal
 from tests.support.screen import Driver, opened
@@ -22,7 +22,7 @@ GREEDY = Sampling(temperature=0, max_tokens=8)
 
 
 def test_each_model_goes_on_from_its_own_answers() -> None:
-    conversation = Conversation("Be brief.")
+    conversation = _Conversation("Be brief.")
     assert conversation.ask("tuned", "One?").turns == (
         Turn("system", "Be brief."),
         Turn("user", "One?"),
@@ -38,10 +38,10 @@ def test_each_model_goes_on_from_its_own_answers() -> None:
 
 def test_sampling_can_be_edited_as_text() -> None:
     sampling = Sampling(temperature=0.25, top_p=0.5, max_tokens=9, seed=7)
-    assert read_sampling(sampling_text(sampling)) == sampling
-    assert read_sampling("seed=3") == Sampling(seed=3)
+    assert _read_sampling(_sampling_text(sampling)) == sampling
+    assert _read_sampling("seed=3") == Sampling(seed=3)
     for wrong in ("seed", "top-k=3", "temperature=9", "max-tokens=1.5"):
-        assert refusal(partial(read_sampling, wrong)).code == "sampling"
+        assert refusal(partial(_read_sampling, wrong)).code == "sampling"
 
 
 async def talk(ui: Driver, load: LoadModel) -> ChatScreen:
@@ -56,11 +56,11 @@ async def test_both_models_answer_side_by_side(
     size: tuple[int, int], runs_dir: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    from so_tui_trainer.tools.export import export_run
+    from so_tui_trainer.tools.export import _export_run
     from tests.support.model_checkpoints import run_with_checkpoints
 
     run = run_with_checkpoints(runs_dir, 5)
-    list(export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
+    list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
     async with opened(runs_dir, size) as ui:
         screen = await talk(
             ui, named_model(str(run.path), base=str(tmp_path / "model"), device="cpu")

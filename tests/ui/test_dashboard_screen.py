@@ -14,7 +14,7 @@ import pytest
 from so_tui.runs import MetricsWriter, read_state, write_state
 from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
 from so_tui.runs.state import pending, request
-from so_tui.ui.app import key_groups
+from so_tui.ui.app import _key_groups
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.dashboard.panels import LogView
 from so_tui.ui.dashboard.screen import DashboardScreen
@@ -112,7 +112,7 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(
             assert "╱" not in text, "the panel has the whole width"
             assert ui.screen.maximized.region.bottom == size[1] - 1
             assert ("m", "All panels again") in [
-                (key, more) for _, keys in key_groups(ui.screen) for key, _, more in keys
+                (key, more) for _, keys in _key_groups(ui.screen) for key, _, more in keys
             ]
             await ui.press("escape" if number % 2 else "m")
             await ui.until(lambda: "m Maximise" in ui.text())

@@ -13,7 +13,7 @@ from so_tui.launch import helper_jobs
 from so_tui.launch.helper import Cancel
 from so_tui.launch.helper_jobs import DataPreview, Progress
 from so_tui.spec import RunSpec, find_preset
-from so_tui.ui.data_preview import FIRST_ROWS, MORE, DataPreviewScreen, legend
+from so_tui.ui.data_preview import FIRST_ROWS, MORE, DataPreviewScreen, _legend
 from so_tui.ui.dialogs import CloseButton
 from tests.support.screen import Driver, opened
 
@@ -131,5 +131,5 @@ async def test_without_colour_what_is_trained_stands_between_marks(
         assert any(
             "«git fetch" in str(row.content) for row in screen.query(".preview-row").results(Static)
         )
-        assert "«" in legend(marks=True).plain
-        assert "«" not in legend(marks=False).plain
+        assert "«" in _legend(marks=True).plain
+        assert "«" not in _legend(marks=False).plain

@@ -75,7 +75,7 @@ def test_another_way_to_write_a_number_is_no_change() -> None:
 
 def test_the_title_cuts_no_word() -> None:
     drafts = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
-    titles = {width: screen.changes_title(drafts, width).plain for width in range(50, 121)}
+    titles = {width: screen._changes_title(drafts, width).plain for width in range(50, 121)}
     assert all(len(text) <= width for width, text in titles.items())
     assert list(dict.fromkeys(text.partition(", no changes")[2] for text in titles.values())) == [
         "",
@@ -87,10 +87,10 @@ def test_the_title_cuts_no_word() -> None:
 
 def test_the_title_names_the_machine_that_a_recommendation_was_for() -> None:
     drafts = opened_with(offload__ratio="0.25")
-    assert "recommended for this machine: offload ratio" in screen.changes_title(drafts, 120).plain
+    assert "recommended for this machine: offload ratio" in screen._changes_title(drafts, 120).plain
     drafts.open(TINY, with_values(TINY, {"offload.ratio": "0.5"}), "gh200-480")
-    assert "recommended for gh200-480: offload ratio" in screen.changes_title(drafts, 120).plain
+    assert "recommended for gh200-480: offload ratio" in screen._changes_title(drafts, 120).plain
     drafts.open(TINY)
-    assert "recommended for gh200-480: offload ratio" in screen.changes_title(drafts, 120).plain, (
+    assert "recommended for gh200-480: offload ratio" in screen._changes_title(drafts, 120).plain, (
         "nothing else was recommended since"
     )

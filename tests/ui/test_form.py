@@ -18,7 +18,7 @@ from textual.widgets import Input, Select, Static
 from so_tui.machine.types import Machine
 from so_tui.spec import Problem, field_index
 from so_tui.ui.configure.form import FieldRow, FormPanel, Stepper
-from so_tui.ui.configure.plan_pane import WhatIf, figures, strip_lines
+from so_tui.ui.configure.plan_pane import WhatIf, _figures, _strip_lines
 from so_tui.ui.configure.screen import ConfigureScreen
 from so_tui.ui.form import CORES, LENGTH, RATIO, Choice, Strip, problem_text, strips_for
 from so_tui.ui.widgets import FindField
@@ -265,8 +265,8 @@ def test_strips_say_what_other_values_cost(quad: Machine) -> None:
     assert ratio.stepped(-1) == 0.1
     assert Strip(RATIO, ratio.choices, 1.0).stepped(1) is None
     assert strips_for(plan, quad, lambda: True) is None
-    assert "host" in figures(ratio.choices[ratio.at], 80).plain
-    assert figures(ratio.choices[ratio.at], 46).cell_length <= 46
+    assert "host" in _figures(ratio.choices[ratio.at], 80).plain
+    assert _figures(ratio.choices[ratio.at], 46).cell_length <= 46
 
 
 def test_a_strip_marks_the_present_value_and_what_does_not_fit() -> None:
@@ -274,7 +274,7 @@ def test_a_strip_marks_the_present_value_and_what_does_not_fit() -> None:
         Choice(value, step, 10, 20, 5, verdict)
         for value, step, verdict in ((0.0, 2.0, "does not fit"), (0.5, 1.0, "fits"))
     )
-    line, below = strip_lines(Strip(RATIO, choices, 0.5), 80, marked=True)
+    line, below = _strip_lines(Strip(RATIO, choices, 0.5), 80, marked=True)
     assert "✗▸" in line.plain
     assert line.plain.startswith("▸ ratio")
     assert "✓ step 1.00 s" in below.plain

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.ui.app import key_groups
+from so_tui.ui.app import _key_groups
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
@@ -52,7 +52,7 @@ async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> N
 async def test_the_help_begins_with_what_a_screen_is_for(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         await ui.configure()
-        names = [name for _, name, _ in dict(key_groups(ui.screen))["This screen"]]
+        names = [name for _, name, _ in dict(_key_groups(ui.screen))["This screen"]]
         assert names[0] == "Launch"
         assert names[-3:] == ["Larger panel", "Smaller panel", "Reset sizes"]
         (to_runs,) = (

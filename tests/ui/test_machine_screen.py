@@ -16,10 +16,10 @@ import pytest
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
-from so_tui.launch.supervisor.samples import GpuUse, HostProcess
+from so_tui.launch.supervisor.samples import HostProcess, _GpuUse
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.machine.host import HostPanel, process_lines
+from so_tui.ui.machine.host import HostPanel, _process_lines
 from so_tui.ui.machine.screen import MachineScreen
 from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import quad_machine, write_run
@@ -164,10 +164,10 @@ def test_users_of_gpus_are_listed_with_what_they_use() -> None:
         65.25,
         90 << 30,
         tuple(range(72)),
-        GpuUse({0: 40 << 30, 2: None}),
+        _GpuUse({0: 40 << 30, 2: None}),
     )
     other = HostProcess(8, "tar", "root", 1.0, None, (), None)
-    lines = process_lines([training, other], 120, 5).plain.splitlines()
+    lines = _process_lines([training, other], 120, 5).plain.splitlines()
     assert len(lines) == 3
     assert lines[1].split() == [
         "7",
@@ -183,15 +183,15 @@ def test_users_of_gpus_are_listed_with_what_they_use() -> None:
     ]
     assert lines[2].split() == ["8", "root", "tar", "1.0"]
     assert (
-        process_lines([training, *[other] * 9], 120, 5).plain.splitlines()[-1].strip() == "7 more"
+        _process_lines([training, *[other] * 9], 120, 5).plain.splitlines()[-1].strip() == "7 more"
     )
-    heading, *_ = process_lines([training, other], 78, 5).plain.splitlines()
+    heading, *_ = _process_lines([training, other], 78, 5).plain.splitlines()
     assert heading.endswith("GPU memory  bound"), "80 columns have room for the whole heading"
-    assert max(map(len, process_lines([training, other], 78, 5).plain.splitlines())) <= 78
+    assert max(map(len, _process_lines([training, other], 78, 5).plain.splitlines())) <= 78
 
 
 def test_without_gpus_processes_have_no_columns_of_gpus() -> None:
-    heading, line = process_lines(
+    heading, line = _process_lines(
         [HostProcess(8, "tar", "root", 1.0, None, (3,), None)], 78, 5
     ).plain.splitlines()
     assert "GPU" not in heading

@@ -12,7 +12,7 @@ import pytest
 from so_tui.runs import RunDirectory, SampleWriter
 from so_tui.runs.records import ForeignProcess, NodeSample, Sample
 from so_tui.runs.samples import SampleReader
-from so_tui.ui.numa_nodes import LEVELS, NumaNodes, group_cores, heat_rows, heat_texts
+from so_tui.ui.numa_nodes import LEVELS, NumaNodes, _group_cores, _heat_rows, _heat_texts
 from so_tui.ui.snapshot import CORES, LoadStore
 from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import SIZES, opened
@@ -23,13 +23,13 @@ from tests.support.screen import SIZES, opened
 def test_every_core_is_in_one_row_and_groups_do_not_mix(cores: int, height: int) -> None:
     adam, main = frozenset(range(cores - cores // 8)), frozenset(range(cores - cores // 8, cores))
     cpus = range(1000, 1000 + cores)
-    groups = group_cores(
+    groups = _group_cores(
         [0.0] * cores,
         list(cpus),
         frozenset(cpu + 1000 for cpu in adam),
         frozenset(cpu + 1000 for cpu in main),
     )
-    rows = heat_rows(groups, height)
+    rows = _heat_rows(groups, height)
     assert len(rows) == min(height, cores)
     seen = Counter(position for row in rows for position in row.positions)
     assert set(seen.values()) == {1}
@@ -40,20 +40,20 @@ def test_every_core_is_in_one_row_and_groups_do_not_mix(cores: int, height: int)
 
 
 def test_a_cell_is_the_mean_of_its_cores_over_its_time() -> None:
-    groups = group_cores([0.0] * 4, range(4), frozenset({0, 3}), frozenset({1, 2}))
-    rows = heat_rows(groups, 2)
+    groups = _group_cores([0.0] * 4, range(4), frozenset({0, 3}), frozenset({1, 2}))
+    rows = _heat_rows(groups, 2)
     assert [(row.role, row.positions) for row in rows] == [("adam", (0, 3)), ("main", (1, 2))]
     history = [bytes(loads) for loads in ((100, 0, 0, 100), (0, 50, 50, 0), (100, 0, 0, 0))]
     low, middle, high = LEVELS["ascii"][0], LEVELS["ascii"][4], LEVELS["ascii"][-1]
-    assert heat_texts(rows, history, [0, 1, 2, 3], "ascii") == [
+    assert _heat_texts(rows, history, [0, 1, 2, 3], "ascii") == [
         f"{high}{low}{middle}",
         f"{low}{middle}{low}",
     ]
-    assert heat_texts(rows, history, [0, 2], "ascii") == [middle, LEVELS["ascii"][2]], (
+    assert _heat_texts(rows, history, [0, 2], "ascii") == [middle, LEVELS["ascii"][2]], (
         "several samples are averaged"
     )
     assert (
-        heat_texts(rows, history, [0, 0, 1, 1, 3, 3, 3], "ascii")[0]
+        _heat_texts(rows, history, [0, 0, 1, 1, 3, 3, 3], "ascii")[0]
         == f" {high}{high}{LEVELS['ascii'][2]}  "
     ), "what is not known is not drawn"
 

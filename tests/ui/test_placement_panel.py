@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.launch.supervisor.slowness import cause_text
+from so_tui.launch.supervisor.slowness import _cause_text
 from so_tui.plan.plan import RankBinding
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, read_state, write_state
 from so_tui.runs.records import BindingRecord, Cause, RankBindingReport, RankPlacement, Slowdown
@@ -162,7 +162,7 @@ async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
     async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.until(lambda: "slower than planned" in ui.shown("#news"))
         news = ui.shown("#news").replace("\n", " ")
-        assert cause_text(CAUSES[0]).split(" (")[0] in news
+        assert _cause_text(CAUSES[0]).split(" (")[0] in news
         assert not unsafe(news)
     printer = _Printer(quiet=False)
     for state in (fine, slow, slow, msgspec.structs.replace(slow, state="saving"), fine):

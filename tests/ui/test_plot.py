@@ -28,12 +28,12 @@ from so_tui.ui.charts.canvas import (
     ticks,
     time_values,
 )
-from so_tui.ui.charts.chart import Figure, arranged
+from so_tui.ui.charts.chart import _arranged, _Figure
 from so_tui.ui.charts.drawing import Mark, axis_row, gutter_text, plot_rows, x_text
-from so_tui.ui.charts.series import Axis, Line, Series, TrailingMean
-from so_tui.ui.run_rows import spark
+from so_tui.ui.charts.series import Axis, Line, Series, _TrailingMean
+from so_tui.ui.run_rows import _spark
 from so_tui.ui.text import GlyphName
-from so_tui.ui.textual_fixes import changed_parts
+from so_tui.ui.textual_fixes import _changed_parts
 from so_tui.units import significant
 
 
@@ -174,7 +174,7 @@ def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None
 
 
 def test_a_mean_is_that_of_the_finite_values_of_the_last_steps() -> None:
-    mean, seen = TrailingMean(3), []
+    mean, seen = _TrailingMean(3), []
     for step, value in enumerate([1.0, 2.0, math.nan, 6.0, math.inf, math.nan, math.nan, 5.0], 1):
         mean.add(step, value)
         seen.append(mean.at(step))
@@ -184,7 +184,7 @@ def test_a_mean_is_that_of_the_finite_values_of_the_last_steps() -> None:
 
 
 def test_values_too_large_to_sum_have_no_mean_and_do_no_harm() -> None:
-    mean = TrailingMean(10)
+    mean = _TrailingMean(10)
     for step in range(4):
         mean.add(step, 1.7e308)
     assert not math.isfinite(mean.at(3))
@@ -307,7 +307,7 @@ def test_what_is_repainted_of_a_row_is_all_that_changed(seed: int) -> None:
 
     before = [row() for _ in range(5)]
     after = [row(strip) if chance.random() < 0.7 else strip for strip in before]
-    parts = changed_parts(before, after, 20)
+    parts = _changed_parts(before, after, 20)
     assert sum(part.area for part in parts) < 100
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         cells = [(cell.text, cell.style) for cell in _cells(old)]
@@ -317,7 +317,7 @@ def test_what_is_repainted_of_a_row_is_all_that_changed(seed: int) -> None:
                     (cell.text, cell.style) for cell in _cells(new)[part.x : part.right]
                 ]
         assert cells == [(cell.text, cell.style) for cell in _cells(new)]
-    assert changed_parts(before, before[1:], 20) == [Region(0, 0, 20, 5)]
+    assert _changed_parts(before, before[1:], 20) == [Region(0, 0, 20, 5)]
 
 
 def _cells(strip: Strip) -> list[Segment]:
@@ -335,10 +335,10 @@ def test_no_figure_of_a_heading_is_cut(
     figures: list[tuple[int, str]], room: int, height: int
 ) -> None:
     made = [
-        Figure([Segment(f"{index}".rjust(cells))], cast("Any", kind))
+        _Figure([Segment(f"{index}".rjust(cells))], cast("Any", kind))
         for index, (cells, kind) in enumerate(figures)
     ]
-    heading = arranged([Segment("loss")], made, room, height)
+    heading = _arranged([Segment("loss")], made, room, height)
     assert Segment.get_line_length([*heading.title, *heading.beside]) <= room
     assert Segment.get_line_length(heading.below) <= room
     whole = [figure.segments[0] for figure in made]
@@ -406,6 +406,6 @@ def test_labels_are_the_values_where_they_stand(top: float) -> None:
 def test_the_small_curve_of_a_run_takes_any_values() -> None:
     for values in ([0.0, 5e-324], [-1.79e308, 0.0, 1.79e308], [math.nan, 2.0], [3.0, 3.0]):
         line, _ = line_of(values)
-        assert len(spark(line.series, line.length, 12)) == len(values)
+        assert len(_spark(line.series, line.length, 12)) == len(values)
     line, _ = line_of([1.0, 2.0, 3.0])
-    assert spark(line.series, line.length, 12)[::2] == "▁█"
+    assert _spark(line.series, line.length, 12)[::2] == "▁█"

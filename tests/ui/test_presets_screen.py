@@ -18,7 +18,7 @@ from so_tui.spec import Catalog, RunSpec, load_catalog
 from so_tui.ui import messages
 from so_tui.ui.configure.form import FieldRow
 from so_tui.ui.dialogs import Question
-from so_tui.ui.other_machine import MachineSuggester
+from so_tui.ui.other_machine import _MachineSuggester
 from so_tui.ui.presets.screen import PresetsScreen
 from so_tui.ui.runs.screen import RunsScreen
 from so_tui.units import duration, rate
@@ -354,7 +354,7 @@ async def test_paths_are_completed_too(tmp_path: Path) -> None:
     (tmp_path / "node.json").touch()
     (tmp_path / ".hidden").touch()
     (tmp_path / "with\x1b[31m").touch()
-    suggester = MachineSuggester()
+    suggester = _MachineSuggester()
     assert await suggester.get_suggestion("gh200-4") == "gh200-480"
     assert await suggester.get_suggestion(f"{tmp_path}/") == f"{tmp_path}/node.json"
     assert await suggester.get_suggestion(f"{tmp_path}/with") is None

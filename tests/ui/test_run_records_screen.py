@@ -17,7 +17,7 @@ from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.settings_file import load_settings
 from so_tui.spec import find_preset, load_catalog, save_preset
 from so_tui.ui.charts.series import chart_svg
-from so_tui.ui.run_actions import note_text, parsed_note
+from so_tui.ui.run_actions import _note_text, _parsed_note
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
 
@@ -95,9 +95,9 @@ def test_a_picture_holds_no_markup_of_a_name_and_survives_no_data() -> None:
 
 def test_what_is_typed_as_a_note_is_what_is_shown_again() -> None:
     notes = RunNotes(note="two words", tags=("a", "b.c"))
-    assert parsed_note(note_text(notes)) == notes
-    assert parsed_note("x #a y #a") == RunNotes(note="x y", tags=("a",))
-    assert parsed_note("") == RunNotes()
+    assert _parsed_note(_note_text(notes)) == notes
+    assert _parsed_note("x #a y #a") == RunNotes(note="x y", tags=("a",))
+    assert _parsed_note("") == RunNotes()
 
 
 async def test_a_preset_of_ones_own_is_deleted_after_a_question(runs_dir: Path) -> None:

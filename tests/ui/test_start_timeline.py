@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from so_tui.runs import MetricsWriter, read_state, write_state
 from so_tui.runs.records import PhaseRecord
-from so_tui.ui.run_status import CHECKS, FIRST_STEP, LAUNCHER, stages, timeline_lines
+from so_tui.ui.run_status import CHECKS, FIRST_STEP, LAUNCHER, _stages, timeline_lines
 from tests.support.make_run import write_run
 from tests.support.screen import opened
 
@@ -28,14 +28,14 @@ def test_stages_are_those_of_the_attempt_and_the_last_one_runs() -> None:
         phase(110, "loading Phi-4"),
         phase(150, "", "training"),
     ]
-    found = stages(phases, 2, 100.0, 160.0)
+    found = _stages(phases, 2, 100.0, 160.0)
     assert [(stage.name, stage.seconds, stage.running) for stage in found] == [
         (LAUNCHER, 3.0, False),
         ("starting the ranks", 7.0, False),
         ("loading Phi-4", 40.0, False),
         (FIRST_STEP, 10.0, True),
     ]
-    assert stages([phase(90, "a clock that is behind")], 2, 100.0, 95.0)[0].seconds == 0.0
+    assert _stages([phase(90, "a clock that is behind")], 2, 100.0, 95.0)[0].seconds == 0.0
 
 
 def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first() -> None:
@@ -57,7 +57,7 @@ def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first
         loading(110, "weights"),
     ]
     counted = [loading(110 + done, "weights", done, 8) for done in range(4)]
-    found = stages([*begun, *counted], 2, 100.0, 120.0, checks_s=7.5)
+    found = _stages([*begun, *counted], 2, 100.0, 120.0, checks_s=7.5)
     assert [(stage.name, stage.seconds) for stage in found] == [
         (CHECKS, 7.5),
         (LAUNCHER, 3.0),
@@ -66,7 +66,7 @@ def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first
         ("weights 3 of 8", 10.0),
     ]
     assert [stage.detail for stage in found] == ["", "", "", "", "doing weights"]
-    last = stages(
+    last = _stages(
         [
             *begun,
             *counted,
@@ -89,14 +89,14 @@ def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first
 def test_the_lines_fit_and_their_bars_follow_each_other() -> None:
     phases = [phase(110, "x" * 200), phase(130, "loading")]
     for width in (40, 80, 160):
-        lines = timeline_lines(stages(phases, 2, 100.0, 200.0), width).plain.splitlines()
+        lines = timeline_lines(_stages(phases, 2, 100.0, 200.0), width).plain.splitlines()
         assert all(len(line) <= width for line in lines)
     starts = [line.index("━") for line in lines]
     assert starts == sorted(starts)
     assert lines[-1].startswith("▸ loading")
     assert "1 m 10 s" in lines[-1]
     many = [phase(100 + number, f"stage {number}") for number in range(40)]
-    assert "stage 39" in timeline_lines(stages(many, 2, 100.0, 200.0), 80).plain
+    assert "stage 39" in timeline_lines(_stages(many, 2, 100.0, 200.0), 80).plain
 
 
 async def test_the_dashboard_shows_it_until_the_first_step(runs_dir: Path) -> None:

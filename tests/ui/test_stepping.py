@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from so_tui.spec import FieldInfo, field_index, parse_value
-from so_tui.ui.form import LENGTH_KEYS, Direction, beyond, can_step, next_text
+from so_tui.ui.form import LENGTH_KEYS, Direction, _beyond, can_step, next_text
 
 NUMBERS = [
     path
@@ -99,6 +99,6 @@ def test_every_number_moves_within_its_limits_and_back(path: str, direction: Dir
 
 
 def test_the_nearest_beyond() -> None:
-    assert beyond((0.1, 0.2, 0.4), 0.2, 1) == 0.4
-    assert beyond((0.1, 0.2, 0.4), 0.3, -1) == 0.2
-    assert beyond((0.1,), 0.1, 1) is None
+    assert _beyond((0.1, 0.2, 0.4), 0.2, 1) == 0.4
+    assert _beyond((0.1, 0.2, 0.4), 0.3, -1) == 0.2
+    assert _beyond((0.1,), 0.1, 1) is None

@@ -23,8 +23,8 @@ from so_tui.plan.planner import make_plan
 from so_tui.runs import RunDirectory
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui import plan_view
-from so_tui.ui.dashboard.panels import thumb_top
-from so_tui.ui.dialogs import key_lines
+from so_tui.ui.dashboard.panels import _thumb_top
+from so_tui.ui.dialogs import _key_lines
 from so_tui.ui.form import (
     GROUPS,
     HINTS,
@@ -36,11 +36,11 @@ from so_tui.ui.form import (
     values_of,
     with_edit,
 )
-from so_tui.ui.lines import Part, cells_of, fill, pieces, stacked
-from so_tui.ui.numa_nodes import group_cores, heat_cells
+from so_tui.ui.lines import Part, _pieces, cells_of, fill, stacked
+from so_tui.ui.numa_nodes import _group_cores, _heat_cells
 from so_tui.ui.run_rows import LossCurve
-from so_tui.ui.runs.preview import Comparison, drawn_looks
-from so_tui.ui.runs.table import COLUMNS, fitted, with_room
+from so_tui.ui.runs.preview import _Comparison, drawn_looks
+from so_tui.ui.runs.table import COLUMNS, _fitted, _with_room
 from so_tui.ui.text import Content, chosen_glyphs, distinct, finding_content, shorten_path
 from so_tui.ui.widgets import machine_facts
 from so_tui.units import count, duration, mark_duration, memory_of, rate, significant, thousands
@@ -111,22 +111,22 @@ def test_pieces_of_a_content_have_the_styles_of_each_of_their_characters() -> No
             for at, character in enumerate(content.plain)
         ]
         assert [
-            (character, styles) for text, styles in pieces(content) for character in text
+            (character, styles) for text, styles in _pieces(content) for character in text
         ] == expected
 
 
 def test_cores_are_grouped_by_what_they_do_and_folded_where_there_is_no_room() -> None:
     loads = [float(cpu) for cpu in range(72)]
-    groups = group_cores(loads, range(72), frozenset(range(65)), frozenset(range(65, 72)))
+    groups = _group_cores(loads, range(72), frozenset(range(65)), frozenset(range(65, 72)))
     assert [(group.name, len(group.loads)) for group in groups] == [("Adam", 65), ("main", 7)]
     for width in (120, 60, 20):
-        cells = heat_cells(groups, width, "braille")
+        cells = _heat_cells(groups, width, "braille")
         assert sum(len(text) for text, _ in cells) <= width
         assert [text for text, role in cells if role == "sign"] == ["A", "m"]
-    assert sum(len(text) for text, _ in heat_cells(groups, 120, "braille")) == 72 + 3
-    assert all(text.isascii() for text, _ in heat_cells(groups, 120, "ascii"))
-    idle = group_cores([0.0, 50.0, 100.0], range(3), frozenset(), frozenset())
-    assert [text for text, role in heat_cells(idle, 20, "braille") if role == "other"] == ["▁▅█"]
+    assert sum(len(text) for text, _ in _heat_cells(groups, 120, "braille")) == 72 + 3
+    assert all(text.isascii() for text, _ in _heat_cells(groups, 120, "ascii"))
+    idle = _group_cores([0.0, 50.0, 100.0], range(3), frozenset(), frozenset())
+    assert [text for text, role in _heat_cells(idle, 20, "braille") if role == "other"] == ["▁▅█"]
 
 
 def test_every_setting_is_in_the_form_once() -> None:
@@ -192,12 +192,12 @@ def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
     assert plan.verdict in plan_view.headline(plan, 120).plain
     for width in (40, 78, 120):
         lines = [
-            *plan_view.memory_lines(plan, width),
-            *plan_view.step_lines(plan, width),
-            *plan_view.reason_lines(plan, width),
+            *plan_view._memory_lines(plan, width),
+            *plan_view._step_lines(plan, width),
+            *plan_view._reason_lines(plan, width),
         ]
         assert max(line.cell_length for line in lines) <= width
-    reasons = [plan_view.reason_lines(plan, width) for width in range(40, 120)]
+    reasons = [plan_view._reason_lines(plan, width) for width in range(40, 120)]
     assert len({" ".join(" ".join(line.plain for line in lines).split()) for lines in reasons}) == 1
     assert not any(re.match(r" +(GiB|s)\b", line.plain) for lines in reasons for line in lines), (
         "a unit stands beside its figure"
@@ -215,7 +215,7 @@ def test_a_plan_says_what_states_second_states_and_copies_take_of_the_hosts_memo
         },
     )
     plan = make_plan(spec, quad_machine())
-    parts = plan_view.host_parts(plan)
+    parts = plan_view._host_parts(plan)
     assert list(parts) == ["states", "second states", "copies", "other"]
     assert (parts["second states"] + parts["copies"]) * 4 == pytest.approx(
         plan.host_optional_bytes, rel=1e-6
@@ -239,7 +239,7 @@ def test_what_a_key_does_stands_beside_it_on_every_line() -> None:
         ("s", "Stop", "Save and stop the run"),
         ("shift+tab", "Back", "The panel before this one, in the order of the screen"),
     ]
-    lines = key_lines(rows, 40).plain.splitlines()
+    lines = _key_lines(rows, 40).plain.splitlines()
     assert max(map(len, lines)) <= 40
     assert lines[0] == "  s          Stop  Save and stop the run"
     assert lines[1].startswith("  shift+tab  Back  The panel")
@@ -265,7 +265,7 @@ def test_no_line_ends_between_a_figure_and_its_unit(width: int) -> None:
 def test_what_is_too_much_is_said_in_the_line_of_its_bar(width: int) -> None:
     plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
     assert plan.gpu_capacity_bytes
-    lines = plan_view.memory_lines(
+    lines = plan_view._memory_lines(
         msgspec.structs.replace(plan, gpu_bytes=2 * plan.gpu_capacity_bytes), width
     )
     assert "✗" in lines[0].plain
@@ -275,7 +275,9 @@ def test_what_is_too_much_is_said_in_the_line_of_its_bar(width: int) -> None:
 def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
     spec = find_preset("tiny").spec
     lengths = {"train.steps": "1200", "train.epochs": "1", "train.tokens": "5000000"}
-    told = [plan_view.run_length(with_values(spec, {key: value})) for key, value in lengths.items()]
+    told = [
+        plan_view._run_length(with_values(spec, {key: value})) for key, value in lengths.items()
+    ]
     assert told == ["1,200 steps", "1 epoch", "5,000,000 tokens"]
     facts = [
         line.plain for line in plan_view.launch_facts(plan_for(quad_machine(), "tiny", 2, 100))
@@ -299,7 +301,7 @@ def test_a_plan_that_does_not_fit_shows_no_speed() -> None:
         for line in (
             plan_view.headline(too_large, 120),
             *plan_view.launch_facts(too_large),
-            *plan_view.step_lines(too_large, 120),
+            *plan_view._step_lines(too_large, 120),
         )
     )
     for figure in ("tokens/s", "TFLOPS", "in about", "forward"):
@@ -312,7 +314,7 @@ def test_memory_bars_have_the_colours_of_the_verdict() -> None:
     found = []
     for share in (0.5, 0.95, 0.99, 1.2):
         filled = msgspec.structs.replace(plan, gpu_bytes=int(share * plan.gpu_capacity_bytes))
-        bar = plan_view.memory_lines(filled, 80)[0]
+        bar = plan_view._memory_lines(filled, 80)[0]
         found.append((str(bar.spans[1].style), "too much" in bar.plain))
     assert found == [("$memory", False), ("$warning", False), ("$error", True), ("$error", True)]
 
@@ -419,10 +421,10 @@ def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
     widths |= {"GPU memory": 10, "evaluation loss": 15}
     rows = [{name: Text("x" * widths.get(name, 1)) for name in COLUMNS}]
     whole = sum(widths.values()) + 1 + 2 * len(COLUMNS)
-    assert with_room(rows, whole, 1) == list(COLUMNS)
-    assert with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
-    assert with_room(rows, 80, 1) == ["", "state", "name", "step", "mean loss", "age"]
-    assert with_room(rows, 88, 1, kept="MFU") == [
+    assert _with_room(rows, whole, 1) == list(COLUMNS)
+    assert _with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
+    assert _with_room(rows, 80, 1) == ["", "state", "name", "step", "mean loss", "age"]
+    assert _with_room(rows, 88, 1, kept="MFU") == [
         "",
         "state",
         "name",
@@ -433,24 +435,24 @@ def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
     ], "what it is sorted by"
     for row in rows:
         row["MFU"] = Text("")
-    assert "MFU" not in with_room(rows, whole, 1)
+    assert "MFU" not in _with_room(rows, whole, 1)
 
 
 def test_a_curve_without_room_for_all_of_it_is_half_as_wide() -> None:
     row = {name: Text("x") for name in COLUMNS} | {" ": Text("▁▂▃▄▅▆▇█▇▆▅▄")}
-    columns, (whole,) = fitted([row], 200, 1)
+    columns, (whole,) = _fitted([row], 200, 1)
     assert (columns, whole[" "].plain) == (list(COLUMNS), "▁▂▃▄▅▆▇█▇▆▅▄")
-    least = sum(max(1, len(name)) + 2 for name in with_room([row], 0, 1))
-    columns, (half,) = fitted([row], least + 8, 1)
+    least = sum(max(1, len(name)) + 2 for name in _with_room([row], 0, 1))
+    columns, (half,) = _fitted([row], least + 8, 1)
     assert " " in columns
     assert half[" "].plain == "▁▃▅▇▇▅"
-    assert " " not in fitted([row], least + 7, 1)[0]
+    assert " " not in _fitted([row], least + 7, 1)[0]
 
 
 @pytest.mark.parametrize("width", [50, 71, 140])
 def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int) -> None:
     folder = "/data/rows/of/many/kinds/"
-    compared = Comparison(
+    compared = _Comparison(
         ("a", "b"),
         (
             {"data.source": f"{folder}one", "gpus": "2"},
@@ -472,9 +474,9 @@ def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None
 
     for rows in (3, 5, 17):
         for lines in range(rows + 1, 400):
-            same = thumb_top(rows, lines) == thumb_top(rows, lines + 1)
+            same = _thumb_top(rows, lines) == _thumb_top(rows, lines + 1)
             assert not same or drawn(rows, lines) == drawn(rows, lines + 1), (rows, lines)
-    assert len({thumb_top(5, lines) for lines in range(1000, 2000)}) == 1, (
+    assert len({_thumb_top(5, lines) for lines in range(1000, 2000)}) == 1, (
         "a long log's hardly ever moves"
     )
 

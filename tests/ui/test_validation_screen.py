@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from so_tui.folders import validation_dir
 from so_tui.trust.decoding import read_json
 from so_tui.ui.machine import validation
-from so_tui.ui.machine.validation import report_lines
+from so_tui.ui.machine.validation import _report_lines
 from so_tui.validation import report as reports
 from so_tui.validation.report import Outcome
 from tests.support.screen import SIZES, opened
@@ -35,12 +35,12 @@ FULL = replace(
         ),
     ),
 )
-FULL = replace(FULL, agreement=reports.agreement_of(FULL.outcomes))
+FULL = replace(FULL, agreement=reports._agreement_of(FULL.outcomes))
 
 
 @pytest.mark.parametrize("width", [40, 74, 114, 194])
 def test_every_line_fits_and_every_failure_is_named(width: int) -> None:
-    lines = report_lines(FULL, width)
+    lines = _report_lines(FULL, width)
     assert max(line.cell_length for line in lines) <= width
     text = "\n".join(line.plain for line in lines)
     assert "took too long" in text
@@ -54,7 +54,7 @@ def test_parts_that_begin_alike_are_told_apart(width: int) -> None:
     report = read_json(
         Path(__file__).parents[2] / "benchmarks" / "results" / "validate-h200.json", reports.Report
     )
-    lines = [line.plain for line in report_lines(report, width)]
+    lines = [line.plain for line in _report_lines(report, width)]
     training, losses = (
         next(index for index, line in enumerate(lines) if line.startswith(name))
         for name in ("training", "losses")

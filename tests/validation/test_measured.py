@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.probe import Measured, predicted_for, probe_spec
+from so_tui.launch.probe import Measured, _predicted_for, probe_spec
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode
 from so_tui.plan.measured import store
 from so_tui.plan.planner import make_plan
@@ -17,7 +17,7 @@ from so_tui.trust.decoding import read_json
 from so_tui.validation import report as reports
 from so_tui.validation import show
 from so_tui.validation.report import MachineFound, RatesFound, Report, TrainingFound, trained
-from so_tui.validation.validate import parts_of, shape_for, shape_name, spec_of
+from so_tui.validation.validate import _parts_of, _shape_for, _shape_name, _spec_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("validate-*.json"))
@@ -92,9 +92,9 @@ def test_what_was_measured_is_planned(path: Path) -> None:
     assert isinstance(rates, RatesFound)
     machine = machine_of(described)
     store(machine, rates=rates.rates)
-    shape = shape_for(machine)
-    assert shape_name(shape) == report.shape
-    parts = {part.key: part for part in parts_of(machine, report.gpus)}
+    shape = _shape_for(machine)
+    assert _shape_name(shape) == report.shape
+    parts = {part.key: part for part in _parts_of(machine, report.gpus)}
     wrong = []
     for outcome, found in trained(report.outcomes):
         # Plans are for bound ranks. A model so small that its speed says nothing is not predicted
@@ -102,12 +102,12 @@ def test_what_was_measured_is_planned(path: Path) -> None:
         if found.placed != "bound" or found.losses_only or found.workload is None:
             continue
         plan = make_plan(
-            probe_spec(spec_of(shape, parts[outcome.key]), "random"),
+            probe_spec(_spec_of(shape, parts[outcome.key]), "random"),
             machine,
             workload=found.workload,
             probed=False,
         )
-        planned = predicted_for(
+        planned = _predicted_for(
             Measured(
                 figures=found.measured,
                 workload=found.workload,
@@ -152,7 +152,7 @@ def test_losses_agree_whatever_the_offload_and_the_number_of_gpus(path: Path) ->
 
 
 def test_the_docs_show_the_losses_of_one_and_two_gpus() -> None:
-    drawn = show.figures(read_json(RESULTS[0].with_name("validate-h100-x2-second.json"), Report))[
+    drawn = show._figures(read_json(RESULTS[0].with_name("validate-h100-x2-second.json"), Report))[
         "losses.svg"
     ]
     assert (DOCS / "figures" / "losses-of-1-and-2-gpus.svg").read_text() == drawn

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from so_tui.runs.records import PhaseRecord
-from so_tui.validation.show import markdown
-from so_tui.validation.validate import phase_seconds
+from so_tui.validation.show import _markdown
+from so_tui.validation.validate import _phase_seconds
 from tests.support.records import step_record
 from tests.validation.test_report import REPORT
 
@@ -46,7 +46,7 @@ LENGTHS = {
 
 def test_every_second_from_planning_to_the_end_belongs_to_a_phase() -> None:
     found: dict[str, Any] = msgspec.structs.asdict(
-        phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
+        _phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
     )
     assert found == pytest.approx(
         {f"{name}_s": seconds for name, seconds in LENGTHS.items()}
@@ -56,12 +56,12 @@ def test_every_second_from_planning_to_the_end_belongs_to_a_phase() -> None:
 
 
 def test_what_an_older_trainer_did_not_record_took_no_time() -> None:
-    found = phase_seconds(RECORDS[1:], begun=0.0, started=1.0, ended=20.0, over=20.0)
+    found = _phase_seconds(RECORDS[1:], begun=0.0, started=1.0, ended=20.0, over=20.0)
     assert (found.launcher_s, found.imports_s, found.ranks_s) == (7.0, 0.0, 1.0)
 
 
 def test_a_run_without_a_step_has_only_a_start_and_an_end() -> None:
-    found = phase_seconds((), begun=0.0, started=1.0, ended=4.0, over=5.0)
+    found = _phase_seconds((), begun=0.0, started=1.0, ended=4.0, over=5.0)
     assert (found.launcher_s, found.first_step_s, found.steps_s, found.end_s, found.cleaning_s) == (
         3.0,
         0.0,
@@ -72,7 +72,7 @@ def test_a_run_without_a_step_has_only_a_start_and_an_end() -> None:
 
 
 def test_a_report_shows_them_in_one_row_a_part() -> None:
-    phases = phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
+    phases = _phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
     outcome = next(one for one in REPORT.outcomes if one.key == "gpu")
     assert outcome.result is not None
     report = REPORT.with_outcome(
@@ -82,9 +82,9 @@ def test_a_report_shows_them_in_one_row_a_part() -> None:
     )
     rows = [
         line
-        for line in markdown(report).partition("## Where the time went")[2].splitlines()
+        for line in _markdown(report).partition("## Where the time went")[2].splitlines()
         if line.startswith("| <")
     ]
     cells = ["1.0", "4.0", "3.0", "1.0", "0.5", "2.5", "1.0", "2.0", "3.0", "2.0", "0.5", "20.5"]
     assert rows == [f"| {outcome.title} | {' | '.join(cells)} |"]
-    assert "Where the time went" not in markdown(REPORT)
+    assert "Where the time went" not in _markdown(REPORT)

@@ -24,7 +24,7 @@ from so_tui.validation.report import (
     Found,
     Outcome,
     TrainingFound,
-    hidden,
+    _hidden,
     machine_found,
     shared,
 )
@@ -116,12 +116,12 @@ def test_steps_that_waited_for_the_norm_are_told_where_our_engine_clips(
     outcome = trained("clipped", (8.0, 7.0), clipping)
     assert isinstance(outcome.result, TrainingFound)
     found = replace(outcome.result, settings={"offload.engine": engine}, held_back_steps=3)
-    text = show.markdown(replace(EMPTY, outcomes=(replace(outcome, result=found),)))
+    text = show._markdown(replace(EMPTY, outcomes=(replace(outcome, result=found),)))
     assert ("3 of 4" in text) == shown
 
 
 def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
-    (found,) = reports.agreement_of([trained("gpu", (8.0, 7.0)), trained("ours", (8.0, None))])
+    (found,) = reports._agreement_of([trained("gpu", (8.0, 7.0)), trained("ours", (8.0, None))])
     assert (found.by_step, found.largest) == ((0.0, None), None)
 
 
@@ -135,13 +135,13 @@ def test_losses_of_many_steps_have_a_figure_of_their_own_and_no_speed() -> None:
         trained("losses-2", (8.0, None, 5.0), 1.0, losses_only=True),
     )
     report = replace(
-        EMPTY, outcomes=(*outcomes, *more), agreement=reports.agreement_of((*outcomes, *more))
+        EMPTY, outcomes=(*outcomes, *more), agreement=reports._agreement_of((*outcomes, *more))
     )
     assert [(one.key, one.reference) for one in report.agreement] == [
         ("losses-1", "losses-gpu"),
         ("losses-2", "losses-gpu"),
     ]
-    drawn = show.figures(report)
+    drawn = show._figures(report)
     assert "losses-2" in drawn["losses.svg"]
     assert ";gpu" not in drawn["losses.svg"]
     assert "losses" not in drawn["tokens.svg"]
@@ -155,7 +155,7 @@ def test_the_figures_are_xml_and_show_every_part(tmp_path: Path) -> None:
         assert "<gpu> & more" in drawn or name == "copies.svg"
     assert "2.00 / 1.90" in text
     assert "another: left-out: takes about 99 s" in text
-    assert show.figures(EMPTY) == {}
+    assert show._figures(EMPTY) == {}
 
 
 def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
@@ -184,7 +184,7 @@ def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
         ),
     )
     nameless = shared(report)
-    text = reports.encoded(nameless).decode() + show.markdown(nameless)
+    text = reports._encoded(nameless).decode() + show._markdown(nameless)
     names = [home, "alps", *([user] if user != "root" else [])]
     assert not [name for name in names if name in text]
     assert "- note: (`a`)" in text
@@ -219,7 +219,7 @@ def test_a_shared_report_names_neither_host_nor_user_nor_folder() -> None:
     ],
 )
 def test_nothing_that_names_somebody_is_left_of_a_reason(text: str) -> None:
-    left = hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
+    left = _hidden(text, {"alps.cscs.example", "alice", "Alice Example"}).casefold()
     assert not [
         name
         for name in ("alps", "cscs", "alice", "größe", "scratch", "opt", "10.0.17", "fe80", "01b9")
@@ -229,7 +229,7 @@ def test_nothing_that_names_somebody_is_left_of_a_reason(text: str) -> None:
 
 def test_what_names_nobody_is_left() -> None:
     text = "takes about 57 s, and 9 s were left: 45.2 GB/s, 0.3 s/step (exit code 1) of alpsee"
-    assert hidden(text, {"alps", "al", "", "root", "localhost"}) == text
+    assert _hidden(text, {"alps", "al", "", "root", "localhost"}) == text
 
 
 @pytest.mark.slow
@@ -289,5 +289,7 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
 def test_the_machines_parts_are_those_that_it_has(tmp_path: Path) -> None:
     assert [
         one.key
-        for one in machine_parts.machine_measurements(replace(inspect_machine(), gpus=()), tmp_path)
+        for one in machine_parts._machine_measurements(
+            replace(inspect_machine(), gpus=()), tmp_path
+        )
     ] == ["machine", "rates"]

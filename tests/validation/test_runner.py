@@ -17,7 +17,7 @@ from so_tui.spec import InputError, SoTuiError
 from so_tui.validation import report as reports
 from so_tui.validation import validate
 from so_tui.validation.report import MachineFound, Report
-from so_tui.validation.validate import Measurement, run_parts
+from so_tui.validation.validate import _Measurement, _run_parts
 
 FOUND = MachineFound(
     cpu="Neoverse-V2",
@@ -45,7 +45,7 @@ def part(
     done: list[str],
     fails: Callable[[], BaseException | None] = lambda: None,
     limits: list[float] | None = None,
-) -> Measurement:
+) -> _Measurement:
     def measure(_tell: Callable[[str], None], limit_s: float) -> MachineFound:
         done.append(key)
         if limits is not None:
@@ -54,7 +54,7 @@ def part(
             raise error
         return FOUND
 
-    return Measurement(key, f"part {key}", estimate_s, measure)
+    return _Measurement(key, f"part {key}", estimate_s, measure)
 
 
 def test_what_fits_is_measured_and_written_after_each(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_what_fits_is_measured_and_written_after_each(tmp_path: Path) -> None:
         written.append([outcome.state for outcome in found.outcomes])
 
     parts = [part("a", 1.0, done), part("b", 1000.0, done), part("c", 1.0, done)]
-    found = run_parts(EMPTY, parts, 60.0, write, lambda text, share: told.append((text, share)))
+    found = _run_parts(EMPTY, parts, 60.0, write, lambda text, share: told.append((text, share)))
     assert done == ["a", "c"]
     assert written[0] == ["pending"] * 3
     assert written[1] == ["measured", "pending", "pending"]
@@ -82,7 +82,7 @@ def test_what_fits_is_measured_and_written_after_each(tmp_path: Path) -> None:
 
 def test_the_next_run_measures_what_failed_or_was_left_out_and_nothing_else() -> None:
     done: list[str] = []
-    first = run_parts(
+    first = _run_parts(
         EMPTY,
         [part("a", 1, done), part("b", 1, done, lambda: SoTuiError("no")), part("c", 99, done)],
         50.0,
@@ -93,7 +93,7 @@ def test_the_next_run_measures_what_failed_or_was_left_out_and_nothing_else() ->
     assert first.outcomes[1].reason == "no"
     done.clear()
     parts = [part("a", 1, done), part("b", 1, done), part("c", 99, done), part("d", 1, done)]
-    second = run_parts(first, parts, 200.0, lambda _: None, lambda *_: None)
+    second = _run_parts(first, parts, 200.0, lambda _: None, lambda *_: None)
     assert done == ["b", "c", "d"]
     assert second.complete
 
@@ -102,7 +102,9 @@ def test_a_stopped_run_keeps_what_it_measured(tmp_path: Path) -> None:
     done: list[str] = []
     parts = [part("a", 1, done), part("b", 1, done, lambda: KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):
-        run_parts(EMPTY, parts, 60.0, lambda found: reports.write(tmp_path, found), lambda *_: None)
+        _run_parts(
+            EMPTY, parts, 60.0, lambda found: reports.write(tmp_path, found), lambda *_: None
+        )
     kept = reports.read(tmp_path)
     assert kept is not None
     assert [outcome.state for outcome in kept.outcomes] == ["measured", "pending"]
@@ -115,8 +117,8 @@ def test_time_that_measurements_take_counts() -> None:
         time.sleep(0.3)
         return FOUND
 
-    slow = Measurement("slow", "slow", 0.1, slowly)
-    found = run_parts(EMPTY, [slow, part("b", 59.8, done)], 60.0, lambda _: None, lambda *_: None)
+    slow = _Measurement("slow", "slow", 0.1, slowly)
+    found = _run_parts(EMPTY, [slow, part("b", 59.8, done)], 60.0, lambda _: None, lambda *_: None)
     assert [outcome.state for outcome in found.outcomes] == ["measured", "left-out"]
 
 
@@ -125,7 +127,7 @@ def test_time_that_measurements_take_counts() -> None:
 )
 def test_whatever_stands_in_the_way_of_a_part_is_only_its_own_failure(error: Exception) -> None:
     done: list[str] = []
-    found = run_parts(
+    found = _run_parts(
         EMPTY,
         [part("a", 1, done, lambda: error), part("b", 1, done)],
         60.0,
@@ -148,9 +150,9 @@ def test_a_part_that_hangs_is_given_up_at_its_limit_and_the_next_one_follows(
 
     monkeypatch.setattr(validate, "OVERRUN_S", 0.1)
     done: list[str] = []
-    found = run_parts(
+    found = _run_parts(
         EMPTY,
-        [Measurement("a", "a", 0.05, hang), part("b", 0.1, done)],
+        [_Measurement("a", "a", 0.05, hang), part("b", 0.1, done)],
         60.0,
         lambda _: None,
         lambda *_: None,
@@ -158,7 +160,7 @@ def test_a_part_that_hangs_is_given_up_at_its_limit_and_the_next_one_follows(
     assert limits == [pytest.approx(0.25)]
     assert [outcome.state for outcome in found.outcomes] == ["timed-out", "measured"]
     assert found.complete
-    run_parts(EMPTY, [part("c", 30.0, done, limits=limits)], 60.0, lambda _: None, lambda *_: None)
+    _run_parts(EMPTY, [part("c", 30.0, done, limits=limits)], 60.0, lambda _: None, lambda *_: None)
     assert 30.1 < limits[1] <= 60.1, "no part goes on for long after the time of all parts"
 
 
@@ -173,9 +175,9 @@ def test_a_folder_with_something_else_is_refused(tmp_path: Path, content: str) -
 def test_what_fits_is_judged_by_how_long_earlier_parts_took() -> None:
     done: list[str] = []
     quick = [part("a", 100.0, done), part("b", 70.0, done), part("c", 100.0, done)]
-    found = run_parts(EMPTY, quick, 120.0, lambda _: None, lambda *_: None)
+    found = _run_parts(EMPTY, quick, 120.0, lambda _: None, lambda *_: None)
     assert done == ["a", "b", "c"]  # each took no time, so that 100 s fit again
     slow = [outcome_of(outcome, seconds=3 * outcome.estimate_s) for outcome in found.outcomes[:2]]
-    assert validate.pace(slow) == 3.0
-    assert validate.pace([outcome_of(slow[0], state="failed")]) == 1.0
-    assert validate.pace([outcome_of(slow[0], estimate_s=1.0)]) == 1.0
+    assert validate._pace(slow) == 3.0
+    assert validate._pace([outcome_of(slow[0], state="failed")]) == 1.0
+    assert validate._pace([outcome_of(slow[0], estimate_s=1.0)]) == 1.0

@@ -66,13 +66,13 @@ def bind(binding: RankBinding) -> RankBindingReport:
         The binding before and after, and what the kernel refused. Nothing is raised for that.
     """
     found_cpus = _affinity()
-    found_policy = memory_policy()
+    found_policy = _memory_policy()
     problems = []
     if found_cpus != binding.cpus:
         problems += _move_threads(binding.cpus)
     if found_policy != _policy_text(binding.memory_policy):
         problems += set_memory_policy(binding.memory_policy)
-    cpus, policy = _affinity(), memory_policy()
+    cpus, policy = _affinity(), _memory_policy()
     return RankBindingReport(
         rank=binding.rank,
         host=socket.gethostname(),
@@ -101,7 +101,7 @@ def apply_main_cores(binding: RankBinding) -> None:
     torch.set_num_threads(max(1, len(binding.main_cpus)))
 
 
-def memory_policy() -> str:
+def _memory_policy() -> str:
     """Return this thread's memory policy: ``default``, ``bind:0``, ``preferred:1``; ``unknown`` if
     the kernel does not report it.
     """

@@ -94,7 +94,7 @@ def make_room(engine: Any, folder: Path, spec: RunSpec, ranks: Ranks) -> None:
         for parameter in parameters
     )
     field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
-    with all_ranks(ranks, "no checkpoint can be written"):
+    with _all_ranks(ranks, "no checkpoint can be written"):
         if ranks.first:
             checkpoint_folder.make_room(folder, _STATE_BYTES * share * ranks.size, field)
 
@@ -147,11 +147,11 @@ class Saving:
             due_step,
         )
         make_room(engine, folder, manifest.spec, ranks)
-        with all_ranks(ranks, "the checkpoint cannot be started"):
+        with _all_ranks(ranks, "the checkpoint cannot be started"):
             made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None
         self._partial = partial = ranks.broadcast(made, Path)
         rest: superoffload.Save | None = None
-        with all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
+        with _all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
             with _random_file(partial, ranks.rank).open("wb") as file:
                 file.write(msgspec.msgpack.encode(_random_state()))
                 file.flush()
@@ -208,7 +208,7 @@ class Saving:
         ranks, partial = self._ranks, self._partial
         if self._completed is None:
             written = 0
-            with all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
+            with _all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
                 written = self._written.result()
             self._bytes = int(sum(row[0] for row in ranks.all_gather_row([float(written)])))
             self._written_s = time.monotonic() - self._began
@@ -223,7 +223,7 @@ class Saving:
             self._completed = _in_thread(complete)
             return None
         final, ended = None, 0.0
-        with all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
+        with _all_ranks(ranks, "the checkpoint could not be finished", cleanup=partial):
             final, ended = self._completed.result()
         return CheckpointRecord(
             attempt=self._attempt,
@@ -267,7 +267,7 @@ def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rou
     Raises:
         TrainingError: A rank cannot load it; raised on all ranks.
     """
-    with all_ranks(ranks, f"{checkpoint} could not be loaded"):
+    with _all_ranks(ranks, f"{checkpoint} could not be loaded"):
         rounded = superoffload.load_state(engine, optimizer_folder(checkpoint))
         path = _random_file(checkpoint, ranks.rank)
         if manifest.ranks == ranks.size and path.exists():
@@ -283,7 +283,7 @@ def _random_file(checkpoint: Path, rank: int) -> Path:
 
 
 @contextmanager
-def all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
+def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator[None]:
     """Run a block on every rank and agree on whether it worked: an error of one rank is raised on
     all.
 
@@ -391,7 +391,7 @@ class _Warned(NamedTuple):
     suggestion: str
 
 
-def rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[_Warned]:
+def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[_Warned]:
     """Yield what to warn of.
 
     Args:
@@ -541,7 +541,7 @@ def restore(
         )
         warn("data-changed", message, suggestion)
     rounded = load(engine, found.path, manifest, ranks)
-    for warning in rounding_warnings(manifest, spec, rounded):
+    for warning in _rounding_warnings(manifest, spec, rounded):
         warn(*warning)
 
 

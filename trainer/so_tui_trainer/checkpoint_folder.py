@@ -100,12 +100,12 @@ def _remove_or_say(checkpoint: Path) -> None:
     it, and that costs no training.
     """
     try:
-        remove(checkpoint)
+        _remove(checkpoint)
     except OSError as error:
         print(f"{checkpoint} is no longer needed and cannot be removed: {error}", flush=True)
 
 
-def remove(checkpoint: Path) -> None:
+def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint's folder, its large files a piece at a time.
 
     A file system that frees tens of GB at once keeps everyone waiting who writes to it meanwhile.
@@ -320,7 +320,7 @@ def newest(folder: Path, run: str = "") -> Found | None:
     damaged: list[Damage] = []
     for path in reversed(_read_with_retries(listed_checkpoints, folder)):
         try:
-            manifest = _read_with_retries(verify, path)
+            manifest = _read_with_retries(_verify, path)
         except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
@@ -351,7 +351,7 @@ def _misplaced(path: Path, manifest: Manifest, run: str) -> Damage | None:
     return None
 
 
-def verify(checkpoint: Path) -> Manifest:
+def _verify(checkpoint: Path) -> Manifest:
     """Verify that a checkpoint is readable: every file with its size, and samples of the states
     with their checksums.
 
@@ -486,7 +486,7 @@ def complete(partial: Path, manifest: Manifest) -> Path:
         set_aside(final, SUPERSEDED)
     partial.rename(final)
     _sync(final.parent)
-    verify(final)
+    _verify(final)
     # What is not this run's own does not push any of its checkpoints out.
     own = [path for path in checkpoint_folders(final.parent) if _says(path, manifest.run)]
     for old in own[: -manifest.spec.checkpoint.keep]:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from so_tui_trainer.session import train  # imports them
 
     code = train(run, given.attempt, launch, report, writer)
-    leave(code)
+    _leave(code)
     return code
 
 
@@ -63,7 +63,7 @@ def _record_imports(writer: MetricsWriter, attempt: int) -> None:
         print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
 
 
-def leave(code: int) -> None:
+def _leave(code: int) -> None:
     """End the process as an ordinary exit does, but without taking the interpreter apart: with
     torch's modules that takes seconds.
     """

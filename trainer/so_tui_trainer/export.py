@@ -69,7 +69,7 @@ def read_marker(folder: Path) -> ExportMarker | None:
         return None
 
 
-def marker_of(run_name: str, step: int, model: ModelSpec) -> ExportMarker:
+def _marker_of(run_name: str, step: int, model: ModelSpec) -> ExportMarker:
     """Return the marker of an export."""
     base, revision = (model.id, model.revision) if model.weights == "pretrained" else ("", "")
     return ExportMarker(
@@ -165,8 +165,8 @@ def export(
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
     tokenizer = load_tokenizer(spec)
-    model.generation_config = generation_config(spec.model, config, tokenizer)
-    with replacing(folder, marker_of(run_name, manifest.step, spec.model)) as partial:
+    model.generation_config = _generation_config(spec.model, config, tokenizer)
+    with replacing(folder, _marker_of(run_name, manifest.step, spec.model)) as partial:
         stage.write(partial, state)
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
@@ -242,7 +242,7 @@ def _does_not_fit(checkpoint: Path, message: str) -> InputError:
     )
 
 
-def generation_config(
+def _generation_config(
     model: ModelSpec, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> GenerationConfig:
     """Return the model's generation settings, with the token that ends an answer of the data as a

@@ -50,7 +50,7 @@ def next_token(logits: Tensor, sampling: Sampling, source: torch.Generator) -> i
     return int(tokens[torch.multinomial(probabilities, 1, generator=source)])
 
 
-class Detokenizer:
+class _Detokenizer:
     """Turns tokens into text as they come. Text that the next token may still change is held
     back.
     """
@@ -140,7 +140,7 @@ class Writer:
         pieces: list[str] = []
         count = 0
         ended: Ended = "length"
-        detokenizer = Detokenizer(self.chat.tokenizer)
+        detokenizer = _Detokenizer(self.chat.tokenizer)
         for token in self._tokens(ids, sampling):
             if cancelled():
                 ended = "cancelled"

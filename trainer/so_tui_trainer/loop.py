@@ -368,7 +368,7 @@ class Loop:
         )
         self.last_loss = record.loss
         if self.ranks.first:
-            print(log_line(record, self.total_steps), flush=True)
+            print(_log_line(record, self.total_steps), flush=True)
         if step.number == 1 and self.expected_first_loss is not None:
             self._check_first_loss(record.loss, self.expected_first_loss)
 
@@ -523,7 +523,7 @@ class Loop:
             self.recorder.warn("first-loss-unusual", message)
 
 
-def log_line(record: StepRecord, total_steps: int) -> str:
+def _log_line(record: StepRecord, total_steps: int) -> str:
     """Return a step as a line of the log; ranks without GPUs have their speed by rank."""
     norm = "" if record.gradient_norm is None else f"  gradient norm {record.gradient_norm:.3g}"
     tokens = rate(record.useful_tokens_per_s_total)

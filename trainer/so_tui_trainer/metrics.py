@@ -142,19 +142,19 @@ _COST_SHARE = 0.01
 """Most of the time that reads may take after that."""
 
 
-def rank_memory_bytes() -> int:
+def _rank_memory_bytes() -> int:
     """Return the proportional set size of this process and its descendants (Adam workers): pages
     that they share count once.
     """
     return sum(pss_bytes(pid) or 0 for pid in _process_tree(os.getpid()))
 
 
-class HostMemory:
+class _HostMemory:
     """The newest measurement. The first is made at once, each later one by a thread."""
 
     def __init__(
         self,
-        read: Callable[[], int] = rank_memory_bytes,
+        read: Callable[[], int] = _rank_memory_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read, self._clock = read, clock
@@ -244,7 +244,7 @@ class Metrics:
             else None
         )
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
-        self._memory = HostMemory()
+        self._memory = _HostMemory()
         self._measured: list[Step] = []
         self._engine_stats: dict[int, OffloadStats] = {}
 
@@ -446,7 +446,7 @@ _REPEATS = 3
 
 def record_network_rate(ranks: Ranks, run: RunDirectory, attempt: int, nodes: int) -> None:
     """Measure the rate, a second or two, and record it for the plans of later runs."""
-    bytes_per_s = measure_network_rate(ranks)
+    bytes_per_s = _measure_network_rate(ranks)
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()  # training finds the GPU as it would be without this
     if ranks.first:
@@ -458,7 +458,7 @@ def record_network_rate(ranks: Ranks, run: RunDirectory, attempt: int, nodes: in
             )
 
 
-def measure_network_rate(ranks: Ranks) -> float:
+def _measure_network_rate(ranks: Ranks) -> float:
     """Return how many bytes a second enter each node, and leave it, while all ranks exchange a
     large tensor.
 

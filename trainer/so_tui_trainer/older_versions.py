@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def by_group(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+def _by_group(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
     """Multiply group after group, as ``grouped_mm`` does at once. Waits for the GPU, to know the
     groups.
 
@@ -32,7 +32,7 @@ def by_group(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
     return torch.stack([left[:, group] @ right[group] for group in groups])
 
 
-grouped_mm: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", by_group)
+grouped_mm: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", _by_group)
 """torch's product of groups of rows, which ``torch.nn.functional`` has since 2.10: with that as the
 oldest version, this can go.
 """

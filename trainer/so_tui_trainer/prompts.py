@@ -153,7 +153,7 @@ class Prompts:
             if not writing:
                 return
             documents = [answer.ids for answer in writing]
-            batch = batch_of(documents, end_to_end=self._end_to_end, apart=self._apart).to(
+            batch = _batch_of(documents, end_to_end=self._end_to_end, apart=self._apart).to(
                 self._ranks.device
             )
             logits = model(batch, 1.0, logits=True)
@@ -181,7 +181,9 @@ class Prompts:
         )
 
 
-def batch_of(documents: Sequence[Sequence[int]], *, end_to_end: bool, apart: bool = False) -> Batch:
+def _batch_of(
+    documents: Sequence[Sequence[int]], *, end_to_end: bool, apart: bool = False
+) -> Batch:
     """Return documents as a micro-batch that predicts the token after each of them.
 
     Args:

@@ -40,7 +40,7 @@ _CASTAGNOLI = 0x82F63B78
 _SESSION_START = b"\x08\x01"
 
 
-class EventFile:
+class _EventFile:
     """One file of scalars; a later attempt adds another file to the folder. Every method raises
     OSError if the disk is full.
     """
@@ -86,7 +86,7 @@ class EventFile:
         self._file.write(length + _masked_checksum(length) + event + _masked_checksum(event))
 
 
-def crc32c(data: bytes) -> int:
+def _crc32c(data: bytes) -> int:
     """Return the CRC-32C (Castagnoli) of ``data``."""
     value = 0xFFFFFFFF
     for byte in data:
@@ -98,7 +98,7 @@ def _masked_checksum(data: bytes) -> bytes:
     """Return the checksum rotated and shifted, so that checksums of data that contain checksums
     stay meaningful.
     """
-    value = crc32c(data)
+    value = _crc32c(data)
     return struct.pack("<I", (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
@@ -157,7 +157,7 @@ def trackers_of(run: RunDirectory, spec: RunSpec) -> tuple[_Tracker, ...]:
     """Return the trackers that the spec asks for."""
     found: list[_Tracker] = []
     if spec.tracking.wandb:
-        found.append(WeightsAndBiases(run, spec))
+        found.append(_WeightsAndBiases(run, spec))
     if spec.tracking.tensorboard:
         found.append(TensorBoard(run.path / "tensorboard"))
     return tuple(found)
@@ -222,7 +222,7 @@ class _Sidecar:
             )
 
 
-class Sidecars:
+class _Sidecars:
     """All trackers of a run."""
 
     def __init__(self, trackers: tuple[_Tracker, ...] = ()) -> None:
@@ -257,7 +257,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: EventFile | None = None
+        self._file: _EventFile | None = None
 
     def start(self) -> None:
         """Do nothing: the first record, which creates the file, shows whether the run was
@@ -266,17 +266,17 @@ class TensorBoard:
 
     def write(self, record: MetricRecord) -> None:
         if isinstance(record, ResumedRecord):
-            self._file = EventFile(self._folder, purge_after=record.step)
+            self._file = _EventFile(self._folder, purge_after=record.step)
         elif isinstance(record, StepRecord | EvaluationRecord):
-            self._file = self._file or EventFile(self._folder)
-            self._file.scalars(figures(record), record.step, record.time)
+            self._file = self._file or _EventFile(self._folder)
+            self._file.scalars(_figures(record), record.step, record.time)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-class WeightsAndBiases:
+class _WeightsAndBiases:
     """Logs all attempts to the same run on W&B. ``WANDB_*`` variables apply (account, offline
     mode).
     """
@@ -305,7 +305,7 @@ class WeightsAndBiases:
 
     def write(self, record: MetricRecord) -> None:
         if isinstance(record, StepRecord | EvaluationRecord):
-            self._session.log({"step": record.step, **figures(record)})
+            self._session.log({"step": record.step, **_figures(record)})
 
     def close(self) -> None:
         self._session.finish()
@@ -320,7 +320,7 @@ class WeightsAndBiases:
         return path.read_text().strip()
 
 
-def figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
+def _figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     """Return the numbers of a record by tag (``train/loss``, ``evaluation/perplexity``), without
     those that are None.
     """
@@ -348,7 +348,7 @@ class Recorder:
     ) -> None:
         """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
         self._writer = writer
-        self._sidecars = Sidecars(trackers)
+        self._sidecars = _Sidecars(trackers)
         self.attempt = attempt
         self._lost, self._lost_because = 0, ""
         """Of the thread that writes; of others only while nothing is pending."""

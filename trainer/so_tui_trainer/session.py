@@ -74,7 +74,7 @@ def freeze_garbage() -> None:
 # Signal handling of a rank that also works while its main thread waits in a collective.
 
 
-def install_handlers(on_warning: Callable[[], None], on_terminate: Callable[[], None]) -> None:
+def _install_handlers(on_warning: Callable[[], None], on_terminate: Callable[[], None]) -> None:
     """Handle SIGUSR1 and SIGTERM in a thread.
 
     Python runs signal handlers only in the main thread, between two of its instructions, so they
@@ -137,7 +137,7 @@ class _TrainingData(NamedTuple):
             self.evaluation.end_to_end = True
 
 
-def read_training_data(
+def _read_training_data(
     spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning
 ) -> _TrainingData:
     """Read the spec's data; rank 0 tokenises them if needed.
@@ -386,7 +386,7 @@ class Session:
 
     def install_signal_handlers(self) -> None:
         """On USR1 request a stop with a checkpoint; on TERM write why the run failed, if it did."""
-        install_handlers(self._request_stop, self._write_failure)
+        _install_handlers(self._request_stop, self._write_failure)
 
     def _request_stop(self) -> None:
         try:
@@ -405,7 +405,7 @@ class Session:
         self._seed(0)
         control.stop_early()
         self._load_stage("data", "reading the data")
-        data = read_training_data(
+        data = _read_training_data(
             self.spec, ranks, lambda doing: self._load_stage("data", doing), self.recorder.warn
         )
         control.stop_early()

@@ -21,7 +21,7 @@ from superoffload.memory_layout import (
 )
 
 
-class AdamWScalars(ctypes.Structure):
+class _AdamWScalars(ctypes.Structure):
     """The scalars of one AdamW step, as in ``moments.h``: computed in double precision, as torch
     does, and rounded once.
     """
@@ -45,9 +45,9 @@ class AdamWScalars(ctypes.Structure):
     ]
 
 
-def adamw_scalars(command: Command) -> AdamWScalars:
+def _adamw_scalars(command: Command) -> _AdamWScalars:
     """Return the scalars for a STEP or SPECULATE command."""
-    return AdamWScalars(
+    return _AdamWScalars(
         command.scale,
         1 - command.learning_rate * command.weight_decay,
         command.beta1,
@@ -151,7 +151,7 @@ class Kernel:
         match command.operation:
             case Operation.STEP:
                 squares = self._step(
-                    ctypes.byref(adamw_scalars(command)),
+                    ctypes.byref(_adamw_scalars(command)),
                     current,
                     summed,
                     staging,
@@ -162,7 +162,7 @@ class Kernel:
             case Operation.SPECULATE:
                 target = kept or new_weights
                 squares = self._speculate(
-                    ctypes.byref(adamw_scalars(command)),
+                    ctypes.byref(_adamw_scalars(command)),
                     current,
                     other,
                     summed,

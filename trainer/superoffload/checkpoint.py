@@ -46,7 +46,7 @@ _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
 
 
-class PacedFile:
+class _PacedFile:
     """A new file, written by one thread at a time, at any offsets.
 
     Args:
@@ -195,7 +195,7 @@ class StatesFile:
         """By sub-group, because they may be written in any order: a thousandth of what was
         written.
         """
-        self._file = PacedFile(data_path)
+        self._file = _PacedFile(data_path)
 
     def write(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
         """Write one sub-group's tensors, in the order of ``tensors_of``. Raises OSError."""

@@ -78,7 +78,7 @@ def _open_own(path: Path) -> int | None:
     return None
 
 
-def is_own(path: Path) -> bool:
+def _is_own(path: Path) -> bool:
     """Return whether ``_open_own`` would open a file."""
     descriptor = _open_own(path)
     if descriptor is None:
@@ -117,7 +117,7 @@ def library() -> Path:
     if compiler is None:
         return _cached(folder)
     path = folder / f"adam-{_cpu_key()}-{_compiler_key(compiler)}.so"
-    if not is_own(path):
+    if not _is_own(path):
         if os.path.lexists(path):
             warnings.warn(
                 f"{path} is a link, belongs to another user or can be written by others; it is "
@@ -173,7 +173,7 @@ def loadable(descriptor: int) -> str:
     return f"/proc/self/fd/{descriptor}"
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     """Return the folder for compiled kernels in the user's XDG cache. The doctor looks for them
     there, too.
     """
@@ -197,7 +197,7 @@ def _compiler() -> str | None:
 
 
 def _cached(folder: Path) -> Path:
-    cached = sorted(path for path in folder.glob(f"adam-{_cpu_key()}-*.so") if is_own(path))
+    cached = sorted(path for path in folder.glob(f"adam-{_cpu_key()}-*.so") if _is_own(path))
     if not cached:
         raise OffloadError(
             "The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to "
@@ -212,7 +212,7 @@ def _usable_cache_folder() -> Path:
     """Return a folder that only this user can open: the cache, or a new one that is removed when
     this process ends.
     """
-    folder = cache_folder()
+    folder = _cache_folder()
     return folder if _make_private(folder) else _folder_of_this_process(folder)
 
 

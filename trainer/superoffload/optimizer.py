@@ -58,7 +58,7 @@ _SHOWN = 5
 """Parameters that an error names."""
 
 
-class Arrivals:
+class _Arrivals:
     """Counts the gradients of one rank's sub-groups since the last step.
 
     Args:
@@ -196,7 +196,7 @@ class SuperOffload:
         self._closed = False
         self._transfers = transfers_for(device)
         self._meter = Meter(self._transfers)
-        self._arrivals = Arrivals(self.sub_groups, gradient_accumulation_steps)
+        self._arrivals = _Arrivals(self.sub_groups, gradient_accumulation_steps)
         poisons = self._policy.step_time is StepTime.GRADIENT_COMPLETE
         self._norm = GradientNorm(
             self.sub_groups, device, self._transfers, all_reduce, poisons=poisons

@@ -45,7 +45,7 @@ class Rounded(NamedTuple):
     """
 
     blocks: int
-    """Blocks of 8-bit moments that saved shards had cut: ``cut_blocks`` of all parameters."""
+    """Blocks of 8-bit moments that saved shards had cut: ``_cut_blocks`` of all parameters."""
     numel: int
     """Parameters whose moments were on a GPU, in fp32."""
     restarted: int = 0
@@ -68,7 +68,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
         OffloadError: If a file is missing or cut short.
     """
     saved = manifests(folder)
-    if found := tuple(mismatches(saved, expected)):
+    if found := tuple(_mismatches(saved, expected)):
         raise StateMismatchError(folder, found)
     locations = _locations(saved[0])
     restarts, restarted = not _have_moments(saved[0], expected), 0
@@ -99,7 +99,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
                 state.set_moments(*targets[_MASTER_WEIGHTS + 1 :])
             state.set_step(0 if restarts else saved[0].sub_groups[0].step)
             restarted += group.numel if restarts else 0
-    return Rounded(0, 0, restarted) if restarts else rounded(saved, expected)
+    return Rounded(0, 0, restarted) if restarts else _rounded(saved, expected)
 
 
 def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,7 +139,7 @@ def saved_states(
                 yield name, wholes
 
 
-def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[_Overlap]:
+def _overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[_Overlap]:
     """Yield where a shard of ``rank`` lies in the saved shards, for a parameter of ``numel``
     elements; padding is left out.
     """
@@ -155,18 +155,18 @@ def overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[_O
         position = stop
 
 
-def cut_blocks(numel: int, saved_ranks: int, rank: int, ranks: int) -> int:
+def _cut_blocks(numel: int, saved_ranks: int, rank: int, ranks: int) -> int:
     """Return how many blocks of 8-bit moments in a shard of ``rank`` lie in several saved shards.
 
     Their parts had exponents of their own, so they are rounded once more. All other blocks keep
     their values.
     """
     begin = min(rank * partition_numel(numel, ranks), numel)
-    starts = [begin + overlap.offset for overlap in overlaps(numel, saved_ranks, rank, ranks)]
+    starts = [begin + overlap.offset for overlap in _overlaps(numel, saved_ranks, rank, ranks)]
     return len({start // MOMENT_BLOCK for start in starts[1:] if start % MOMENT_BLOCK})
 
 
-def rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
+def _rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
     """Return what is rounded when the rank of ``expected`` loads a saved state. Only moments in
     host memory are compact.
     """
@@ -181,14 +181,14 @@ def rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
             if name in were_on_gpu:
                 loaded += sum(
                     overlap.numel
-                    for overlap in overlaps(numel, len(saved), expected.rank, expected.ranks)
+                    for overlap in _overlaps(numel, len(saved), expected.rank, expected.ranks)
                 )
             else:
-                blocks += cut_blocks(numel, len(saved), expected.rank, expected.ranks)
+                blocks += _cut_blocks(numel, len(saved), expected.rank, expected.ranks)
     return Rounded(blocks, loaded)
 
 
-def mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Mismatch]:
+def _mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Mismatch]:
     """Yield every reason why saved states cannot be loaded by a rank that would save
     ``expected``.
     """
@@ -270,7 +270,7 @@ def _read_shard(
     part of it.
     """
     filled = 0
-    for overlap in overlaps(numel, len(files), rank, ranks):
+    for overlap in _overlaps(numel, len(files), rank, ranks):
         element = location.first + kind * location.distance + overlap.saved_offset
         read_into(
             files[overlap.saved_rank],

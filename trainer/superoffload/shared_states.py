@@ -31,7 +31,7 @@ from superoffload.memory_layout import MemorySize, Moments, layout, weights_layo
 # that could be left behind, and ends with the last process that maps it.
 
 
-class SharedMemory:
+class _SharedMemory:
     """Zeroed memory of one size, mapped in this process. Its pages are allocated by the memory
     policy of whoever first touches them.
 
@@ -54,7 +54,7 @@ class SharedMemory:
         except OSError as error:
             os.close(self.descriptor)
             raise OffloadError(
-                f"Allocating {gigabytes(size_bytes)} of host memory for {what} failed: {error}. "
+                f"Allocating {_gigabytes(size_bytes)} of host memory for {what} failed: {error}. "
                 "Check the limits of this job or shell (`ulimit -a`).",
                 code="host-memory-limit",
             ) from error
@@ -95,7 +95,7 @@ def host_available_bytes() -> int | None:
     )
 
 
-def gigabytes(size_bytes: int) -> str:
+def _gigabytes(size_bytes: int) -> str:
     """Format a size: ``206.7 GB``."""
     return f"{size_bytes / 1e9:.1f} GB"
 
@@ -107,7 +107,7 @@ def pin(address: int, size_bytes: int) -> None:
     code = int(_cuda_runtime().cudaHostRegister(address, size_bytes, 0))
     if code != 0:
         raise OffloadError(
-            f"Pinning {gigabytes(size_bytes)} of host memory failed (CUDA error {code}). Check "
+            f"Pinning {_gigabytes(size_bytes)} of host memory failed (CUDA error {code}). Check "
             "the memory limit of the container or job.",
             code="pinning",
         )
@@ -163,7 +163,7 @@ class HostWeights:
     def __init__(self, numels: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> None:
         self._numels, self._dtype, self._pinned = tuple(numels), dtype, pinned
         self._offsets, size_bytes = weights_layout(self._numels, dtype.itemsize)
-        self._memory = SharedMemory(WEIGHTS_MEMORY_NAME, size_bytes, "the weights of this rank")
+        self._memory = _SharedMemory(WEIGHTS_MEMORY_NAME, size_bytes, "the weights of this rank")
         self._address = 0
         """Of the pinned memory; 0 while it is not pinned."""
 
@@ -228,7 +228,7 @@ class SharedStates:
         self._numels = size.numels
         self._layout = layout(size)
         _check_available(self._layout.bytes, available_bytes())
-        self._memory = SharedMemory(
+        self._memory = _SharedMemory(
             STATES_MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank"
         )
         self._kernel: Kernel | None = None
@@ -335,8 +335,8 @@ def _check_available(needed_bytes: int, available_bytes: int | None) -> None:
     """
     if available_bytes is not None and needed_bytes > available_bytes:
         raise OffloadError(
-            f"The optimizer states of this rank need {gigabytes(needed_bytes)} of host memory, "
-            f"but only {gigabytes(available_bytes)} are available to this process. Lower "
+            f"The optimizer states of this rank need {_gigabytes(needed_bytes)} of host memory, "
+            f"but only {_gigabytes(available_bytes)} are available to this process. Lower "
             "offload.ratio, use more GPUs, or train a smaller model.",
             code="host-memory",
         )

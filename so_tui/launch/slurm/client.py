@@ -47,7 +47,7 @@ class Job(Struct, frozen=True, kw_only=True):
     """Its working folder."""
 
 
-def word(text: str) -> str:
+def _word(text: str) -> str:
     """Return a word of Slurm's; empty if it stands for nothing."""
     return "" if text in _NOTHING else text
 
@@ -101,7 +101,7 @@ def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
 def own_jobs() -> tuple[Job, ...]:
     """Return this user's jobs that wait, run, or have ended a moment ago. Raises SlurmError."""
     asked = ("squeue", f"--user={os.geteuid()}", "--states=all")
-    return parse_queue(_call((*asked, "--noheader", f"--format={_QUEUE}")))
+    return _parse_queue(_call((*asked, "--noheader", f"--format={_QUEUE}")))
 
 
 def accounted(job_id: str) -> Job | None:
@@ -121,7 +121,7 @@ def accounted(job_id: str) -> Job | None:
         SlurmError
     ):  # most sites have it; without it the queue's own memory of some minutes must do
         return None
-    return next((job for job in parse_queue(printed) if job.id == job_id), None)
+    return next((job for job in _parse_queue(printed) if job.id == job_id), None)
 
 
 def cancel(job_id: str) -> None:
@@ -174,23 +174,23 @@ def cluster_name() -> str:
     return CLUSTER.get()
 
 
-def sinfo(layout: str) -> str:
-    """Return what ``sinfo`` prints of the partitions that this user can see, without a header.
+def _sinfo(layout: str) -> str:
+    """Return what ``_sinfo`` prints of the partitions that this user can see, without a header.
     Raises SlurmError.
     """
     return _call(("sinfo", "--noheader", f"--format={layout}"))
 
 
-def parse_queue(printed: str) -> tuple[Job, ...]:
+def _parse_queue(printed: str) -> tuple[Job, ...]:
     """Parse lines of ``squeue`` or ``sacct``; a line of another form is left out."""
     rows = (line.strip().split("|", 5) for line in printed.splitlines())
     return tuple(
         Job(
             id=row[0],
             state=row[1].partition(" ")[0],
-            reason=word(row[2]),
+            reason=_word(row[2]),
             start=_seconds(row[3]),
-            nodes=word(row[4]),
+            nodes=_word(row[4]),
             folder=row[5],
         )
         for row in rows
@@ -241,7 +241,7 @@ def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
     return done.stdout
 
 
-# The partitions of a cluster as ``sinfo`` lists them: limits, nodes, GPUs and features.
+# The partitions of a cluster as ``_sinfo`` lists them: limits, nodes, GPUs and features.
 
 
 _FORMAT = "%P|%a|%l|%F|%G|%f"
@@ -271,11 +271,11 @@ class Partition(Struct, frozen=True, kw_only=True):
 
 def partitions() -> tuple[Partition, ...]:
     """Return the partitions that this user can see, the default one first. Raises SlurmError."""
-    return parse_partitions(sinfo(_FORMAT))
+    return _parse_partitions(_sinfo(_FORMAT))
 
 
-def parse_partitions(printed: str) -> tuple[Partition, ...]:
-    """Parse lines of ``sinfo``; a line of another form is left out."""
+def _parse_partitions(printed: str) -> tuple[Partition, ...]:
+    """Parse lines of ``_sinfo``; a line of another form is left out."""
     found: dict[str, list[Partition]] = {}
     for line in printed.splitlines():
         if (part := _parsed(line.strip().split("|"))) is not None:

@@ -62,7 +62,7 @@ class _Index(Struct):
     """The file of each tensor."""
 
 
-class HubCache:
+class _HubCache:
     """The cache folders that an environment names."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -102,7 +102,7 @@ class HubCache:
         )
 
 
-def not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Iterator[Problem]:
+def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Iterator[Problem]:
     """Yield a problem for each part of a spec that is on the hub and not in the cache.
 
     Args:
@@ -110,7 +110,7 @@ def not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Ite
         environment: In which the nodes would look for it.
         where: Whose nodes have no internet, for the message.
     """
-    cache = HubCache(environment)
+    cache = _HubCache(environment)
     for field, name in _models(spec):
         if (missing := _missing_of_model(cache, spec, field, name)) is not None:
             yield _problem(spec, field, name, f"{missing} is not in {cache.hub}", where)
@@ -145,7 +145,7 @@ def _on_hub(text: str) -> bool:
     )
 
 
-def _missing_of_model(cache: HubCache, spec: RunSpec, field: str, name: str) -> str | None:
+def _missing_of_model(cache: _HubCache, spec: RunSpec, field: str, name: str) -> str | None:
     """Return which file of a model or tokenizer is missing; None if none is."""
     folder = cache.snapshot(name, spec.model.revision if name == spec.model.id else "main")
     if folder is None:
@@ -260,7 +260,7 @@ class SlurmExecutor:
         """
         launch = read_launch(run, attempt)
         plan = launch.plan
-        name, site = site_of(plan.spec)
+        name, site = _site_of(plan.spec)
         cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
         script = self._edit(_script(plan, site, run.path, attempt, _checkpoint_s(run)))
         submission = Submission(
@@ -286,23 +286,23 @@ class SlurmExecutor:
                 write_state(run, before)
             raise
         with contextlib.suppress(OSError):  # the job is found by its folder, too
-            write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
+            _write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
         nodes have no internet.
         """
-        spec, site = launch.spec, site_of(launch.spec)[1]
+        spec, site = launch.spec, _site_of(launch.spec)[1]
         absent = (
             ()
             if site.internet
-            else not_cached(spec, {**os.environ, **site.environment}, site.title)
+            else _not_cached(spec, {**os.environ, **site.environment}, site.title)
         )
         return (*foreign_interpreter(launch.machine, site, spec.slurm.partition), *absent)
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
-        return _script(launch.plan, site_of(launch.spec)[1], Path("RUN"), 1, None)
+        return _script(launch.plan, _site_of(launch.spec)[1], Path("RUN"), 1, None)
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
         """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the
@@ -379,7 +379,7 @@ class SlurmExecutor:
         )
 
 
-def site_of(spec: RunSpec) -> tuple[str, Site]:
+def _site_of(spec: RunSpec) -> tuple[str, Site]:
     """Return the profile that a spec names or that names this cluster, with its name. Raises
     InputError.
     """
@@ -388,7 +388,7 @@ def site_of(spec: RunSpec) -> tuple[str, Site]:
 
 def named_site(given: str) -> tuple[str, Site]:
     """Return the profile of this name, or if it is empty that of this cluster; otherwise as
-    ``site_of``.
+    ``_site_of``.
     """
     name = given or recognised_site(cluster_here())
     return name, load_site(name)
@@ -417,7 +417,7 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
         return None
 
 
-def write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
+def _write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
     write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
 
@@ -450,7 +450,7 @@ def _enter_queue(
                 "shows it"
             )
         write_run_file(run, run.job_script_path(attempt), script.encode())
-        write_submission(run, attempt, submission)
+        _write_submission(run, attempt, submission)
         queued = queued_state(before)
         write_state(run, queued)
     return before, queued

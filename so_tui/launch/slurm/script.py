@@ -220,23 +220,23 @@ class Site(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     partitions: dict[str, PartitionProfile] = {}
 
 
-def builtin_sites() -> Path:
+def _builtin_sites() -> Path:
     """Return the folder of the built-in profiles."""
     return Path(__file__).parents[2] / "sites"
 
 
-def user_sites() -> Path:
+def _user_sites() -> Path:
     """Return the folder of the user's profiles."""
     return user_folder().parent / "sites"
 
 
-def site_names() -> tuple[str, ...]:
+def _site_names() -> tuple[str, ...]:
     """Return the names of all profiles."""
     return tuple(
         sorted(
             {
                 path.stem
-                for folder in (builtin_sites(), user_sites())
+                for folder in (_builtin_sites(), _user_sites())
                 for path in folder.glob("*.toml")
             }
         )
@@ -245,10 +245,10 @@ def site_names() -> tuple[str, ...]:
 
 def load_site(name: str) -> Site:
     """Return a profile. Raises InputError with the codes of this module."""
-    own, builtin = user_sites() / f"{name}.toml", builtin_sites() / f"{name}.toml"
+    own, builtin = _user_sites() / f"{name}.toml", _builtin_sites() / f"{name}.toml"
     path = own if own.is_file() else builtin
     if not path.is_file():
-        remedy = f"Choose one of {', '.join(site_names())}, or write {own}."
+        remedy = f"Choose one of {', '.join(_site_names())}, or write {own}."
         raise InputError(
             [
                 Problem(
@@ -276,7 +276,7 @@ def load_site(name: str) -> Site:
 def wrong_sites() -> tuple[Problem, ...]:
     """Return what is wrong with the user's profiles that cannot be used."""
     problems: list[Problem] = []
-    for path in sorted(user_sites().glob("*.toml")):
+    for path in sorted(_user_sites().glob("*.toml")):
         try:
             load_site(path.stem)
         except InputError as error:
@@ -289,7 +289,7 @@ def recognised_site(cluster: str) -> str:
     concerns only the cluster that it names.
     """
     return next(
-        (name for name in site_names() if cluster and cluster in _clusters_of(name)), GENERIC
+        (name for name in _site_names() if cluster and cluster in _clusters_of(name)), GENERIC
     )
 
 
@@ -303,14 +303,14 @@ def _clusters_of(name: str) -> tuple[str, ...]:
         return load_site(name).clusters
     except InputError as error:
         _LOG.info("site profile %s cannot be used: %s", name, error)
-    builtin = builtin_sites() / f"{name}.toml"
+    builtin = _builtin_sites() / f"{name}.toml"
     replaced = (
         msgspec.convert(decode_toml(builtin.read_bytes()), Site).clusters
         if builtin.is_file()
         else ()
     )
     try:
-        given = decode_toml(read_own(user_sites() / f"{name}.toml")).get("clusters")
+        given = decode_toml(read_own(_user_sites() / f"{name}.toml")).get("clusters")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError):
         return replaced
     return (
@@ -579,13 +579,13 @@ def requeues(spec: RunSpec, site: Site) -> bool:
     return site.requeue and spec.slurm.continues
 
 
-def time_limit_of(spec: RunSpec, site: Site) -> str:
+def _time_limit_of(spec: RunSpec, site: Site) -> str:
     """Return the time limit that a job asks for; empty for the partition's own."""
     partition = site.partitions.get(spec.slurm.partition)
     return spec.slurm.time_limit or (partition.time_limit if partition else "")
 
 
-def seconds_of(time_limit: str) -> int:
+def _seconds_of(time_limit: str) -> int:
     """Return a time limit in seconds, in any of the forms that Slurm takes: ``90``, ``90:00``,
     ``1:30:00``, ``1-12``, ``1-12:30:00``.
     """
@@ -609,8 +609,8 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
             message=f"{site.title} charges an account",
             remedy=remedy,
         )
-    time_limit = time_limit_of(spec, site)
-    if time_limit and seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
+    time_limit = _time_limit_of(spec, site)
+    if time_limit and _seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
         message = (
             f"the job saves its checkpoint {duration(warning_s + _EARLY_S)} before the end, which "
             "leaves too little time to train"
@@ -675,7 +675,7 @@ def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[s
         for name, value in (("account", slurm.account), ("qos", slurm.qos))
         if value
     )
-    if time_limit := time_limit_of(spec, site):
+    if time_limit := _time_limit_of(spec, site):
         yield f"--time={time_limit}"
     if slurm.constraint:
         yield f'--constraint="{slurm.constraint}"'

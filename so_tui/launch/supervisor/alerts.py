@@ -99,7 +99,7 @@ each file.
 """
 
 
-class AlertWatch:
+class _AlertWatch:
     """Notices each event once; one that can pass, such as a stall, again after it has passed."""
 
     def __init__(self, attempt: int, now: float, told_step: int = 0) -> None:
@@ -199,7 +199,7 @@ _DISKS_S = 60.0
 _SETTINGS_S = 30.0
 
 
-class OwnSettings:
+class _OwnSettings:
     """The settings of the user who supervises, read again when their file has changed. Nothing of a
     run, spec or preset is a setting.
     """
@@ -231,13 +231,13 @@ class Announcer:
         self, run: RunDirectory, attempt: int, host: str, checkpoints: str, told_step: int = 0
     ) -> None:
         """Prepare to tell of an attempt on a host, with its folder of checkpoints; ``told_step`` as
-        for ``AlertWatch``.
+        for ``_AlertWatch``.
         """
         self._run = run
         self._host = host
         self._folders = tuple(dict.fromkeys((str(run.path), checkpoints or str(run.path))))
-        self._settings = OwnSettings()
-        self._watch = AlertWatch(attempt, time.monotonic(), told_step)
+        self._settings = _OwnSettings()
+        self._watch = _AlertWatch(attempt, time.monotonic(), told_step)
         self._command = AlertCommand()
         self._disks_due = 0.0
         self._textfile = Textfile(run.name, host)
@@ -255,7 +255,7 @@ class Announcer:
         found = self._watch.observe(state, records, now, settings)
         if full or now >= self._disks_due:
             self._disks_due = now + _DISKS_S
-            found += self._watch.disks(state, free_bytes(self._folders), settings, full=full)
+            found += self._watch.disks(state, _free_bytes(self._folders), settings, full=full)
         self.tell(found, state)
         self._command.tick()
         return found
@@ -295,7 +295,7 @@ class Announcer:
         self._command.finish()
 
 
-def free_bytes(folders: Iterable[str]) -> dict[str, int]:
+def _free_bytes(folders: Iterable[str]) -> dict[str, int]:
     """Return the space that this user can still fill, by folder; a folder that is not there yet
     counts as its nearest parent.
     """

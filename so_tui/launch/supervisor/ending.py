@@ -151,7 +151,7 @@ def conclude(evidence: Evidence) -> Outcome:
     return _by_exit(evidence)
 
 
-def ended_by(code: int | None) -> int | None:
+def _ended_by(code: int | None) -> int | None:
     """Return the signal that ended a process with this exit code. A rank obeys SIGTERM by leaving
     with 143.
     """
@@ -176,7 +176,7 @@ def _bereaved(evidence: Evidence) -> bool:
     before it could report.
     """
     lost, code = evidence.first_lost, evidence.first_lost_code
-    if not evidence.unprompted or lost is None or lost.role != "rank" or ended_by(code) is None:
+    if not evidence.unprompted or lost is None or lost.role != "rank" or _ended_by(code) is None:
         return False
     return all(failure.rank != lost.rank for failure in evidence.failures)
 
@@ -198,7 +198,7 @@ def _by_exit(evidence: Evidence) -> Outcome:
             reported if code is None else code,
         )
     vanished = lost is not None and code is None and (who != "rank" or rank is not None)
-    if vanished or (signum := ended_by(code)) is not None:
+    if vanished or (signum := _ended_by(code)) is not None:
         return Outcome(
             state="failed",
             code=_LOST_CODES[who],
@@ -397,24 +397,24 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     )
 
 
-class OutcomeText(NamedTuple):
+class _OutcomeText(NamedTuple):
     """The reason of an outcome, and what to do next."""
 
     reason: str
     suggestion: str
 
 
-def outcome_text(outcome: Outcome, run: RunFacts) -> OutcomeText:
+def outcome_text(outcome: Outcome, run: RunFacts) -> _OutcomeText:
     """Put an outcome into words. The suggestion for a failure ends with how to resume, and with
     changed settings where it needs them.
     """
     if outcome.state in ("finished", "stopped"):
-        return OutcomeText(
+        return _OutcomeText(
             outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
         )
     advice = outcome.advice if outcome.reported else _advice(outcome, run)
     again = _resuming(run, " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else "")
-    return OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
+    return _OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
 
 
 def _reason(outcome: Outcome) -> str:
@@ -621,7 +621,7 @@ def _took_s(before: RunState) -> float:
     return before.earlier_s if before.took_s is None else before.took_s
 
 
-def final_state(state: RunState, outcome: Outcome, text: OutcomeText, ended: float) -> RunState:
+def final_state(state: RunState, outcome: Outcome, text: _OutcomeText, ended: float) -> RunState:
     """Return the state after the end of an attempt; ``ended`` in seconds since the epoch."""
     return replace(
         state,

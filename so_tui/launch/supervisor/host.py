@@ -178,10 +178,10 @@ def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
         if (distrust := distrust_of_folder(left)) is not None:
             raise NotOwnError(left, distrust)
         shutil.rmtree(left)
-    return private_folder(rendezvous_path(folder, run, attempt))
+    return private_folder(_rendezvous_path(folder, run, attempt))
 
 
-def rendezvous_path(folder: Path, run: Path, attempt: int) -> Path:
+def _rendezvous_path(folder: Path, run: Path, attempt: int) -> Path:
     """Return the folder in which the ranks of an attempt meet; arguments as for
     ``make_rendezvous``.
     """
@@ -193,7 +193,7 @@ def init_method(meeting: Path) -> str:
     return f"file://{meeting / 'store'}"
 
 
-def remove_rendezvous(meeting: Path) -> None:
+def _remove_rendezvous(meeting: Path) -> None:
     """Remove a rendezvous after its ranks have ended; one that is gone already is no error."""
     shutil.rmtree(meeting, ignore_errors=True)
 
@@ -306,7 +306,7 @@ class Job:
                 are.
         """
         folder = host_check.lock_folder()
-        self._rendezvous = rendezvous_path(folder, self._run.path, self._attempt)
+        self._rendezvous = _rendezvous_path(folder, self._run.path, self._attempt)
         holder = host_check.Holder(run=str(self._run.path), pid=os.getpid())
         lost: list[str] = []
         for gpu in self._gpus():
@@ -358,7 +358,7 @@ class Job:
     def release(self) -> None:
         """Release the locks and remove the rendezvous."""
         if self._rendezvous is not None:
-            remove_rendezvous(self._rendezvous)
+            _remove_rendezvous(self._rendezvous)
         for lock in self._locks:
             lock.release()
         self._locks = ()

@@ -243,7 +243,7 @@ def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, 
         locks = []
         for gpu in gpus:
             try:
-                lock = take(folder, gpu_lock_name(gpu), holder)
+                lock = take(folder, _gpu_lock_name(gpu), holder)
             except LockTakenError as error:
                 raise LockTakenError(f"GPU {gpu.index}", error.holder) from None
             undo.callback(lock.release)
@@ -252,7 +252,7 @@ def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, 
     return tuple(locks)
 
 
-def gpu_lock_name(gpu: Gpu) -> str:
+def _gpu_lock_name(gpu: Gpu) -> str:
     """Return a name that does not depend on how devices are numbered: the UUID, else the PCI
     address.
     """

@@ -87,7 +87,9 @@ class ProcessLoads:
         since the reading before.
         """
         now = time.monotonic()
-        stats = {pid: stat for pid in pids() if (stat := read_stat(pid)) is not None and stat.alive}
+        stats = {
+            pid: stat for pid in _pids() if (stat := read_stat(pid)) is not None and stat.alive
+        }
         before, interval_s = self._before, max(now - self._clock, 1 / _TICKS_PER_S)
         self._before, self._clock = stats, now
         return {
@@ -112,7 +114,7 @@ class ProcessLoads:
                 name=load.stat.name,
                 cores=round(load.cores, 2),
                 cpu=load.stat.cpu,
-                own=is_own(pid),
+                own=_is_own(pid),
             )
             for pid, load in sorted(computing, key=lambda pair: -pair[1].cores)
         )
@@ -127,12 +129,12 @@ def _ticks_since(before: Stat | None, now: Stat) -> int:
     )
 
 
-def pids() -> set[int]:
+def _pids() -> set[int]:
     """Return the processes that this one may see."""
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
 
 
-def is_own(pid: int) -> bool:
+def _is_own(pid: int) -> bool:
     """Return whether a process belongs to this user. One that changed its user, as ``sudo`` does,
     belongs to that user.
     """
@@ -161,11 +163,11 @@ data-loader workers.
 _WORKER_SCRIPT = "/superoffload/worker.py"
 
 
-def send(process: Process, signum: signal.Signals) -> None:
+def _send(process: Process, signum: signal.Signals) -> None:
     """Send a signal to the process if it is still the recorded one and this user's. Raises
     PermissionError if the kernel refuses.
     """
-    if alive(process) and is_own(process.pid):
+    if alive(process) and _is_own(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signum)
 
@@ -183,8 +185,8 @@ class OwnProcesses:
         if self._environs is None:
             living = (
                 pid
-                for pid in pids()
-                if is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive
+                for pid in _pids()
+                if _is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive
             )
             self._environs = tuple(map(_environ, living))
         return any(markers <= environ for environ in self._environs)
@@ -230,7 +232,7 @@ class ProcessTree:
 
     def scan(self, *, thorough: bool = False) -> None:
         """Find new and ended processes. ``thorough`` examines every process of the host again."""
-        present = pids()
+        present = _pids()
         self._refresh()
         for pid in _parents_first(present) if thorough else sorted(present - self._seen):
             self._examine(pid)
@@ -283,7 +285,7 @@ class ProcessTree:
         refused: PermissionError | None = None
         for process in self.alive:
             try:
-                send(process, signum)
+                _send(process, signum)
             except PermissionError as error:
                 refused = error
         if refused is not None:
@@ -332,7 +334,7 @@ class ProcessTree:
             or not stat.alive
             or pid == self._supervisor_pid
             or pid in self._living
-            or not is_own(pid)
+            or not _is_own(pid)
         ):
             return
         environ = _environ(pid)
@@ -356,7 +358,7 @@ class ProcessTree:
         if any(command) and _age_ticks(stat) >= _YOUNG_TICKS:
             self._described.add(pid)
         parent = self._living.get(stat.parent)
-        role = role_of(command, parent.role if parent else None)
+        role = _role_of(command, parent.role if parent else None)
         self._living[pid] = Process(
             pid=pid, start_time=stat.start_time, role=role, rank=_rank(environ)
         )
@@ -431,7 +433,7 @@ def reap_orphans(kept: Collection[int | None]) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-def role_of(command: tuple[str, ...], parent: Role | None) -> Role:
+def _role_of(command: tuple[str, ...], parent: Role | None) -> Role:
     """Return the role of a process by its command line and its parent's role (None if the parent is
     not part of the run).
 

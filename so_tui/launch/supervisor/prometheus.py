@@ -27,7 +27,7 @@ class Figures(Struct, frozen=True):
     sample: Sample | None = None
 
 
-def exposition(figures: Figures) -> str:
+def _exposition(figures: Figures) -> str:
     """Return figures in the text format of Prometheus, version 0.0.4."""
     lines: dict[str, list[str]] = {}
     common = {"run": figures.run, "host": figures.host}
@@ -124,7 +124,7 @@ class Textfile:
                 # The umask of a private run would hide it from the collector, which runs as another
                 # user.
                 os.fchmod(file.fileno(), 0o644)
-                file.write(exposition(figures))
+                file.write(_exposition(figures))
             temporary.replace(path)
             self._path, self._error = path, ""
         except OSError as error:

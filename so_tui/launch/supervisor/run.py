@@ -86,7 +86,7 @@ def refuse_start(run: RunDirectory, attempt: int, state: RunState) -> None:
         )
 
 
-def refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
+def _refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
     """Refuse to attach to an attempt that has no living process of this user here.
 
     Raises:
@@ -436,7 +436,7 @@ def supervise(
             if state.attempt == attempt and state.state in FINAL_STATES:
                 return state.exit_code or 0
             if state.attempt == attempt:
-                refuse_attaching(run, attempt, state)
+                _refuse_attaching(run, attempt, state)
             else:
                 refuse_start(run, attempt, state)
                 state = _concluded(run, state, assume_dead=assume_dead)

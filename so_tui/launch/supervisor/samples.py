@@ -40,7 +40,7 @@ from so_tui.runs.samples import MOST_FOREIGN
 # not named.
 
 
-class AmdDevice:
+class _AmdDevice:
     """Samples one GPU."""
 
     def __init__(self, gpu: Gpu, root: Path = Path("/")) -> None:
@@ -111,7 +111,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
-class GpuUse:
+class _GpuUse:
     """What a process uses of GPUs, by their index; None where the driver does not say how much."""
 
     memory_bytes: Mapping[int, int | None]
@@ -136,7 +136,7 @@ class HostProcess:
     """Resident memory."""
     bound: tuple[int, ...]
     """The CPUs that it is bound to; empty where it may use all that are allowed here."""
-    gpu: GpuUse | None
+    gpu: _GpuUse | None
 
 
 class HostProcesses:
@@ -149,7 +149,7 @@ class HostProcesses:
         self._allowed = frozenset(allowed_cpus)
         self._loads = ProcessLoads()
 
-    def read(self, gpu_uses: Mapping[int, GpuUse]) -> tuple[HostProcess, ...]:
+    def read(self, gpu_uses: Mapping[int, _GpuUse]) -> tuple[HostProcess, ...]:
         """Return what is worth listing: users of GPUs first, then the busiest."""
         found = [
             (pid, load, bound, gpu_uses.get(pid))
@@ -176,7 +176,7 @@ class HostProcesses:
 
 
 def _process(
-    pid: int, load: ProcessLoad, bound: tuple[int, ...], use: GpuUse | None
+    pid: int, load: ProcessLoad, bound: tuple[int, ...], use: _GpuUse | None
 ) -> HostProcess:
     return HostProcess(
         pid, load.stat.name, _user(pid), load.cores, _resident_bytes(pid), bound, use
@@ -222,13 +222,13 @@ _HARDWARE = 0x8
 """A slowdown by hardware, which comes with its cause where the driver knows it."""
 
 
-class GpuSampler:
+class _GpuSampler:
     """Samples the given GPUs; none without a driver. Not thread-safe."""
 
     def __init__(self, gpus: tuple[Gpu, ...], root: Path = Path("/")) -> None:
         self._nvml: Any = None
-        self._devices: list[_Device | AmdDevice] = [
-            AmdDevice(gpu, root) for gpu in gpus if gpu.vendor == "amd"
+        self._devices: list[_Device | _AmdDevice] = [
+            _AmdDevice(gpu, root) for gpu in gpus if gpu.vendor == "amd"
         ]
         if len(self._devices) == len(gpus):
             return
@@ -248,13 +248,13 @@ class GpuSampler:
         """Take a sample of each GPU."""
         return tuple(device.sample() for device in self._devices)
 
-    def processes(self) -> dict[int, GpuUse]:
+    def processes(self) -> dict[int, _GpuUse]:
         """Return what each process that computes on the GPUs uses of them, by pid."""
         found: dict[int, dict[int, int | None]] = {}
         for device in self._devices:
             for pid, size in device.processes():
                 found.setdefault(pid, {})[device.index] = size
-        return {pid: GpuUse(sizes) for pid, sizes in found.items()}
+        return {pid: _GpuUse(sizes) for pid, sizes in found.items()}
 
     def close(self) -> None:
         """Release the counters and NVML."""
@@ -435,7 +435,7 @@ class Mark(NamedTuple):
     shared: int
 
 
-class HighWater:
+class _HighWater:
     """Tracks the processes of one run. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -450,19 +450,19 @@ class HighWater:
         since: list[tuple[Process, Mark]] = []
         for process in processes:
             key = (process.pid, process.start_time)
-            if (now := read_mark(root, process.pid)) is not None:
+            if (now := _read_mark(root, process.pid)) is not None:
                 before = self._marks.get(key)
                 marks[key] = (
                     now._replace(highest=max(now.highest, before.highest)) if before else now
                 )
-                since.append((process, since_last(before, now)))
+                since.append((process, _since_last(before, now)))
         self._marks = marks
         if since:
-            self._highest = max(self._highest or 0, together(since))
+            self._highest = max(self._highest or 0, _together(since))
         return self._highest
 
 
-def since_last(before: Mark | None, now: Mark) -> Mark:
+def _since_last(before: Mark | None, now: Mark) -> Mark:
     """Return the largest sizes of a process since the last sample, as far as the kernel reports
     them.
     """
@@ -477,7 +477,7 @@ def since_last(before: Mark | None, now: Mark) -> Mark:
     )
 
 
-def together(marks: Iterable[tuple[Process, Mark]]) -> int:
+def _together(marks: Iterable[tuple[Process, Mark]]) -> int:
     """Return the bytes that these processes occupy together, with nothing counted twice."""
     private, files = 0, 0
     shared: dict[int | None, int] = {}
@@ -488,7 +488,7 @@ def together(marks: Iterable[tuple[Process, Mark]]) -> int:
     return private + files + sum(shared.values())
 
 
-def read_mark(root: Path, pid: int) -> Mark | None:
+def _read_mark(root: Path, pid: int) -> Mark | None:
     """Read /proc/PID/status. Return None for a process that has ended, or if the kernel does not
     report its memory.
     """
@@ -523,7 +523,7 @@ _PAGES = re.compile(rb" N(\d+)=(\d+)")
 _PAGE_SIZE = re.compile(rb" kernelpagesize_kB=(\d+)")
 
 
-def read_placements(processes: Iterable[Process]) -> tuple[RankPlacement, ...]:
+def _read_placements(processes: Iterable[Process]) -> tuple[RankPlacement, ...]:
     """Return the placement of each rank's processes that live now.
 
     The kernel walks their page tables for it: milliseconds a gigabyte of small pages.
@@ -539,7 +539,7 @@ def _placement(rank: int, processes: Sequence[Process]) -> RankPlacement:
     sizes: Counter[int] = Counter()
     for process in processes:
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            sizes.update(node_bytes(Path(f"/proc/{process.pid}/numa_maps").read_bytes()))
+            sizes.update(_node_bytes(Path(f"/proc/{process.pid}/numa_maps").read_bytes()))
     return RankPlacement(
         rank=rank,
         cpus=_cpus(process for process in processes if process.role == "rank"),
@@ -549,7 +549,7 @@ def _placement(rank: int, processes: Sequence[Process]) -> RankPlacement:
     )
 
 
-def node_bytes(numa_maps: bytes) -> dict[int, int]:
+def _node_bytes(numa_maps: bytes) -> dict[int, int]:
     """Return the bytes on each NUMA node that ``/proc/PID/numa_maps`` lists, without those of
     files.
     """
@@ -649,22 +649,22 @@ class Sampler:
         self._tree = tree
         self._attempt = attempt
         self._root = root
-        self._gpus = GpuSampler(machine.gpus, root)
+        self._gpus = _GpuSampler(machine.gpus, root)
         self._clock = time.monotonic()
-        self._cpu = read_cpu_times(root)
+        self._cpu = _read_cpu_times(root)
         self._own_cpu_s = time.process_time()
-        self._high_water = HighWater()
+        self._high_water = _HighWater()
         self._memory_bytes = _Seldom(tree.memory_bytes)
         # Not in the same second as the other, so that the heartbeat waits for one of them at most.
         self._placement_due = self._clock + MEMORY_INTERVAL_S / 2
-        self._placement = _Seldom(lambda: read_placements(tree.alive), due=self._placement_due)
+        self._placement = _Seldom(lambda: _read_placements(tree.alive), due=self._placement_due)
         self._loads = ProcessLoads()
         self._foreign: tuple[ForeignProcess, ...] = ()
         self._foreign_due = 0.0
 
     def sample(self) -> Sample:
         """Take a sample."""
-        now, cpu, own_cpu_s = time.monotonic(), read_cpu_times(self._root), time.process_time()
+        now, cpu, own_cpu_s = time.monotonic(), _read_cpu_times(self._root), time.process_time()
         before, self._cpu = self._cpu, cpu
         interval_s, self._clock = now - self._clock, now
         spent_s, self._own_cpu_s = own_cpu_s - self._own_cpu_s, own_cpu_s
@@ -690,7 +690,7 @@ class Sampler:
             placement=self._read_placement(now),
         )
 
-    def gpu_uses(self) -> dict[int, GpuUse]:
+    def gpu_uses(self) -> dict[int, _GpuUse]:
         """Return what processes use of the GPUs, by pid."""
         return self._gpus.processes()
 
@@ -722,17 +722,17 @@ class Sampler:
     def _node_sample(
         self, node: NumaNode, before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]
     ) -> NodeSample:
-        memory = read_node_memory(self._root, node.id, sole=node.id == self._sole_memory_node)
+        memory = _read_node_memory(self._root, node.id, sole=node.id == self._sole_memory_node)
         return NodeSample(
             id=node.id,
-            cores=tuple(busy_percent(before.get(cpu), after.get(cpu)) for cpu in node.cpus),
+            cores=tuple(_busy_percent(before.get(cpu), after.get(cpu)) for cpu in node.cpus),
             memory_used_bytes=memory["MemTotal"] - memory["MemFree"],
             memory_total_bytes=memory["MemTotal"],
             file_cache_bytes=memory["FilePages"],
         )
 
 
-def read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
+def _read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
     """Return (idle, total) clock ticks since boot of each CPU, from /proc/stat. Waiting for I/O
     counts as idle.
     """
@@ -747,7 +747,7 @@ def read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
     return times
 
 
-def busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) -> int:
+def _busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) -> int:
     """Return the busy percentage of a CPU between two readings; 0 for a CPU that is offline or has
     not ticked.
     """
@@ -757,7 +757,7 @@ def busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) 
     return round(100 * min(1.0, max(0.0, 1 - idle)))
 
 
-def read_node_memory(root: Path, node: int, *, sole: bool) -> dict[str, int]:
+def _read_node_memory(root: Path, node: int, *, sole: bool) -> dict[str, int]:
     """Return MemTotal, MemFree and FilePages of a node in bytes; those of the host if the kernel
     has no NUMA.
 

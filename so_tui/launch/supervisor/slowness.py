@@ -142,7 +142,7 @@ class Planned(Struct, frozen=True, kw_only=True):
         return self.step.total_s - self.step.data_s
 
 
-def planned_of(plan: Plan) -> Planned | None:
+def _planned_of(plan: Plan) -> Planned | None:
     """Return what a run is compared with; None where its plan does not know how long a step
     takes.
     """
@@ -153,7 +153,7 @@ def planned_of(plan: Plan) -> Planned | None:
     )
 
 
-def ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
+def _ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
     """Return what makes steps longer than planned, most likely first.
 
     Waiting for data explains the time by which that grew, every other cause part of the rest. Of
@@ -246,7 +246,7 @@ def _slow_copies(measured: Measured, rates: PlannedRates, most_s: float) -> Iter
         yield Cause(code="copies", seconds=min(seconds, most_s), measured=was, planned=should)
 
 
-def measured_of(
+def _measured_of(
     steps: Sequence[StepRecord],
     samples: Sequence[Sample],
     machine: Machine,
@@ -269,7 +269,7 @@ def measured_of(
         adam_bytes_per_s=median_of("adam_bytes_per_s"),
         d2h_bytes_per_s=median_of("d2h_bytes_per_s"),
         h2d_bytes_per_s=median_of("h2d_bytes_per_s"),
-        foreign_share=foreign_share(
+        foreign_share=_foreign_share(
             samples, machine, own := {cpu for rank in binding for cpu in rank.cpus}
         ),
         foreign=_foreign_names(samples, own),
@@ -278,7 +278,7 @@ def measured_of(
     )
 
 
-def foreign_share(samples: Iterable[Sample], machine: Machine, cpus: set[int]) -> float:
+def _foreign_share(samples: Iterable[Sample], machine: Machine, cpus: set[int]) -> float:
     """Return the share of the time of these CPUs that other processes than the run's took; 0
     without samples.
     """
@@ -375,7 +375,7 @@ def slowdown_text(found: Slowdown) -> str:
         f"slower than planned ({duration(_bounded(found.step_s))} a step, not "
         f"{duration(_bounded(found.planned_s))})"
     )
-    causes = [text for cause in found.causes[:_MOST] if (text := cause_text(cause))]
+    causes = [text for cause in found.causes[:_MOST] if (text := _cause_text(cause))]
     if not causes:
         return f"{slower}: nothing that is measured explains it"
     return f"{slower}: {'; also '.join(causes)}"
@@ -387,7 +387,7 @@ def slowdown_remedy(found: Slowdown) -> str:
     return next(known, "`so-tui plan --probe` measures whether the plan is right.")
 
 
-def cause_text(cause: Cause) -> str:
+def _cause_text(cause: Cause) -> str:
     """Return a cause in words; empty for one that this version does not know."""
     measured, planned = _bounded(cause.measured), _bounded(cause.planned)
     match cause.code:
@@ -463,7 +463,7 @@ class SlowWatch:
     def __init__(
         self, plan: Plan, machine: Machine, attempt: int, *, window_s: float = WINDOW_S
     ) -> None:
-        self._planned = planned_of(plan)
+        self._planned = _planned_of(plan)
         self._machine = machine
         self._attempt = attempt
         self._window_s = window_s
@@ -524,8 +524,8 @@ class SlowWatch:
             for half in (steps[: len(steps) // 2], steps[len(steps) // 2 :])
         ):
             return None
-        measured = measured_of(steps, tuple(self._samples), self._machine, planned.binding)
-        causes = ranked_causes(measured, planned)
+        measured = _measured_of(steps, tuple(self._samples), self._machine, planned.binding)
+        causes = _ranked_causes(measured, planned)
         return Slowdown(
             step=steps[-1].step,
             step_s=measured.step_s,

@@ -22,7 +22,7 @@ _CACHE_SHARE = 0.02
 _CUDA_13_DRIVER = 580
 
 
-def check_vendor(context: CheckContext) -> Iterator[Finding]:
+def _check_vendor(context: CheckContext) -> Iterator[Finding]:
     amd = tuple(gpu for gpu in context.machine.gpus if gpu.vendor == "amd")
     named = ", ".join(f"GPU {gpu.index}: {gpu.name} at {gpu.pci_bus_id}" for gpu in amd)
     if any(not gpu.shares_memory for gpu in amd):
@@ -65,7 +65,7 @@ def check_vendor(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_driver(context: CheckContext) -> Iterator[Finding]:
+def _check_driver(context: CheckContext) -> Iterator[Finding]:
     if context.machine.gpus:
         silent = tuple(
             gpu for gpu in context.nvidia_gpus if gpu.uuid is None and gpu.compute_mode is None
@@ -150,7 +150,7 @@ def _why_no_gpu(context: CheckContext) -> Finding:
     )
 
 
-def check_driver_version(context: CheckContext) -> Iterator[Finding]:
+def _check_driver_version(context: CheckContext) -> Iterator[Finding]:
     software = context.machine.software
     major = re.match(r"\d+", software.nvidia_driver or "")
     if (
@@ -175,7 +175,7 @@ def check_driver_version(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_compute_mode(context: CheckContext) -> Iterator[Finding]:
+def _check_compute_mode(context: CheckContext) -> Iterator[Finding]:
     prohibited = tuple(gpu for gpu in context.nvidia_gpus if gpu.compute_mode == "Prohibited")
     if prohibited:
         yield Finding(
@@ -208,7 +208,7 @@ def check_compute_mode(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_mig(context: CheckContext) -> Iterator[Finding]:
+def _check_mig(context: CheckContext) -> Iterator[Finding]:
     sliced = tuple(gpu for gpu in context.nvidia_gpus if gpu.mig)
     if sliced:
         yield Finding(
@@ -224,7 +224,7 @@ def check_mig(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
+def _check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
     """On Grace, find GPUs whose memory is not a NUMA node: the driver manages it (CDMM), or it was
     not brought online.
     """
@@ -266,7 +266,7 @@ def check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_cache_in_gpu_memory(context: CheckContext) -> Iterator[Finding]:
+def _check_cache_in_gpu_memory(context: CheckContext) -> Iterator[Finding]:
     owners = {gpu.memory_node: gpu for gpu in context.nvidia_gpus}
     for node in context.machine.numa_nodes:
         if node.id in owners and _cache_share(node) > _CACHE_SHARE:
@@ -294,7 +294,7 @@ def _cache_share(node: NumaNode) -> float:
     )
 
 
-def check_mpam(context: CheckContext) -> Iterator[Finding]:
+def _check_mpam(context: CheckContext) -> Iterator[Finding]:
     mpam = context.machine.mpam
     if context.is_grace and mpam.state in ("off", "kernel", "firmware"):
         yield Finding(
@@ -311,14 +311,14 @@ def check_mpam(context: CheckContext) -> Iterator[Finding]:
 
 
 CHECKS = (
-    check_vendor,
-    check_driver,
-    check_driver_version,
-    check_compute_mode,
-    check_mig,
-    check_gpu_memory_node,
-    check_cache_in_gpu_memory,
-    check_mpam,
+    _check_vendor,
+    _check_driver,
+    _check_driver_version,
+    _check_compute_mode,
+    _check_mig,
+    _check_gpu_memory_node,
+    _check_cache_in_gpu_memory,
+    _check_mpam,
 )
 
 
@@ -335,7 +335,7 @@ _CUDA_FOR_BLACKWELL = (12, 8)
 _NAMED_ARCHITECTURES = frozenset(("Ada", "Ampere", "Blackwell", "Hopper", "Turing", "Volta"))
 
 
-def check_in_use(context: CheckContext) -> Iterator[Finding]:
+def _check_in_use(context: CheckContext) -> Iterator[Finding]:
     for gpu, health in _pairs(context):
         if not health.pids:
             continue
@@ -366,7 +366,7 @@ def check_in_use(context: CheckContext) -> Iterator[Finding]:
             )
 
 
-def check_memory_errors(context: CheckContext) -> Iterator[Finding]:
+def _check_memory_errors(context: CheckContext) -> Iterator[Finding]:
     for gpu, health in _pairs(context):
         if health.row_remap_failed:
             yield Finding(
@@ -398,7 +398,7 @@ def check_memory_errors(context: CheckContext) -> Iterator[Finding]:
             )
 
 
-def check_persistence(context: CheckContext) -> Iterator[Finding]:
+def _check_persistence(context: CheckContext) -> Iterator[Finding]:
     off = tuple(gpu for gpu, health in _pairs(context) if health.persistence is False)
     if off:
         yield Finding(
@@ -414,7 +414,7 @@ def check_persistence(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_architectures(context: CheckContext) -> Iterator[Finding]:
+def _check_architectures(context: CheckContext) -> Iterator[Finding]:
     """Find GPUs for which torch has no kernels, or for which extensions would be compiled
     without.
     """
@@ -487,4 +487,4 @@ def _version(text: str | None) -> tuple[int, int] | None:
     return (int(match.group(1)), int(match.group(2))) if match else None
 
 
-HEALTH_CHECKS = (check_in_use, check_memory_errors, check_persistence, check_architectures)
+HEALTH_CHECKS = (_check_in_use, _check_memory_errors, _check_persistence, _check_architectures)

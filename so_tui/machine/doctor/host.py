@@ -29,7 +29,7 @@ _SELF_SCALING = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 _FEW_PROCESSES = 4096
 
 
-def check_cores_near_gpus(context: CheckContext) -> Iterator[Finding]:
+def _check_cores_near_gpus(context: CheckContext) -> Iterator[Finding]:
     """Find a CPU mask without any core of a GPU's node: some sites give every task the first cores
     of the host.
     """
@@ -52,7 +52,7 @@ def check_cores_near_gpus(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_nodes_without_cpus(context: CheckContext) -> Iterator[Finding]:
+def _check_nodes_without_cpus(context: CheckContext) -> Iterator[Finding]:
     """Find hosts where half of the NUMA nodes have no CPUs: DeepSpeed's launcher takes those for
     fast CPU memory and prefers them.
     """
@@ -75,7 +75,7 @@ def check_nodes_without_cpus(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_fake_nodes(context: CheckContext) -> Iterator[Finding]:
+def _check_fake_nodes(context: CheckContext) -> Iterator[Finding]:
     """Find NUMA nodes that list the same CPUs: a kernel started with ``numa=fake``."""
     nodes = context.machine.cpu_nodes
     shared = [node.id for node in nodes if sum(other.cpus == node.cpus for other in nodes) > 1]
@@ -95,7 +95,7 @@ def check_fake_nodes(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_core_count(context: CheckContext) -> Iterator[Finding]:
+def _check_core_count(context: CheckContext) -> Iterator[Finding]:
     gpus, cores = len(context.nvidia_gpus), len(context.machine.allowed_cpus)
     if gpus and cores < _FEW_CORES * gpus:
         yield Finding(
@@ -114,7 +114,7 @@ def check_core_count(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_cpu_quota(context: CheckContext) -> Iterator[Finding]:
+def _check_cpu_quota(context: CheckContext) -> Iterator[Finding]:
     quota = host.cpu_quota(context.files) if context.files else None
     if quota is not None and quota < len(context.machine.allowed_cpus):
         yield Finding(
@@ -135,7 +135,7 @@ def check_cpu_quota(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_numa_balancing(context: CheckContext) -> Iterator[Finding]:
+def _check_numa_balancing(context: CheckContext) -> Iterator[Finding]:
     several = sum(node.memory_total_bytes > 0 for node in context.machine.numa_nodes) > 1
     setting = context.text("/proc/sys/kernel/numa_balancing").strip()
     if several and context.nvidia_gpus and setting not in ("", "0"):
@@ -155,7 +155,7 @@ def check_numa_balancing(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_governor(context: CheckContext) -> Iterator[Finding]:
+def _check_governor(context: CheckContext) -> Iterator[Finding]:
     folder = "/sys/devices/system/cpu/cpu0/cpufreq"
     name, scaling = (
         context.text(f"{folder}/scaling_governor").strip(),
@@ -172,7 +172,7 @@ def check_governor(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_process_limit(context: CheckContext) -> Iterator[Finding]:
+def _check_process_limit(context: CheckContext) -> Iterator[Finding]:
     limit = host.process_limit(context.files) if context.files else None
     if (
         limit is not None
@@ -189,7 +189,7 @@ def check_process_limit(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_login_node(context: CheckContext) -> Iterator[Finding]:
+def _check_login_node(context: CheckContext) -> Iterator[Finding]:
     """Find a host with Slurm's commands outside of a job: compute nodes may be different."""
     if "SLURM_JOB_ID" not in context.environment and shutil.which(
         "sbatch", path=context.environment.get("PATH", "")
@@ -208,15 +208,15 @@ def check_login_node(context: CheckContext) -> Iterator[Finding]:
 
 
 CHECKS = (
-    check_cores_near_gpus,
-    check_nodes_without_cpus,
-    check_fake_nodes,
-    check_core_count,
-    check_cpu_quota,
-    check_numa_balancing,
-    check_governor,
-    check_process_limit,
-    check_login_node,
+    _check_cores_near_gpus,
+    _check_nodes_without_cpus,
+    _check_fake_nodes,
+    _check_core_count,
+    _check_cpu_quota,
+    _check_numa_balancing,
+    _check_governor,
+    _check_process_limit,
+    _check_login_node,
 )
 
 
@@ -232,7 +232,7 @@ _PAGE_64K_BYTES = 65536
 _SMALL_MEMLOCK_BYTES = 64 << 20
 
 
-def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
+def _check_shared_memory(context: CheckContext) -> Iterator[Finding]:
     """Check /dev/shm, which holds NCCL's buffers and the states that DeepSpeed's own engine shares
     with its Adam worker.
 
@@ -279,7 +279,7 @@ def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_locked_memory(context: CheckContext) -> Iterator[Finding]:
+def _check_locked_memory(context: CheckContext) -> Iterator[Finding]:
     """Check the limit on locked memory on hosts with RDMA cards. CUDA's pinned memory does not
     count against it.
     """
@@ -308,7 +308,7 @@ def check_locked_memory(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_swap(context: CheckContext) -> Iterator[Finding]:
+def _check_swap(context: CheckContext) -> Iterator[Finding]:
     sizes = [
         int(fields[2]) * 1024
         for line in context.text("/proc/swaps").splitlines()[1:]
@@ -328,7 +328,7 @@ def check_swap(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_huge_pages(context: CheckContext) -> Iterator[Finding]:
+def _check_huge_pages(context: CheckContext) -> Iterator[Finding]:
     setting = re.search(r"\[(\w+)\]", context.text("/sys/kernel/mm/transparent_hugepage/enabled"))
     if not setting or not context.nvidia_gpus:
         return
@@ -367,7 +367,7 @@ def check_huge_pages(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_memory_limit(context: CheckContext) -> Iterator[Finding]:
+def _check_memory_limit(context: CheckContext) -> Iterator[Finding]:
     limit = context.machine.memory_limit_bytes
     if limit is None:
         return
@@ -397,11 +397,11 @@ def check_memory_limit(context: CheckContext) -> Iterator[Finding]:
 
 
 MEMORY_CHECKS = (
-    check_shared_memory,
-    check_locked_memory,
-    check_swap,
-    check_huge_pages,
-    check_memory_limit,
+    _check_shared_memory,
+    _check_locked_memory,
+    _check_swap,
+    _check_huge_pages,
+    _check_memory_limit,
 )
 
 
@@ -426,7 +426,7 @@ _LOGIND_FOLDERS = ("/usr/lib/systemd", "/run/systemd", "/etc/systemd")
 _TRUE = ("yes", "true", "1", "on")
 
 
-def check_orphans(context: CheckContext) -> Iterator[Finding]:
+def _check_orphans(context: CheckContext) -> Iterator[Finding]:
     """Find training processes of this user without a supervisor. The run may still be fine: its
     supervisor may have died.
     """
@@ -550,7 +550,7 @@ def _strings(files: SystemFiles, pid: int, name: str) -> list[str]:
     return (files.text(f"/proc/{pid}/{name}") or "").split("\0")
 
 
-def check_logout(context: CheckContext) -> Iterator[Finding]:
+def _check_logout(context: CheckContext) -> Iterator[Finding]:
     """Find login sessions whose processes end at logout. Those of the user's service manager
     outlive it if the user lingers.
     """
@@ -605,7 +605,7 @@ def _logind_settings(files: SystemFiles) -> tuple[str, dict[str, str]]:
     return where, settings
 
 
-def check_shared_memory_left(context: CheckContext) -> Iterator[Finding]:
+def _check_shared_memory_left(context: CheckContext) -> Iterator[Finding]:
     """Find segments in /dev/shm that no process has open: they take memory until they are
     removed.
     """
@@ -661,4 +661,4 @@ def _open_segments(files: SystemFiles) -> set[str]:
     return {name.replace("\\012", "\n") for name in names}  # as the kernel writes the end of a line
 
 
-PROCESS_CHECKS = (check_orphans, check_shared_memory_left, check_logout)
+PROCESS_CHECKS = (_check_orphans, _check_shared_memory_left, _check_logout)

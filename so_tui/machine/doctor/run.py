@@ -25,7 +25,7 @@ _LARGE_BYTES = 1 << 30
 _JOB_ENDS_SOON_S = 600
 
 
-def check_fits(context: CheckContext) -> Iterator[Finding]:
+def _check_fits(context: CheckContext) -> Iterator[Finding]:
     if context.plan and not context.plan.fits:
         yield Finding(
             code="plan-does-not-fit",
@@ -38,7 +38,7 @@ def check_fits(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_memory_now(context: CheckContext) -> Iterator[Finding]:
+def _check_memory_now(context: CheckContext) -> Iterator[Finding]:
     """Find other processes that hold memory the plan counts on. Memory that grows on demand cannot
     be checked.
     """
@@ -84,7 +84,7 @@ def _largest(context: CheckContext) -> str:
     return "".join(f"; {text}" for text in named)
 
 
-def check_disk(context: CheckContext) -> Iterator[Finding]:
+def _check_disk(context: CheckContext) -> Iterator[Finding]:
     """Check the free disk space for checkpoints: what the plan needs, or a minimum without a
     plan.
     """
@@ -122,7 +122,7 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
+def _check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
     """Find a folder for checkpoints whose files take host memory and are lost when the host
     restarts.
     """
@@ -150,7 +150,7 @@ def check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
+def _check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
     """Find settings that slow down or break DeepSpeed's own SuperOffload, but not so-tui's
     engine.
     """
@@ -226,7 +226,7 @@ def check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_job_time(context: CheckContext) -> Iterator[Finding]:
+def _check_job_time(context: CheckContext) -> Iterator[Finding]:
     """Check that the Slurm job outlasts the run. Slurm 22.05 and newer set the end time of the
     job.
     """
@@ -274,10 +274,10 @@ def _existing_parent(folder: Path) -> Path:
 
 
 CHECKS = (
-    check_fits,
-    check_memory_now,
-    check_disk,
-    check_checkpoints_in_memory,
-    check_deepspeed_engine,
-    check_job_time,
+    _check_fits,
+    _check_memory_now,
+    _check_disk,
+    _check_checkpoints_in_memory,
+    _check_deepspeed_engine,
+    _check_job_time,
 )

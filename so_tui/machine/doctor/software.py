@@ -33,7 +33,7 @@ _ORDINARY = Needs(head_size=128)
 """What most models ask of attention."""
 
 
-def check_packages(context: CheckContext) -> Iterator[Finding]:
+def _check_packages(context: CheckContext) -> Iterator[Finding]:
     if not context.machine.live:
         return
     installed = context.machine.software
@@ -53,7 +53,7 @@ def check_packages(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_versions(context: CheckContext) -> Iterator[Finding]:
+def _check_versions(context: CheckContext) -> Iterator[Finding]:
     """Check that each package is within the tested bounds, and that all of them were tested
     together.
     """
@@ -113,7 +113,7 @@ def _outside(bound: Bound, version: str) -> Finding:
     )
 
 
-def check_torch_build(context: CheckContext) -> Iterator[Finding]:
+def _check_torch_build(context: CheckContext) -> Iterator[Finding]:
     installed = context.machine.software
     if context.nvidia_gpus and installed.torch and installed.torch_cuda is None:
         yield Finding(
@@ -145,7 +145,7 @@ def check_torch_build(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def check_memory_binding(context: CheckContext) -> Iterator[Finding]:
+def _check_memory_binding(context: CheckContext) -> Iterator[Finding]:
     installed = context.machine.software
     if not context.machine.live or installed.numactl_works is not False:
         return
@@ -182,7 +182,7 @@ def check_memory_binding(context: CheckContext) -> Iterator[Finding]:
     )
 
 
-def check_build_tools(context: CheckContext) -> Iterator[Finding]:
+def _check_build_tools(context: CheckContext) -> Iterator[Finding]:
     """Check what compiles CPU Adam: a compiler in every offload mode, and ninja for DeepSpeed's
     own.
     """
@@ -264,7 +264,7 @@ def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
     )
 
 
-def check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
+def _check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
     """Check the CUDA toolkit, which DeepSpeed compares with torch's CUDA version before it compiles
     its CPU Adam.
     """
@@ -319,7 +319,7 @@ def _is_compiled(context: CheckContext) -> bool:
     return context.files.exists(f"{extensions_folder(context.environment)}/cpu_adam/cpu_adam.so")
 
 
-def check_attention(context: CheckContext) -> Iterator[Finding]:
+def _check_attention(context: CheckContext) -> Iterator[Finding]:
     """Find a faster attention backend for this GPU than the installed ones; models and settings
     decide in the end (the plan says).
     """
@@ -349,7 +349,7 @@ def check_attention(context: CheckContext) -> Iterator[Finding]:
     )
 
 
-def check_environment(context: CheckContext) -> Iterator[Finding]:
+def _check_environment(context: CheckContext) -> Iterator[Finding]:
     if context.environment.get("OMP_NUM_THREADS") == "1":
         yield Finding(
             code="omp-single-thread",
@@ -394,12 +394,12 @@ def check_environment(context: CheckContext) -> Iterator[Finding]:
 
 
 CHECKS = (
-    check_packages,
-    check_versions,
-    check_torch_build,
-    check_memory_binding,
-    check_build_tools,
-    check_cuda_toolkit,
-    check_attention,
-    check_environment,
+    _check_packages,
+    _check_versions,
+    _check_torch_build,
+    _check_memory_binding,
+    _check_build_tools,
+    _check_cuda_toolkit,
+    _check_attention,
+    _check_environment,
 )

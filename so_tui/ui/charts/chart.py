@@ -69,7 +69,7 @@ LEAST_ROWS_FOR_MORE = 8
 """Rows of a chart from which on a second row of values leaves a plot."""
 
 
-class Figure(NamedTuple):
+class _Figure(NamedTuple):
     """What stands behind the title of a chart, with the space before it."""
 
     segments: list[Segment]
@@ -80,7 +80,7 @@ class Figure(NamedTuple):
         return Segment.get_line_length(self.segments)
 
 
-class Heading(NamedTuple):
+class _Heading(NamedTuple):
     """The heading of a chart."""
 
     title: list[Segment]
@@ -90,7 +90,7 @@ class Heading(NamedTuple):
     """Values that find no room beside the title."""
 
 
-def arranged(title: list[Segment], figures: Sequence[Figure], room: int, height: int) -> Heading:
+def _arranged(title: list[Segment], figures: Sequence[_Figure], room: int, height: int) -> _Heading:
     """Return as many values and notes as fit beside the title; none is cut, since a cut number is
     another number.
 
@@ -118,10 +118,10 @@ def arranged(title: list[Segment], figures: Sequence[Figure], room: int, height:
         elif figure.kind != "note" and figure.cells <= free_below:
             below += figure.segments
             free_below -= figure.cells
-    return Heading(title, beside, below)
+    return _Heading(title, beside, below)
 
 
-class ChartFrame(NamedTuple):
+class _ChartFrame(NamedTuple):
     """Makes the rows of a chart of ``width`` cells, with ``inset`` cells of a frame at either side:
     1, or 0 without one.
     """
@@ -130,7 +130,7 @@ class ChartFrame(NamedTuple):
     inset: int
     styles: Mapping[str, Style]
 
-    def upper(self, heading: Heading) -> Strip:
+    def upper(self, heading: _Heading) -> Strip:
         """Return the row of the heading."""
         line, base = self.styles["frame"], self.styles["base"]
         if not self.inset:
@@ -501,8 +501,8 @@ class Chart(AxisMouse, can_focus=True):
         room = self.heading_room
         columns = width - 2 * self.inset - GUTTER
         styles = self._role_styles.get(self)
-        frame = ChartFrame(width, self.inset, styles)
-        heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
+        frame = _ChartFrame(width, self.inset, styles)
+        heading = _arranged(self._title(styles, room), list(self._figures(styles)), room, height)
         # Values that find no room beside the title have a row of their own, where that leaves a
         # plot.
         rows = [frame.row(heading.below)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
@@ -517,11 +517,13 @@ class Chart(AxisMouse, can_focus=True):
                 rows += [frame.row([])] * (height - 2 - len(rows))
                 rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])], self.turns))
         if self.robust:  # the plot knows by now how many values it leaves out
-            heading = arranged(self._title(styles, room), list(self._figures(styles)), room, height)
+            heading = _arranged(
+                self._title(styles, room), list(self._figures(styles)), room, height
+            )
         return [frame.upper(heading), *rows]
 
     def _body(
-        self, axis: Axis, width: int, height: int, frame: ChartFrame, styles: dict[str, Style]
+        self, axis: Axis, width: int, height: int, frame: _ChartFrame, styles: dict[str, Style]
     ) -> list[Strip]:
         """Return plot and axis, cached while nothing of them changes: values beyond the range are
         no change.
@@ -622,7 +624,7 @@ class Chart(AxisMouse, can_focus=True):
             title.append(Segment(f"  {self.alarm}", styles["bad"]))
         return title
 
-    def _figures(self, styles: Mapping[str, Style]) -> Iterator[Figure]:
+    def _figures(self, styles: Mapping[str, Style]) -> Iterator[_Figure]:
         """Yield values and notes, each with the space before it."""
         axis = self.axis
         for line, name in zip(self.lines, self.names, strict=True):
@@ -636,13 +638,13 @@ class Chart(AxisMouse, can_focus=True):
             shown = "-" if value is None else self.format_value(value / self.per)
             called = f"  {name} ".replace("  . ", "  ")
             if line.role == "raw":
-                yield Figure(
+                yield _Figure(
                     [Segment(called, styles["note"]), Segment(shown, styles["label"])], "raw"
                 )
                 continue
             style = styles[line.role] + BOLD
             sign = [Segment(f"  {line.sign}", style)] if line.sign else []
-            yield Figure(
+            yield _Figure(
                 [
                     *sign,
                     Segment(called[1:] if sign else called, styles["note"]),
@@ -651,21 +653,21 @@ class Chart(AxisMouse, can_focus=True):
                 "value",
             )
         if self.unit:
-            yield Figure([Segment(f" {self.unit}", styles["note"])])
+            yield _Figure([Segment(f" {self.unit}", styles["note"])])
         if self.cursor is not None and axis is not None:
-            yield Figure(
+            yield _Figure(
                 [Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])]
             )
         if self.log_scale:
-            yield Figure([Segment("  log y", styles["note"])])
+            yield _Figure([Segment("  log y", styles["note"])])
         if self.robust:
-            yield Figure([Segment("  robust y", styles["note"])])
+            yield _Figure([Segment("  robust y", styles["note"])])
             if self._outside:
-                yield Figure(
+                yield _Figure(
                     [Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])]
                 )
         for note in self.notes:
-            yield Figure([Segment(f"  {note}", styles["note"])])
+            yield _Figure([Segment(f"  {note}", styles["note"])])
 
     def _with_range(
         self, row: list[Segment], width: int, styles: Mapping[str, Style]

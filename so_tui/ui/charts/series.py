@@ -100,7 +100,7 @@ class Series:
         return position < len(self._gaps) and self._gaps[position] < stop
 
 
-class TrailingMean:
+class _TrailingMean:
     """Mean of the finite values of the last ``span`` steps, up to and including a step."""
 
     __slots__ = ("_counts", "_steps", "_sums", "span")
@@ -130,7 +130,7 @@ class TrailingMean:
         return total(self._sums) / sum(self._counts) if self._steps else math.nan
 
 
-class ExponentialMean:
+class _ExponentialMean:
     """Exponential moving average of the finite values, corrected for the missing past of the first
     ones.
     """
@@ -349,7 +349,7 @@ def mean_of(metric: str) -> str:
     return f"{metric} mean"
 
 
-def single_from(first: int, latest: int) -> int:
+def _single_from(first: int, latest: int) -> int:
     """Return the step from which on a run is drawn step by step; those before it are blocks."""
     whole = latest // SINGLE_STEPS * SINGLE_STEPS - SINGLE_STEPS
     return whole + 1 if whole > first else first
@@ -401,9 +401,9 @@ class StepSeries:
         """Steps of which all records are here."""
         self._windows = self._new_windows()
 
-    def _new_windows(self) -> dict[str, TrailingMean | ExponentialMean]:
+    def _new_windows(self) -> dict[str, _TrailingMean | _ExponentialMean]:
         return {
-            metric: TrailingMean(self.span) if self.ema is None else ExponentialMean(self.ema)
+            metric: _TrailingMean(self.span) if self.ema is None else _ExponentialMean(self.ema)
             for metric in self.means
         }
 
@@ -460,7 +460,7 @@ class StepSeries:
         first, latest = reader.first_step, reader.latest
         if first is None or latest is None:
             return
-        self.single_from = single_from(first, latest.step)
+        self.single_from = _single_from(first, latest.step)
         if self.single_from > first:
             self._add_blocks(
                 reader.blocks((*self.metrics, "time"), self.single_from - 1, self._weights)
@@ -499,7 +499,7 @@ class StepSeries:
         for metric, name in self.means.items():
             window, part = self._windows[metric], "sum"
             add: Callable[[float, float, float], None] = window.add
-            if isinstance(window, ExponentialMean) and self._weights:
+            if isinstance(window, _ExponentialMean) and self._weights:
                 part, add = WEIGHTED[window.weight], window.add_weighted
             for end, values, count in zip(
                 self.mean_steps, blocks[f"{metric}.{part}"], blocks[f"{metric}.finite"], strict=True
@@ -594,7 +594,7 @@ class FollowedSteps:
         coarser = (
             first is not None
             and latest is not None
-            and single_from(first, latest.step) != self.series.single_from
+            and _single_from(first, latest.step) != self.series.single_from
         )
         if not self._outdated and not coarser and span == self.series.span:
             return False

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # answers.
 
 
-class Conversation:
+class _Conversation:
     """The turns of one conversation with one or two models."""
 
     def __init__(self, system: str = "") -> None:
@@ -69,7 +69,7 @@ class Conversation:
         self._turns[side] = self._turns[side][:-1]
 
 
-def sampling_text(sampling: Sampling) -> str:
+def _sampling_text(sampling: Sampling) -> str:
     """Return sampling as text that a user can edit."""
     return "  ".join(
         f"{name.replace('_', '-')}={value:g}"
@@ -77,7 +77,7 @@ def sampling_text(sampling: Sampling) -> str:
     )
 
 
-def read_sampling(text: str) -> Sampling:
+def _read_sampling(text: str) -> Sampling:
     """Return the sampling that a user typed; what is left out has its default.
 
     Raises:
@@ -90,7 +90,7 @@ def read_sampling(text: str) -> Sampling:
     except msgspec.ValidationError as error:
         message, remedy = (
             f"cannot be used ({error})",
-            f"Write, for example: {sampling_text(Sampling())}",
+            f"Write, for example: {_sampling_text(Sampling())}",
         )
         raise InputError(
             [Problem(code="sampling", field="sampling", value=text, message=message, remedy=remedy)]
@@ -206,7 +206,7 @@ class ChatScreen(Screen[None]):
             system: A system message.
         """
         self._load, self._sampling, self._system = load, sampling, system
-        self._conversation = Conversation(system)
+        self._conversation = _Conversation(system)
         self._process: ModelProcess | None = None
         self._end: Cancel | None = None
         self._loaded: Loaded | None = None
@@ -318,7 +318,7 @@ class ChatScreen(Screen[None]):
     def _show_sampling(self) -> None:
         system = f"  system: {shorten(self._system, 40)}" if self._system else ""
         self.query_one("#chat-sampling", Static).update(
-            Content.styled(sampling_text(self._sampling) + system, "$faint")
+            Content.styled(_sampling_text(self._sampling) + system, "$faint")
         )
 
     # Commands.
@@ -351,13 +351,15 @@ class ChatScreen(Screen[None]):
 
         hint = "temperature=0 takes the most probable token; the same seed gives the same answer"
         self.app.push_screen(
-            AskText("Sampling", hint, sampling_text(self._sampling), yes="Use", read=read_sampling),
+            AskText(
+                "Sampling", hint, _sampling_text(self._sampling), yes="Use", read=_read_sampling
+            ),
             answered,
         )
 
     def action_forget(self) -> None:
         if not self._waiting:
-            self._conversation = Conversation(self._system)
+            self._conversation = _Conversation(self._system)
             for column in self.query(Column):
                 column.clear()
 

@@ -180,7 +180,7 @@ class FieldRow(Horizontal):
         if info is None:
             yield FormEntry(self._value, compact=True, classes="field-control field-number")
             yield from (Stepper(-1), Stepper(1))
-            options = [(unit_of(path), path) for path in LENGTH_KEYS]
+            options = [(_unit_of(path), path) for path in LENGTH_KEYS]
             yield Choice(
                 options, value=self._key, allow_blank=False, compact=True, classes="field-unit"
             )
@@ -213,7 +213,7 @@ class FieldRow(Horizontal):
     @property
     def name_shown(self) -> str:
         """Its label in small letters, with the units to choose from."""
-        units = [unit_of(path) for path in LENGTH_KEYS] if self.info is None else []
+        units = [_unit_of(path) for path in LENGTH_KEYS] if self.info is None else []
         return " ".join((label(self.path).lower(), *units))
 
     @property
@@ -369,7 +369,7 @@ class FieldRow(Horizontal):
         )
 
 
-def unit_of(path: str) -> str:
+def _unit_of(path: str) -> str:
     """Return ``steps`` for ``train.steps``."""
     return path.rpartition(".")[2]
 

@@ -91,7 +91,7 @@ class WhatIf(StyledLines, can_focus=True):
             )
         ]
         for index, strip in enumerate(self.strips):
-            rows += strip_lines(
+            rows += _strip_lines(
                 strip, self.size.width or WIDEST, marked=self.has_focus and index == self._marked
             )
         self.update(Content("\n").join(rows))
@@ -146,7 +146,7 @@ class WhatIf(StyledLines, can_focus=True):
         """Choose the value of the bar that the mouse is above, below or on."""
         if self._dragged is not None and self._dragged < len(self.strips):
             strip = self.strips[self._dragged]
-            found = bar_at(strip, event.x - self.gutter.left)
+            found = _bar_at(strip, event.x - self.gutter.left)
             self._choose(strip, None if found is None else strip.choices[found].value)
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
@@ -164,7 +164,7 @@ class WhatIf(StyledLines, can_focus=True):
             self.action_step(direction)
 
 
-def bar_at(strip: Strip, x: int) -> int | None:
+def _bar_at(strip: Strip, x: int) -> int | None:
     """Return the choice whose bar is in cell ``x``; the present one has a mark on each side."""
     x -= BEFORE_BARS + len(f"{strip.choices[0].value:.2f} ")
     if x > strip.at:
@@ -172,7 +172,7 @@ def bar_at(strip: Strip, x: int) -> int | None:
     return x if 0 <= x < len(strip.choices) else None
 
 
-def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
+def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     """Return the strip, a bar a value, and below it the figures of the present value. ✗ does not
     fit; · has no predicted time.
     """
@@ -198,11 +198,11 @@ def strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     )
     return [
         line + Content.assemble(*pieces) + Content.styled(f" {high:.2f}", "$faint"),
-        figures(strip.choices[strip.at], width),
+        _figures(strip.choices[strip.at], width),
     ]
 
 
-def figures(choice: Choice, width: int) -> Content:
+def _figures(choice: Choice, width: int) -> Content:
     """Return ``0.70 ✓ step 1.72 s ±12% GPU 86.0 of 95.0 GiB host 106 GiB``, as much of it as fits;
     no figure is cut.
     """

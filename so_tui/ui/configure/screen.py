@@ -180,7 +180,7 @@ class Drafts:
 # Notes that a plan adds to single fields of the form. Pure functions.
 
 
-def impossible_field(plan: Plan | None) -> tuple[str, str]:
+def _impossible_field(plan: Plan | None) -> tuple[str, str]:
     """Return the field that makes a plan impossible on its machine and the reason; two empty
     strings where none does.
     """
@@ -192,7 +192,7 @@ def impossible_field(plan: Plan | None) -> tuple[str, str]:
     return field, plan.reason_texts[0]
 
 
-def problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
+def _problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
     """Return what to do about each row of the form that is wrong; a source of a mixture has no row
     of its own.
     """
@@ -203,7 +203,7 @@ def problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
     return found
 
 
-def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
+def _field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode: str) -> str:
     """Return what the plan derives from a field, where that says more than its range.
     ``given_mode`` is the offload mode in the form.
     """
@@ -229,7 +229,7 @@ def field_note(path: str, plan: Plan | None, machine: Machine | None, given_mode
     return ""
 
 
-def partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool) -> str:
+def _partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool) -> str:
     """Return what the chosen partition offers, what it may be, or why none can be named here."""
     if not slurm:
         return "no Slurm here"
@@ -251,7 +251,7 @@ def partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool)
 # back.
 
 
-def changes_title(drafts: Drafts, width: int) -> Content:
+def _changes_title(drafts: Drafts, width: int) -> Content:
     """Return the model, its preset, how many fields were changed, and what was recommended for
     which machine, in one line.
 
@@ -286,7 +286,7 @@ def changes_title(drafts: Drafts, width: int) -> Content:
     return line
 
 
-def show_differences(app: SharedApp, drafts: Drafts) -> None:
+def _show_differences(app: SharedApp, drafts: Drafts) -> None:
     """Show every field that differs from the preset."""
     from so_tui.ui.dialogs import Notice
 
@@ -302,7 +302,7 @@ def show_differences(app: SharedApp, drafts: Drafts) -> None:
     app.push_screen(Notice(heading, lines or ["No field differs from the preset."], bad=False))
 
 
-def ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> None:
+def _ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> None:
     """Ask to undo the user's changes, or to give up what was recommended where there are none; call
     ``then`` once that is done.
     """
@@ -550,7 +550,7 @@ class ConfigureScreen(ResizablePage):
         if message.serial != self._serial or self._drafts.base is None:
             return
         self._planned = message
-        self._mark_fields(message, *impossible_field(message.plan))
+        self._mark_fields(message, *_impossible_field(message.plan))
         self._show_title()
         self.plan.show(message)
         waiting, self._when_planned = self._when_planned, None
@@ -609,7 +609,7 @@ class ConfigureScreen(ResizablePage):
         on this machine.
         """
         problems = (
-            problems_by_row(message.problems)
+            _problems_by_row(message.problems)
             if message.problems
             else {field: f"{reason}."}
             if field
@@ -619,18 +619,18 @@ class ConfigureScreen(ResizablePage):
 
         def note_of(path: str) -> str:
             if path == "slurm.partition":
-                return partition_note(
+                return _partition_note(
                     self._partitions,
                     self._drafts.values.get("slurm.partition", ""),
                     slurm=preset_actions.has_slurm(),
                 )
-            return field_note(path, message.plan, self.app.machine, given_mode)
+            return _field_note(path, message.plan, self.app.machine, given_mode)
 
         self.form.mark(self._drafts.was, self._drafts.preset_value, problems, note_of)
 
     def _show_title(self) -> None:
         title = self.query_one("#form-title", Static)
-        title.update(changes_title(self._drafts, title.content_size.width or self.size.width))
+        title.update(_changes_title(self._drafts, title.content_size.width or self.size.width))
 
     @property
     def _machine_named(self) -> str:
@@ -741,10 +741,10 @@ class ConfigureScreen(ResizablePage):
             )
 
     def action_differences(self) -> None:
-        show_differences(self.app, self._drafts)
+        _show_differences(self.app, self._drafts)
 
     def action_reset(self) -> None:
-        ask_to_undo(self.app, self._drafts, lambda: self.call_after_refresh(self._show_form))
+        _ask_to_undo(self.app, self._drafts, lambda: self.call_after_refresh(self._show_form))
 
     def action_copy(self) -> None:
         self._once_planned(self._copy)

@@ -47,7 +47,7 @@ LEAST_ROWS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class _Shown:
     """What charts are drawn of."""
 
     snapshot: Snapshot
@@ -295,7 +295,7 @@ class ChartPanel(Container, CachedLinesMixin):
         """Draw ``snapshot`` over ``axis``, with the cursor of ``view``, and other runs over it."""
         marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
         marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
-        shown = Shown(snapshot, view, axis if snapshot.length else None, overlays)
+        shown = _Shown(snapshot, view, axis if snapshot.length else None, overlays)
         drawn = {chart.id: chart for chart in self.charts}
         for metric in self.page.metrics:
             if (chart := drawn.get(metric.key)) is not None:
@@ -304,7 +304,7 @@ class ChartPanel(Container, CachedLinesMixin):
                 )
                 self._show_metric(metric, chart, shown, marks)
 
-    def _show_metric(self, metric: Metric, chart: Chart, shown: Shown, marks: list[Mark]) -> None:
+    def _show_metric(self, metric: Metric, chart: Chart, shown: _Shown, marks: list[Mark]) -> None:
         snapshot = shown.snapshot
         coloured = not self.app.no_color
         pairs = _lines(metric, chart, shown, coloured=coloured)
@@ -344,7 +344,9 @@ class ChartPanel(Container, CachedLinesMixin):
         )
 
 
-def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> list[tuple[Line, str]]:
+def _lines(
+    metric: Metric, chart: Chart, shown: _Shown, *, coloured: bool
+) -> list[tuple[Line, str]]:
     """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``,
     parts of a step have signs.
     """
@@ -381,7 +383,7 @@ def _lines(metric: Metric, chart: Chart, shown: Shown, *, coloured: bool) -> lis
     return [*pairs, *((line, "evaluation" if roomy else "eval") for line in evaluations)]
 
 
-def _mean_name(chart: Chart, shown: Shown) -> str:
+def _mean_name(chart: Chart, shown: _Shown) -> str:
     """Return the name of the mean in as many words as leave room for the other values."""
     snapshot, axis, cursor = shown.snapshot, shown.axis, shown.view.cursor
     whole = snapshot.whole
@@ -436,7 +438,7 @@ class RunLegend(StyledLines):
             entries.append(
                 entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint")
             )
-        self.update(Content("\n").join(wrapped(entries, self.room)))
+        self.update(Content("\n").join(_wrapped(entries, self.room)))
 
 
 def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: float | None) -> str:
@@ -465,7 +467,7 @@ def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: f
     return " to ".join(dict.fromkeys(texts))
 
 
-def wrapped(entries: list[Content], width: int, gap: str = "   ") -> list[Content]:
+def _wrapped(entries: list[Content], width: int, gap: str = "   ") -> list[Content]:
     """Return entries in lines of at most ``width`` cells, none cut and none left out; one that is
     wider has its own line.
     """

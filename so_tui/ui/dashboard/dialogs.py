@@ -123,7 +123,7 @@ class AnswersScreen(ModalScreen[None]):
         when = "before training" if shown.step == 0 else f"after step {thousands(shown.step)}"
         number = f"   {self._at + 1} of {len(asked)}, in {duration(shown.seconds)}"
         title.update(Content.assemble(f"Prompts {when}", (number, "$faint not bold")))
-        text.update(conversation(shown))
+        text.update(_conversation(shown))
 
     def action_go(self, by: int) -> None:
         asked = self._answers.asked
@@ -133,7 +133,7 @@ class AnswersScreen(ModalScreen[None]):
             self._show()
 
 
-def conversation(asked: Asked) -> Content:
+def _conversation(asked: Asked) -> Content:
     """Return prompts and answers as text."""
     parts = []
     for answer in asked.answers:
@@ -149,7 +149,7 @@ def conversation(asked: Asked) -> Content:
 # Choose what the dashboard's charts show, and how it is smoothed.
 
 
-def matching(pattern: str) -> tuple[list[Metric], str]:
+def _matching(pattern: str) -> tuple[list[Metric], str]:
     """Return the metrics that a regular expression finds, in small and capital letters alike; all
     of them, and why, where it is none.
     """
@@ -166,7 +166,7 @@ def matching(pattern: str) -> tuple[list[Metric], str]:
     ], ""
 
 
-def weight_of(text: str) -> float | None:
+def _weight_of(text: str) -> float | None:
     """Return the weight that was typed; None for an empty text, which means the mean of the last
     steps. Raises ValueError.
     """
@@ -207,7 +207,7 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
 
     def list_matching(self, text: str) -> None:
         """List the metrics that match."""
-        found, problem = matching(text)
+        found, problem = _matching(text)
         width = max(len(metric.title) for metric in METRICS)
         self.ticks.list_items(
             [
@@ -236,7 +236,7 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
     def action_apply(self) -> None:
         """Leave with what is ticked, unless that cannot be shown."""
         try:
-            ema = weight_of(self.query_one("#smoothing", Input).value)
+            ema = _weight_of(self.query_one("#smoothing", Input).value)
         except ValueError:
             self._tell(
                 "smoothing: give a number from 0 to 0.99, or nothing for the mean of the last steps"
@@ -356,7 +356,7 @@ def _at_steps(line: Line, snapshot: Snapshot) -> Line:
     )
 
 
-def sampled_rows(
+def _sampled_rows(
     metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]
 ) -> list[tuple[float | str, ...]]:
     """Return a row for each GPU, node or host and time: numbers of its host and of itself, the
@@ -478,4 +478,4 @@ def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
         "time",
         *(name.partition(".")[2] for name in metric.samples),
     )
-    return export_rows(path, columns, sampled_rows(metric, snapshot.sampled))
+    return export_rows(path, columns, _sampled_rows(metric, snapshot.sampled))

@@ -62,7 +62,7 @@ class StepDetails(KeptVertical):
         record = snapshot.inspected.step if snapshot.inspected is not None else snapshot.latest
         self.heading.update(*_heading(record, at_cursor))
         self.lines.update(
-            Content("\n").join(detail_lines(record, width)) if record is not None else Content("")
+            Content("\n").join(_detail_lines(record, width)) if record is not None else Content("")
         )
 
     @property
@@ -82,7 +82,7 @@ def _heading(record: StepRecord | None, at_cursor: bool) -> tuple[str, str]:
     )
 
 
-def detail_lines(record: StepRecord, width: int) -> list[Content]:
+def _detail_lines(record: StepRecord, width: int) -> list[Content]:
     """Return all numbers of a step that a chart can show, as many beside each other as fit into
     ``width`` cells.
     """
@@ -147,7 +147,7 @@ class RunHeader(KeptVertical):
 MOST_LINES = 20_000
 
 
-def thumb_top(rows: int, lines: int) -> int:
+def _thumb_top(rows: int, lines: int) -> int:
     """Return where the thumb of a scroll bar begins while ``lines`` are followed through ``rows``,
     in eighths of a cell.
     """
@@ -255,7 +255,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
             return
         scrollbar.set_reactive(ScrollBar.window_virtual_size, after)
         scrollbar.set_reactive(ScrollBar.position, float(self.max_scroll_y))
-        if thumb_top(self.size.height, before) != thumb_top(self.size.height, after):
+        if _thumb_top(self.size.height, before) != _thumb_top(self.size.height, after):
             scrollbar.refresh()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
@@ -505,7 +505,7 @@ class PlacementPanel(StyledLines):
         if shown == self._shown:  # placement is sampled much more rarely than everything else
             return
         self._shown = shown
-        lines = placement_lines(snapshot, height)[:MOST_ROWS]
+        lines = _placement_lines(snapshot, height)[:MOST_ROWS]
         self.display = bool(lines)
         self.update(Content("\n").join(line.truncate(width, ellipsis=True) for line in lines))
 
@@ -525,7 +525,7 @@ class _Planned(NamedTuple):
     """Empty where any NUMA node will do, or only another host's plan knows."""
 
 
-def placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
+def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
     """Return the lines about the placement of ranks, those with problems first."""
     reports = (
         {report.rank: report for report in snapshot.binding.ranks}

@@ -392,22 +392,22 @@ class Rows:
         """Return rows with those of charts and history that are given; what is left goes to the
         history, then to the log.
         """
-        total = self.charts + plot_rows(self.plot, nodes) + self.log
+        total = self.charts + _plot_rows(self.plot, nodes) + self.log
         if charts is None:
             charts = self.charts
             if plot is not None and not self.log:
-                charts = max(LEAST_CHARTS, total - plot_rows(plot, nodes))
+                charts = max(LEAST_CHARTS, total - _plot_rows(plot, nodes))
         elif plot is None:
             plot = max(
                 0, min(self.plot if self.log else MOST_PLOT, (total - 1 - charts) // max(1, nodes))
             )
         plot = self.plot if plot is None else plot
         return Rows(
-            charts, plot, max(2, total - charts - plot_rows(plot, nodes)) if self.log else 0
+            charts, plot, max(2, total - charts - _plot_rows(plot, nodes)) if self.log else 0
         )
 
 
-def plot_rows(plot: int, nodes: int) -> int:
+def _plot_rows(plot: int, nodes: int) -> int:
     """Return the rows of the history of all nodes with its axis."""
     return plot * nodes + (1 if plot and nodes else 0)
 
@@ -425,7 +425,7 @@ def rows_for(
     left = height - fixed - 2 * nodes - gpus
     if not log:
         plot = max(0, min(MOST_PLOT, (left - 1 - max(grid, 12, height // 3)) // max(1, nodes)))
-        return Rows(max(LEAST_CHARTS, left - plot_rows(plot, nodes)), plot, 0)
+        return Rows(max(LEAST_CHARTS, left - _plot_rows(plot, nodes)), plot, 0)
     if grid:
         charts = max(grid, min(height - fixed, left - 4))
         return Rows(charts, 0, max(2, left - charts))
@@ -436,7 +436,7 @@ def rows_for(
         (1, 8, 4),
         (0, 9, 4),
     ):
-        taken = plot_rows(plot, nodes)
+        taken = _plot_rows(plot, nodes)
         charts = left - taken - max(4, least_log)
         if charts >= least_charts:
             charts = min(charts, max(12, height // 3))

@@ -226,7 +226,7 @@ class HostPanel(Vertical):
         self.numa.set_rows(plot, heading=True)
         rows = max(2, left - charts - plot * nodes)
         self.processes_rule.update("processes", _processes_figure(host.processes))
-        self.processes.update(process_lines(host.processes, self.numa.inner(width), rows))
+        self.processes.update(_process_lines(host.processes, self.numa.inner(width), rows))
 
     async def _show_charts(self, keys: list[str], host: HostView) -> None:
         charts = {chart.id: chart for chart in self.row.query(Chart)}
@@ -252,7 +252,7 @@ def _processes_figure(processes: tuple[HostProcess, ...]) -> str:
     return f"{on_gpus} on GPUs, {bound} bound to cores"
 
 
-def process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:
+def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:
     """Return a heading and a line for each process, in at most ``rows`` lines; the last says how
     many are not shown.
     """

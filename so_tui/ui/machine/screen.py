@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from so_tui.machine.types import Gpu, Machine, NumaNode
 
 
-def tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
+def _tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
     """Return the host as a tree: node, cores, memory, GPU, the GPU's own memory node."""
     lines = [
         Content.assemble(
@@ -139,7 +139,7 @@ def _gpu_text(gpu: Gpu) -> Content:
     return text
 
 
-def software_lines(machine: Machine, width: int) -> list[Content]:
+def _software_lines(machine: Machine, width: int) -> list[Content]:
     """Return the software's versions, as many on a line as fit; missing packages are marked as
     absent.
 
@@ -375,10 +375,10 @@ class MachineScreen(Page):
             return
         self._share_columns()
         self.query_one("#tree", Static).update(
-            Content("\n").join(tree_lines(machine, distances=self._distances))
+            Content("\n").join(_tree_lines(machine, distances=self._distances))
         )
         self.query_one("#software", Static).update(
-            Content("\n").join(software_lines(machine, self._about_width - 4))
+            Content("\n").join(_software_lines(machine, self._about_width - 4))
         )
 
     def _show_findings(self) -> None:

@@ -41,7 +41,7 @@ _MEDIUM, _WIDE = 70, 110
 _COLUMN_CELLS, _BAR_CELLS, _TITLE_CELLS = 11, 24, 64
 
 
-def report_lines(report: Report, width: int) -> list[Content]:
+def _report_lines(report: Report, width: int) -> list[Content]:
     """Return a report in lines of at most ``width`` columns."""
     return [*_parts(report, width), *_speeds(report, width), *_losses(report, width)]
 
@@ -209,5 +209,5 @@ class ValidationScreen(ModalScreen[None]):
 
     def _show(self) -> None:
         width = max(40, self.size.width - 6)
-        lines = report_lines(self._report, width) if self._report else []
+        lines = _report_lines(self._report, width) if self._report else []
         self.query_one("#report", Static).update(Content("\n").join(lines))

@@ -52,7 +52,7 @@ _WHAT = {
 """Key, command and details of what can be done on a machine without a GPU."""
 
 
-def without_gpu(width: int, *, slurm: bool) -> Content:
+def _without_gpu(width: int, *, slurm: bool) -> Content:
     """Return what can be done on a machine without a GPU, such as most login nodes, a line each.
 
     Args:
@@ -75,7 +75,7 @@ def without_gpu(width: int, *, slurm: bool) -> Content:
     return Content("\n").join(lines)
 
 
-def elsewhere(label: str, machine_file: str, width: int) -> Content:
+def _elsewhere(label: str, machine_file: str, width: int) -> Content:
     """Return for which other machine is planned and, of one that is known by name, where its
     figures come from.
 
@@ -96,7 +96,7 @@ def elsewhere(label: str, machine_file: str, width: int) -> Content:
     )
 
 
-def trains_without_gpu(row: PlanRow) -> bool:
+def _trains_without_gpu(row: PlanRow) -> bool:
     """Return whether a model can be trained on the machine without a GPU that ``row`` was planned
     for.
     """
@@ -105,7 +105,7 @@ def trains_without_gpu(row: PlanRow) -> bool:
     )
 
 
-def folded(rows: Sequence[PlanRow]) -> Content:
+def _folded(rows: Sequence[PlanRow]) -> Content:
     """Return one line for the models that need GPUs."""
     needs = "needs GPUs" if len(rows) == 1 else "need GPUs"
     return Content.assemble(
@@ -427,9 +427,9 @@ class PresetsScreen(Page):
         told.display = bool(self.app.machine_file) or not machine.gpus
         width = self.size.width - 4
         if self.app.machine_file:
-            told.update(elsewhere(machine.label, self.app.machine_file, width))
+            told.update(_elsewhere(machine.label, self.app.machine_file, width))
         elif told.display:
-            told.update(without_gpu(width, slurm=self._slurm))
+            told.update(_without_gpu(width, slurm=self._slurm))
         self._runs_known()
 
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
@@ -490,7 +490,7 @@ class PresetsScreen(Page):
         return [
             row
             for row in self.rows
-            if not trains_without_gpu(row) and row.preset not in self._added
+            if not _trains_without_gpu(row) and row.preset not in self._added
         ]
 
     def _fill(self) -> None:
@@ -508,7 +508,7 @@ class PresetsScreen(Page):
         line = self.query_one("#folded", Static)
         line.display = bool(rows)
         if rows:
-            line.update(folded(rows))
+            line.update(_folded(rows))
 
     def on_resize(self) -> None:
         if self.planned_for is not None:

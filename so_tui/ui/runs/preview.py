@@ -30,7 +30,7 @@ NARROWEST = 12
 MOST_FOLDS = 3
 
 
-def facts(
+def _facts(
     row: RunRow, width: int, results: RunResults | None = None, exported: Path | None = None
 ) -> Content:
     """Return state and reason, model, checkpoints and the last export of a run, and results where
@@ -98,7 +98,7 @@ def _place(name: str, path: Path, width: int) -> Content:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class _Comparison:
     """Runs side by side: their settings by path, as they are typed, and what came of them."""
 
     names: tuple[str, ...]
@@ -164,26 +164,26 @@ class Comparison:
 def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
     """Yield the lines of a row: its name, and a column for each text."""
     for cells in zip_longest(
-        [shorten_path(name, label)], *(folded(text, column, most) for text in texts), fillvalue=""
+        [shorten_path(name, label)], *(_folded(text, column, most) for text in texts), fillvalue=""
     ):
         yield "  ".join(
             (set_cell_size(cells[0], label), *(set_cell_size(cell, column) for cell in cells[1:]))
         ).rstrip()
 
 
-def folded(text: str, width: int, most: int) -> list[str]:
+def _folded(text: str, width: int, most: int) -> list[str]:
     """Return ``text`` in at most ``most`` lines of ``width`` cells."""
     return chop_cells(shorten(text, width * most), width)
 
 
 def comparison(
     rows: Sequence[RunRow], results: Mapping[RunDirectory, RunResults]
-) -> Comparison | None:
+) -> _Comparison | None:
     """Return runs side by side; None where the settings of one cannot be read."""
     settings = [values_of(row.spec) for row in rows if row.spec is not None]
     if len(settings) < len(rows):
         return None
-    return Comparison(
+    return _Comparison(
         tuple(row.run.name for row in rows),
         tuple(settings),
         tuple(results.get(row.run, RunResults()) for row in rows),
@@ -299,7 +299,7 @@ class RunPreview(Vertical):
         own = curves.get(row.run)
         if self._columns:
             self.facts.update(
-                facts(row, self._columns - 4, own.results if own is not None else None, exported)
+                _facts(row, self._columns - 4, own.results if own is not None else None, exported)
             )
         else:
-            self.facts.update(facts(row, self.app.size.width * 2 // 5 - 5, exported=exported))
+            self.facts.update(_facts(row, self.app.size.width * 2 // 5 - 5, exported=exported))

@@ -38,7 +38,7 @@ LEAST_LIST, LEAST_ROWS = 70, 12
 """Columns and rows that are left for the list, however large the chosen run is made."""
 
 
-def side_of(width: int, chosen: int | None) -> int:
+def _side_of(width: int, chosen: int | None) -> int:
     """Return the columns of the chosen run beside the list in a terminal of ``width``; 0 where
     there is no room.
     """
@@ -194,7 +194,7 @@ class RunsScreen(ResizablePage):
     def sizes_changed(self) -> None:
         sizes = self.app.settings.panels
         self._beside = (
-            side_of(self.size.width, sizes.run_beside)
+            _side_of(self.size.width, sizes.run_beside)
             if self.app.settings.screen.layout == "auto"
             else 0
         )

@@ -70,7 +70,7 @@ SORTED_COLUMNS = {
 HIGHEST_FIRST = ("step", "tokens/s", "MFU")
 
 
-def cells_of(
+def _cells_of(
     row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: Look | None = None
 ) -> Cells:
     """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour
@@ -91,7 +91,7 @@ def cells_of(
         ),
         "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
         "name": Text(shorten(row.run.name, 28)),
-        "model": Text(shorten(model_of(row), 24), style=faint),
+        "model": Text(shorten(_model_of(row), 24), style=faint),
         "step": Text(step, justify="right"),
         "mean loss": Text(result_text(results, "loss"), justify="right"),
         "evaluation loss": Text(result_text(results, "evaluation_loss"), justify="right"),
@@ -109,12 +109,12 @@ def cells_of(
     }
 
 
-def model_of(row: RunRow) -> str:
+def _model_of(row: RunRow) -> str:
     """Return the model's label; ``?`` for a run whose settings cannot be read."""
     return row.spec.label if row.spec is not None else "?"
 
 
-def heading(column: str, sorted_column: str = "") -> str:
+def _heading(column: str, sorted_column: str = "") -> str:
     """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the
     highest comes first.
     """
@@ -125,27 +125,27 @@ def heading(column: str, sorted_column: str = "") -> str:
     )
 
 
-def fitted(
+def _fitted(
     rows: Sequence[Cells], room: int, padding: int, kept: str = ""
 ) -> tuple[list[str], Sequence[Cells]]:
-    """Return the columns that ``with_room`` finds, and the rows: a curve that has no room whole has
-    every other of its bars.
+    """Return the columns that ``_with_room`` finds, and the rows: a curve that has no room whole
+    has every other of its bars.
     """
-    columns = with_room(rows, room, padding, kept)
+    columns = _with_room(rows, room, padding, kept)
     if CURVE not in columns:
         rows = [{**row, CURVE: Text(row[CURVE].plain[::2], style=row[CURVE].style)} for row in rows]
-        columns = with_room(rows, room, padding, kept)
+        columns = _with_room(rows, room, padding, kept)
     return columns, rows
 
 
-def with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> list[str]:
+def _with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> list[str]:
     """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a
     cut number is another number.
 
     ``kept``, which they are sorted by, is dropped last.
     """
     widths = {
-        name: max(map(cell_len, (heading(name, kept), *(row[name].plain for row in rows))))
+        name: max(map(cell_len, (_heading(name, kept), *(row[name].plain for row in rows))))
         + 2 * padding
         for name in COLUMNS
     }
@@ -179,16 +179,16 @@ def ordered(
     def results(row: RunRow) -> RunResults | None:
         return curves[row.run].results if row.run in curves else None
 
-    found = comparison.ordered(rows, settings.sort, text_of, lambda row: row.state.step, results)
+    found = comparison.ordered(rows, settings.sort, _text_of, lambda row: row.state.step, results)
     if settings.group != "none":
         first: dict[str, int] = {}
         for index, row in enumerate(found):
-            first.setdefault(text_of(row, settings.group), index)
-        found.sort(key=lambda row: first[text_of(row, settings.group)])
+            first.setdefault(_text_of(row, settings.group), index)
+        found.sort(key=lambda row: first[_text_of(row, settings.group)])
     return found
 
 
-def text_of(row: RunRow, key: str) -> str:
+def _text_of(row: RunRow, key: str) -> str:
     """Return what runs are sorted or grouped by; empty for no group. A run with several tags is in
     the group of all of them.
     """
@@ -196,7 +196,7 @@ def text_of(row: RunRow, key: str) -> str:
         case "name":
             return row.run.name
         case "model":
-            return model_of(row)
+            return _model_of(row)
         case "state":
             return row.shown_state
         case "host":
@@ -214,7 +214,7 @@ def following(values: tuple[str, ...], value: str) -> str:
 def searched_text(row: RunRow) -> str:
     """Return the text in which the list's filter searches."""
     return (
-        f"{row.run.name} {model_of(row)} {row.state.state} {' '.join(row.notes.tags)} "
+        f"{row.run.name} {_model_of(row)} {row.state.state} {' '.join(row.notes.tags)} "
         f"{row.notes.note}".lower()
     )
 
@@ -259,23 +259,23 @@ class RunTable(FittedTable):
         chosen = self.chosen()
         colours = self.app.theme_variables
         cells = [
-            cells_of(row, curves.get(row.run), colours, mark=marks.get(row.run)) for row in runs
+            _cells_of(row, curves.get(row.run), colours, mark=marks.get(row.run)) for row in runs
         ]
         before = ""
         for row, own in zip(runs, cells, strict=True):
-            if order.group != "none" and (name := text_of(row, order.group)) != before:
+            if order.group != "none" and (name := _text_of(row, order.group)) != before:
                 before = name
                 own["name"] = Text.assemble(
                     (f"{shorten(name, 20)} ", colours["accent"]), own["name"]
                 )
         by = SORTED_COLUMNS[order.sort]
-        columns, shown = fitted(cells, room, self.cell_padding, kept=by)
+        columns, shown = _fitted(cells, room, self.cell_padding, kept=by)
         self.shown, self._columns = tuple(runs), tuple(columns)
         rows = [
             (str(row.run.path), [own[name] for name in columns])
             for row, own in zip(runs, shown, strict=True)
         ]
-        self.fill([heading(name, by).strip() for name in columns], rows)
+        self.fill([_heading(name, by).strip() for name in columns], rows)
         positions = [
             index for index, row in enumerate(runs) if chosen is not None and row.run == chosen.run
         ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, SlurmError, parse_queue, submit
+from so_tui.launch.slurm.client import Job, SlurmError, _parse_queue, submit
 
 QUEUE = """\
 1201|PENDING|Resources|2026-11-24T02:13:00||/runs/tiny-1
@@ -34,7 +34,7 @@ ACCOUNTING = (
 
 
 def test_the_queue() -> None:
-    waits, behind, runs, cancelled = parse_queue(QUEUE)
+    waits, behind, runs, cancelled = _parse_queue(QUEUE)
     assert (waits.id, waits.state, waits.reason, waits.nodes) == (
         "1201",
         "PENDING",
@@ -48,7 +48,7 @@ def test_the_queue() -> None:
 
 
 def test_the_queue_of_slurm_24_11() -> None:
-    cancelled, begins, unavailable, down = parse_queue(QUEUE_24_11)
+    cancelled, begins, unavailable, down = _parse_queue(QUEUE_24_11)
     assert (cancelled.id, cancelled.state, cancelled.folder) == ("4", "CANCELLED", "/root")
     assert begins.start is not None
     assert (unavailable.reason, unavailable.start) == (
@@ -59,9 +59,9 @@ def test_the_queue_of_slurm_24_11() -> None:
 
 
 def test_the_accounting() -> None:
-    cancelled, late = parse_queue(ACCOUNTING)
+    cancelled, late = _parse_queue(ACCOUNTING)
     assert (cancelled.state, late.state, late.nodes) == ("CANCELLED", "TIMEOUT", "")
-    assert parse_queue("") == ()
+    assert _parse_queue("") == ()
     assert isinstance(late, Job)
 
 
@@ -79,7 +79,7 @@ def test_the_accounting() -> None:
     ],
 )
 def test_a_line_that_no_slurm_would_write_breaks_nothing(line: str) -> None:
-    jobs = parse_queue(f"{line}\n1201|PENDING|Resources|N/A||/x\n")
+    jobs = _parse_queue(f"{line}\n1201|PENDING|Resources|N/A||/x\n")
     assert jobs[-1].id == "1201"
     assert {job.id for job in jobs} <= {"7", "1201"}
 
@@ -103,7 +103,7 @@ def installed(folder: Path, name: str, lines: str) -> None:
         ("squeue", client.own_jobs),
         ("sacct", lambda: client.accounted("7")),
         ("scancel", lambda: client.cancel("7")),
-        ("sinfo", lambda: client.sinfo("%P")),
+        ("sinfo", lambda: client._sinfo("%P")),
         ("sbatch", lambda: submit("job.sh", "/", {**os.environ, "TOKEN": "secret"})),
     ],
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from so_tui.launch.slurm.client import Partition, parse_partitions
-from so_tui.ui.configure.screen import partition_note
+from so_tui.launch.slurm.client import Partition, _parse_partitions
+from so_tui.ui.configure.screen import _partition_note
 
 RECORDED = "main*|up|1:00:00|1/1/0/2|gpu:2|(null)\nstrict|up|1:00:00|1/1/0/2|gpu:2|(null)\n"
 """By Slurm 22.05.8."""
@@ -22,7 +22,7 @@ closed|down|infinite|0/0/7/7|N/A|
 
 
 def test_what_slurm_22_05_printed() -> None:
-    main, strict = parse_partitions(RECORDED)
+    main, strict = _parse_partitions(RECORDED)
     assert main == Partition(
         name="main", default=True, time_limit="1:00:00", nodes=2, idle=1, gpus=2
     )
@@ -30,7 +30,7 @@ def test_what_slurm_22_05_printed() -> None:
 
 
 def test_what_slurm_24_11_printed() -> None:
-    main, closed = parse_partitions(RECORDED_24_11)
+    main, closed = _parse_partitions(RECORDED_24_11)
     assert main == Partition(
         name="main",
         default=True,
@@ -44,7 +44,7 @@ def test_what_slurm_24_11_printed() -> None:
 
 
 def test_groups_of_nodes_add_up_and_the_default_partition_comes_first() -> None:
-    normal, development, closed = parse_partitions(SEVERAL)
+    normal, development, closed = _parse_partitions(SEVERAL)
     assert (normal.name, normal.nodes, normal.idle, normal.gpus) == ("normal", 106, 12, 4)
     assert normal.features == ("thp_never", "nvidia_vboost_enabled")
     assert (development.time_limit, development.gpus) == ("2:00:00", 0)
@@ -62,7 +62,7 @@ def test_groups_of_nodes_add_up_and_the_default_partition_comes_first() -> None:
     ],
 )
 def test_a_line_of_another_form_is_left_out(line: str) -> None:
-    assert [partition.name for partition in parse_partitions(f"{line}\n{RECORDED}")] == [
+    assert [partition.name for partition in _parse_partitions(f"{line}\n{RECORDED}")] == [
         "main",
         "strict",
     ]
@@ -77,11 +77,11 @@ def test_a_line_of_another_form_is_left_out(line: str) -> None:
     ],
 )
 def test_the_form_says_what_the_chosen_partition_offers(chosen: str, part: str) -> None:
-    assert part in partition_note(parse_partitions(SEVERAL), chosen, slurm=True)
+    assert part in _partition_note(_parse_partitions(SEVERAL), chosen, slurm=True)
 
 
 def test_names_of_partitions_are_shown_harmless() -> None:
-    hostile = parse_partitions("a\x1b[2Jb|up|1:00:00|1/1/0/2|gpu:2|(null)\n")
+    hostile = _parse_partitions("a\x1b[2Jb|up|1:00:00|1/1/0/2|gpu:2|(null)\n")
     for chosen in ("", hostile[0].name):
-        assert partition_note(hostile, chosen, slurm=True).isprintable()
-    assert partition_note(hostile, "", slurm=False) == "no Slurm here"
+        assert _partition_note(hostile, chosen, slurm=True).isprintable()
+    assert _partition_note(hostile, "", slurm=False) == "no Slurm here"

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from so_tui.launch.launch import JobPhase, JobStatus
-from so_tui.launch.lifecycle import current_state, queue_text, stop
+from so_tui.launch.lifecycle import _queue_text, current_state, stop
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError
 from so_tui.launch.slurm.executor import (
     SlurmExecutor,
     Submission,
+    _write_submission,
     read_submission,
-    write_submission,
 )
 from so_tui.launch.supervisor.run import refuse_start
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
@@ -48,7 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.setattr(client, "cluster_name", lambda: "here")
     monkeypatch.setattr(client, "accounted", lambda _: None)
     run = create_run(tiny(slurm__partition="gh"), tmp_path / "runs")
-    write_submission(run, new_attempt(run), SUBMITTED)
+    _write_submission(run, new_attempt(run), SUBMITTED)
     write_state(run, msgspec.structs.replace(read_state(run), state="queued"))
     return run
 
@@ -143,7 +143,7 @@ def test_a_run_whose_job_is_suspended_is_not_lost(
 def test_the_heartbeat_decides_while_slurm_is_silent(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_submission(run, 1, msgspec.structs.replace(SUBMITTED, poll_s=1))
+    _write_submission(run, 1, msgspec.structs.replace(SUBMITTED, poll_s=1))
     answer(monkeypatch, Job(id="7", state="RUNNING", folder=folder_of(run)))
     assert current_state(run).state == "queued"
     write_state(
@@ -244,7 +244,7 @@ def test_a_job_whose_number_was_not_written_is_found_by_its_folder(
     linked: bool, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program that submitted it was killed before Slurm's answer was written."""
-    write_submission(run, 1, msgspec.structs.replace(SUBMITTED, job_id=""))
+    _write_submission(run, 1, msgspec.structs.replace(SUBMITTED, job_id=""))
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     folder = folder_of(RunDirectory(tmp_path / "link" / run.name) if linked else run)
     cancelled: list[str] = []
@@ -263,10 +263,10 @@ def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = msgspec.structs.replace(SUBMITTED, job_id="", submitted=time.time())
-    write_submission(run, 1, now)
+    _write_submission(run, 1, now)
     answer(monkeypatch)
     assert current_state(run).state == "queued"  # sbatch may still be at work
-    write_submission(run, 1, msgspec.structs.replace(now, submitted=now.submitted - 120))
+    _write_submission(run, 1, msgspec.structs.replace(now, submitted=now.submitted - 120))
     assert (current_state(run).state, read_state(run).code) == ("lost", OutcomeCode.JOB_FORGOTTEN)
 
 
@@ -312,7 +312,7 @@ def test_a_node_whose_clock_is_seconds_off_gets_the_schedulers_reason(
 
 
 def test_words_of_slurm_are_shown_harmless() -> None:
-    text = queue_text(
+    text = _queue_text(
         JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6)
     )
     assert text.isprintable()
@@ -325,5 +325,7 @@ def test_what_slurm_adds_to_a_reason_is_left_out() -> None:
         phase=JobPhase.QUEUED,
         waits_for="ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]",
     )
-    assert "nid" not in queue_text(job)
-    assert queue_text(job) == queue_text(msgspec.structs.replace(job, waits_for="ReqNodeNotAvail"))
+    assert "nid" not in _queue_text(job)
+    assert _queue_text(job) == _queue_text(
+        msgspec.structs.replace(job, waits_for="ReqNodeNotAvail")
+    )

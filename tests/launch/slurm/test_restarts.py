@@ -11,12 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch import in_job
-from so_tui.launch.in_job import attempt_of_restart, put_back, restarts, told_attempt
+from so_tui.launch.in_job import _attempt_of_restart, _put_back, _restarts, _told_attempt
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import current_state, start, stop
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError
-from so_tui.launch.slurm.executor import read_submission, write_submission
+from so_tui.launch.slurm.executor import _write_submission, read_submission
 from so_tui.launch.slurm.script import Site, batch_script
 from so_tui.launch.supervisor.ending import queued_state, request_stop
 from so_tui.launch.supervisor.run import refuse_start
@@ -60,14 +60,14 @@ def answer(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: str) -> No
 def told_soon(run: RunDirectory, count: int) -> Future[int]:
     """Wait in a thread for what another node is told."""
     pool = ThreadPoolExecutor(1)
-    waiting = pool.submit(told_attempt, run, 1, count)
+    waiting = pool.submit(_told_attempt, run, 1, count)
     pool.shutdown(wait=False)
     return waiting
 
 
 @pytest.mark.parametrize(("count", "again"), [(None, 0), ("", 0), ("0", 0), ("1", 1), ("12", 12)])
 def test_slurm_counts_the_starts_of_a_job(count: str | None, again: int) -> None:
-    assert restarts({} if count is None else {"SLURM_RESTART_COUNT": count}) == again
+    assert _restarts({} if count is None else {"SLURM_RESTART_COUNT": count}) == again
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_jobs_start_again_only_where_the_profile_allows_it(
 
 def test_the_job_makes_the_next_attempt(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime(run.state_path, (1.0, 1.0))
-    assert attempt_of_restart(run, 1, MACHINE, 1) == 2
+    assert _attempt_of_restart(run, 1, MACHINE, 1) == 2
     state = read_state(run)
     assert state.state == "queued"
     refuse_start(run, 2, state)
@@ -109,7 +109,7 @@ def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirector
     for count in (1, 2):
         waiting = told_soon(run, count)
         os.utime(run.state_path, (1.0, 1.0))
-        made.append(attempt_of_restart(run, 1, MACHINE, count))
+        made.append(_attempt_of_restart(run, 1, MACHINE, count))
         assert waiting.result(10) == made[-1]
         write_state(
             run,
@@ -124,7 +124,7 @@ def test_the_other_nodes_are_told_that_their_job_does_not_continue(run: RunDirec
     write_state(run, replace(read_state(run), state="finished", code=OutcomeCode.FINISHED))
     waiting = told_soon(run, 1)
     with pytest.raises(InputError):
-        attempt_of_restart(run, 1, MACHINE, 1)
+        _attempt_of_restart(run, 1, MACHINE, 1)
     with pytest.raises(InputError) as caught:
         waiting.result(10)
     assert [problem.code for problem in caught.value.problems] == ["not-continued"]
@@ -133,13 +133,13 @@ def test_the_other_nodes_are_told_that_their_job_does_not_continue(run: RunDirec
 def test_a_first_node_that_says_nothing_is_not_waited_for_without_end(run: RunDirectory) -> None:
     now = iter((0.0, 1e6))
     with pytest.raises(InputError) as caught:
-        told_attempt(run, 1, 1, lambda: next(now))
+        _told_attempt(run, 1, 1, lambda: next(now))
     assert [problem.code for problem in caught.value.problems] == ["first-node-silent"]
 
 
 def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
     write_state(run, replace(read_state(run), state="queued", attempt=0, host=""))
-    assert attempt_of_restart(run, 1, MACHINE, 1) == 1
+    assert _attempt_of_restart(run, 1, MACHINE, 1) == 1
     assert run.attempts() == (1,)
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_ended_by_itself_does_not_continue(code: str, run: RunDirecto
     state = "finished" if code == OutcomeCode.FINISHED else "failed"
     write_state(run, replace(read_state(run), state=state, code=code))
     with pytest.raises(InputError) as caught:
-        attempt_of_restart(run, 1, MACHINE, 1)
+        _attempt_of_restart(run, 1, MACHINE, 1)
     assert [problem.code for problem in caught.value.problems] == ["not-continued"]
     assert run.attempts() == (1,)
 
@@ -184,10 +184,10 @@ def test_a_run_that_a_person_stopped_does_not_continue(
         request_stop(run, warned=True)
     write_state(run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED))
     if continues:
-        assert attempt_of_restart(run, 1, MACHINE, 1) == 2
+        assert _attempt_of_restart(run, 1, MACHINE, 1) == 2
         return
     with pytest.raises(InputError):
-        attempt_of_restart(run, 1, MACHINE, 1)
+        _attempt_of_restart(run, 1, MACHINE, 1)
 
 
 def test_a_job_that_waits_again_is_shown_and_can_be_cancelled(
@@ -215,7 +215,7 @@ def test_a_job_whose_run_a_person_took_out_of_the_queue_does_not_continue_it(
     )
     assert stop(run, assume_dead=True).state == "stopped"
     with pytest.raises(InputError) as caught:
-        attempt_of_restart(run, 1, MACHINE, 1)
+        _attempt_of_restart(run, 1, MACHINE, 1)
     assert [problem.code for problem in caught.value.problems] == ["not-continued"]
     assert run.attempts() == (1,)
 
@@ -234,7 +234,7 @@ def test_a_job_near_its_time_limit_is_put_back(
     monkeypatch.setattr(client, "requeue", requeue)
     stopped = replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4)
     write_state(run, stopped)
-    put_back(run)
+    _put_back(run)
     assert put == ["7"]
     assert read_state(run).state == ("stopped" if refused else "queued")
     assert read_state(run).saved_step == 4
@@ -247,11 +247,11 @@ def test_a_job_is_put_back_although_its_number_could_not_be_recorded(
     monkeypatch.setattr(client, "requeue", put.append)
     submission = read_submission(run, 1)
     assert submission is not None
-    write_submission(run, 1, replace(submission, job_id=""))
+    _write_submission(run, 1, replace(submission, job_id=""))
     write_state(
         run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4)
     )
-    put_back(run)
+    _put_back(run)
     assert put == ["7"]
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from so_tui.launch.slurm.script import (
     Site,
+    _builtin_sites,
+    _seconds_of,
+    _user_sites,
     batch_script,
-    builtin_sites,
     for_run,
     load_site,
-    seconds_of,
-    user_sites,
     warning_lead_s,
 )
 from so_tui.spec import InputError, RunSpec, problems_in, spec_tree
@@ -135,7 +135,7 @@ def test_a_partition_of_the_profile_limits_the_time_unless_the_spec_does() -> No
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(time_limit: str, seconds: int) -> None:
-    assert seconds_of(time_limit) == seconds
+    assert _seconds_of(time_limit) == seconds
 
 
 def test_a_job_is_warned_early_enough_for_its_checkpoint() -> None:
@@ -251,14 +251,14 @@ def test_other_options_of_sbatch_are_passed_on(option: str) -> None:
     assert option in options(script(slurm__options=f'["{option}"]'))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in builtin_sites().glob("*.toml")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in _builtin_sites().glob("*.toml")))
 def test_every_built_in_profile_says_where_it_comes_from(name: str) -> None:
     assert load_site(name).source
 
 
 def test_a_users_profile_wins_and_must_be_their_own() -> None:
-    user_sites().mkdir(parents=True)
-    own = user_sites() / "vista.toml"
+    _user_sites().mkdir(parents=True)
+    own = _user_sites() / "vista.toml"
     own.write_text('title = "mine"\n')
     assert load_site("vista").title == "mine"
     own.chmod(0o666)
@@ -281,8 +281,8 @@ def test_a_users_profile_wins_and_must_be_their_own() -> None:
     ],
 )
 def test_a_wrong_profile_is_named(content: str) -> None:
-    user_sites().mkdir(parents=True)
-    (user_sites() / "mine.toml").write_text(content)
+    _user_sites().mkdir(parents=True)
+    (_user_sites() / "mine.toml").write_text(content)
     with pytest.raises(InputError) as caught:
         load_site("mine")
     assert (caught.value.problems[0].code, caught.value.problems[0].value) == (

@@ -44,7 +44,7 @@ shorter.
 """
 
 
-def rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
+def _rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
     """Lay out the documents of a micro-batch as rows.
 
     Args:
@@ -108,7 +108,7 @@ class Batch:
     longest: int
     """Tokens of the longest document. The attention kernels need it on the host."""
     apart: tuple[Tensor, ...] = ()
-    """The documents as rows of their own (``rows_apart``), if the model has layers that need
+    """The documents as rows of their own (``_rows_apart``), if the model has layers that need
     them
     """
     is_part: bool = False
@@ -492,7 +492,7 @@ def lay_out(
         none,
         none,
         max(lengths),
-        rows_apart(boundaries) if apart else (),
+        _rows_apart(boundaries) if apart else (),
     )
 
 

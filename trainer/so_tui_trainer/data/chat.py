@@ -36,7 +36,7 @@ _ANSWER_HEADING = "### Response:\n"
 """Of the Alpaca layout."""
 
 
-class Segment(NamedTuple):
+class _Segment(NamedTuple):
     """A piece of text, and whether its tokens carry loss."""
 
     text: str
@@ -145,7 +145,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     )
 
 
-def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant") -> list[Segment]:
+def _segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant") -> list[_Segment]:
     """Cut a conversation where training starts and stops. Each answer ends with one stop token.
 
     A conversation without answers gives an empty segment. Tool calls that the layout does not write
@@ -167,16 +167,16 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
     if loss == "last-turn":
         answers = answers[-1:]
     if not answers:
-        return [Segment("", False)]
+        return [_Segment("", False)]
     if conversation[0].role == TEXT:
-        return [Segment(conversation[0].content + chat.end, True)]
+        return [_Segment(conversation[0].content + chat.end, True)]
     parts = (
         _templated(chat, conversation, answers)
         if chat.templated
         else _alpaca(chat, conversation, frozenset(answers))
     )
     return (
-        [Segment("".join(part.text for part in parts), any(part.trained for part in parts))]
+        [_Segment("".join(part.text for part in parts), any(part.trained for part in parts))]
         if loss == "all"
         else parts
     )
@@ -184,7 +184,7 @@ def segments(chat: Chat, conversation: Conversation, loss: LossOn = "assistant")
 
 def question(chat: Chat, conversation: Conversation) -> str:
     """Return a conversation as the text that a model is to continue with its next answer, as
-    ``segments`` writes it for training.
+    ``_segments`` writes it for training.
 
     Raises:
         TemplateError: The template rejects the conversation.
@@ -201,22 +201,22 @@ def _without_stop_token(chat: Chat, message: Message) -> Message:
     return message._replace(content=said.removesuffix(ending)) if ending else message
 
 
-def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> list[Segment]:
+def _alpaca(chat: Chat, conversation: Conversation, answers: frozenset[int]) -> list[_Segment]:
     parts = []
     for index, message in enumerate(conversation):
         if message.role == "assistant":
             said = index in answers and bool(message.content.strip())
-            parts += [Segment(_ANSWER_HEADING, False), Segment(message.content + chat.end, said)]
+            parts += [_Segment(_ANSWER_HEADING, False), _Segment(message.content + chat.end, said)]
             if index + 1 < len(conversation):
-                parts.append(Segment("\n\n", False))
+                parts.append(_Segment("\n\n", False))
         elif message.role in ("system", "developer"):
-            parts.append(Segment(f"{message.content}\n\n", False))
+            parts.append(_Segment(f"{message.content}\n\n", False))
         elif message.role != TOOLS:
-            parts.append(Segment(f"### Instruction:\n{message.content}\n\n", False))
+            parts.append(_Segment(f"### Instruction:\n{message.content}\n\n", False))
     return parts
 
 
-def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> list[Segment]:
+def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -> list[_Segment]:
     """Cut a rendered conversation: each answer reaches from the end of its generation prompt to the
     end of its stop token.
     """
@@ -232,11 +232,11 @@ def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -
         start = _answer_start(chat, conversation[:index], whole, position, start)
         said = whole[start:end].removesuffix(chat.end).removesuffix(chat.stop).strip()
         parts += [
-            Segment(whole[position:start], False),
-            Segment(whole[start:end] + ("" if closed else chat.end), bool(said)),
+            _Segment(whole[position:start], False),
+            _Segment(whole[start:end] + ("" if closed else chat.end), bool(said)),
         ]
         position = end
-    return [*parts, Segment(whole[position:], False)]
+    return [*parts, _Segment(whole[position:], False)]
 
 
 def _content_spans(chat: Chat, conversation: Conversation, whole: str) -> dict[int, Span]:
@@ -452,7 +452,7 @@ class Encoder:
     loss: LossOn
     sequence_length: int
 
-    def encode(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+    def encode(self, batch: Sequence[Sequence[_Segment]]) -> list[Tokens]:
         """Encode conversations.
 
         Segments are encoded separately, as the prompt is at inference, so that no token spans the
@@ -467,11 +467,11 @@ class Encoder:
         """
         return (
             self._encode_segments(batch)
-            if encodes_segments_apart(self.chat.tokenizer)
+            if _encodes_segments_apart(self.chat.tokenizer)
             else self._encode_joined(batch)
         )
 
-    def _encode_segments(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+    def _encode_segments(self, batch: Sequence[Sequence[_Segment]]) -> list[Tokens]:
         texts = [segment.text for parts in batch for segment in parts]
         encoded = iter(
             self.chat.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -490,7 +490,7 @@ class Encoder:
             )
         return found
 
-    def _encode_joined(self, batch: Sequence[Sequence[Segment]]) -> list[Tokens]:
+    def _encode_joined(self, batch: Sequence[Sequence[_Segment]]) -> list[Tokens]:
         texts = ["".join(segment.text for segment in parts) for parts in batch]
         encoded = self.chat.tokenizer(
             texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -523,7 +523,7 @@ class Encoder:
             for conversation in batch:
                 number += 1
                 try:
-                    parts.append(segments(self.chat, conversation, self.loss))
+                    parts.append(_segments(self.chat, conversation, self.loss))
                 except TemplateError as error:
                     message = f"the chat template rejects it: {error}"
                     raise bad_row(
@@ -591,7 +591,7 @@ def _end(flags: npt.NDArray[np.bool_]) -> int:
     return int(found[-1]) + 1 if len(found) else 0
 
 
-def encodes_segments_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _encodes_segments_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether segments that are encoded separately give the same ids as the whole text."""
     one, other, both = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\n", "b", "a\nb")

@@ -131,7 +131,7 @@ class Documents(NamedTuple):
         ends = np.cumsum([part.documents for part in self.parts])
         source_members = np.split(members, np.searchsorted(members, ends[:-1]))
         self._check_weights([len(mine) for mine in source_members])
-        return mixture(source_members, [part.weight for part in self.parts], seed)
+        return _mixture(source_members, [part.weight for part in self.parts], seed)
 
     def _check_weights(self, sizes: Sequence[int]) -> None:
         """Refuse weights that would repeat documents too often.
@@ -169,7 +169,7 @@ class Documents(NamedTuple):
             )
 
 
-def mixture(
+def _mixture(
     members: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int
 ) -> npt.NDArray[np.int64]:
     """Mix documents of several sources in proportion to their weights.
@@ -472,11 +472,13 @@ def fill(
         chosen: Indices of the epoch's documents; they may repeat.
         spec: The data section.
     """
-    packed = pack(lengths[chosen], spec.sequence_length) if spec.packing else one_each(len(chosen))
+    packed = (
+        _pack(lengths[chosen], spec.sequence_length) if spec.packing else _one_each(len(chosen))
+    )
     return packed.holding(chosen)
 
 
-def pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
+def _pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
     """Pack best-fit-decreasing: the longest document first, each into the sequence that it leaves
     with the least space.
 
@@ -510,7 +512,7 @@ def pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
     return _sequences(bins)
 
 
-def one_each(documents: int) -> Sequences:
+def _one_each(documents: int) -> Sequences:
     """Return one sequence for each document: no packing."""
     return Sequences(np.arange(documents), np.arange(documents + 1))
 

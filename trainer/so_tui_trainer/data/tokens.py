@@ -175,7 +175,7 @@ def _store_workload(spec: RunSpec, folder: Path) -> None:
     known = workload.seen(spec)
     if known is None or known.fingerprint != folder.name:
         found = workload.Seen(
-            fingerprint=folder.name, workload=workload_of(cache.read(folder, spec.data), spec.data)
+            fingerprint=folder.name, workload=_workload_of(cache.read(folder, spec.data), spec.data)
         )
         with suppress(
             OSError
@@ -183,7 +183,7 @@ def _store_workload(spec: RunSpec, folder: Path) -> None:
             workload.remember(spec, found)
 
 
-def workload_of(documents: Documents, data: DataSpec) -> Workload:
+def _workload_of(documents: Documents, data: DataSpec) -> Workload:
     """Return what of the documents decides the time of a step. Packed sequences count as full,
     which they nearly are.
     """
@@ -194,11 +194,11 @@ def workload_of(documents: Documents, data: DataSpec) -> Workload:
         attended_tokens=float(np.square(lengths).sum()) / tokens,
         trained_share=useful * float(np.count_nonzero(documents.trained)) / tokens,
         useful_share=useful,
-        row_shares=() if data.packing else row_shares(documents.lengths, data.sequence_length),
+        row_shares=() if data.packing else _row_shares(documents.lengths, data.sequence_length),
     )
 
 
-def row_shares(
+def _row_shares(
     lengths: npt.NDArray[np.int64], sequence_length: int
 ) -> tuple[tuple[int, float], ...]:
     """Return (micro-batch, its expected width as a share of the sequence length) of documents that
@@ -236,7 +236,7 @@ class _Done(NamedTuple):
     counts: Counts
 
 
-def processes_for(rows: int) -> int:
+def _processes_for(rows: int) -> int:
     """Return how many processes share the work: at most the usable cores, and only as many as pay
     for their start.
     """
@@ -261,7 +261,7 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
         worker = _Worker(encoder, tuple(sources), writer.partial)
         position = rows = 0
         writer.append("offsets", np.zeros(1, dtype=np.int64))
-        for done in _run_tasks(worker, tasks, processes_for(total), stack):
+        for done in _run_tasks(worker, tasks, _processes_for(total), stack):
             ends = position + np.cumsum(done.lengths)
             position = int(ends[-1]) if len(ends) else position
             writer.take("tokens", done.stem.with_suffix(".tokens"))

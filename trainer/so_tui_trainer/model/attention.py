@@ -197,7 +197,7 @@ class Kernels(NamedTuple):
     """
 
 
-def attend(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -342,11 +342,11 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
         )
         documents = Documents(cu_seq_lens_q, max_length_q, scaling, sliding_window, softcap or 0.0)
         if ranks is None or not is_part:
-            mixed = attend(flat_query, flat_key, flat_value, s_aux, documents, kernels)
+            mixed = _attend(flat_query, flat_key, flat_value, s_aux, documents, kernels)
         else:
             sinks = None if s_aux is None else ranks.sinks(s_aux)
             whole = (ranks.queries(flat_query), ranks.keys(flat_key), ranks.keys(flat_value))
-            mixed = ranks.results(attend(*whole, sinks, documents, kernels))
+            mixed = ranks.results(_attend(*whole, sinks, documents, kernels))
         return mixed[..., :of_value].reshape(rows, width, heads, of_value).contiguous(), None
 
     AttentionInterface.register(NAME, attention)
@@ -664,7 +664,7 @@ def needs_of(
     )
 
 
-def decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
+def _decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
     """Return the backend of a model: the one that was asked for, else the fastest that can be used.
 
     Raises:
@@ -696,7 +696,7 @@ def choose(
         InputError: The backend that was asked for cannot be used, or the one that can does not take
             parts of sequences.
     """
-    backend = decide(model, needs, present(device)).backend
+    backend = _decide(model, needs, present(device)).backend
     if backend not in MASKED_BACKENDS:
         return register(kernels_of(backend), sequence_group(ranks_per_sequence))
     if ranks_per_sequence == 1:
@@ -800,9 +800,7 @@ __all__ = [
     "Kernels",
     "SequenceGroup",
     "arguments",
-    "attend",
     "choose",
-    "decide",
     "has_sinks",
     "kernels_of",
     "needs_of",

@@ -90,7 +90,7 @@ def _passes_boundaries(causal: PreTrainedModel) -> bool:
     return bool(attends or without_attention)
 
 
-def refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
+def _refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
     """Refuse a model with layers that carry a state from token to token, unless its spec says so:
     data is laid out by the spec.
 
@@ -144,7 +144,7 @@ def build(
     disable_dropout(config)
     causal, implementation = _causal(spec, config, device, ds_config, on_files)
     refuse_unsupported(causal, spec.model)
-    refuse_unlisted(causal, spec.model)
+    _refuse_unlisted(causal, spec.model)
     causal.config.use_cache = False
     if spec.model.kernels == "auto":
         fused.install_kernels(causal)
@@ -163,7 +163,7 @@ def build(
             remedy="Set it to off.",
         )
         raise InputError([problem])
-    set_leaf_modules(causal, spec)
+    _set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
     return TrainedModel(
@@ -240,7 +240,7 @@ def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedM
     return model_class
 
 
-def set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
+def _set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
     """Make ZeRO-3 all-gather certain modules as a whole: those named in the spec (experts), and
     every layer.
 

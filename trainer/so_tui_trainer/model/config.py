@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # the positions before scaling, and ``max_position_embeddings`` after it.
 
 
-def scale_rope(config: PretrainedConfig, model: ModelSpec) -> None:
+def _scale_rope(config: PretrainedConfig, model: ModelSpec) -> None:
     """Change a configuration as ``model.rope_scaling`` and ``model.rope_factor`` say.
 
     Raises:
@@ -79,7 +79,7 @@ def load_config(model: ModelSpec) -> PretrainedConfig:
     """
     config = _given_config(model)
     if model.rope_scaling != "model":
-        scale_rope(config, model)
+        _scale_rope(config, model)
     return config
 
 

@@ -70,10 +70,10 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
         [tokens, hidden]
     """
     # Reused when the layer is recomputed, since the saved products are in this order.
-    routing = _Routing(*save_or_reuse("product", lambda: route(chosen, len(weights.first))))
+    routing = _Routing(*save_or_reuse("product", lambda: _route(chosen, len(weights.first))))
     rows = _Spread.apply(hidden, routing)  # type: ignore[no-untyped-call]
     products = _Product.apply(rows, weights.first, routing.ends, weights.inputs_first)  # type: ignore[no-untyped-call]
-    narrow = gated(products, shares, weights.first_bias, routing, gate)
+    narrow = _gated(products, shares, weights.first_bias, routing, gate)
     shared_bias = None
     if weights.second_bias is not None:
         by_expert = shares.new_zeros(len(shares), len(weights.second)).scatter(1, chosen, shares)
@@ -97,7 +97,7 @@ def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def route(chosen: Tensor, experts: int) -> _Routing:
+def _route(chosen: Tensor, experts: int) -> _Routing:
     """Sort the pairs by expert, and within an expert by token.
 
     Args:
@@ -184,7 +184,7 @@ class _Product(torch.autograd.Function):
         return of_rows, grouped_mm(left.t(), right, offs=ends), None, None
 
 
-def gated(
+def _gated(
     products: Tensor, shares: Tensor, bias: Tensor | None, routing: _Routing, gate: Gate
 ) -> Tensor:
     """Apply the gate and the routing weights.

@@ -55,7 +55,7 @@ class _Conversion(NamedTuple):
     """Names and shapes of the tensors that are made."""
 
 
-class Match(NamedTuple):
+class _Match(NamedTuple):
     """The result of matching a checkpoint with a model."""
 
     conversions: tuple[_Conversion, ...]
@@ -88,7 +88,7 @@ def decoder_of(causal: PreTrainedModel) -> nn.Module:
     return causal.get_submodule("model") if found is causal else found
 
 
-def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
+def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> _Match:
     """Find out how the checkpoint's tensors become the model's.
 
     Args:
@@ -120,7 +120,7 @@ def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> Match:
     missing = [
         name for name in wanted if not (ties.get(name, {name}) & (loaded | mismatched.keys()))
     ]
-    return Match(
+    return _Match(
         tuple(conversions),
         _without(missing, model._keys_to_ignore_on_load_missing),
         _without(unexpected, {*(model._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS}),
@@ -132,7 +132,7 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers in old checkpoints that models compute today."""
 
 
-def realised(
+def _realised(
     model: PreTrainedModel, conversion: _Conversion, read: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
     """Run a conversion.
@@ -156,7 +156,7 @@ def realised(
     }
 
 
-def refuse(found: Match, model: ModelSpec) -> None:
+def refuse(found: _Match, model: ModelSpec) -> None:
     """Refuse a checkpoint that does not match the model.
 
     Raises:
@@ -185,7 +185,7 @@ def refuse(found: Match, model: ModelSpec) -> None:
         )
 
 
-def largest_conversion_bytes(found: Match, index: Mapping[str, Stored]) -> int:
+def _largest_conversion_bytes(found: _Match, index: Mapping[str, Stored]) -> int:
     """Return the bytes of the stored tensors of the largest conversion; 0 if every tensor is stored
     as the model has it.
     """
@@ -273,7 +273,7 @@ def _outputs(
     index: Mapping[str, Stored],
 ) -> dict[str, tuple[int, ...]]:
     draft = _Conversion(target, tuple(sources), converter, {})
-    made = realised(
+    made = _realised(
         model,
         draft,
         lambda name: torch.empty(index[name].shape, dtype=index[name].dtype, device="meta"),
@@ -371,10 +371,10 @@ def trainable_folder(source: Path) -> Path:
             "Choose a checkpoint in bf16.",
         )
         raise _problem("weights-quantised", str(source), message, remedy)
-    return converted_folder(source)
+    return _converted_folder(source)
 
 
-def converted_folder(source: Path) -> Path:
+def _converted_folder(source: Path) -> Path:
     """Return the cache folder for the bf16 weights of an MXFP4 folder, named by the content of that
     folder.
     """
@@ -459,7 +459,7 @@ def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
         index = read_index(weights_folder(model))
         for conversion in match_weights(meta, index).conversions:
             if here := names & conversion.shapes.keys():
-                made = realised(meta, conversion, lambda name: index[name].read())
+                made = _realised(meta, conversion, lambda name: index[name].read())
                 found |= {name: made[name] for name in here}
     return found
 
@@ -530,7 +530,7 @@ def _constructed(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
 #
 # No rank holds the whole model, and none waits for another. A tensor that is stored as the model
 # has it is read in pieces. One that has to be assembled (experts stored one by one) is assembled
-# as a whole on each rank, and freed afterwards. A rank needs at most ``host_peak_bytes`` of host
+# as a whole on each rank, and freed afterwards. A rank needs at most ``_host_peak_bytes`` of host
 # memory, wherever its weights go.
 
 
@@ -540,13 +540,13 @@ OnFiles = Callable[[int, int], None]
 """Called with a number of files that have been read, and that of all files."""
 
 
-def host_peak_bytes(found: Match, index: Mapping[str, Stored]) -> int:
+def _host_peak_bytes(found: _Match, index: Mapping[str, Stored]) -> int:
     """Return the peak host memory of loading on each rank, in bytes, besides its weights.
 
     It is a piece of a file, or the largest conversion, whose parts exist both stacked and joined
     while it runs.
     """
-    return PIECE_BYTES + 2 * largest_conversion_bytes(found, index)
+    return PIECE_BYTES + 2 * _largest_conversion_bytes(found, index)
 
 
 def empty_model(
@@ -595,7 +595,7 @@ def initialise(causal: PreTrainedModel) -> None:
 def load(
     causal: PreTrainedModel,
     meta: PreTrainedModel,
-    found: Match,
+    found: _Match,
     index: Mapping[str, Stored],
     on_files: OnFiles,
 ) -> None:
@@ -629,7 +629,7 @@ def load(
             for tensor in wanted.values():
                 _fill_from_file(tensor, index[conversion.sources[0][1]])
         elif wanted:
-            made = realised(meta, conversion, lambda name: index[name].read())
+            made = _realised(meta, conversion, lambda name: index[name].read())
             for name, tensor in wanted.items():
                 part, start = _local_shard(tensor)
                 part.copy_(made[name].flatten()[start : start + len(part)])

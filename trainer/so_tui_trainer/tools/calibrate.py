@@ -40,7 +40,7 @@ _LIMIT_S = 60.0
 """A measurement that takes longer has failed."""
 
 
-def work(request: Answer) -> Iterator[Answer]:
+def _work(request: Answer) -> Iterator[Answer]:
     """Measure everything that the request asks for.
 
     Yields:
@@ -103,7 +103,7 @@ def _cpu(
         message, rate = _adam_on(node["id"], nodes[0], scale)
         remote += [(node["id"], rate)] if rate else []
         yield {"message": message}
-    for ranks in rank_counts(nodes, gpus):
+    for ranks in _rank_counts(nodes, gpus):
         cpus = nodes[0]["cpus"]
         share = len(cpus) // ranks
         slowest = slowest_together(
@@ -144,7 +144,9 @@ def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, floa
     return f"{where}: {rate / 1e9:.1f} GB/s", rate
 
 
-def rank_counts(nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+def _rank_counts(
+    nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]
+) -> tuple[int, ...]:
     """Return how many ranks may share the first node: 2, 4, ... up to the number of its GPUs,
     limited by its cores.
     """
@@ -358,7 +360,7 @@ def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 def main() -> int:
     """Answer the request on stdin."""
-    return serve(work)
+    return serve(_work)
 
 
 if __name__ == "__main__":

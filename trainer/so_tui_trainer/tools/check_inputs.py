@@ -19,7 +19,7 @@ _CHECKED_ROWS = 100
 """Rows of each source that are tokenised as a test."""
 
 
-def check(request: Answer) -> Iterator[Answer]:
+def _check(request: Answer) -> Iterator[Answer]:
     """Make every check, whatever the others find.
 
     Yields:
@@ -135,4 +135,4 @@ def _evaluation(spec: RunSpec) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(check))
+    sys.exit(serve(_check))

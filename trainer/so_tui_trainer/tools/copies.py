@@ -20,7 +20,7 @@ _SECONDS = 0.2
 """Length of one measurement."""
 
 
-def work(request: Answer) -> Iterator[Answer]:
+def _work(request: Answer) -> Iterator[Answer]:
     """Measure every pair, then all GPUs together, each with its nearest node."""
     nodes, gpus, found = request["nodes"], request["gpus"], []
     for gpu in gpus:
@@ -78,7 +78,7 @@ def _together(pairs: list[tuple[int, dict[str, Any]]], request: Answer) -> list[
 
 def main() -> int:
     """Answer the request on stdin."""
-    return serve(work)
+    return serve(_work)
 
 
 if __name__ == "__main__":

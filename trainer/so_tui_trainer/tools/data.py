@@ -36,7 +36,7 @@ _USUAL = 0.98
 """Least share of the documents that the bins of equal width cover."""
 
 
-def preview(request: Answer) -> Iterator[Answer]:
+def _preview(request: Answer) -> Iterator[Answer]:
     """Tokenise the data and describe them.
 
     Yields:
@@ -73,7 +73,7 @@ def preview(request: Answer) -> Iterator[Answer]:
         "packing_efficiency": sequences.efficiency(lengths, spec.data.sequence_length),
         "layout": chat_of(tokenizer).name,
         "loss": spec.data.loss,
-        "histogram": histogram(lengths),
+        "histogram": _histogram(lengths),
         "sources": _sources(documents, epoch),
         "sequence": _sequence(documents, sequences),
         "samples": [_sample(documents, tokenizer, index) for index in shown],
@@ -100,7 +100,7 @@ def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
         }
 
 
-def histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
+def _histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
     """Count documents and tokens by length: bins of equal width, and a last one for the few
     documents that are far longer.
     """
@@ -199,4 +199,4 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
 if __name__ == "__main__":
     # The caller may cancel: exit normally, so that partial cache entries are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(serve(preview))
+    sys.exit(serve(_preview))

@@ -55,7 +55,7 @@ def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
     text = str(error)
     if "trust_remote_code" in text and not model.trust_remote_code:
         remedy = "Read that code first. If you trust it, add --trust-remote-code."
-        refuse(
+        _refuse(
             "model-needs-remote-code",
             model,
             "comes with its own Python code, which is not run by default",
@@ -67,16 +67,16 @@ def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
             "Accept its terms on its page on the hub, then log in with `hf auth login` (or set "
             "HF_TOKEN)."
         )
-        refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
+        _refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
     if "Unrecognized model" in text:
         remedy = "Name a folder whose config.json has `model_type`, in the format of transformers."
         message = "does not say what kind of model it is (its config.json has no `model_type`)"
-        refuse("model-type-missing", model, message, remedy, error)
+        _refuse("model-type-missing", model, message, remedy, error)
     if "does not recognize this architecture" in text:
         from transformers import __version__
 
         message = f"is of a kind that transformers {__version__} does not know"
-        refuse(
+        _refuse(
             "model-type-unknown",
             model,
             message,
@@ -84,7 +84,7 @@ def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
             error,
         )
     message = f"its config.json cannot be read ({_reason(error)})"
-    refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
+    _refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
 
 
 def _refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
@@ -94,7 +94,7 @@ def _refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
         InputError: Always.
     """
     message = f"its shape cannot be built: {_reason(error)}"
-    refuse(
+    _refuse(
         "model-shape-invalid",
         model,
         message,
@@ -116,7 +116,7 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     remedy = "Choose a model for text generation (a causal language model)."
     classes = tuple(config.architectures or ())
     if getattr(config, "is_encoder_decoder", False):
-        refuse(
+        _refuse(
             "model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy
         )
     text = config.get_text_config()
@@ -125,7 +125,7 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
             "is a multimodal model, and transformers has no model for its language part alone "
             f"({text.model_type})"
         )
-        refuse("model-multimodal", model, message, remedy)
+        _refuse("model-multimodal", model, message, remedy)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     ):
@@ -133,7 +133,7 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
             f"is an encoder ({classes[0] if classes else config.model_type}), not a causal "
             "language model"
         )
-        refuse("model-not-causal", model, message, remedy)
+        _refuse("model-not-causal", model, message, remedy)
     known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     own_code = model.trust_remote_code and "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
@@ -142,9 +142,11 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         return
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         message = f"is a {config.model_type}, which transformers has no causal language model for"
-        refuse("model-not-causal", model, message, remedy)
+        _refuse("model-not-causal", model, message, remedy)
     if classes and not known & set(classes):
-        refuse("model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy)
+        _refuse(
+            "model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy
+        )
 
 
 def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
@@ -152,7 +154,7 @@ def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
 
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         message = "has no output projection that so-tui can find"
-        refuse(
+        _refuse(
             "model-head-missing", model, message, "Choose a model with a plain output projection."
         )
     refuse_unsupported(causal, model)
@@ -174,7 +176,7 @@ def _refuse_unplannable(model: ModelSpec) -> None:
             f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be "
             "planned"
         )
-        refuse(
+        _refuse(
             "model-not-plannable",
             model,
             message,
@@ -183,7 +185,7 @@ def _refuse_unplannable(model: ModelSpec) -> None:
         )
 
 
-def refuse(
+def _refuse(
     code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None
 ) -> NoReturn:
     raise InputError(
@@ -519,7 +521,7 @@ def _check_hub(model: ModelSpec) -> None:
     if not Path(resolve_source(model.id)).is_dir():
         files = remote_files(model)
         if files and "config.json" not in files:
-            refuse(
+            _refuse(
                 "model-config-missing",
                 model,
                 "has no config.json on the hub",
@@ -567,7 +569,7 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
             message = (
                 f"its weights are quantised ({method}), and quantised weights cannot be trained"
             )
-            refuse("weights-quantised", model, message, remedy)
+            _refuse("weights-quantised", model, message, remedy)
         notes.append(
             f"its weights are stored as {method} and are converted to bf16 when they are loaded"
         )

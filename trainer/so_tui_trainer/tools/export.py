@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from so_tui_trainer.export import Stage
 
 
-def export_run(request: Answer) -> Iterator[Answer]:
+def _export_run(request: Answer) -> Iterator[Answer]:
     """Export the newest readable checkpoint.
 
     Yields:
@@ -72,4 +72,4 @@ def _progress(stage: Stage) -> Answer:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(export_run))
+    sys.exit(serve(_export_run))

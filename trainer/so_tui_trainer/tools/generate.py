@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 Writers = dict[Side, "Writer"]
 
 
-def serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
+def _serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
     """Load what the first line names, then answer until the input ends.
 
     Yields:
@@ -60,9 +60,9 @@ def serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
     stay_offline_when_cut_off()
     load = msgspec.json.decode(next(lines), type=LoadModel)  # noqa: TID251 -- what our own process sends
     writers = yield from _changed(_loading(load), msgspec.to_builtins)
-    requests = Requests(lines)
+    requests = _Requests(lines)
     for ask in requests:
-        yield from map(msgspec.to_builtins, answers(writers, ask, requests))
+        yield from map(msgspec.to_builtins, _answers(writers, ask, requests))
 
 
 def _changed(
@@ -78,7 +78,7 @@ def _changed(
         yield change(item)
 
 
-class Requests:
+class _Requests:
     """The requests, read in a thread, so that one to cancel is seen while an answer is written."""
 
     def __init__(self, lines: Iterator[str]) -> None:
@@ -112,16 +112,16 @@ class Requests:
             self._asks.put(None)
 
 
-def answers(writers: Writers, ask: Ask, requests: Requests) -> Iterator[Event]:
+def _answers(writers: Writers, ask: Ask, requests: _Requests) -> Iterator[Event]:
     """Answer all prompts of a request, a token of each in turn.
 
     Returns:
         Pieces, and the answers.
     """
-    return in_turn(_answer(writers[prompt.side], prompt, ask, requests) for prompt in ask.prompts)
+    return _in_turn(_answer(writers[prompt.side], prompt, ask, requests) for prompt in ask.prompts)
 
 
-def _answer(writer: Writer, prompt: Prompt, ask: Ask, requests: Requests) -> Iterator[Event]:
+def _answer(writer: Writer, prompt: Prompt, ask: Ask, requests: _Requests) -> Iterator[Event]:
     try:
         for part in writer.write(prompt, ask.sampling, lambda: requests.cancelled(ask.number)):
             if isinstance(part, str):
@@ -132,7 +132,7 @@ def _answer(writer: Writer, prompt: Prompt, ask: Ask, requests: Requests) -> Ite
         yield Rejected(number=ask.number, side=prompt.side, problem=error.problems[0])
 
 
-def in_turn(iterators: Iterator[Iterator[Item]]) -> Iterator[Item]:
+def _in_turn(iterators: Iterator[Iterator[Item]]) -> Iterator[Item]:
     """Yield an item of each iterator in turn until all are exhausted."""
     waiting = deque(iterators)
     while waiting:
@@ -150,11 +150,11 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     from so_tui_trainer.data.tokens import tokenizer_of
     from so_tui_trainer.generation import Writer, stop_tokens
 
-    tuned, model, facts = yield from (_of_run(load) if load.run else of_folder(load))
+    tuned, model, facts = yield from (_of_run(load) if load.run else _of_folder(load))
     models: dict[Side, PreTrainedModel] = {"tuned": tuned}
     known = [facts]
     if load.compare:
-        base = base_of(load, model)
+        base = _base_of(load, model)
         models["base"], its = yield from _of_base(base)
         known.append(its)
     chat = chat_of(tokenizer_of(model if load.run else ModelSpec(id=load.folder)))
@@ -169,7 +169,7 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     return writers
 
 
-def base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
+def _base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
     """Return the base model: the one that is named, or else the one that the training began with.
 
     Args:
@@ -232,7 +232,7 @@ def _of_run(
     )
 
 
-def of_folder(
+def _of_folder(
     load: LoadModel,
 ) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
     """Load a model's folder.
@@ -284,4 +284,4 @@ def _name(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(channel.serve_lines(serve))
+    sys.exit(channel.serve_lines(_serve))

@@ -20,7 +20,7 @@ from so_tui_trainer.tools.channel import Answer, requested_spec, serve
 from so_tui_trainer.tools.fetch import fetch
 
 
-def prepare(request: Answer) -> Iterator[Answer]:
+def _prepare(request: Answer) -> Iterator[Answer]:
     """Do all parts.
 
     Yields:
@@ -60,4 +60,4 @@ def prepare(request: Answer) -> Iterator[Answer]:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(prepare))
+    sys.exit(serve(_prepare))

@@ -32,7 +32,7 @@ _EXPERTS = {"num_experts", "num_local_experts"}
 _SHAPE_HEADER = re.compile(r"^\s*\[\s*model\s*\.\s*config\s*\].*$", re.MULTILINE)
 
 
-def model_config(model: ModelSpec) -> PretrainedConfig:
+def _model_config(model: ModelSpec) -> PretrainedConfig:
     """Return the transformers config of a model section: from its ``[model.config]``, or from the
     hub or folder if that is empty.
     """
@@ -48,10 +48,10 @@ def model_config(model: ModelSpec) -> PretrainedConfig:
 
 def parameter_table(model: ModelSpec) -> tuple[ParameterBlock, ...]:
     """Return the parameter table of a model section, generated anew."""
-    return blocks_of(ordered_tensors(meta_model(model_config(model))))
+    return blocks_of(ordered_tensors(meta_model(_model_config(model))))
 
 
-def rewritten(path: Path) -> tuple[str, int]:
+def _rewritten(path: Path) -> tuple[str, int]:
     """Return the new text of a preset file, and the number of parameters.
 
     Raises:
@@ -65,7 +65,7 @@ def rewritten(path: Path) -> tuple[str, int]:
             "Delete it; the generated one replaces it.",
         )
         raise _refusal("table-not-generated", "model.parameters", message, remedy, path)
-    config = model_config(model)
+    config = _model_config(model)
     causal = meta_model(config)
     known = model.config.keys() | (_EXPERTS if _EXPERTS & model.config.keys() else set())
     shape = planned_shape(config, causal) if model.config else shape_of(config, causal)
@@ -115,7 +115,7 @@ def main() -> int:
     current = True
     for path in arguments.files:
         try:
-            text, parameters = rewritten(path)
+            text, parameters = _rewritten(path)
         except InputError as error:
             print(error, file=sys.stderr)
             return error.exit_code

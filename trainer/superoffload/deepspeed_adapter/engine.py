@@ -87,7 +87,7 @@ def import_muon() -> None:
     """
     compiler: Any = import_module("deepspeed.runtime.compiler")
     at_once = compiler.compile
-    compiler.compile = lambda: partial(compiled_when_called, at_once())
+    compiler.compile = lambda: partial(_compiled_when_called, at_once())
     try:
         with suppress(ImportError):  # which DeepSpeed takes for a version without Muon
             import_module("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -95,7 +95,7 @@ def import_muon() -> None:
         compiler.compile = at_once
 
 
-def compiled_when_called(
+def _compiled_when_called(
     compile_now: Callable[[Callable[..., Any]], Callable[..., Any]], function: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a function that compiles another one at its first call, and calls what it got."""

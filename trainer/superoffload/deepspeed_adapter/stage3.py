@@ -72,7 +72,7 @@ def _to_state_dict(
     }
 
 
-def load_state_dict(
+def _load_state_dict(
     core: SuperOffload,
     parameter_groups: Sequence[dict[str, Any]],
     saved: Mapping[str, Any],
@@ -113,7 +113,7 @@ def load_state_dict(
         )
 
 
-def load_universal(
+def _load_universal(
     core: SuperOffload, folder: Path, numels: Mapping[str, int], rank: int, *, moments: bool
 ) -> None:
     """Load a universal checkpoint, which any ranks and sub-groups may have saved.
@@ -200,7 +200,7 @@ def without_pinning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def place(
+def _place(
     groups: Sequence[Sequence[Any]], numels: Sequence[int], on_gpu: int, device: torch.device
 ) -> tuple[list[torch.Tensor], HostWeights | None]:
     """Move the shards of each sub-group into one tensor: the first sub-groups' to the GPU, the
@@ -241,7 +241,7 @@ def place(
     return found, host
 
 
-def gather(
+def _gather(
     all_gather: Callable[..., Any], parameters: Sequence[Any], *arguments: Any, **keywords: Any
 ) -> Any:
     """All-gather parameters, with their shards copied to the GPU on the current stream. The host
@@ -312,7 +312,7 @@ class Waits:
             def all_gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
                 parameters = [own] if param_list is None else list(param_list)
                 self._core.wait_for_weights(self._sub_groups(parameters))
-                return gather(function, parameters, *arguments, **keywords)
+                return _gather(function, parameters, *arguments, **keywords)
 
             return all_gather
 
@@ -436,7 +436,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         device = torch.device(get_accelerator().current_device_name())
         host_weights = None
         if self.offload_param:
-            self.fp16_partitioned_groups_flat[:], host_weights = place(
+            self.fp16_partitioned_groups_flat[:], host_weights = _place(
                 self.fp16_groups, numels, on_gpu, device
             )
             self.param_groups_fp16_flat_cpu_memory.clear()
@@ -665,11 +665,11 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 for group in self.fp16_groups
                 for parameter in group
             }
-            load_universal(
+            _load_universal(
                 self.core, Path(checkpoint_folder), numels, rank, moments=load_optimizer_states
             )
         else:
-            load_state_dict(
+            _load_state_dict(
                 self.core,
                 self.optimizer.param_groups,
                 state_dict_list[rank],
