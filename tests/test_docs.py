@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks import published
+from docs.make_architecture import FIGURE, picture
 from docs.make_codes import PAGE
 from docs.make_codes import page as codes
 from docs.make_versions import PAGE as VERSIONS
@@ -129,6 +130,10 @@ def test_the_codes_are_current() -> None:
 
 def test_the_tested_versions_are_current() -> None:
     assert VERSIONS.read_text(encoding="utf-8") == versions(), "run: python docs/make_versions.py"
+
+
+def test_the_picture_of_the_packages_is_current() -> None:
+    assert FIGURE.read_text(encoding="utf-8") == picture(), "run: python docs/make_architecture.py"
 
 
 def test_published_figures_are_current() -> None:
