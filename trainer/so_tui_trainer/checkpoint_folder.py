@@ -172,15 +172,13 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
             if not _reading_failed(error):
                 raise
             if (pause_s := next(pauses_s, None)) is None:
-                reason = (
+                raise TrainingError(
+                    "checkpoint-read-failed",
                     f"{path} cannot be read now ({brief_message(str(error))}), and may be whole. "
-                    "It is left as it is"
-                )
-                suggestion = (
+                    "It is left as it is",
                     "Resume when its file system answers. Should that be never, move it away, and "
-                    "an older checkpoint is used."
-                )
-                raise TrainingError("checkpoint-read-failed", reason, suggestion) from error
+                    "an older checkpoint is used.",
+                ) from error
         time.sleep(pause_s)
 
 
@@ -299,9 +297,10 @@ def _refuse_other_run(run: RunDirectory, folder: Path) -> None:
 
 
 def _taken(folder: Path, why: str) -> TrainingError:
-    suggestion = "Set `checkpoint.folder` to another folder, or move that one away."
     return TrainingError(
-        "checkpoint-folder-taken", f"checkpoint.folder: {folder} {why}", suggestion
+        "checkpoint-folder-taken",
+        f"checkpoint.folder: {folder} {why}",
+        "Set `checkpoint.folder` to another folder, or move that one away.",
     )
 
 
@@ -324,22 +323,28 @@ def newest(folder: Path, run: str = "") -> Found | None:
         except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
-            code = error.code if isinstance(error, superoffload.OffloadError) else "unreadable"
-            reason = (
-                f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)
+            damaged.append(
+                Damage(
+                    path,
+                    error.code if isinstance(error, superoffload.OffloadError) else "unreadable",
+                    brief_message(
+                        f"{_MANIFEST}: {error}"
+                        if isinstance(error, msgspec.DecodeError)
+                        else str(error)
+                    ),
+                )
             )
-            damaged.append(Damage(path, code, brief_message(reason)))
             continue
         if (misplaced := _misplaced(path, manifest, run)) is None:
             return Found(path, manifest, tuple(damaged))
         damaged.append(misplaced)
     if damaged:
         reasons = "; ".join(f"{damage.path.name}: {damage.reason}" for damage in damaged)
-        reason = f"none of the checkpoints in {folder} can be used ({reasons})"
-        suggestion = (
-            "Another version of so-tui may have written them. Move them elsewhere to start anew."
+        raise TrainingError(
+            "checkpoints-unreadable",
+            f"none of the checkpoints in {folder} can be used ({reasons})",
+            "Another version of so-tui may have written them. Move them elsewhere to start anew.",
         )
-        raise TrainingError("checkpoints-unreadable", reason, suggestion)
     return None
 
 
@@ -364,8 +369,10 @@ def _verify(checkpoint: Path) -> Manifest:
     for name, size in manifest.files.items():
         path = _file_of(checkpoint, name)
         if (found := path.stat().st_size) != size:
-            message = f"{path} has {found} bytes, but the checkpoint says {size}: it is incomplete."
-            raise superoffload.OffloadError(message, code="torn")
+            raise superoffload.OffloadError(
+                f"{path} has {found} bytes, but the checkpoint says {size}: it is incomplete.",
+                code="torn",
+            )
     for name, checksum in manifest.checksums.items():
         path = _file_of(checkpoint, name)
         if zlib.crc32(read_bounded(path, _SMALL_BYTES)) != checksum:

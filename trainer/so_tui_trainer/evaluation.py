@@ -14,7 +14,8 @@ import torch
 from msgspec.structs import replace
 
 from so_tui.runs.records import EvaluationRecord
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec import RunSpec
+from so_tui.spec.errors import reject
 from so_tui.units import thousands
 from so_tui_trainer.data.batches import (
     Batch,
@@ -62,18 +63,12 @@ def held_out_rows(spec: RunSpec, rows: int) -> int:
     wanted = spec.data.held_out
     count = round(wanted * rows) if wanted < 1 else int(wanted)
     if wanted and not 0 < count < rows:
-        message = f"would hold out {thousands(count)} of {thousands(rows)} rows"
-        remedy = "Set a share below 1, or a count that leaves rows on both sides."
-        raise InputError(
-            [
-                Problem(
-                    code="held-out-out-of-range",
-                    field="data.held_out",
-                    value=f"{wanted:g}",
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "held-out-out-of-range",
+            "data.held_out",
+            f"{wanted:g}",
+            f"would hold out {thousands(count)} of {thousands(rows)} rows",
+            "Set a share below 1, or a count that leaves rows on both sides.",
         )
     return count
 

@@ -18,7 +18,8 @@ from msgspec import Struct
 
 import so_tui
 import superoffload
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_source
+from so_tui.spec.errors import reject
 from so_tui.spec.generation import Device
 from so_tui.trust.decoding import read_json
 from so_tui.trust.files import Distrust, distrust_of_folder
@@ -177,20 +178,12 @@ def export(
 def _refuse_other_model(saved: ModelSpec, own: ModelSpec) -> None:
     for field in ("id", "revision"):
         if (found := getattr(saved, field)) != (wanted := getattr(own, field)):
-            message, remedy = (
+            raise reject(
+                "model-differs",
+                f"model.{field}",
+                wanted,
                 f"is not the model of the checkpoint, which is {found}",
                 "Restore the run's spec.json.",
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="model-differs",
-                        field=f"model.{field}",
-                        value=wanted,
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
             )
 
 
@@ -226,19 +219,12 @@ def weights(
 
 
 def _does_not_fit(checkpoint: Path, message: str) -> InputError:
-    remedy = (
-        "Export another checkpoint, or restore the run's spec.json and the model's configuration."
-    )
-    return InputError(
-        [
-            Problem(
-                code="checkpoint-differs",
-                field="run",
-                value=str(checkpoint),
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    return reject(
+        "checkpoint-differs",
+        "run",
+        str(checkpoint),
+        message,
+        "Export another checkpoint, or restore the run's spec.json and the model's configuration.",
     )
 
 
@@ -283,36 +269,23 @@ def refuse_foreign(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     if distrust_of_folder(folder) is Distrust.OTHER_OWNER:
-        message, remedy = "is another user's folder", "Name another folder with --to."
-        raise InputError(
-            [
-                Problem(
-                    code="not-your-folder",
-                    field="--to",
-                    value=str(folder),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "not-your-folder",
+            "--to",
+            str(folder),
+            "is another user's folder",
+            "Name another folder with --to.",
         )
     if folder.is_dir() and ((folder / _MARKER_NAME).is_file() or not any(folder.iterdir())):
         return
-    message = (
+    raise reject(
+        "export-would-overwrite",
+        "--to",
+        str(folder),
         f"has files that are not an export of so-tui (no {_MARKER_NAME})"
         if folder.is_dir()
-        else "is not a folder"
-    )
-    remedy = "Name a new or an empty folder with --to."
-    raise InputError(
-        [
-            Problem(
-                code="export-would-overwrite",
-                field="--to",
-                value=str(folder),
-                message=message,
-                remedy=remedy,
-            )
-        ]
+        else "is not a folder",
+        "Name a new or an empty folder with --to.",
     )
 
 
@@ -327,20 +300,12 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
         next(parent for parent in folder.resolve().parents if parent.is_dir())
     ).free
     if free_bytes < needed_bytes:
-        message = (
-            f"an export needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free"
-        )
-        remedy = "Free some space, or name a folder on a larger disk with --to."
-        raise InputError(
-            [
-                Problem(
-                    code="disk-full",
-                    field="--to",
-                    value=str(folder),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "disk-full",
+            "--to",
+            str(folder),
+            f"an export needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free",
+            "Free some space, or name a folder on a larger disk with --to.",
         )
 
 
@@ -436,20 +401,12 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
     except (
         Exception
     ) as error:  # a damaged folder raises whatever it leads to, also errors of other packages
-        message = (
-            f"has no causal language model in safetensors that can be read ({first_line(error)})"
-        )
-        remedy = "Name a run, or a folder that `so-tui export` wrote."
-        raise InputError(
-            [
-                Problem(
-                    code="model-unreadable",
-                    field="model",
-                    value=str(folder),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "model-unreadable",
+            "model",
+            str(folder),
+            f"has no causal language model in safetensors that can be read ({first_line(error)})",
+            "Name a run, or a folder that `so-tui export` wrote.",
         ) from error
     return causal
 
@@ -475,20 +432,12 @@ def chosen_device(wanted: Device, parameters: int) -> torch.device:
     if free and max(free) >= needed:
         return torch.device("cuda", free.index(max(free)))
     if wanted == "gpu":
-        message, remedy = (
+        raise reject(
+            "gpu-without-room",
+            "--device",
+            wanted,
             "no GPU here has enough free memory for the model",
             "Wait for the run that uses it, or take the CPU.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="gpu-without-room",
-                    field="--device",
-                    value=wanted,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     return torch.device("cpu")
 

@@ -138,11 +138,12 @@ def _explanation(
             return _host_out_of_memory(spec, given)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
-            suggestion = (
+            return Explanation(
+                "disk-full",
+                f"the disk is full{where}",
                 "Free some space there, then resume the run. A new run can set `checkpoint.folder` "
-                "to a larger disk."
+                "to a larger disk.",
             )
-            return Explanation("disk-full", f"the disk is full{where}", suggestion)
         case _ if type(error).__name__ == "OutOfMemoryError":
             return Explanation(
                 "gpu-out-of-memory",
@@ -187,11 +188,12 @@ def _explain_runtime_error(error: RuntimeError, spec: RunSpec, given: GivenMemor
     if any(part in text for part in _ALLOCATION_FAILED):
         return _host_out_of_memory(spec, given)
     if any(part in text for part in _CONNECTION_LOST):
-        suggestion = (
+        return Explanation(
+            "rank-lost",
+            "another rank was lost",
             "See the end of the log. If the host ran out of memory, the kernel killed its largest "
-            "process."
+            "process.",
         )
-        return Explanation("rank-lost", "another rank was lost", suggestion)
     return _unknown(error)
 
 

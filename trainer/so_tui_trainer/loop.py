@@ -497,11 +497,12 @@ class Loop:
     def _warn_of_skipped_step(self, error: NonFiniteGradientError) -> None:
         where = f"sub-group {error.sub_group} ({error.parameter} ...)"
         message = f"step {thousands(self.step)} was skipped: the gradient of {where} is not finite"
-        suggestion = (
+        self.recorder.warn(
+            "step-skipped",
+            message,
             f"Inspect the data around that step. More than {self.spec.train.max_skipped_steps} in "
-            "a row end the run"
+            "a row end the run",
         )
-        self.recorder.warn("step-skipped", message, suggestion)
         if self.ranks.first:
             print(message, flush=True)
 
@@ -515,9 +516,10 @@ class Loop:
             f"{expected:.2f}"
         )
         if difference > _WRONG_LOSS_DIFFERENCE:
-            reason = f"{message}: they are not initialised correctly"
             raise TrainingError(
-                "first-loss-wrong", reason, "Compare `[model.config]` with the model's config.json."
+                "first-loss-wrong",
+                f"{message}: they are not initialised correctly",
+                "Compare `[model.config]` with the model's config.json.",
             )
         if difference > _UNUSUAL_LOSS_DIFFERENCE:
             self.recorder.warn("first-loss-unusual", message)

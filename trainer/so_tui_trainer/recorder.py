@@ -54,7 +54,7 @@ class _EventFile:
                 steps in earlier files.
         """
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"  # noqa: E501
+        name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab", buffering=0)
         self._write(time.time(), 0, _bytes(3, b"brain.Event:2"))
         if purge_after is not None:
@@ -438,14 +438,11 @@ class Recorder:
             OSError: There is still no space.
         """
         if self._lost:
-            message = (
-                f"{self._lost} records could not be written ({self._lost_because}); training "
-                "continued"
-            )
             writer.append(
                 self._warning(
                     "records-lost",
-                    message,
+                    f"{self._lost} records could not be written ({self._lost_because}); training "
+                    "continued",
                     "Free some space on the disk of the run directory; no training is lost",
                 )
             )
@@ -454,10 +451,9 @@ class Recorder:
 
     def _record_tracker_errors(self) -> None:
         for trouble in self._sidecars.troubles():
-            message = f"{trouble}; nothing more is sent there"
             self.warn(
                 "tracker-failed",
-                message,
+                f"{trouble}; nothing more is sent there",
                 "The run's own records are complete; nothing else is lost",
             )
 

@@ -35,7 +35,8 @@ from so_tui.runs.records import (
     ResumedRecord,
     StartRecord,
 )
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec import RunSpec
+from so_tui.spec.errors import reject
 from so_tui.units import memory_size, thousands
 from so_tui_trainer import binding, checkpoint, failures
 from so_tui_trainer.data import documents as cache
@@ -177,29 +178,19 @@ def _check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarni
     """
     largest = int(documents.tokens.max())
     if largest >= config.vocab_size:
-        raise InputError(
-            [
-                Problem(
-                    code="tokenizer-too-large",
-                    field="model.tokenizer",
-                    value=spec.model.tokenizer,
-                    message=(
-                        f"has ids up to {largest}, but the model's vocabulary has "
-                        f"{config.vocab_size} tokens"
-                    ),
-                    remedy="Use the model's own tokenizer.",
-                )
-            ]
+        raise reject(
+            "tokenizer-too-large",
+            "model.tokenizer",
+            spec.model.tokenizer,
+            f"has ids up to {largest}, but the model's vocabulary has {config.vocab_size} tokens",
+            "Use the model's own tokenizer.",
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions and int(documents.lengths.max()) > positions:
-        message = (
-            f"some documents are longer than the {thousands(positions)} positions that the model "
-            "supports"
-        )
         warn(
             "documents-exceed-positions",
-            message,
+            f"some documents are longer than the {thousands(positions)} positions that the model "
+            "supports",
             "Scale its positions (`model.rope_scaling`), or lower `data.sequence_length`.",
         )
 
@@ -219,10 +210,9 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
         tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path
     )
     if not folder.is_dir():
-        reason = f"the tokenised data in {folder} cannot be seen on {socket.gethostname()}"
         raise TrainingError(
             "cache-not-shared",
-            reason,
+            f"the tokenised data in {folder} cannot be seen on {socket.gethostname()}",
             "Set XDG_CACHE_HOME to a folder that all nodes share, in the site profile.",
         )
     documents = cache.read(folder, spec.data)

@@ -79,11 +79,11 @@ def _check_options(groups: Sequence[Mapping[str, Any]]) -> None:
     """
     for index, name in product(range(len(groups)), ("amsgrad", "maximize")):
         if groups[index].get(name):
-            message = (
+            raise OffloadError(
                 f"Parameter group {index} has {name} = True, which our AdamW does not do. Leave it "
-                "out."
+                "out.",
+                code="optimizer-option",
             )
-            raise OffloadError(message, code="optimizer-option")
 
 
 # A save that goes on while training does: the sub-groups that were copied are written in a thread

@@ -300,11 +300,11 @@ def _step_folder(folder: Path) -> Path:
             folder = folder / name
             break
     if not (folder / _MODEL_FILE).is_file():
-        message = (
+        raise OffloadError(
             f"{folder} has no {_MODEL_FILE}: it is no checkpoint of DeepSpeed's ZeRO-3, and no "
-            "step of one."
+            "step of one.",
+            code="not-deepspeeds",
         )
-        raise OffloadError(message, code="not-deepspeeds")
     return folder
 
 
@@ -376,11 +376,11 @@ def _load(path: Path) -> Any:
             with torch.serialization.safe_globals(known):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 -- with weights_only
         except pickle.UnpicklingError as error:
-            message = (
+            raise OffloadError(
                 f"{path} holds more than tensors and plain values, and loading it could run code: "
-                f"{str(error).splitlines()[0]}"
-            )
-            raise OffloadError(message, code="unsafe-pickle") from error
+                f"{str(error).splitlines()[0]}",
+                code="unsafe-pickle",
+            ) from error
 
 
 def _stage(kind: object, name: str) -> object:

@@ -29,7 +29,7 @@ With several gradient accumulation steps the worker sums the gradients in fp32 o
 This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``, the
 gradient norm in ``norm``. ``arrivals`` counts gradients, and ``cpu_steps`` has the worker step what
 is complete.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def main() -> None:
     os.sched_setaffinity(
         0, settings["cpus"]
     )  # before OpenMP is loaded, which creates its threads accordingly
-    _import_from(Path(__file__).parent)
+    import_from(Path(__file__).parent)
     from superoffload.adam import Kernel
     from superoffload.commands import serve
     from superoffload.memory_layout import memory_size
@@ -50,7 +50,7 @@ def main() -> None:
         os._exit(0)
 
 
-def _import_from(folder: Path) -> None:
+def import_from(folder: Path) -> None:
     """Let this process import the engine's modules without the package's ``__init__``, which
     imports torch.
     """

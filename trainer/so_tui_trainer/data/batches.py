@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from so_tui.model.shape import computed_tokens
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
+from so_tui.spec import ModelSpec, RunSpec
+from so_tui.spec.errors import reject
 from so_tui.spec.model_table import layer_kinds, recurrent_kinds
 from so_tui_trainer.data.documents import Documents, Sequences, fill, row_widths
 
@@ -302,17 +303,12 @@ class Batches:
             return self._steps_for(math.ceil(train.epochs * len(self.sequences)))
         if train.tokens:
             return self._steps_for(math.ceil(train.tokens / float(self._useful.mean())))
-        remedy = "Set one of `train.steps`, `train.epochs`, `train.tokens`."
-        raise InputError(
-            [
-                Problem(
-                    code="run-length-missing",
-                    field="train.steps",
-                    value="0",
-                    message="the run has no length",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "run-length-missing",
+            "train.steps",
+            "0",
+            "the run has no length",
+            "Set one of `train.steps`, `train.epochs`, `train.tokens`.",
         )
 
     def _steps_for(self, sequences: int) -> int:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from so_tui.spec import InputError, Problem
+from so_tui.spec import InputError
+from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.documents import Counts
 from so_tui_trainer.data.rows import TEXT, TOOLS, Conversation, Message, bad_row
@@ -116,29 +117,25 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     plain = Chat(tokenizer, bool(tokenizer.chat_template), end, end, "")
     if not plain.templated:
         if not end:
-            raise InputError(
-                [_no_stop_token("tokenizer-no-end-token", "has no end-of-text token", tokenizer)]
-            )
+            raise _no_stop_token("tokenizer-no-end-token", "has no end-of-text token", tokenizer)
         return plain
     question, answer = Message("user", _placeholder(0)), Message("assistant", _placeholder(1))
     try:
         closing = plain.render([question, answer]).partition(answer.content)[2]
         asked, asking = plain.render([question]), plain.render([question], ask=True)
     except TemplateError as error:
-        message = f"has a chat template that cannot render a conversation ({error})"
-        raise InputError([_no_stop_token("chat-template-unusable", message, tokenizer)]) from error
+        raise _no_stop_token(
+            "chat-template-unusable",
+            f"has a chat template that cannot render a conversation ({error})",
+            tokenizer,
+        ) from error
     asking = asking.removeprefix(asked) if asking.startswith(asked) else ""
     stop = _special_at_start(tokenizer, closing)
     if stop == "" and not end:
-        raise InputError(
-            [
-                _no_stop_token(
-                    "tokenizer-no-end-token",
-                    "has no end-of-text token, and its chat template ends answers without a "
-                    "special token",
-                    tokenizer,
-                )
-            ]
+        raise _no_stop_token(
+            "tokenizer-no-end-token",
+            "has no end-of-text token, and its chat template ends answers without a special token",
+            tokenizer,
         )
     return Chat(
         tokenizer, True, stop, end, asking, tuple(_stop_warnings(tokenizer, stop, end, closing))
@@ -419,17 +416,14 @@ def _stop_warnings(
     return []
 
 
-def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
-    remedy = (
+def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) -> InputError:
+    return reject(
+        code,
+        "model.tokenizer",
+        str(tokenizer.name_or_path),
+        message,
         "Use the tokenizer of an instruction-tuned model, or set eos_token in its "
-        "tokenizer_config.json."
-    )
-    return Problem(
-        code=code,
-        field="model.tokenizer",
-        value=str(tokenizer.name_or_path),
-        message=message,
-        remedy=remedy,
+        "tokenizer_config.json.",
     )
 
 
@@ -525,9 +519,11 @@ class Encoder:
                 try:
                     parts.append(_segments(self.chat, conversation, self.loss))
                 except TemplateError as error:
-                    message = f"the chat template rejects it: {error}"
                     raise bad_row(
-                        "data-row-template", opened.source.source, number, message
+                        "data-row-template",
+                        opened.source.source,
+                        number,
+                        f"the chat template rejects it: {error}",
                     ) from error
             for index, (conversation, tokens) in enumerate(
                 zip(batch, self.encode(parts), strict=True), number - len(batch) + 1

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from so_tui.folders import cache_home
-from so_tui.spec import DataSpec, InputError, Problem, RunSpec
+from so_tui.spec import DataSpec, InputError, RunSpec
+from so_tui.spec.errors import reject
 from so_tui.trust.decoding import read_json
 from so_tui.units import significant, thousands
 
@@ -156,16 +157,12 @@ class Documents(NamedTuple):
                 'Lower the weight, or use a part of the largest source (split = "train[:10%]").'
             )
             value = f"weight {part.weight:g} of {part.source}"
-            raise InputError(
-                [
-                    Problem(
-                        code="data-weight-too-large",
-                        field="data.source",
-                        value=value,
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
+            raise reject(
+                "data-weight-too-large",
+                "data.source",
+                value,
+                message,
+                remedy,
             )
 
 
@@ -405,16 +402,12 @@ def _remove_stale(folder: Path) -> None:
 
 
 def _unwritable(folder: Path, error: OSError) -> InputError:
-    return InputError(
-        [
-            Problem(
-                code="cache-unwritable",
-                field="XDG_CACHE_HOME",
-                value=str(folder.parent),
-                message=f"cannot be written ({error.strerror})",
-                remedy="Free some space there, or set XDG_CACHE_HOME to a folder with more space.",
-            )
-        ]
+    return reject(
+        "cache-unwritable",
+        "XDG_CACHE_HOME",
+        str(folder.parent),
+        f"cannot be written ({error.strerror})",
+        "Free some space there, or set XDG_CACHE_HOME to a folder with more space.",
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from so_tui.spec import DataSource, InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui.units import thousands
 
 Row = Mapping[str, Any]
@@ -354,15 +355,10 @@ def bad_row(code: str, source: str, number: int, message: str) -> InputError:
         number: The row, from 1.
         message: What is wrong with it.
     """
-    remedy = "Correct or remove the row, or set another `data.format`."
-    return InputError(
-        [
-            Problem(
-                code=code,
-                field="data.source",
-                value=f"{source}, row {thousands(number)}",
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    return reject(
+        code,
+        "data.source",
+        f"{source}, row {thousands(number)}",
+        message,
+        "Correct or remove the row, or set another `data.format`.",
     )

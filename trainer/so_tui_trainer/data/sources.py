@@ -23,6 +23,7 @@ import numpy as np
 
 from so_tui.spec import DataSource, DataSpec, InputError, Problem, resolve_source
 from so_tui.spec.check import exists
+from so_tui.spec.errors import reject
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import (
     TEXT_COLUMNS,
@@ -80,20 +81,12 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
     """
     name = name or source.source
     if not stat.S_ISREG(path.stat().st_mode):
-        message, remedy = (
+        raise reject(
+            "data-source-not-a-file",
+            "data.source",
+            name,
             f"{path} is a pipe or a device",
             "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="data-source-not-a-file",
-                    field="data.source",
-                    value=name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     if ending(path) not in _LINES:
         return
@@ -129,10 +122,12 @@ def _check_rows(file: BinaryIO, name: str) -> None:
             _check_list(line + file.read(_LONGEST_LIST_BYTES), name)
             return
         if len(line) > LONGEST_ROW_BYTES:
-            message = (
-                f"is longer than {LONGEST_ROW_BYTES >> 20} MiB; a file of rows has one row a line"
+            raise bad_row(
+                "data-row-too-long",
+                name,
+                row,
+                f"is longer than {LONGEST_ROW_BYTES >> 20} MiB; a file of rows has one row a line",
             )
-            raise bad_row("data-row-too-long", name, row, message)
         if _is_deep(line):
             raise bad_row(
                 "data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep"
@@ -141,34 +136,20 @@ def _check_rows(file: BinaryIO, name: str) -> None:
 
 def _check_list(content: bytes, name: str) -> None:
     if len(content) > _LONGEST_LIST_BYTES:
-        message = f"is a JSON list of more than {_LONGEST_LIST_BYTES >> 20} MiB"
-        remedy = "Write one row a line (JSONL), which is read in parts, or use Parquet."
-        raise InputError(
-            [
-                Problem(
-                    code="data-list-too-long",
-                    field="data.source",
-                    value=name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "data-list-too-long",
+            "data.source",
+            name,
+            f"is a JSON list of more than {_LONGEST_LIST_BYTES >> 20} MiB",
+            "Write one row a line (JSONL), which is read in parts, or use Parquet.",
         )
     if _is_deep(content):
-        message, remedy = (
+        raise reject(
+            "data-row-too-deep",
+            "data.source",
+            name,
             f"is nested more than {MOST_NESTED} levels deep",
             "Remove the rows that are.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="data-row-too-deep",
-                    field="data.source",
-                    value=name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
 
 
@@ -222,19 +203,12 @@ def _read_file(path: Path, source: DataSource) -> Dataset:
     """
     reader = _reader(path, source)
     if source.subset:
-        raise InputError(
-            [
-                Problem(
-                    code="data-subset-of-file",
-                    field="data.subset",
-                    value=source.subset,
-                    message=f"{source.source} is a file, which has no subsets",
-                    remedy=(
-                        "Leave it empty. In a list of sources, set it for the source that has "
-                        "subsets."
-                    ),
-                )
-            ]
+        raise reject(
+            "data-subset-of-file",
+            "data.subset",
+            source.subset,
+            f"{source.source} is a file, which has no subsets",
+            "Leave it empty. In a list of sources, set it for the source that has subsets.",
         )
     options: dict[str, Any] = {"data_files": str(path), "cache_dir": _cache_dir((path,))}
     if reader == "csv":
@@ -475,16 +449,12 @@ def _verbatim_features(features: Any, name: str = "") -> Any:
 def _reader(path: Path, source: DataSource) -> str:
     reader = _READERS.get(ending(path))
     if reader is None:
-        raise InputError(
-            [
-                Problem(
-                    code="data-file-type-unknown",
-                    field="data.source",
-                    value=source.source,
-                    message=f"files ending in {path.suffix or 'nothing'} cannot be read",
-                    remedy=f"Use one of {', '.join(_READERS)}.",
-                )
-            ]
+        raise reject(
+            "data-file-type-unknown",
+            "data.source",
+            source.source,
+            f"files ending in {path.suffix or 'nothing'} cannot be read",
+            f"Use one of {', '.join(_READERS)}.",
         )
     return reader
 
@@ -505,14 +475,18 @@ _BAD_SPLIT = re.compile(
 _MISSING_ZSTD = re.compile(r"zstd|zstandard")
 
 
-def _source_problem(source: DataSource, code: str, message: str, remedy: str) -> Problem:
+def _source_problem(source: DataSource, code: str, message: str, remedy: str) -> InputError:
     """Return a problem of ``data.source``."""
-    return Problem(
-        code=code, field="data.source", value=source.source, message=message, remedy=remedy
+    return reject(
+        code,
+        "data.source",
+        source.source,
+        message,
+        remedy,
     )
 
 
-def _empty_source(source: DataSource) -> Problem:
+def _empty_source(source: DataSource) -> InputError:
     """Return the problem of a source without rows."""
     return _source_problem(
         source,
@@ -532,12 +506,11 @@ def _unreadable_source(source: DataSource, error: Exception) -> Problem:
     reason = _reason(error)
     text = reason.lower()
     if _BAD_SUBSET.search(text):
-        message = f"{source.source}: {reason}"
         return Problem(
             code="data-subset-unknown",
             field="data.subset",
             value=source.subset,
-            message=message,
+            message=f"{source.source}: {reason}",
             remedy="Name one of its subsets.",
         )
     no_rows = _NO_ROWS_SELECTED.search(text) is not None
@@ -678,10 +651,12 @@ def _check_row_columns(path: Path, name: str) -> None:
             try:
                 row = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
-                message = (
-                    f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})"
-                )
-                raise bad_row("data-row-not-json", name, number, message) from error
+                raise bad_row(
+                    "data-row-not-json",
+                    name,
+                    number,
+                    f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})",
+                ) from error
             except RecursionError as error:
                 raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
             except ValueError as error:  # Python converts integers of up to 4,300 digits
@@ -757,11 +732,11 @@ class Opened(NamedTuple):
             except (
                 UnicodeDecodeError
             ) as error:  # Arrow decodes text only when it becomes a Python string.
-                message = (
-                    f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8"
-                )
-                raise InputError(
-                    [_source_problem(source, "data-not-utf8", message, NOT_UTF8_REMEDY)]
+                raise _source_problem(
+                    source,
+                    "data-not-utf8",
+                    f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8",
+                    NOT_UTF8_REMEDY,
                 ) from error
             for index in range(len(next(iter(batch.values())))):
                 row = {name: values[index] for name, values in batch.items()}
@@ -781,7 +756,7 @@ def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
 def _open(source: DataSource) -> Opened:
     rows, warnings = _load(source)
     if len(rows) == 0:
-        raise InputError([_empty_source(source)])
+        raise _empty_source(source)
     return Opened(source, rows, layout_of(rows.column_names, source), warnings)
 
 
@@ -796,7 +771,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         if path.exists() and not path.is_dir():
             _check_file(path, source)
             if path.stat().st_size == 0:
-                raise InputError([_empty_source(source)])
+                raise _empty_source(source)
             return _read_file(path, source), ()
         if path.is_dir():
             return _read_folder(path, source)
@@ -816,7 +791,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
             raise InputError([problem]) from error
         if not isinstance(error, OSError):
             _raise_for_bad_json(path, source)
-        raise InputError([_unreadable_source(source, error)]) from error
+        raise _unreadable_source(source, error) from error
 
 
 def _undecodable_row(rows: Dataset, start: int) -> int:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from so_tui.plan import workload
 from so_tui.plan.workload import Workload
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_source
+from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import DataSpec
 from so_tui.units import thousands
 from so_tui_trainer.binding import die_with_parent
@@ -81,40 +82,34 @@ def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
         elif name.startswith(("/", ".", "~")):
             code, reason = "tokenizer-folder-missing", "there is no such folder"
             remedy = "Name a folder with a tokenizer, or a model on the hub (owner/name)."
-        raise InputError(
-            [
-                Problem(
-                    code=code,
-                    field=field,
-                    value=name,
-                    message=f"no tokenizer ({reason})",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            code,
+            field,
+            name,
+            f"no tokenizer ({reason})",
+            remedy,
         ) from error
     except Exception as error:  # a damaged file raises whatever it leads to
-        raise InputError([_damaged(field, name, first_line(error))]) from error
+        raise _damaged(field, name, first_line(error)) from error
     if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
         # transformers makes an empty tokenizer for a folder with only weights and config.json.
-        message = "has no tokenizer files: its tokenizer has no tokens"
-        raise InputError(
-            [
-                Problem(
-                    code="tokenizer-files-missing",
-                    field=field,
-                    value=name,
-                    message=message,
-                    remedy=_NO_FILES,
-                )
-            ]
+        raise reject(
+            "tokenizer-files-missing",
+            field,
+            name,
+            "has no tokenizer files: its tokenizer has no tokens",
+            _NO_FILES,
         )
     return tokenizer
 
 
-def _damaged(field: str, name: str, reason: str) -> Problem:
-    message, remedy = f"a damaged tokenizer ({reason})", "Copy or download its files again."
-    return Problem(
-        code="tokenizer-unreadable", field=field, value=name, message=message, remedy=remedy
+def _damaged(field: str, name: str, reason: str) -> InputError:
+    return reject(
+        "tokenizer-unreadable",
+        field,
+        name,
+        f"a damaged tokenizer ({reason})",
+        "Copy or download its files again.",
     )
 
 
@@ -363,14 +358,10 @@ def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError
         )
     else:
         code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
-    return InputError(
-        [
-            Problem(
-                code=code,
-                field="data.source",
-                value=opened.source.source,
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    return reject(
+        code,
+        "data.source",
+        opened.source.source,
+        message,
+        remedy,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from so_tui.machine.software import package_version
-from so_tui.spec import InputError, ModelSpec, Problem
+from so_tui.spec import ModelSpec
 from so_tui.spec.attention import (
     FORMER_NAMES,
     KERNELS,
@@ -27,6 +27,7 @@ from so_tui.spec.attention import (
     choose_backend,
     obstacle_to,
 )
+from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, recurrent_kinds
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model import checkpointing, kinds_of
@@ -320,19 +321,13 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
             InputError: The layer has a mask, which the kernels would leave out.
         """
         if attention_mask is not None:
-            raise InputError(
-                [
-                    Problem(
-                        code="model-packing-unsupported",
-                        field="model.config",
-                        value=type(module).__name__,
-                        message=(
-                            "has an attention mask of its own, which kernels for packed documents "
-                            "would leave out"
-                        ),
-                        remedy="Choose a newer kind of model.",
-                    )
-                ]
+            raise reject(
+                "model-packing-unsupported",
+                "model.config",
+                type(module).__name__,
+                "has an attention mask of its own, which kernels for packed documents "
+                "would leave out",
+                "Choose a newer kind of model.",
             )
         rows, heads, width, size = query.shape
         of_value = value.shape[-1]
@@ -675,15 +670,13 @@ def _decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
     backend: AttentionBackend = FORMER_NAMES.get(model.attention) or model.attention  # type: ignore[assignment]
     if (obstacle := obstacle_to(backend, needs, available)) is None:
         return Chosen(backend)
-    remedy = "Set it to auto, which takes the fastest one that can be used."
-    problem = Problem(
-        code=_CODES[obstacle],
-        field="model.attention",
-        value=model.attention,
-        message=OBSTACLES[obstacle],
-        remedy=remedy,
+    raise reject(
+        _CODES[obstacle],
+        "model.attention",
+        model.attention,
+        OBSTACLES[obstacle],
+        "Set it to auto, which takes the fastest one that can be used.",
     )
-    raise InputError([problem])
 
 
 def choose(
@@ -701,21 +694,12 @@ def choose(
         return register(kernels_of(backend), sequence_group(ranks_per_sequence))
     if ranks_per_sequence == 1:
         return backend
-    message, remedy = (
+    raise reject(
+        "sequence-parallel-attention",
+        "train.sequence_parallel",
+        str(ranks_per_sequence),
         f"needs attention that takes document boundaries, and here it runs on {backend}",
         "Set it to 1.",
-    )
-    code = "sequence-parallel-attention"
-    raise InputError(
-        [
-            Problem(
-                code=code,
-                field="train.sequence_parallel",
-                value=str(ranks_per_sequence),
-                message=message,
-                remedy=remedy,
-            )
-        ]
     )
 
 

@@ -183,15 +183,13 @@ class _Slots:
         if self._kept:
             self._let_go(self._kept[-1])
         if not self._free or tensor.nbytes > self._slots.shape[1]:
-            reason = (
+            raise TrainingError(
+                "layer-inputs-unforeseen",
                 f"layers keep more in host memory than is planned: {len(self._slots)} tensors of "
-                f"{self._slots.shape[1]} bytes"
-            )
-            suggestion = (
+                f"{self._slots.shape[1]} bytes",
                 "A layer runs several times in a pass, or a pass had no backward. Set "
-                "model.activation_offload to off."
+                "model.activation_offload to off.",
             )
-            raise TrainingError("layer-inputs-unforeseen", reason, suggestion)
         slot = self._free.pop()
         host = self._slots[slot, : tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         kept = _Kept(slot, host, tensor, self._copy(host, tensor))

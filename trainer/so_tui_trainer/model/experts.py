@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from so_tui.spec import InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui_trainer.model import same_in_all_layers
 from so_tui_trainer.model.checkpointing import in_checkpointed_layer, save_or_reuse
 from so_tui_trainer.model.kernels import Gate
@@ -338,19 +338,13 @@ class RouterLoss:
         self._seen: list[Tensor] | None = None
         routers = _routers(causal)
         if not routers or not self._experts_per_token:
-            raise InputError(
-                [
-                    Problem(
-                        code="model-without-routers",
-                        field="train.router_loss_coefficient",
-                        value=f"{coefficient:g}",
-                        message=(
-                            f"a {causal.config.model_type} has no routers that transformers "
-                            "records and that choose equally many"
-                        ),
-                        remedy="Set it to 0.",
-                    )
-                ]
+            raise reject(
+                "model-without-routers",
+                "train.router_loss_coefficient",
+                f"{coefficient:g}",
+                f"a {causal.config.model_type} has no routers that transformers "
+                "records and that choose equally many",
+                "Set it to 0.",
             )
         for router, place in routers:
             router.register_forward_hook(partial(self._notice, place))

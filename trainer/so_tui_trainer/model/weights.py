@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 import superoffload
 from so_tui.folders import cache_home
-from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
+from so_tui.spec.errors import reject
 from so_tui_trainer.model import stored as mxfp4
 from so_tui_trainer.model.stored import Stored, read_index
 
@@ -168,20 +169,12 @@ def refuse(found: _Match, model: ModelSpec) -> None:
         ("has in another shape", found.mismatched),
     )
     if parts := [f"{verb} {_some(names)}" for verb, names in kinds if names]:
-        message = f"its checkpoint {'; '.join(parts)}"
-        remedy = (
-            "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`."
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="weights-mismatch",
-                    field="model.id",
-                    value=model.id,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "weights-mismatch",
+            "model.id",
+            model.id,
+            f"its checkpoint {'; '.join(parts)}",
+            "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`.",
         )
 
 
@@ -357,20 +350,22 @@ def trainable_folder(source: Path) -> Path:
             json.loads((source / "config.json").read_text()).get("quantization_config") or {}
         )
     except (OSError, ValueError) as error:
-        message, remedy = (
+        raise _problem(
+            "model-config-unreadable",
+            str(source),
             f"has no readable config.json ({error})",
             "Name the folder of a complete model.",
-        )
-        raise _problem("model-config-unreadable", str(source), message, remedy) from error
+        ) from error
     method = quantisation.get("quant_method")
     if not quantisation:
         return source
     if method != "mxfp4":
-        message, remedy = (
+        raise _problem(
+            "weights-quantised",
+            str(source),
             f"its weights are quantised ({method}), which cannot be trained",
             "Choose a checkpoint in bf16.",
         )
-        raise _problem("weights-quantised", str(source), message, remedy)
     return _converted_folder(source)
 
 
@@ -399,18 +394,22 @@ def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
             download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted)
         )
     except (OSError, ValueError) as error:
-        remedy = (
-            "Check the name and the network, or download it with `so-tui fetch` where there is a "
-            "network."
-        )
         raise _problem(
-            "model-unavailable", model.id, f"cannot be downloaded ({first_line(error)})", remedy
+            "model-unavailable",
+            model.id,
+            f"cannot be downloaded ({first_line(error)})",
+            "Check the name and the network, or download it with `so-tui fetch` where there is a "
+            "network.",
         ) from error
 
 
 def _problem(code: str, value: str, message: str, remedy: str) -> InputError:
-    return InputError(
-        [Problem(code=code, field="model.id", value=value, message=message, remedy=remedy)]
+    return reject(
+        code,
+        "model.id",
+        value,
+        message,
+        remedy,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from so_tui.spec.errors import reject
 from so_tui.units import plural, thousands
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -119,28 +120,22 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
 
 def _read(source: Path) -> DeepSpeedStates:
     import superoffload
-    from so_tui.spec import InputError, Problem
 
     try:
         return superoffload.deepspeed_states(source)
     except superoffload.OffloadError as error:
-        remedy = (
+        raise reject(
+            error.code,
+            "checkpoint",
+            str(source),
+            str(error).rstrip("."),
             "Name the folder that was given to DeepSpeed's save_checkpoint, or that of a step in "
-            "it."
-        )
-        problem = Problem(
-            code=error.code,
-            field="checkpoint",
-            value=str(source),
-            message=str(error).rstrip("."),
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+            "it.",
+        ) from error
 
 
 def _refuse_other_model(source: Path, found: DeepSpeedStates, spec: RunSpec) -> None:
     from so_tui.model.shape import trainable
-    from so_tui.spec import InputError, Problem
 
     wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
     if differing := sorted(
@@ -149,21 +144,13 @@ def _refuse_other_model(source: Path, found: DeepSpeedStates, spec: RunSpec) -> 
         if wanted.get(name) != found.numels.get(name)
     ):
         names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
-        message = (
+        raise reject(
+            "checkpoint-differs",
+            "checkpoint",
+            str(source),
             f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or "
-            f"size: {names}"
-        )
-        remedy = "Name the preset of its model with --as."
-        raise InputError(
-            [
-                Problem(
-                    code="checkpoint-differs",
-                    field="checkpoint",
-                    value=str(source),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+            f"size: {names}",
+            "Name the preset of its model with --as.",
         )
 
 

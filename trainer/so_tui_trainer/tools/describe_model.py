@@ -25,13 +25,13 @@ from so_tui.spec import (
     InputError,
     ModelSpec,
     ParameterBlock,
-    Problem,
     Tensor,
     decays,
     first_line,
     resolve_source,
 )
 from so_tui.spec.check import exists, is_folder
+from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, packing_problem, recurrent_kinds
 from so_tui.spec.run_spec import TensorKind, is_matrix
 from so_tui_trainer.hub import remote_files, stay_offline_when_cut_off
@@ -54,37 +54,47 @@ def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
     """
     text = str(error)
     if "trust_remote_code" in text and not model.trust_remote_code:
-        remedy = "Read that code first. If you trust it, add --trust-remote-code."
         _refuse(
             "model-needs-remote-code",
             model,
             "comes with its own Python code, which is not run by default",
-            remedy,
+            "Read that code first. If you trust it, add --trust-remote-code.",
             error,
         )
     if _caused_by(error, "GatedRepoError"):
-        remedy = (
+        _refuse(
+            "hub-access-denied",
+            model,
+            "is gated, and this user has no access",
             "Accept its terms on its page on the hub, then log in with `hf auth login` (or set "
-            "HF_TOKEN)."
+            "HF_TOKEN).",
+            error,
         )
-        _refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
     if "Unrecognized model" in text:
-        remedy = "Name a folder whose config.json has `model_type`, in the format of transformers."
-        message = "does not say what kind of model it is (its config.json has no `model_type`)"
-        _refuse("model-type-missing", model, message, remedy, error)
+        _refuse(
+            "model-type-missing",
+            model,
+            "does not say what kind of model it is (its config.json has no `model_type`)",
+            "Name a folder whose config.json has `model_type`, in the format of transformers.",
+            error,
+        )
     if "does not recognize this architecture" in text:
         from transformers import __version__
 
-        message = f"is of a kind that transformers {__version__} does not know"
         _refuse(
             "model-type-unknown",
             model,
-            message,
+            f"is of a kind that transformers {__version__} does not know",
             "Install a newer transformers, or choose another model.",
             error,
         )
-    message = f"its config.json cannot be read ({_reason(error)})"
-    _refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
+    _refuse(
+        "model-config-unreadable",
+        model,
+        f"its config.json cannot be read ({_reason(error)})",
+        "Correct it, or download it again.",
+        error,
+    )
 
 
 def _refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
@@ -93,11 +103,10 @@ def _refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
     Raises:
         InputError: Always.
     """
-    message = f"its shape cannot be built: {_reason(error)}"
     _refuse(
         "model-shape-invalid",
         model,
-        message,
+        f"its shape cannot be built: {_reason(error)}",
         "Check its config.json. Some models need other packages, or a newer transformers.",
     )
 
@@ -121,19 +130,23 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         )
     text = config.get_text_config()
     if text is not config:
-        message = (
+        _refuse(
+            "model-multimodal",
+            model,
             "is a multimodal model, and transformers has no model for its language part alone "
-            f"({text.model_type})"
+            f"({text.model_type})",
+            remedy,
         )
-        _refuse("model-multimodal", model, message, remedy)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     ):
-        message = (
+        _refuse(
+            "model-not-causal",
+            model,
             f"is an encoder ({classes[0] if classes else config.model_type}), not a causal "
-            "language model"
+            "language model",
+            remedy,
         )
-        _refuse("model-not-causal", model, message, remedy)
     known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     own_code = model.trust_remote_code and "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
@@ -141,8 +154,12 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     if own_code:
         return
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        message = f"is a {config.model_type}, which transformers has no causal language model for"
-        _refuse("model-not-causal", model, message, remedy)
+        _refuse(
+            "model-not-causal",
+            model,
+            f"is a {config.model_type}, which transformers has no causal language model for",
+            remedy,
+        )
     if classes and not known & set(classes):
         _refuse(
             "model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy
@@ -153,9 +170,11 @@ def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
     from so_tui_trainer.model.build import refuse_unsupported
 
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        message = "has no output projection that so-tui can find"
         _refuse(
-            "model-head-missing", model, message, "Choose a model with a plain output projection."
+            "model-head-missing",
+            model,
+            "has no output projection that so-tui can find",
+            "Choose a model with a plain output projection.",
         )
     refuse_unsupported(causal, model)
 
@@ -172,14 +191,11 @@ def _refuse_unplannable(model: ModelSpec) -> None:
         flops_of(model)
     except InputError as error:
         missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
-        message = (
-            f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be "
-            "planned"
-        )
         _refuse(
             "model-not-plannable",
             model,
-            message,
+            f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be "
+            "planned",
             "Choose a decoder with attention in every layer.",
             error,
         )
@@ -188,8 +204,12 @@ def _refuse_unplannable(model: ModelSpec) -> None:
 def _refuse(
     code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None
 ) -> NoReturn:
-    raise InputError(
-        [Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)]
+    raise reject(
+        code,
+        "model.id",
+        model.id,
+        message,
+        remedy,
     ) from error
 
 
@@ -497,17 +517,24 @@ def _resolve_model(model: str) -> str:
                     "is an adapter (LoRA), not a whole model",
                     "Name the model it was made for.",
                 )
-            raise InputError(
-                [Problem(code=code, field="model.id", value=text, message=message, remedy=remedy)]
+            raise reject(
+                code,
+                "model.id",
+                text,
+                message,
+                remedy,
             )
         return model.strip() if text != model.strip() else str(path.absolute())
     if exists(path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
         code, message = "model-folder-missing", "there is no such folder, or you may not open it"
         if exists(path) and text:
             code, message = "model-is-file", "is a file, not a folder"
-        remedy = "Name a folder with a config.json, or a model on the hub (owner/name)."
-        raise InputError(
-            [Problem(code=code, field="model.id", value=text, message=message, remedy=remedy)]
+        raise reject(
+            code,
+            "model.id",
+            text,
+            message,
+            "Name a folder with a config.json, or a model on the hub (owner/name).",
         )
     return text
 
@@ -565,11 +592,12 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
         notes.append(f"{problem.message}: each is a sequence of its own (data.packing = false)")
     if method := _quantisation(config):
         if (method, config.model_type) != _DEQUANTISED:
-            remedy = "Choose this model's checkpoint with bf16 weights."
-            message = (
-                f"its weights are quantised ({method}), and quantised weights cannot be trained"
+            _refuse(
+                "weights-quantised",
+                model,
+                f"its weights are quantised ({method}), and quantised weights cannot be trained",
+                "Choose this model's checkpoint with bf16 weights.",
             )
-            _refuse("weights-quantised", model, message, remedy)
         notes.append(
             f"its weights are stored as {method} and are converted to bf16 when they are loaded"
         )

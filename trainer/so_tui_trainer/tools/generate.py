@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from so_tui.spec import InputError, ModelSpec, Problem
+from so_tui.spec import InputError, ModelSpec
+from so_tui.spec.errors import reject
 from so_tui.spec.generation import (
     Answer,
     Ask,
@@ -191,17 +192,12 @@ def _base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
         if not load.run or distrust_of_folder(Path(load.run)) is None:
             return model
         message = f"the run may be another user's work, so {model.id} is not downloaded on its word"
-    remedy = "Name a model to compare with: --base FOLDER, or a hub id."
-    raise InputError(
-        [
-            Problem(
-                code="base-model-unknown",
-                field="--compare",
-                value="",
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    raise reject(
+        "base-model-unknown",
+        "--compare",
+        "",
+        message,
+        "Name a model to compare with: --base FOLDER, or a hub id.",
     )
 
 

@@ -136,11 +136,11 @@ def _load_universal(
             for name in saved.numels.keys() | numels.keys()
             if saved.numels.get(name) != numels.get(name)
         )
-        message = (
+        raise OffloadError(
             f"{folder} is of another model: {len(names)} parameters differ in name or size, "
-            f"{', '.join(names[:3])} first."
+            f"{', '.join(names[:3])} first.",
+            code="other-parameters",
         )
-        raise OffloadError(message, code="other-parameters")
     places = {
         name: (index, group.span(member))
         for index, group in enumerate(core.sub_groups)
