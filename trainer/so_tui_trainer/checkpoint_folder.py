@@ -169,8 +169,13 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
         try:
             return read(path)
         except (OSError, OffloadError) as error:
-            if not _reading_failed(error):
-                raise
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if (
+                not isinstance(cause, OSError)
+                or isinstance(cause, UnfitFileError)
+                or cause.errno in _SAYS_WHAT_IS_THERE
+            ):
+                raise  # Reading did not fail: what was read is wrong.
             if (pause_s := next(pauses_s, None)) is None:
                 raise TrainingError(
                     "checkpoint-read-failed",
@@ -180,16 +185,6 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
                     "an older checkpoint is used.",
                 ) from error
         time.sleep(pause_s)
-
-
-def _reading_failed(error: OSError | OffloadError) -> bool:
-    """Return whether reading failed, rather than what was read."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return (
-        isinstance(cause, OSError)
-        and not isinstance(cause, UnfitFileError)
-        and cause.errno not in _SAYS_WHAT_IS_THERE
-    )
 
 
 SCHEMA = 2
@@ -432,16 +427,14 @@ def set_all_aside(folder: Path, run: str) -> None:
         OSError: One cannot be renamed.
     """
     for checkpoint in checkpoint_folders(folder):
-        if _owner(checkpoint) in (run, None):
+        if (manifest := _readable(checkpoint)) is None or manifest.run == run:
             set_aside(checkpoint, SUPERSEDED)
 
 
-def _owner(checkpoint: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint; None if its manifest cannot be
-    read.
-    """
+def _readable(checkpoint: Path) -> Manifest | None:
+    """Return a checkpoint's manifest; None if it is damaged, which resuming reports."""
     try:
-        return read_manifest(checkpoint).run
+        return read_manifest(checkpoint)
     except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
@@ -495,17 +488,14 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     _sync(final.parent)
     _verify(final)
     # What is not this run's own does not push any of its checkpoints out.
-    own = [path for path in checkpoint_folders(final.parent) if _says(path, manifest.run)]
+    own = [
+        path
+        for path in checkpoint_folders(final.parent)
+        if (found := _readable(path)) and not _misplaced(path, found, manifest.run)
+    ]
     for old in own[: -manifest.spec.checkpoint.keep]:
         _retire(old)
     return final
-
-
-def _says(path: Path, run: str) -> bool:
-    try:
-        return _misplaced(path, read_manifest(path), run) is None
-    except (OSError, msgspec.DecodeError, RecursionError):
-        return False  # damaged: resuming reports it
 
 
 def _file_of(checkpoint: Path, name: str) -> Path:

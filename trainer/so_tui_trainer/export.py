@@ -29,7 +29,13 @@ from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import PREFIX
-from so_tui_trainer.model.weights import DEFAULT_ATTENTION, meta_model, trained_shapes, untrained
+from so_tui_trainer.model.weights import (
+    DEFAULT_ATTENTION,
+    constructed,
+    meta_model,
+    trained_shapes,
+    untrained,
+)
 
 if TYPE_CHECKING:
     from transformers import (
@@ -97,11 +103,6 @@ class Stage:
         self.total_tensors, self.done_tensors, self.read_bytes = len(shapes), 0, 0
         self.doing = "reading"
 
-    def has_read(self, tensor: torch.Tensor) -> None:
-        """Count a tensor."""
-        self.done_tensors += 1
-        self.read_bytes += tensor.nbytes
-
     def write(self, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
         """Begin to write files of these tensors into a folder."""
         self.total_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -155,7 +156,15 @@ def export(
     folder, stage = folder.resolve(), stage or Stage()
     refuse_foreign(folder)
     manifest = read_manifest(checkpoint)
-    _refuse_other_model(manifest.spec.model, spec.model)
+    for field in ("id", "revision"):
+        if (found := getattr(manifest.spec.model, field)) != (wanted := getattr(spec.model, field)):
+            raise reject(
+                "model-differs",
+                f"model.{field}",
+                wanted,
+                f"is not the model of the checkpoint, which is {found}",
+                "Restore the run's spec.json.",
+            )
     config = load_config(spec.model)
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = trained_shapes(model)
@@ -173,18 +182,6 @@ def export(
         tokenizer.save_pretrained(partial)
     stage.end()
     return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _refuse_other_model(saved: ModelSpec, own: ModelSpec) -> None:
-    for field in ("id", "revision"):
-        if (found := getattr(saved, field)) != (wanted := getattr(own, field)):
-            raise reject(
-                "model-differs",
-                f"model.{field}",
-                wanted,
-                f"is not the model of the checkpoint, which is {found}",
-                "Restore the run's spec.json.",
-            )
 
 
 def weights(
@@ -212,7 +209,8 @@ def weights(
                 checkpoint, f"has {len(master)} elements for {name}, which are not the model's"
             )
         found[name] = master.to(torch.bfloat16).view(shapes[name])
-        stage.has_read(found[name])
+        stage.done_tensors += 1
+        stage.read_bytes += found[name].nbytes
     if missing := shapes.keys() - found.keys():
         raise _does_not_fit(checkpoint, f"lacks {', '.join(sorted(missing)[:5])}")
     return found
@@ -354,18 +352,11 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
         OSError: A file cannot be read.
         InputError: The checkpoint does not fit the model.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    factory: Any = AutoModelForCausalLM
     config = load_config(spec.model)
     with no_init_weights():
-        causal: PreTrainedModel = factory.from_config(
-            config,
-            dtype=torch.bfloat16,
-            attn_implementation=DEFAULT_ATTENTION,
-            trust_remote_code=spec.model.trust_remote_code,
-        )
+        causal = constructed(config, trust_remote_code=spec.model.trust_remote_code)
     # left out with the initialisation; without it a tied head would be a parameter of its own
     causal.tie_weights()
     meta = meta_model(config, trust_remote_code=spec.model.trust_remote_code)

@@ -61,6 +61,13 @@ def _answers(host: str, port: int) -> bool:
     return answered.is_set()
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 @contextmanager
 def _refusals_explained(model: ModelSpec) -> Iterator[None]:
     """Turn what the hub refuses into problems.

@@ -112,7 +112,9 @@ class Control:
         received = int(self._flags)
         self._flags = torch.zeros(1, dtype=torch.int64)
         if self._ranks.first:
-            self._refuse_if_superseded()
+            if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
+                self._newer_checked_at = time.monotonic()
+                refuse_if_superseded(self._run, self._attempt)
             requested = control.pending(self._run)
             # A request for a checkpoint is broadcast once; one to stop stays until the run ends.
             self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * (
@@ -141,11 +143,6 @@ class Control:
             return False
         self._told = False
         return True
-
-    def _refuse_if_superseded(self) -> None:
-        if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
-            self._newer_checked_at = time.monotonic()
-            refuse_if_superseded(self._run, self._attempt)
 
     def saved(self) -> None:
         """Restart the interval of checkpoints by the clock, after any checkpoint."""

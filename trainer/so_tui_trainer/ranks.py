@@ -60,8 +60,7 @@ class Ranks(NamedTuple):
         dist.broadcast(size, src=0, group=self.group)
         content = mine if self.first else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(content, src=0, group=self.group)
-        result: Value = _decoded(content, kind)
-        return result
+        return _decoded(content, kind)  # type: ignore[no-any-return]
 
     def all_gather_row(self, row: list[float]) -> list[list[float]]:
         """Return every rank's row of numbers, in rank order. Rows must have the same length.

@@ -290,9 +290,12 @@ class _WeightsAndBiases:
     def start(self) -> None:
         import wandb
 
+        path = self._run.path / "wandb.id"
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex[:12])
         self._session = wandb.init(
             project=self._spec.tracking.project,
-            id=self._id(),
+            id=path.read_text().strip(),
             name=self._run.name,
             resume="allow",
             dir=str(self._run.path),
@@ -309,15 +312,6 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self._session.finish()
-
-    def _id(self) -> str:
-        """Return the run's id on W&B, which is stored in the run's folder: run names are unique
-        there, but not on W&B.
-        """
-        path = self._run.path / "wandb.id"
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex[:12])
-        return path.read_text().strip()
 
 
 def _figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:

@@ -131,12 +131,6 @@ class _TrainingData(NamedTuple):
     """Changes if a step would train on other documents."""
     evaluation: Evaluation | None
 
-    def lay_end_to_end(self) -> None:
-        """Make each micro-batch one row, for attention that takes boundaries."""
-        self.batches.end_to_end = True
-        if self.evaluation:
-            self.evaluation.end_to_end = True
-
 
 def _read_training_data(
     spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning
@@ -244,7 +238,7 @@ def train(
         0 if the run did what was requested. After a failure the process exits with 1.
     """
     session = Session(run, attempt, launch, report, writer)
-    session.install_signal_handlers()
+    _install_handlers(session._request_stop, session._write_failure)
     try:
         session.finish(session.train())
     except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
@@ -333,7 +327,13 @@ class Session:
         dist.barrier()
         dist.destroy_process_group()
         self.recorder.end_tracking()
-        code, reason = ("", "") if outcome.state == "finished" else self._stop_reason()
+        code = reason = ""
+        if outcome.state != "finished":
+            request = run_control.details(self.run, "stop")
+            cause = f" ({request.reason})" if request and request.reason else ""
+            code, reason = "stopped", f"stopped on request{cause}"
+            if self.loop is None:
+                code, reason = "stopped-while-loading", f"{reason} while it was loading"
         self.recorder.write(
             EndRecord(
                 attempt=self.attempt,
@@ -347,14 +347,6 @@ class Session:
             )
         )
         self.recorder.close()
-
-    def _stop_reason(self) -> tuple[str, str]:
-        """Return the code and the words for a requested stop."""
-        request = run_control.details(self.run, "stop")
-        cause = f" ({request.reason})" if request and request.reason else ""
-        if self.loop is None:
-            return "stopped-while-loading", f"stopped on request{cause} while it was loading"
-        return "stopped", f"stopped on request{cause}"
 
     def fail(self, error: Exception) -> None:
         """Report a failure to the other ranks and the run. Closes nothing that would wait for a
@@ -373,10 +365,6 @@ class Session:
                 f"{failure.reason}. {failure.suggestion} (cannot be recorded: {write_error})",
                 file=sys.stderr,
             )
-
-    def install_signal_handlers(self) -> None:
-        """On USR1 request a stop with a checkpoint; on TERM write why the run failed, if it did."""
-        _install_handlers(self._request_stop, self._write_failure)
 
     def _request_stop(self) -> None:
         try:
@@ -399,28 +387,6 @@ class Session:
             self.spec, ranks, lambda doing: self._load_stage("data", doing), self.recorder.warn
         )
         control.stop_early()
-        loop = self._loop(ranks, data, control, found)
-        control.stop_early()
-        if self.spec.checkpoint.saves:
-            checkpoint.make_room(
-                self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks
-            )
-        if found:
-            self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
-            checkpoint.restore(
-                found, self.engine, self.spec, data.fingerprint, ranks, self.recorder.warn
-            )
-            loop.resume(str(found.path), found.manifest)
-            control.stop_early()
-        return loop
-
-    def _loop(
-        self,
-        ranks: Ranks,
-        data: _TrainingData,
-        control: Control,
-        found: checkpoint.Found | None,
-    ) -> Loop:
         loading = f"loading {self.spec.label}"
         self._load_stage("weights", loading)
         ds_config = self.launch.ds_config
@@ -431,7 +397,9 @@ class Session:
             lambda done, total: self._load_stage("weights", loading, done, total),
         )
         if takes_boundaries(model.attention):
-            data.lay_end_to_end()
+            data.batches.end_to_end = True
+            if data.evaluation:
+                data.evaluation.end_to_end = True
         _check_sizes(model.causal.config, data.documents, self.spec, self.recorder.warn)
         parameters = parameter_count(model)
         control.stop_early()
@@ -448,7 +416,7 @@ class Session:
             data.batches.resume_at(found.manifest.step, found.manifest.consumed_sequences)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
         self._start_record(ranks, data.batches.total_steps(), parameters)
-        return Loop(
+        loop = Loop(
             run=self.run,
             plan=self.plan,
             engine=self.engine,
@@ -465,6 +433,19 @@ class Session:
             if self.spec.model.weights == "random"
             else None,
         )
+        control.stop_early()
+        if self.spec.checkpoint.saves:
+            checkpoint.make_room(
+                self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks
+            )
+        if found:
+            self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
+            checkpoint.restore(
+                found, self.engine, self.spec, data.fingerprint, ranks, self.recorder.warn
+            )
+            loop.resume(str(found.path), found.manifest)
+            control.stop_early()
+        return loop
 
     def _warn_of_less_memory(self, settings: Settings) -> None:
         planned = self.plan.optional

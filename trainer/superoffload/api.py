@@ -435,19 +435,15 @@ def _deepspeed_optimizer(groups: list[dict[str, Any]], settings: Settings) -> to
             'offload.mode = "zerooffload".',
             code="needs-cuda",
         )
-    return _cpu_adam(groups, settings)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    load_cpu_adam()
+    return DeepSpeedCPUAdam(groups, **_hyperparameters(settings), adamw_mode=True)  # type: ignore[no-any-return]
 
 
 def _torch_adamw(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
     fast: dict[str, Any] = {"fused": True} if torch.cuda.is_available() else {"foreach": True}
     return torch.optim.AdamW(groups, **_hyperparameters(settings), **fast)
-
-
-def _cpu_adam(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    load_cpu_adam()
-    return DeepSpeedCPUAdam(groups, **_hyperparameters(settings), adamw_mode=True)  # type: ignore[no-any-return]
 
 
 def _manifest(engine: Any, states: Sequence[SubGroupState]) -> checkpoint.Manifest:

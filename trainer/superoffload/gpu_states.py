@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -116,6 +117,23 @@ def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
         )
 
 
+def initial_state(optimizer: Any, master_weights: torch.Tensor) -> dict[str, Any]:
+    """Return the state of one sub-group before its first step, in the form in which the optimizer
+    itself creates it.
+    """
+    step: Any = 0
+    if isinstance(optimizer, torch.optim.AdamW):
+        on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        step = torch.zeros(
+            (), dtype=torch.float32, device=master_weights.device if on_device else "cpu"
+        )
+    return {
+        "step": step,
+        "exp_avg": torch.zeros_like(master_weights),
+        "exp_avg_sq": torch.zeros_like(master_weights),
+    }
+
+
 class GpuStates:
     """States of the GPU sub-groups.
 
@@ -195,12 +213,7 @@ class GpuStates:
         master_weights = self._master_weights[index]
         state = self._adamw.state[master_weights]
         if not state:
-            on_device = self._adamw.defaults.get("fused")
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=master_weights.device if on_device else "cpu"
-            )
-            state["exp_avg"] = torch.zeros_like(master_weights)
-            state["exp_avg_sq"] = torch.zeros_like(master_weights)
+            state.update(initial_state(self._adamw, master_weights))
         return state["exp_avg"], state["exp_avg_sq"]
 
     def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:

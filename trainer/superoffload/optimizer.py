@@ -400,19 +400,16 @@ class SuperOffload:
         """
         step, factor = self.steps_taken + self._skipped_steps + 1, 1.0
         begin = self._transfers.mark()
-        squares = self._norm.all_rank_squares(self._gpu.gradients(), self._squares_of_worker())
+        by_worker: Mapping[int, float] = {}
+        if self._policy.norm_source is NormSource.WORKER:
+            self._cpu.wait_for_squares()
+            by_worker = self._cpu.squares
+        squares = self._norm.all_rank_squares(self._gpu.gradients(), by_worker)
         if self._policy.norm_is_read_before_step:
             factor = clip_factor(self._norm.read(squares, step), self.clipping)
         self._norm.read_later(squares, step)
         self._meter.current.step_waits.append((begin, self._transfers.mark()))
         return factor
-
-    def _squares_of_worker(self) -> Mapping[int, float]:
-        """Return the sums of squares that only the worker can take, and wait for them."""
-        if self._policy.norm_source is NormSource.GPU:
-            return {}
-        self._cpu.wait_for_squares()
-        return self._cpu.squares
 
     def _skip(self, error: NonFiniteGradientError) -> None:
         """Return to the states of the step before.

@@ -227,7 +227,16 @@ class SharedStates:
         self._dtype = dtype
         self._numels = size.numels
         self._layout = layout(size)
-        _check_available(self._layout.bytes, available_bytes())
+        available = available_bytes()
+        # Before allocating: touching shared memory that the host lacks ends the process by SIGBUS
+        # or the out-of-memory killer.
+        if available is not None and self._layout.bytes > available:
+            raise OffloadError(
+                f"The optimizer states of this rank need {_gigabytes(self._layout.bytes)} of host "
+                f"memory, but only {_gigabytes(available)} are available to this process. Lower "
+                "offload.ratio, use more GPUs, or train a smaller model.",
+                code="host-memory",
+            )
         self._memory = _SharedMemory(
             STATES_MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank"
         )
@@ -327,16 +336,3 @@ class SharedStates:
 
     def _view(self, offsets: tuple[int, ...], index: int, dtype: torch.dtype) -> torch.Tensor:
         return self._memory.view(offsets[index], self._numels[index], dtype)
-
-
-def _check_available(needed_bytes: int, available_bytes: int | None) -> None:
-    """Raise before allocating: touching shared memory that the host lacks ends the process by
-    SIGBUS or the out-of-memory killer.
-    """
-    if available_bytes is not None and needed_bytes > available_bytes:
-        raise OffloadError(
-            f"The optimizer states of this rank need {_gigabytes(needed_bytes)} of host memory, "
-            f"but only {_gigabytes(available_bytes)} are available to this process. Lower "
-            "offload.ratio, use more GPUs, or train a smaller model.",
-            code="host-memory",
-        )

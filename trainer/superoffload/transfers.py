@@ -9,20 +9,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 # The run-ahead limiter: keeps the host from queueing all-gathers too far ahead of the GPU.
 
 
-class CudaEvent(Protocol):
-    """A point in the GPU's work, such as a ``torch.cuda.Event``."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
+Event = Any
+"""A point in the work of a stream: a ``torch.cuda.Event`` or a ``CompletedEvent``."""
 
 SMALL_SHARE = 1 / 100
 """Modules with less than this share of the limit (norms) are not counted. Waiting for the GPU to
@@ -45,10 +40,10 @@ class RunAheadLimiter:
         event: Makes an event of the current stream.
     """
 
-    def __init__(self, limit: int, event: Callable[[], CudaEvent]) -> None:
+    def __init__(self, limit: int, event: Callable[[], Event]) -> None:
         self._limit = limit
         self._event = event
-        self._ahead: deque[tuple[CudaEvent, int]] = deque()
+        self._ahead: deque[tuple[Event, int]] = deque()
         self._numel = 0
         self._last: object = None
 
@@ -76,9 +71,6 @@ class RunAheadLimiter:
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """(target, source)"""
-
-Event = Any
-"""A point in the work of a stream: a ``torch.cuda.Event`` or a ``CompletedEvent``."""
 
 Mark = Any
 """A point in the GPU's time (a timing ``torch.cuda.Event``), or the host's time in seconds without

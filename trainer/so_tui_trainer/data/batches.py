@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -338,7 +338,13 @@ class Batches:
         micro_batch, replicas = self._spec.train.micro_batch, self._spec.replicas
         for accumulation_step in range(self._spec.gradient_accumulation_steps):
             first = (accumulation_step * replicas + self._replica) * micro_batch
-            yield self._batch(self._indices(self.consumed(step - 1) + first, micro_batch))
+            indices = self._indices(self.consumed(step - 1) + first, micro_batch)
+            rows, width = self._rows(indices), self._width(indices)
+            batch = assemble(
+                self._documents, self.sequences, rows, width, self._padding_id, apart=self._apart
+            )
+            batch = batch.part(self._part, self._spec.train.sequence_parallel)
+            yield batch.pinned() if self._pin else batch
 
     def iterate(self, first_step: int, last_step: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of steps ``first_step`` to ``last_step`` (inclusive) in
@@ -367,14 +373,6 @@ class Batches:
         return np.random.default_rng((self._spec.train.seed, epoch)).permutation(
             len(self.sequences)
         )
-
-    def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        rows, width = self._rows(indices), self._width(indices)
-        batch = assemble(
-            self._documents, self.sequences, rows, width, self._padding_id, apart=self._apart
-        )
-        batch = batch.part(self._part, self._spec.train.sequence_parallel)
-        return batch.pinned() if self._pin else batch
 
     def _rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return rows_of(indices, end_to_end=self.end_to_end)
@@ -501,19 +499,10 @@ make.
 """
 
 
-class _Movable(Protocol):
-    """Something with tensors that can be copied to a device."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-    def to(self, device: torch.device) -> _Movable: ...
-
-
 _CLOSE_TIMEOUT_S = 10.0
 """How long ``close`` waits for the thread."""
 
-Item = TypeVar("Item", bound=_Movable)
+Item = TypeVar("Item", Batch, MicroBatch)
 
 
 class Prefetcher(Generic[Item]):
@@ -594,7 +583,7 @@ class Prefetcher(Generic[Item]):
         if self._stream is None:
             return item, None
         with torch.cuda.stream(self._stream):
-            moved: Item = item.to(self._device)  # type: ignore[assignment]
+            moved = item.to(self._device)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return moved, event

@@ -130,7 +130,9 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
             tokenizer,
         ) from error
     asking = asking.removeprefix(asked) if asking.startswith(asked) else ""
-    stop = _special_at_start(tokenizer, closing)
+    specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    stops = (token for token in specials if closing.lstrip().startswith(token))
+    stop = max(stops, key=len, default="")
     if stop == "" and not end:
         raise _no_stop_token(
             "tokenizer-no-end-token",
@@ -320,19 +322,10 @@ def _answer_start(
         for length in range(len(chat.asking), 0, -1):
             at = whole.rfind(chat.asking[:length], position, content)
             if at >= 0:
-                return (
-                    at + length
-                    if length == len(chat.asking)
-                    else _header_end(whole, at + length, content)
-                )
+                start = at + length
+                whole_prompt = length == len(chat.asking)
+                return start if whole_prompt or not whole[start:content].strip() else content
     return content
-
-
-def _header_end(whole: str, at: int, content: int) -> int:
-    """Return ``at`` if only white space separates it from the content, otherwise the content's
-    start.
-    """
-    return at if not whole[at:content].strip() else content
 
 
 def _answer_end(
@@ -384,13 +377,6 @@ def _renamed(call: Any) -> Any:
             for key, value in call.items()
         }
     return call
-
-
-def _special_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the special token that a text starts with, ignoring white space; empty without one."""
-    text = text.lstrip()
-    specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return max((token for token in specials if text.startswith(token)), key=len, default="")
 
 
 def _stop_warnings(

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from so_tui.folders import cache_home
 from so_tui.spec import DataSpec, InputError, RunSpec
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import read_json
@@ -239,11 +238,6 @@ class _Info(Struct, frozen=True):
     """Bytes and CRC-32 of each array."""
 
 
-def default_folder() -> Path:
-    """Return the cache folder for tokenised data, by the XDG rules."""
-    return cache_home() / "data"
-
-
 def fingerprint(
     sources: Sequence[Opened], tokenizer: PreTrainedTokenizerBase, spec: RunSpec
 ) -> str:
@@ -323,7 +317,10 @@ class Writer:
         self._folder = folder
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _remove_stale(folder.parent)
+            for path in folder.parent.glob("*.partial-*"):
+                with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
+                    if time.time() - path.stat().st_mtime > _STALE_S:
+                        shutil.rmtree(path, ignore_errors=True)
             self.partial = Path(
                 tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent)
             )
@@ -392,13 +389,6 @@ def _checksum(path: Path) -> tuple[int, int]:
         while block := file.read(_BLOCK_BYTES):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return size, crc
-
-
-def _remove_stale(folder: Path) -> None:
-    for path in folder.glob("*.partial-*"):
-        with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> InputError:

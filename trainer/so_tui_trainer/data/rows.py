@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from so_tui.spec import DataSource, InputError, Problem
@@ -117,14 +118,6 @@ def _side(row: Row, column: str, role: str) -> Conversation:
 
 def _plain(row: Row) -> Conversation:
     return (Message(TEXT, _text(row, "text")),)
-
-
-def _messages(row: Row) -> Conversation:
-    return _turns(row, "messages")
-
-
-def _sharegpt(row: Row) -> Conversation:
-    return _turns(row, "conversations")
 
 
 _NAMES = {
@@ -271,8 +264,8 @@ def _short_repr(value: object) -> str:
 
 
 LAYOUTS = (
-    Layout("messages", ("messages",), _messages),
-    Layout("sharegpt", ("conversations",), _sharegpt),
+    Layout("messages", ("messages",), partial(_turns, column="messages")),
+    Layout("sharegpt", ("conversations",), partial(_turns, column="conversations")),
     Layout("alpaca", ("instruction", "output"), _alpaca),
     Layout("prompt-completion", ("prompt", "completion"), _prompt_completion),
     Layout("text", ("text",), _plain),

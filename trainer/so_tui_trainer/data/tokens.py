@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from so_tui.folders import cache_home
 from so_tui.plan import workload
 from so_tui.plan.workload import Workload
 from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_source
@@ -90,7 +91,13 @@ def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
             remedy,
         ) from error
     except Exception as error:  # a damaged file raises whatever it leads to
-        raise _damaged(field, name, first_line(error)) from error
+        raise reject(
+            "tokenizer-unreadable",
+            field,
+            name,
+            f"a damaged tokenizer ({first_line(error)})",
+            "Copy or download its files again.",
+        ) from error
     if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
         # transformers makes an empty tokenizer for a folder with only weights and config.json.
         raise reject(
@@ -101,16 +108,6 @@ def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
             _NO_FILES,
         )
     return tokenizer
-
-
-def _damaged(field: str, name: str, reason: str) -> InputError:
-    return reject(
-        "tokenizer-unreadable",
-        field,
-        name,
-        f"a damaged tokenizer ({reason})",
-        "Copy or download its files again.",
-    )
 
 
 def prepare(
@@ -133,8 +130,7 @@ def prepare(
         try:
             rows = next(steps)
         except StopIteration as end:
-            folder: Path = end.value
-            return folder
+            return end.value  # type: ignore[no-any-return]
         if on_progress is not None:
             on_progress(*rows)
 
@@ -154,19 +150,13 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
     """
     tokenizer = load_tokenizer(spec)
     sources = open_sources(spec.data)
-    folder = (cache_dir or cache.default_folder()) / cache.fingerprint(sources, tokenizer, spec)
+    folder = (cache_dir or cache_home() / "data") / cache.fingerprint(sources, tokenizer, spec)
     if not cache.intact(folder):
         yield from _tokenise(
             sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder
         )
-    _store_workload(spec, folder)
-    return folder
-
-
-def _store_workload(spec: RunSpec, folder: Path) -> None:
-    """Store what the data do to a step, for the plans of later runs. Done once for each data set,
-    as it reads the flags of all tokens.
-    """
+    # What the data do to a step, for the plans of later runs. Done once for each data set, as it
+    # reads the flags of all tokens.
     known = workload.seen(spec)
     if known is None or known.fingerprint != folder.name:
         found = workload.Seen(
@@ -176,6 +166,7 @@ def _store_workload(spec: RunSpec, folder: Path) -> None:
             OSError
         ):  # If the folder cannot be written, plans keep their default workload.
             workload.remember(spec, found)
+    return folder
 
 
 def _workload_of(documents: Documents, data: DataSpec) -> Workload:
@@ -341,27 +332,22 @@ def _start(worker: _Worker) -> None:
 
 
 def _work(task: _Task) -> _Done:
-    done: _Done = _process_state["worker"].work(task)
-    return done
+    return _process_state["worker"].work(task)  # type: ignore[no-any-return]
 
 
 def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:
-    message = (
-        f"none of its {thousands(counts.rows)} rows has a trained token within {thousands(limit)} "
-        "tokens"
-    )
+    code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
     if counts.dropped_too_long:
-        code = "data-prompts-too-long"
-        remedy = (
+        code, remedy = (
+            "data-prompts-too-long",
             f"The prompts of {thousands(counts.dropped_too_long)} rows are longer than a sequence: "
-            "raise `data.sequence_length`."
+            "raise `data.sequence_length`.",
         )
-    else:
-        code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
     return reject(
         code,
         "data.source",
         opened.source.source,
-        message,
+        f"none of its {thousands(counts.rows)} rows has a trained token within {thousands(limit)} "
+        "tokens",
         remedy,
     )

@@ -191,8 +191,19 @@ def _causal(
     on_files: weights.OnFiles,
 ) -> tuple[PreTrainedModel, str]:
     """Build the sharded model with its weights, and choose its attention implementation."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import initialize_weights_zero3
+
     spec = run.model
-    model_class = _model_class(config, spec)
+    try:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        raise model_problem(
+            "model-not-causal",
+            spec,
+            f"is a {config.model_type}, which transformers has no causal language model for",
+            "Choose a causal language model.",
+        ) from error
     meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
     plain, sinks = bool(model_class._supports_sdpa), attention.has_sinks(meta)
     needs = attention.needs_of(
@@ -203,7 +214,8 @@ def _causal(
         causal = weights.empty_model(
             config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
         )
-        weights.initialise(causal)
+        # Each module's parameters are all-gathered on their device meanwhile.
+        initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
         return causal, implementation
     index = read_index(weights_folder(spec))
     found = weights.match_weights(meta, index)
@@ -213,22 +225,6 @@ def _causal(
     )
     weights.load(causal, meta, found, index, on_files)
     return causal, implementation
-
-
-def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedModel]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        found: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError as error:
-        raise model_problem(
-            "model-not-causal",
-            model,
-            f"is a {config.model_type}, which transformers has no causal language model for",
-            "Choose a causal language model.",
-        ) from error
-    model_class: type[PreTrainedModel] = found
-    return model_class
 
 
 def _set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:

@@ -108,7 +108,11 @@ def read_index(folder: Path) -> dict[str, Stored]:
         raise _problem(
             "weights-missing", folder, "has no weights (*.safetensors, or pytorch_model*.bin)"
         )
-    return {name: stored for file in names for name, stored in _tensors(folder / file).items()}
+    found: dict[str, Stored] = {}
+    for name in names:
+        read = _of_safetensors if name.endswith(".safetensors") else _of_torch_save
+        found |= read(folder / name)
+    return found
 
 
 def shards(folder: Path) -> list[str]:
@@ -129,10 +133,6 @@ def _named(folder: Path, file: str) -> list[str]:
     return (
         sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
     )
-
-
-def _tensors(path: Path) -> dict[str, Stored]:
-    return _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch_save(path)
 
 
 def _of_torch_save(path: Path) -> dict[str, Stored]:

@@ -14,7 +14,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,17 +67,26 @@ class _Match(NamedTuple):
 
 def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a causal language model on meta tensors, which take no memory."""
+    with torch.device("meta"):
+        return constructed(config, trust_remote_code=trust_remote_code)
+
+
+def constructed(
+    config: PretrainedConfig,
+    implementation: str | None = DEFAULT_ATTENTION,
+    *,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Call the constructor of a causal language model in bf16."""
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        model: PreTrainedModel = factory.from_config(
-            config,
-            dtype=torch.bfloat16,
-            attn_implementation=DEFAULT_ATTENTION,
-            trust_remote_code=trust_remote_code,
-        )
-    return model
+    return factory.from_config(  # type: ignore[no-any-return]
+        config,
+        dtype=torch.bfloat16,
+        attn_implementation=implementation,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def decoder_of(causal: PreTrainedModel) -> nn.Module:
@@ -176,18 +184,6 @@ def refuse(found: _Match, model: ModelSpec) -> None:
             f"its checkpoint {'; '.join(parts)}",
             "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`.",
         )
-
-
-def _largest_conversion_bytes(found: _Match, index: Mapping[str, Stored]) -> int:
-    """Return the bytes of the stored tensors of the largest conversion; 0 if every tensor is stored
-    as the model has it.
-    """
-    sizes = (
-        sum(index[name].bytes for _, name in conversion.sources)
-        for conversion in found.conversions
-        if conversion.converter
-    )
-    return max(sizes, default=0)
 
 
 def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
@@ -326,7 +322,8 @@ def prepare_weights(model: ModelSpec) -> Iterator[str]:
     if target.is_dir():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(target.name + ".lock")):
+    with target.with_name(target.name + ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # which the kernel releases when the process ends
         yield from mxfp4.convert(source, target)
 
 
@@ -413,14 +410,6 @@ def _problem(code: str, value: str, message: str, remedy: str) -> InputError:
     )
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file. The kernel releases it when the process ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 # Tensors that belong to a model's weights although nothing trains them: buffers, and parameters
 # that the model itself has frozen.
 #
@@ -442,18 +431,18 @@ def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
     Raises:
         InputError: The pretrained weights are no longer here.
     """
+    from transformers.initialization import no_init_weights
+
     names = meta.state_dict().keys() - trained_shapes(meta, remove_duplicate=False).keys()
     if not names:
         return {}
     found = {name: tensor for name, tensor in _initial(meta).items() if name in names}
-    if any(
-        tensor.isnan().all() for tensor in found.values()
-    ):  # what the constructor says is final (Apertus' activation)
-        found |= {
-            name: tensor
-            for name, tensor in _constructed(meta, model).items()
-            if name in found and found[name].isnan().all()
-        }
+    # What the constructor says is final (Apertus' activation). The weights that it makes are never
+    # touched, and take no memory.
+    if unknown := {name for name, tensor in found.items() if tensor.isnan().all()}:
+        with no_init_weights():
+            causal = constructed(meta.config, trust_remote_code=model.trust_remote_code)
+        found |= {name: tensor for name, tensor in causal.named_buffers() if name in unknown}
     if model.weights == "pretrained":
         index = read_index(weights_folder(model))
         for conversion in match_weights(meta, index).conversions:
@@ -509,43 +498,20 @@ def _initial(meta: PreTrainedModel) -> dict[str, Tensor]:
     return dict(meta.named_buffers()) | frozen_now
 
 
-def _constructed(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
-    """Return a model's buffers as its constructor makes them. Its weights are never touched, and
-    take no memory.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    factory: Any = AutoModelForCausalLM
-    with no_init_weights():
-        causal = factory.from_config(
-            meta.config, dtype=torch.bfloat16, trust_remote_code=model.trust_remote_code
-        )
-    return dict(causal.named_buffers())
-
-
 # Load weights into a model that ZeRO-3 has sharded: every rank reads its own shard, one tensor
 # after the other.
 #
 # No rank holds the whole model, and none waits for another. A tensor that is stored as the model
 # has it is read in pieces. One that has to be assembled (experts stored one by one) is assembled
-# as a whole on each rank, and freed afterwards. A rank needs at most ``_host_peak_bytes`` of host
-# memory, wherever its weights go.
+# as a whole on each rank, and freed afterwards. Besides its weights a
+# rank needs a piece of a file, or the largest conversion, whose parts exist both stacked and joined
+# while it runs.
 
 
 PIECE_BYTES = 64 << 20
 """Bytes of a file that are read together."""
 OnFiles = Callable[[int, int], None]
 """Called with a number of files that have been read, and that of all files."""
-
-
-def _host_peak_bytes(found: _Match, index: Mapping[str, Stored]) -> int:
-    """Return the peak host memory of loading on each rank, in bytes, besides its weights.
-
-    It is a piece of a file, or the largest conversion, whose parts exist both stacked and joined
-    while it runs.
-    """
-    return PIECE_BYTES + 2 * _largest_conversion_bytes(found, index)
 
 
 def empty_model(
@@ -565,29 +531,13 @@ def empty_model(
         ds_config: DeepSpeed's configuration.
         trust_remote_code: Whether the model's own code may run.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    factory: Any = AutoModelForCausalLM
     with no_init_weights(), superoffload.shard(ds_config):
-        causal: PreTrainedModel = factory.from_config(
-            config,
-            dtype=torch.bfloat16,
-            attn_implementation=implementation,
-            trust_remote_code=trust_remote_code,
-        )
+        causal = constructed(config, implementation, trust_remote_code=trust_remote_code)
     causal.tie_weights()
     _compute_buffers(causal, meta)
     return causal
-
-
-def initialise(causal: PreTrainedModel) -> None:
-    """Draw random weights as transformers does. Each module's parameters are all-gathered on their
-    device meanwhile.
-    """
-    from transformers.integrations.deepspeed import initialize_weights_zero3
-
-    initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ GPUs are numbered as by NVML.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +66,6 @@ def _work(request: Answer) -> Iterator[Answer]:
     yield {"rates": rates, "done": True}
 
 
-def _core_counts(cores: int) -> tuple[int, ...]:
-    """Return the numbers of cores for Adam's curve: few where it rises, and those that the default
-    shares of cores give.
-    """
-    return tuple(
-        sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)})
-    )
-
-
 def _cpu(
     nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale: float
 ) -> Iterator[Answer]:
@@ -84,9 +77,10 @@ def _cpu(
         cpus = node["cpus"]
         # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
         best = 0.0
-        for count in (
-            _core_counts(len(cpus)) if position == 0 else sorted({-(-len(cpus) // 2), len(cpus)})
-        ):
+        # Of the first node a curve: few cores, where it rises, and the default shares of cores.
+        shares = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1) if position == 0 else (0.5, 1)
+        rounded = round if position == 0 else math.ceil
+        for count in sorted({max(1, rounded(len(cpus) * share)) for share in shares}):
             found = _adam(cpus[:count], scale)
             points += [(count, found["step_bytes_per_s"])] if position == 0 else []
             best = max(best, *found.values())
@@ -117,7 +111,14 @@ def _cpu(
             )
         }
     rates = {
-        "adam": _rising(points),
+        # More cores than the memory can feed slow Adam down a little, but a rank need not use all.
+        "adam": list(
+            zip(
+                (cores for cores, _ in points),
+                accumulate((rate for _, rate in points), max),
+                strict=True,
+            )
+        ),
         "adam_remote": remote,
         "adam_together": together,
         "node_bytes_per_s": bandwidth,
@@ -160,17 +161,6 @@ def _rank_counts(
 
 def _up_to(most: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in (2, 4, 8, most) if 2 <= count <= most}))
-
-
-def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Make the curve monotonic. More cores than the memory can feed slow Adam down a little, but a
-    rank need not use them all.
-    """
-    best, rising = 0.0, []
-    for cores, rate in points:
-        best = max(best, rate)
-        rising.append((cores, best))
-    return rising
 
 
 def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
@@ -354,14 +344,8 @@ def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
             "a measurement failed: "
             + (errors.strip().rpartition("\n")[2] or f"exit code {child.returncode}")
         )
-    found: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
-    return found
-
-
-def main() -> int:
-    """Answer the request on stdin."""
-    return serve(_work)
+    return json.loads(out.strip().rpartition("\n")[2])  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_work))

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 
 Answer = dict[str, Any]
+Item = TypeVar("Item")
+Other = TypeVar("Other")
+Result = TypeVar("Result")
 
 
 def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
@@ -60,6 +63,18 @@ def serve_lines(work: Callable[[Iterator[str]], Iterator[Answer]]) -> int:
     return code
 
 
+def changed(
+    steps: Generator[Item, None, Result], change: Callable[[Item], Other]
+) -> Generator[Other, None, Result]:
+    """Yield what ``steps`` yields, changed, and return what it returns."""
+    while True:
+        try:
+            item = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        yield change(item)
+
+
 def requested_spec(request: Answer) -> RunSpec:
     """Return the spec of a request.
 
@@ -79,14 +94,12 @@ def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:
         if isinstance(error, InputError)
         else (Problem(code=code, field="", value="", message=str(error), remedy=""),)
     )
-    problems: list[Answer] = msgspec.to_builtins(found)
-    return problems
+    return msgspec.to_builtins(found)  # type: ignore[no-any-return]
 
 
 # The newest checkpoint of a run, for helpers that make a whole model of it.
 
 
-Result = TypeVar("Result")
 _PROGRESS_S = 0.5
 """Between two answers that say how far the work is."""
 

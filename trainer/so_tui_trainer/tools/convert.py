@@ -87,16 +87,30 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
 
 def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     import superoffload
+    from so_tui.model.shape import trainable
     from so_tui.runs import RunDirectory, read_spec
     from so_tui.runs.directory import run_id
     from so_tui_trainer import checkpoint_folder
-    from so_tui_trainer import checkpoint_folder as disk_room
     from so_tui_trainer.model.trained import PREFIX
 
     run = RunDirectory(path)
     spec = read_spec(run)
     found = _read(source.expanduser())
-    _refuse_other_model(source, found, spec)
+    wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
+    if differing := sorted(
+        name
+        for name in wanted.keys() | found.numels.keys()
+        if wanted.get(name) != found.numels.get(name)
+    ):
+        names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
+        raise reject(
+            "checkpoint-differs",
+            "checkpoint",
+            str(source),
+            f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or "
+            f"size: {names}",
+            "Name the preset of its model with --as.",
+        )
     yield {
         "message": (
             f"converting step {thousands(found.progress.step)}, "
@@ -106,7 +120,7 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     folder = checkpoint_folder.claim(run, spec)
     try:
         field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
-        disk_room.make_room(folder, _STATES_BYTES * sum(found.numels.values()), field)
+        checkpoint_folder.make_room(folder, _STATES_BYTES * sum(found.numels.values()), field)
         partial = checkpoint_folder.begin(folder, found.progress.step)
         superoffload.write_states(
             found, checkpoint_folder.optimizer_folder(partial), lambda name: PREFIX + name
@@ -132,26 +146,6 @@ def _read(source: Path) -> DeepSpeedStates:
             "Name the folder that was given to DeepSpeed's save_checkpoint, or that of a step in "
             "it.",
         ) from error
-
-
-def _refuse_other_model(source: Path, found: DeepSpeedStates, spec: RunSpec) -> None:
-    from so_tui.model.shape import trainable
-
-    wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
-    if differing := sorted(
-        name
-        for name in wanted.keys() | found.numels.keys()
-        if wanted.get(name) != found.numels.get(name)
-    ):
-        names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
-        raise reject(
-            "checkpoint-differs",
-            "checkpoint",
-            str(source),
-            f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or "
-            f"size: {names}",
-            "Name the preset of its model with --as.",
-        )
 
 
 def _manifest(run: str, progress: Progress, spec: RunSpec) -> Any:

@@ -76,10 +76,5 @@ def _together(pairs: list[tuple[int, dict[str, Any]]], request: Answer) -> list[
     ]
 
 
-def main() -> int:
-    """Answer the request on stdin."""
-    return serve(_work)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_work))

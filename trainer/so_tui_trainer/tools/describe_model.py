@@ -34,7 +34,7 @@ from so_tui.spec.check import exists, is_folder
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, packing_problem, recurrent_kinds
 from so_tui.spec.run_spec import TensorKind, is_matrix
-from so_tui_trainer.hub import remote_files, stay_offline_when_cut_off
+from so_tui_trainer.hub import causes, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -61,7 +61,7 @@ def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
             "Read that code first. If you trust it, add --trust-remote-code.",
             error,
         )
-    if _caused_by(error, "GatedRepoError"):
+    if any(type(cause).__name__ == "GatedRepoError" for cause in causes(error)):
         _refuse(
             "hub-access-denied",
             model,
@@ -94,20 +94,6 @@ def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
         f"its config.json cannot be read ({_reason(error)})",
         "Correct it, or download it again.",
         error,
-    )
-
-
-def _refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
-    """Explain why a model cannot be built on meta tensors.
-
-    Raises:
-        InputError: Always.
-    """
-    _refuse(
-        "model-shape-invalid",
-        model,
-        f"its shape cannot be built: {_reason(error)}",
-        "Check its config.json. Some models need other packages, or a newer transformers.",
     )
 
 
@@ -166,41 +152,6 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         )
 
 
-def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
-    from so_tui_trainer.model.build import refuse_unsupported
-
-    if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        _refuse(
-            "model-head-missing",
-            model,
-            "has no output projection that so-tui can find",
-            "Choose a model with a plain output projection.",
-        )
-    refuse_unsupported(causal, model)
-
-
-def _refuse_unplannable(model: ModelSpec) -> None:
-    """Refuse a model whose shape the planner cannot read.
-
-    Raises:
-        InputError: Names the keys that are missing.
-    """
-    from so_tui.model.flops import flops_of
-
-    try:
-        flops_of(model)
-    except InputError as error:
-        missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
-        _refuse(
-            "model-not-plannable",
-            model,
-            f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be "
-            "planned",
-            "Choose a decoder with attention in every layer.",
-            error,
-        )
-
-
 def _refuse(
     code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None
 ) -> NoReturn:
@@ -211,14 +162,6 @@ def _refuse(
         message,
         remedy,
     ) from error
-
-
-def _caused_by(error: BaseException | None, name: str) -> bool:
-    while error is not None:
-        if type(error).__name__ == name:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
@@ -353,18 +296,6 @@ def _unwritable(value: Any) -> bool:
     )
 
 
-def _expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
-    """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole,
-    whichever experts a token uses.
-    """
-    blocks = {
-        type(module).__name__
-        for module in causal.modules()
-        if any(name == "experts" for name, _ in module.named_children())
-    }
-    return tuple(sorted(blocks))
-
-
 def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
     """Yield all parameters in the order of ``named_parameters``; tied ones name the parameter they
     share.
@@ -450,8 +381,18 @@ def describe(request: Answer) -> Iterator[Answer]:
         weights="random" if request.get("weights") == "random" else "pretrained",
         trust_remote_code=bool(request.get("trust_remote_code")),
     )
-    _check_hub(asked)
+    if not Path(resolve_source(asked.id)).is_dir():
+        files = remote_files(asked)
+        if files and "config.json" not in files:
+            _refuse(
+                "model-config-missing",
+                asked,
+                "has no config.json on the hub",
+                "Choose a model in the format of transformers.",
+            )
     # Imported late: torch and transformers take seconds.
+    from so_tui.model.flops import flops_of
+    from so_tui_trainer.model.build import refuse_unsupported
     from so_tui_trainer.model.config import language_part
     from so_tui_trainer.model.weights import meta_model
 
@@ -478,15 +419,44 @@ def describe(request: Answer) -> Iterator[Answer]:
         ImportError,
         RuntimeError,
     ) as error:
-        _refuse_shape(asked, error)
-    _refuse_head(asked, causal)
+        _refuse(
+            "model-shape-invalid",
+            asked,
+            f"its shape cannot be built: {_reason(error)}",
+            "Check its config.json. Some models need other packages, or a newer transformers.",
+        )
+    if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+        _refuse(
+            "model-head-missing",
+            asked,
+            "has no output projection that so-tui can find",
+            "Choose a model with a plain output projection.",
+        )
+    refuse_unsupported(causal, asked)
+    # ZeRO-3 all-gathers a block of experts as a whole, whichever experts a token uses.
+    blocks = {
+        type(module).__name__
+        for module in causal.modules()
+        if any(name == "experts" for name, _ in module.named_children())
+    }
     found = msgspec.structs.replace(
         asked,
         config=shape_of(config, causal),
         parameters=blocks_of(ordered_tensors(causal)),
-        leaf_modules=_expert_blocks(causal),
+        leaf_modules=tuple(sorted(blocks)),
     )
-    _refuse_unplannable(found)
+    try:
+        flops_of(found)
+    except InputError as error:
+        missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
+        _refuse(
+            "model-not-plannable",
+            found,
+            f"a {found.config.get('model_type')} has no {missing}: this kind of model cannot be "
+            "planned",
+            "Choose a decoder with attention in every layer.",
+            error,
+        )
     yield {
         "model": msgspec.to_builtins(found),
         "parameters": found.parameter_count,
@@ -506,23 +476,20 @@ def _resolve_model(model: str) -> str:
     path = Path(text).expanduser()
     if is_folder(path):
         if not exists(path / "config.json"):
-            code, message, remedy = (
-                "model-config-missing",
-                "has no config.json",
-                "Name the folder that `save_pretrained` wrote.",
-            )
             if exists(path / "adapter_config.json"):
-                code, message, remedy = (
+                raise reject(
                     "model-is-adapter",
+                    "model.id",
+                    text,
                     "is an adapter (LoRA), not a whole model",
                     "Name the model it was made for.",
                 )
             raise reject(
-                code,
+                "model-config-missing",
                 "model.id",
                 text,
-                message,
-                remedy,
+                "has no config.json",
+                "Name the folder that `save_pretrained` wrote.",
             )
         return model.strip() if text != model.strip() else str(path.absolute())
     if exists(path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
@@ -537,23 +504,6 @@ def _resolve_model(model: str) -> str:
             "Name a folder with a config.json, or a model on the hub (owner/name).",
         )
     return text
-
-
-def _check_hub(model: ModelSpec) -> None:
-    """Check that the model is on the hub or in the cache.
-
-    Raises:
-        InputError: No such model or revision, no network and nothing cached, or no config.json.
-    """
-    if not Path(resolve_source(model.id)).is_dir():
-        files = remote_files(model)
-        if files and "config.json" not in files:
-            _refuse(
-                "model-config-missing",
-                model,
-                "has no config.json on the hub",
-                "Choose a model in the format of transformers.",
-            )
 
 
 def _read_config(model: ModelSpec) -> PretrainedConfig:

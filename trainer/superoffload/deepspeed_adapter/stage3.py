@@ -383,16 +383,6 @@ def own_super_offload(settings: Settings) -> Iterator[None]:
         superoffload_stage3.SuperOffloadOptimizer_Stage3 = original
 
 
-def _refuse_nvme(offload_param: Any) -> None:
-    """Refuse weights on a disk, before DeepSpeed compiles what reads and writes them there."""
-    if offload_param is not None and offload_param.device == OffloadDeviceEnum.nvme:
-        raise OffloadError(
-            'Weights on an NVMe disk (offload_param with device "nvme") are not supported with '
-            'SuperOffload. Use the device "cpu".',
-            code="offload-param",
-        )
-
-
 class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO-3 up to the reduced gradients, ``SuperOffload`` from there on.
 
@@ -404,7 +394,13 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def __init__(self, settings: Settings, *arguments: Any, **keywords: Any) -> None:
         self._settings = settings
-        _refuse_nvme(keywords.get("offload_param_config"))
+        offload_param = keywords.get("offload_param_config")
+        if offload_param is not None and offload_param.device == OffloadDeviceEnum.nvme:
+            raise OffloadError(
+                'Weights on an NVMe disk (offload_param with device "nvme") are not supported with '
+                'SuperOffload. Use the device "cpu".',
+                code="offload-param",
+            )
         super().__init__(*arguments, **keywords)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
