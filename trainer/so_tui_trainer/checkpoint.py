@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import superoffload
 from so_tui.model.sharding import partition_numel
@@ -162,14 +163,26 @@ class Saving:
         self._bytes, self._written_s = 0, 0.0
         self._completed: Future[tuple[Path | None, float]] | None = None
         """The folder, on rank 0, and when it was complete."""
-        self._vote: tuple[torch.Tensor, dist.Work] | None = None
+        self._vote: tuple[Tensor, dist.Work] | None = None
         self._paused_s = time.monotonic() - self._began
 
     def poll(self) -> CheckpointRecord | None:
         """Return the record of the checkpoint once it is complete on all ranks; None before. Waits
         for no disk.
         """
-        return self._go_on() if self._all_ready() else None
+        # The ranks answer while a step computes, so none waits for another here.
+        if self._vote is not None:
+            ready, answered = self._vote
+            answered.wait()
+            if ready.item():
+                self._vote = None
+                return self._go_on()
+        ready = torch.tensor([(self._completed or self._written).done()], dtype=torch.uint8)
+        self._vote = (
+            ready,
+            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._ranks.group, async_op=True),
+        )
+        return None
 
     def wait(self) -> CheckpointRecord:
         """Wait until the checkpoint is complete on all ranks, and return its record."""
@@ -181,25 +194,6 @@ class Saving:
             record = self._go_on()
         waited_s = self._paused_s + time.monotonic() - waiting
         return msgspec.structs.replace(record, paused_s=min(record.seconds, waited_s))
-
-    def _all_ready(self) -> bool:
-        """Return whether all ranks had ended the part in progress when they were last asked, and
-        ask them again if not.
-
-        They answer while a step computes, so none waits for another here.
-        """
-        if self._vote is not None:
-            ready, answered = self._vote
-            answered.wait()
-            if ready.item():
-                self._vote = None
-                return True
-        ready = torch.tensor([(self._completed or self._written).done()], dtype=torch.uint8)
-        self._vote = (
-            ready,
-            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._ranks.group, async_op=True),
-        )
-        return False
 
     def _go_on(self) -> CheckpointRecord | None:
         """End the part in progress on all ranks, and begin the next one: rank 0 makes valid what
@@ -376,12 +370,12 @@ def _restore_random_state(state: _RandomState) -> None:
         torch.cuda.set_rng_state(_tensor_of(state.cuda))
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
+def _bytes_of(state: Tensor) -> bytes:
     array: Any = state.numpy()
     return bytes(array)
 
 
-def _tensor_of(state: bytes) -> torch.Tensor:
+def _tensor_of(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
@@ -25,7 +24,7 @@ from so_tui_trainer.data.batches import (
     rows_of,
     width,
 )
-from so_tui_trainer.data.documents import Documents, fill
+from so_tui_trainer.data.documents import Documents, Int64s, fill
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 
@@ -33,8 +32,8 @@ from so_tui_trainer.ranks import Ranks
 class _HeldOutSplit(NamedTuple):
     """Indices of documents, ascending and disjoint."""
 
-    training: npt.NDArray[np.int64]
-    held_out: npt.NDArray[np.int64]
+    training: Int64s
+    held_out: Int64s
 
 
 def divide(documents: Documents, spec: RunSpec) -> _HeldOutSplit:
@@ -73,7 +72,7 @@ def held_out_rows(spec: RunSpec, rows: int) -> int:
     return count
 
 
-def _rows(documents: Documents) -> npt.NDArray[np.int64]:
+def _rows(documents: Documents) -> Int64s:
     """Return the row of each document, counted over all sources, [documents]. Documents of a row
     are adjacent.
     """
@@ -121,7 +120,7 @@ class Evaluation:
     def __init__(
         self,
         documents: Documents,
-        members: npt.NDArray[np.int64],
+        members: Int64s,
         spec: RunSpec,
         rank: int,
         *,

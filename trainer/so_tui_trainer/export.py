@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 import so_tui
 import superoffload
@@ -103,15 +104,11 @@ class Stage:
         self.total_tensors, self.done_tensors, self.read_bytes = len(shapes), 0, 0
         self.doing = "reading"
 
-    def write(self, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Begin to write files of these tensors into a folder."""
         self.total_bytes = sum(tensor.nbytes for tensor in state.values())
         self.done_tensors = self.total_tensors = 0
         self.folder, self.doing = folder, "writing"
-
-    def end(self) -> None:
-        """Count everything as written."""
-        self.folder, self.read_bytes = None, self.total_bytes
 
     def done_bytes(self) -> int:
         """Return the bytes that are read or, later, written."""
@@ -180,13 +177,13 @@ def export(
         stage.write(partial, state)
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
-    stage.end()
+    stage.folder, stage.read_bytes = None, stage.total_bytes
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def weights(
     checkpoint: Path, shapes: Mapping[str, torch.Size], stage: Stage | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Cast a checkpoint's fp32 master weights to bf16.
 
     Args:

@@ -85,7 +85,7 @@ def _refusals_explained(model: ModelSpec) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:
-        raise _problem(
+        raise model_problem(
             "hub-access-denied",
             model,
             "is gated, and this user has no access",
@@ -101,7 +101,7 @@ def _refusals_explained(model: ModelSpec) -> Iterator[None]:
             "Name a branch, tag or commit.",
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise _problem(
+        raise model_problem(
             "hub-model-missing",
             model,
             "is not on the hub, or private",
@@ -126,7 +126,7 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         if _cached(model, "config.json"):
             return {}
-        raise _problem(
+        raise model_problem(
             "hub-unreachable",
             model,
             "is not in the local cache, and the hub cannot be reached",
@@ -169,7 +169,7 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
             with _refusals_explained(model):
                 done.result()
         except (HTTPError, OSError) as error:
-            raise _problem(
+            raise model_problem(
                 "download-failed",
                 model,
                 f"cannot be downloaded: {name} ({first_line(error)})",
@@ -195,7 +195,8 @@ def _cached(model: ModelSpec, name: str) -> bool:
     return isinstance(try_to_load_from_cache(model.id, name, revision=model.revision), str)
 
 
-def _problem(code: str, model: ModelSpec, message: str, remedy: str) -> InputError:
+def model_problem(code: str, model: ModelSpec, message: str, remedy: str) -> InputError:
+    """Return the error of a model that cannot be used."""
     return reject(
         code,
         "model.id",

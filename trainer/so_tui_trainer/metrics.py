@@ -47,7 +47,6 @@ from superoffload.meter import OffloadStats
 
 
 StepPart = Literal["data", "forward", "backward", "optimizer", "other"]
-STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "optimizer", "other")
 
 
 class _StepTimes(NamedTuple):
@@ -77,7 +76,7 @@ class _Laps:
 
     def read(self) -> _StepTimes:
         """Return the seconds of each part. Waits until the GPU has passed the last lap."""
-        seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        seconds = dict.fromkeys(_StepTimes._fields, 0.0)
         before = self._start
         for part, stamp in self._stamps:
             seconds[part] += _elapsed_s(before, stamp)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Value = TypeVar("Value")
 RENDEZVOUS = "SO_TUI_RENDEZVOUS"
@@ -90,13 +91,13 @@ def join(use_gpu: bool) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group)
 
 
-def _encoded(value: Any) -> torch.Tensor:
+def _encoded(value: Any) -> Tensor:
     return torch.frombuffer(
         bytearray(msgspec.msgpack.encode(value, enc_hook=str)), dtype=torch.uint8
     )
 
 
-def _decoded(content: torch.Tensor, kind: Any) -> Any:
+def _decoded(content: Tensor, kind: Any) -> Any:
     array: Any = content.numpy()
     return msgspec.msgpack.decode(memoryview(array), type=kind, dec_hook=_path)
 

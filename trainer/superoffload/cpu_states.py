@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel
@@ -227,7 +228,7 @@ class CpuStates:
         if self._client:
             self._client.check()
 
-    def stage_gradient(self, index: int, member: int, values: torch.Tensor) -> list[Copy]:
+    def stage_gradient(self, index: int, member: int, values: Tensor) -> list[Copy]:
         """Return the copies that bring a gradient into the staging buffer. They must wait for
         ``new_weights.copied``.
         """
@@ -349,16 +350,16 @@ class CpuStates:
             self.slot[index], which
         )
 
-    def master_weights(self, index: int) -> torch.Tensor:
+    def master_weights(self, index: int) -> Tensor:
         return self._states.master_weights(self.slot[index], self._current[index])
 
-    def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the first and second moment, in fp32: the state itself, or copies of compact
         moments.
         """
         return self._states.moments(self.slot[index], self._current[index])
 
-    def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+    def set_moments(self, index: int, first: Tensor, second: Tensor) -> None:
         """Set both moments. Raises OffloadError (``impossible-moments``) for a NaN or a negative
         second moment where they are compact.
         """
@@ -460,7 +461,7 @@ class CpuStates:
                     raise non_finite(self._sub_groups, index, result.step, poisoned=True)
                 self._on_new_weights(result, self._staging)
 
-    def _on_new_weights(self, result: Result, source: Callable[[int], torch.Tensor]) -> None:
+    def _on_new_weights(self, result: Result, source: Callable[[int], Tensor]) -> None:
         index = self.indices[result.sub_group]
         transfer = None
         if not self._host_weights:
@@ -471,10 +472,10 @@ class CpuStates:
         self.squares[index] = result.sum_of_squares
         self.new_weights.arrive(index, transfer)
 
-    def _staging(self, index: int) -> torch.Tensor:
+    def _staging(self, index: int) -> Tensor:
         return self._states.staging(self.slot[index])
 
-    def _new_weights(self, index: int) -> torch.Tensor:
+    def _new_weights(self, index: int) -> Tensor:
         return self._states.new_weights(self.slot[index])
 
     def _send(self, command: Command, after: Event) -> None:

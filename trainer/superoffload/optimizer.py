@@ -39,6 +39,7 @@ from functools import partial
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
@@ -166,7 +167,7 @@ class SuperOffload:
         host_weights: HostWeights | None = None,
         gradient_accumulation_steps: int,
         clipping: float,
-        all_reduce: Callable[[torch.Tensor], None],
+        all_reduce: Callable[[Tensor], None],
     ) -> None:
         check_dtypes(sub_groups)
         self.sub_groups = tuple(sub_groups)
@@ -481,19 +482,19 @@ class SuperOffload:
         """
         self._transfers.attach()
 
-    def master_weights(self, index: int) -> torch.Tensor:
+    def master_weights(self, index: int) -> Tensor:
         """Return a sub-group's fp32 weights. Call ``synchronize`` before reading them or writing
         them in place.
         """
         return self._states(index).master_weights(index)
 
-    def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a sub-group's first and second moment, in fp32: the state itself or, of compact
         moments, copies.
         """
         return self._states(index).moments(index)
 
-    def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+    def set_moments(self, index: int, first: Tensor, second: Tensor) -> None:
         """Set a sub-group's moments. Compact ones are rounded to nearest, and what ``moments``
         returned is not rounded at all.
         """

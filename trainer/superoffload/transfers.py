@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # The run-ahead limiter: keeps the host from queueing all-gathers too far ahead of the GPU.
 
@@ -69,7 +70,7 @@ class RunAheadLimiter:
             oldest.synchronize()
 
 
-Copy = tuple[torch.Tensor, torch.Tensor]
+Copy = tuple[Tensor, Tensor]
 """(target, source)"""
 
 Mark = Any
@@ -127,14 +128,14 @@ class Transfers:
             target.copy_(source)
         return Transfer(begin, time.perf_counter(), CompletedEvent(), _bytes(copies))
 
-    def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def weights_to_gpu(self, target: Tensor, source: Tensor) -> Transfer:
         """Copy ``source``, in pinned memory, to ``target``."""
         return self.gradients_to_host([(target, source)], ())
 
     def wait_event(self, event: Event) -> None:
         """Make the current stream wait for ``event``. The host does not wait."""
 
-    def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
         """Queue a copy of a small tensor; it is valid once the returned event has completed."""
         return values.clone(), CompletedEvent()
 
@@ -192,13 +193,13 @@ class _CudaTransfers(Transfers):
             computing.wait_event(self._in_flight.popleft())
         return transfer
 
-    def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def weights_to_gpu(self, target: Tensor, source: Tensor) -> Transfer:
         return _copy(self._h2d, [(target, source)])
 
     def wait_event(self, event: Event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
-    def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
         host = torch.empty_like(values, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         return host, self.mark()

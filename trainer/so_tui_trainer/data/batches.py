@@ -27,7 +27,7 @@ from so_tui.model.shape import computed_tokens
 from so_tui.spec import ModelSpec, RunSpec
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import layer_kinds, recurrent_kinds
-from so_tui_trainer.data.documents import Documents, Sequences, fill, row_widths
+from so_tui_trainer.data.documents import Documents, Int64s, Sequences, fill, row_widths
 
 # Where packed documents are as rows of their own, for layers that carry a state from token to
 # token.
@@ -58,7 +58,7 @@ def _rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
     """
     lengths, starts = np.diff(boundaries).astype(np.int64), boundaries[:-1].astype(np.int64)
     places = np.empty(int(lengths.sum()), dtype=np.int64)
-    groups: list[npt.NDArray[np.int64]] = []
+    groups: list[Int64s] = []
     before = 0
     for members in _groups(lengths):
         columns = np.arange(lengths[members[0]])
@@ -70,7 +70,7 @@ def _rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
     return (torch.from_numpy(places), *map(torch.from_numpy, groups))
 
 
-def _groups(lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+def _groups(lengths: Int64s) -> Iterator[Int64s]:
     """Yield indices of documents that are computed together, the longest first."""
     left = np.argsort(-lengths, kind="stable")
     left = left[lengths[left] > 0]
@@ -207,7 +207,7 @@ class StepCounts:
 
     useful_tokens: int
     trained_tokens: int
-    document_lengths: npt.NDArray[np.int64]
+    document_lengths: Int64s
     """[documents]"""
     computed_tokens: int
     """Useful tokens and padding."""
@@ -241,7 +241,7 @@ class Batches:
         spec: RunSpec,
         rank: int,
         *,
-        members: npt.NDArray[np.int64] | None = None,
+        members: Int64s | None = None,
         padding_id: int = 0,
         pin: bool = False,
     ) -> None:
@@ -355,7 +355,7 @@ class Batches:
             for batch in self.micro_batches(step):
                 yield MicroBatch(counts, batch)
 
-    def _indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
+    def _indices(self, first: int, count: int) -> Int64s:
         """Return the indices of the next ``count`` sequences from position ``first`` of the
         order.
         """
@@ -369,15 +369,15 @@ class Batches:
             dtype=np.int64,
         )
 
-    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+    def _shuffled(self, epoch: int) -> Int64s:
         return np.random.default_rng((self._spec.train.seed, epoch)).permutation(
             len(self.sequences)
         )
 
-    def _rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _rows(self, indices: Int64s) -> Int64s:
         return rows_of(indices, end_to_end=self.end_to_end)
 
-    def _width(self, indices: npt.NDArray[np.int64]) -> int:
+    def _width(self, indices: Int64s) -> int:
         return width(self._useful[indices], self._spec, end_to_end=self.end_to_end)
 
 
@@ -386,12 +386,12 @@ def needs_rows_apart(model: ModelSpec) -> bool:
     return bool(recurrent_kinds(layer_kinds(model.config)))
 
 
-def rows_of(indices: npt.NDArray[np.int64], *, end_to_end: bool) -> npt.NDArray[np.int64]:
+def rows_of(indices: Int64s, *, end_to_end: bool) -> Int64s:
     """Return the sequences of each row of a micro-batch, [rows, sequences of a row]."""
     return indices[None] if end_to_end else indices[:, None]
 
 
-def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) -> int:
+def width(lengths: Int64s, spec: RunSpec, *, end_to_end: bool) -> int:
     """Return the columns of a micro-batch. Few different numbers spare the allocator new sizes.
 
     End to end, all useful tokens, rounded up. Otherwise packed sequences are nearly full and always
@@ -415,7 +415,7 @@ def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) ->
 def assemble(
     documents: Documents,
     sequences: Sequences,
-    rows: npt.NDArray[np.int64],
+    rows: Int64s,
     width: int,
     padding_id: int,
     *,
@@ -515,7 +515,8 @@ class Prefetcher(Generic[Item]):
     """
 
     def __init__(self, source: Iterator[Item], device: torch.device) -> None:
-        self._source, self._device = source, device
+        self._source: Iterator[Item] = source
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = (
             queue.Queue(PREFETCH_DEPTH)

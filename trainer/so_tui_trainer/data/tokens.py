@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from so_tui.folders import cache_home
 from so_tui.plan import workload
@@ -25,7 +24,7 @@ from so_tui.units import thousands
 from so_tui_trainer.binding import die_with_parent
 from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data.chat import Encoder, chat_of
-from so_tui_trainer.data.documents import Counts, Documents, row_widths
+from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 
 if TYPE_CHECKING:
@@ -184,9 +183,7 @@ def _workload_of(documents: Documents, data: DataSpec) -> Workload:
     )
 
 
-def _row_shares(
-    lengths: npt.NDArray[np.int64], sequence_length: int
-) -> tuple[tuple[int, float], ...]:
+def _row_shares(lengths: Int64s, sequence_length: int) -> tuple[tuple[int, float], ...]:
     """Return (micro-batch, its expected width as a share of the sequence length) of documents that
     are a row each.
 
@@ -215,9 +212,9 @@ class _Done(NamedTuple):
     task: _Task
     stem: Path
     """Path of the task's files without their endings ``.tokens`` and ``.trained`` (raw arrays)."""
-    lengths: npt.NDArray[np.int64]
+    lengths: Int64s
     """Tokens of each document, [documents]."""
-    rows: npt.NDArray[np.int64]
+    rows: Int64s
     """Row of each document, from 1, [documents]."""
     counts: Counts
 

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+Arguments = dict[str, Any]
+"""Keyword arguments of a kernel, or of a model's forward pass."""
+
+
 # Sequence parallelism (Ulysses): ranks that hold parts of the same sequences trade tokens for
 # heads around attention.
 #
@@ -361,7 +365,7 @@ def _torch_flash() -> Kernels:
     """
     aten: Any = torch.ops.aten
 
-    def options(documents: Documents) -> dict[str, Any]:
+    def options(documents: Documents) -> Arguments:
         return {"scale": documents.scale, **_sides(documents)}
 
     def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -392,7 +396,7 @@ def _flash_attn_2() -> Kernels:
         _flash_attn_varlen_forward,
     )
 
-    def options(documents: Documents) -> dict[str, Any]:
+    def options(documents: Documents) -> Arguments:
         return {
             "dropout_p": 0.0,
             "softmax_scale": documents.scale,
@@ -420,7 +424,7 @@ def _flash_attn_2() -> Kernels:
 def _flash_attn_3() -> Kernels:
     from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
-    def options(documents: Documents) -> dict[str, Any]:
+    def options(documents: Documents) -> Arguments:
         return {
             **_named_lengths(documents),
             "softmax_scale": documents.scale,
@@ -451,7 +455,7 @@ def _flash_attn_3() -> Kernels:
 def _flash_attn_4() -> Kernels:
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    def options(documents: Documents) -> dict[str, Any]:
+    def options(documents: Documents) -> Arguments:
         window = documents.window
         sides = {
             "window_size_left": None if window is None else window - 1,
@@ -482,7 +486,7 @@ def _lengths(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
     return documents.boundaries, documents.boundaries, documents.longest, documents.longest
 
 
-def _named_lengths(documents: Documents) -> dict[str, Any]:
+def _named_lengths(documents: Documents) -> Arguments:
     """Return the same for kernels that take them by name."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return dict(zip(names, _lengths(documents), strict=True))
@@ -645,7 +649,7 @@ def takes_boundaries(implementation: str) -> bool:
 
 def arguments(
     batch: Batch, implementation: str, config: PretrainedConfig, dtype: torch.dtype
-) -> dict[str, Any]:
+) -> Arguments:
     """Return the arguments of the model's forward pass that say where its tokens are, and keep the
     documents of a batch apart.
 
@@ -662,10 +666,10 @@ def arguments(
     """
     if needs_rows(config):
         return {}
-    positions: dict[str, Any] = {"position_ids": batch.position_ids}
+    positions: Arguments = {"position_ids": batch.position_ids}
     if takes_boundaries(implementation):
         boundaries, longest = batch.boundaries, batch.longest
-        kernel: dict[str, Any] = {
+        kernel: Arguments = {
             "cu_seq_lens_q": boundaries,
             "cu_seq_lens_k": boundaries,
             "max_length_q": longest,
@@ -683,7 +687,7 @@ def arguments(
     shape = torch.empty(
         (*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device
     )  # Stands in for the embeddings.
-    known: dict[str, Any] = {
+    known: Arguments = {
         "config": config,
         "inputs_embeds": shape,
         "attention_mask": None,

@@ -22,9 +22,10 @@ from so_tui.spec.check import sharing_problem
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import layers_without_attention, packing_problem, recurrent_kinds
 from so_tui_trainer.data.batches import needs_rows_apart
+from so_tui_trainer.hub import model_problem
 from so_tui_trainer.model import attention, checkpointing, fused, kinds_of, trained, weights
 from so_tui_trainer.model.checkpointing import HostActivations, Room
-from so_tui_trainer.model.config import disable_dropout, load_config, model_problem
+from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.loss import changes_logits_otherwise
 from so_tui_trainer.model.stored import read_index
@@ -210,20 +211,19 @@ def _causal(
         config, supports_sdpa=plain, sinks=sinks, deterministic=run.train.deterministic
     )
     implementation = attention.choose(spec, needs, device, run.train.sequence_parallel)
-    if spec.weights == "random":
-        causal = weights.empty_model(
-            config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
-        )
-        # Each module's parameters are all-gathered on their device meanwhile.
-        initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
-        return causal, implementation
-    index = read_index(weights_folder(spec))
-    found = weights.match_weights(meta, index)
-    weights.refuse(found, spec)
+    index, found = {}, None
+    if spec.weights == "pretrained":
+        index = read_index(weights_folder(spec))
+        found = weights.match_weights(meta, index)
+        weights.refuse(found, spec)
     causal = weights.empty_model(
         config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
     )
-    weights.load(causal, meta, found, index, on_files)
+    if found is not None:
+        weights.load(causal, meta, found, index, on_files)
+    else:
+        # Each module's parameters are all-gathered on their device meanwhile.
+        initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
     return causal, implementation
 
 

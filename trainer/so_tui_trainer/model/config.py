@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
+from so_tui_trainer.hub import model_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -112,18 +113,20 @@ def _is_computed(owner: type, name: str) -> bool:
     return isinstance(found, property) and found.fset is None
 
 
-def _given_config(model: ModelSpec) -> PretrainedConfig:
+def stored_config(model: ModelSpec) -> PretrainedConfig:
+    """Read the config.json of a hub id or a folder. Raises whatever transformers does."""
     from transformers import AutoConfig
 
+    return AutoConfig.from_pretrained(  # type: ignore[no-any-return]
+        resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+
+
+def _given_config(model: ModelSpec) -> PretrainedConfig:
     try:
         if model.weights == "random":
             return config_of(model.config)
-        found: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id),
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
-        found = language_part(found)
+        found = language_part(stored_config(model))
         if hasattr(found, "quantization_config"):
             del found.quantization_config
         return found
@@ -184,13 +187,3 @@ def disable_dropout(config: PretrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-
-
-def model_problem(code: str, model: ModelSpec, message: str, remedy: str) -> InputError:
-    return reject(
-        code,
-        "model.id",
-        model.id,
-        message,
-        remedy,
-    )

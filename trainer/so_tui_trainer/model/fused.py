@@ -84,16 +84,9 @@ def _mixture(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
         chosen,
         shares,
         Weights(module.gate_up_proj, module.down_proj, *biases, module.is_transposed),
-        _gate(module),
-    )
-
-
-def _gate(module: Any) -> Gate:
-    limited = hasattr(module, "limit") and hasattr(module, "alpha")  # gpt-oss
-    return (
         Gate(interleaved=True, alpha=float(module.alpha), limit=float(module.limit), shift=1.0)
-        if limited
-        else Gate()
+        if hasattr(module, "limit") and hasattr(module, "alpha")  # gpt-oss
+        else Gate(),
     )
 
 

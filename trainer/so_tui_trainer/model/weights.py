@@ -347,8 +347,9 @@ def trainable_folder(source: Path) -> Path:
             json.loads((source / "config.json").read_text()).get("quantization_config") or {}
         )
     except (OSError, ValueError) as error:
-        raise _problem(
+        raise reject(
             "model-config-unreadable",
+            "model.id",
             str(source),
             f"has no readable config.json ({error})",
             "Name the folder of a complete model.",
@@ -357,8 +358,9 @@ def trainable_folder(source: Path) -> Path:
     if not quantisation:
         return source
     if method != "mxfp4":
-        raise _problem(
+        raise reject(
             "weights-quantised",
+            "model.id",
             str(source),
             f"its weights are quantised ({method}), which cannot be trained",
             "Choose a checkpoint in bf16.",
@@ -391,23 +393,14 @@ def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
             download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted)
         )
     except (OSError, ValueError) as error:
-        raise _problem(
+        raise reject(
             "model-unavailable",
+            "model.id",
             model.id,
             f"cannot be downloaded ({first_line(error)})",
             "Check the name and the network, or download it with `so-tui fetch` where there is a "
             "network.",
         ) from error
-
-
-def _problem(code: str, value: str, message: str, remedy: str) -> InputError:
-    return reject(
-        code,
-        "model.id",
-        value,
-        message,
-        remedy,
-    )
 
 
 # Tensors that belong to a model's weights although nothing trains them: buffers, and parameters
@@ -593,7 +586,7 @@ def _files(conversion: _Conversion, index: Mapping[str, Stored]) -> set[Path]:
     return {index[name].path for _, name in conversion.sources}
 
 
-def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
+def _fill_from_file(tensor: Tensor, stored: Stored) -> None:
     part, start = _local_shard(tensor)
     step = PIECE_BYTES // stored.dtype.itemsize
     for begin in range(0, len(part), step):
@@ -601,7 +594,7 @@ def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
         piece.copy_(stored.elements(start + begin, start + begin + len(piece)))
 
 
-def _local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _local_shard(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's flat shard of a tensor, and its start in the flattened tensor. Buffers are
     whole on every rank.
     """

@@ -32,6 +32,10 @@ from so_tui.units import thousands
 from so_tui_trainer.binding import set_memory_policy
 from so_tui_trainer.tools.channel import Answer, serve
 
+Fields = dict[str, Any]
+"""An object within a request or an answer."""
+Points = list[tuple[int, float]]
+"""Numbers of cores, nodes or ranks, and a rate for each."""
 _ADAM_PARAMETERS = 64_000_000
 """Parameters of a measurement at full size."""
 _ADAM_BYTES = 18
@@ -50,7 +54,7 @@ def _work(request: Answer) -> Iterator[Answer]:
     """
     begun = time.monotonic()
     scale = float(request.get("scale", 1.0))
-    rates: dict[str, Any] = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
+    rates: Fields = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
     yield {"message": "compiling the CPU Adam kernel, unless it is cached"}
     for answer in _cpu(request["nodes"], request["gpus"] or request.get("pretend_gpus", []), scale):
         rates |= answer.pop("rates", {})
@@ -66,13 +70,11 @@ def _work(request: Answer) -> Iterator[Answer]:
     yield {"rates": rates, "done": True}
 
 
-def _cpu(
-    nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale: float
-) -> Iterator[Answer]:
+def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Iterator[Answer]:
     """Measure Adam on growing numbers of cores, on every node, and by several ranks together."""
-    points: list[tuple[int, float]] = []
-    together: list[tuple[int, float]] = []
-    bandwidth: list[tuple[int, float]] = []
+    points: Points = []
+    together: Points = []
+    bandwidth: Points = []
     for position, node in enumerate(nodes):
         cpus = node["cpus"]
         # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
@@ -92,7 +94,7 @@ def _cpu(
                 )
             }
         bandwidth.append((node["id"], best))
-    remote: list[tuple[int, float]] = []
+    remote: Points = []
     for node in nodes[1:]:
         message, rate = _adam_on(node["id"], nodes[0], scale)
         remote += [(node["id"], rate)] if rate else []
@@ -126,7 +128,7 @@ def _cpu(
     yield {"message": "CPU measured", "rates": rates}
 
 
-def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, float | None]:
+def _adam_on(memory: int, node: Fields, scale: float) -> tuple[str, float | None]:
     """Measure Adam on a node's cores while its states lie in the memory of another one. Return it
     in words, and None where that fails.
     """
@@ -145,9 +147,7 @@ def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, floa
     return f"{where}: {rate / 1e9:.1f} GB/s", rate
 
 
-def _rank_counts(
-    nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]
-) -> tuple[int, ...]:
+def _rank_counts(nodes: Sequence[Fields], gpus: Sequence[Fields]) -> tuple[int, ...]:
     """Return how many ranks may share the first node: 2, 4, ... up to the number of its GPUs,
     limited by its cores.
     """
@@ -186,7 +186,7 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
 
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES / together))
-    request: dict[str, Any] = {
+    request: Fields = {
         "worker": worker.__file__,
         "cpus": list(cpus),
         "parameters": parameters,
@@ -207,7 +207,7 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
         )
 
 
-def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
+def _gpus(gpus: Sequence[Fields], device: str, scale: float) -> Iterator[Answer]:
     """Measure the first GPU by itself, then all GPUs together."""
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = gpus[0]
@@ -256,7 +256,7 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     }
 
 
-def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator[Answer]:
+def _attention(request: Fields, environment: dict[str, str]) -> Iterator[Answer]:
     """Measure attention in a process of its own. Plans do without it where a backend of others does
     not work.
     """
@@ -278,7 +278,7 @@ def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator
     yield {"message": "attention measured", "rates": rates}
 
 
-def gpu_argv(request: dict[str, Any]) -> list[str]:
+def gpu_argv(request: Fields) -> list[str]:
     """Return the command that measures one GPU."""
     return [
         sys.executable,
@@ -288,7 +288,7 @@ def gpu_argv(request: dict[str, Any]) -> list[str]:
     ]
 
 
-def _answer(argv: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
+def _answer(argv: Sequence[str], environment: dict[str, str]) -> Fields:
     return _finish(start(argv, environment))
 
 
@@ -306,7 +306,7 @@ def start(
     )
 
 
-def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[Fields]:
     """Return the last line of each child. If one fails, the others may wait for it and are killed.
 
     Raises:
@@ -327,7 +327,7 @@ def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]
                     child.kill()
 
 
-def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
+def _finish(child: subprocess.Popen[str]) -> Fields:
     """Return the last line of a child.
 
     Raises:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from so_tui.units import thousands
 from so_tui_trainer.hub import stay_offline_when_cut_off
@@ -24,7 +23,7 @@ from so_tui_trainer.tools.channel import Answer, changed, requested_spec, serve
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from so_tui_trainer.data.documents import Documents, Sequences
+    from so_tui_trainer.data.documents import Documents, Int64s, Sequences
 
 
 _BINS = 11
@@ -88,7 +87,7 @@ def _progress(rows: tuple[int, int]) -> Answer:
     }
 
 
-def _histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
+def _histogram(lengths: Int64s) -> list[Answer]:
     """Count documents and tokens by length: bins of equal width, and a last one for the few
     documents that are far longer.
     """
@@ -109,7 +108,7 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
     ]
 
 
-def _sources(documents: Documents, epoch: npt.NDArray[np.int64]) -> list[Answer]:
+def _sources(documents: Documents, epoch: Int64s) -> list[Answer]:
     """Describe each source and its share of ``epoch``, the documents that an epoch trains on."""
     firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
     met = np.bincount(

@@ -391,12 +391,25 @@ def describe(request: Answer) -> Iterator[Answer]:
                 "Choose a model in the format of transformers.",
             )
     # Imported late: torch and transformers take seconds.
+    from huggingface_hub.errors import StrictDataclassError
+
     from so_tui.model.flops import flops_of
     from so_tui_trainer.model.build import refuse_unsupported
-    from so_tui_trainer.model.config import language_part
+    from so_tui_trainer.model.config import language_part, stored_config
     from so_tui_trainer.model.weights import meta_model
 
-    whole = _read_config(asked)
+    try:
+        whole = stored_config(asked)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        StrictDataclassError,
+    ) as error:
+        _refuse_unreadable(asked, error)
     config = language_part(whole)
     _refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
@@ -504,29 +517,6 @@ def _resolve_model(model: str) -> str:
             "Name a folder with a config.json, or a model on the hub (owner/name).",
         )
     return text
-
-
-def _read_config(model: ModelSpec) -> PretrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id),
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        StrictDataclassError,
-    ) as error:
-        _refuse_unreadable(model, error)
-    return config
 
 
 def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from so_tui.spec import InputError, ModelSpec, ParameterBlock, find_preset, resolve_source
+from so_tui.spec import InputError, ModelSpec, ParameterBlock, find_preset
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import MARKER, table_text
-from so_tui_trainer.model.config import config_of, language_part
+from so_tui_trainer.model.config import config_of, language_part, stored_config
 from so_tui_trainer.model.weights import meta_model
 from so_tui_trainer.tools.describe_model import blocks_of, ordered_tensors, planned_shape, shape_of
 
@@ -38,12 +38,7 @@ def _model_config(model: ModelSpec) -> PretrainedConfig:
     hub or folder if that is empty.
     """
     if not model.config:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id),
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
-        return language_part(config)
+        return language_part(stored_config(model))
     return config_of(model.config)
 
 

@@ -23,6 +23,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from packaging.version import Version
+from torch import Tensor
 from torch.utils.cpp_extension import _get_build_directory
 
 from superoffload.deepspeed_adapter import stage3
@@ -130,7 +131,7 @@ def shard(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
     )
 
 
-def local_shard(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
+def local_shard(parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
     """Return this rank's shard of a sharded parameter.
 
     Returns:
@@ -253,12 +254,12 @@ def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
         state.update(initial_state(inner, flat))
 
     def set_step(step: int) -> None:
-        if isinstance(state["step"], torch.Tensor):
+        if isinstance(state["step"], Tensor):
             state["step"].fill_(step)
         else:
             state["step"] = step
 
-    def set_moments(first: torch.Tensor, second: torch.Tensor) -> None:
+    def set_moments(first: Tensor, second: Tensor) -> None:
         state["exp_avg"].copy_(first)
         state["exp_avg_sq"].copy_(second)
 
