@@ -238,6 +238,7 @@ def train(
         0 if the run did what was requested. After a failure the process exits with 1.
     """
     session = Session(run, attempt, launch, report, writer)
+    # USR1 requests a stop with a checkpoint; at TERM the record says why the run failed, if it did.
     _install_handlers(session._request_stop, session._write_failure)
     try:
         session.finish(session.train())
