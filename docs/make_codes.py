@@ -69,6 +69,17 @@ def _shape(kind: str, *parameters: str, **parts: str) -> Shape:
 
 _SHAPES = {
     "Problem": _shape("Problem", code="code", message="message", remedy="remedy"),
+    "reject": _shape(
+        "Problem",
+        "code",
+        "field",
+        "value",
+        "message",
+        "remedy",
+        code="code",
+        message="message",
+        remedy="remedy",
+    ),
     "Refusal": _shape("Problem", "code", "message", code="code", message="message"),
     "Finding": _shape(
         "Finding", code="code", message="title", remedy="remedy", severity="severity", cost="cost"
@@ -129,7 +140,9 @@ def entries(root: Path) -> tuple[Entry, ...]:
     shared = dict(_SHAPES)
     for module in modules:
         shared |= {
-            name: shape for name, shape in _forwarders(module, shared) if not name.startswith("_")
+            name: shape
+            for name, shape in _forwarders(module, shared)
+            if not name.startswith("_") and name not in _SHAPES
         }
     defined = [
         (name, value)

@@ -132,11 +132,18 @@ def _measure(folder: Path) -> str:
     from so_tui_trainer.model.build import build
     from so_tui_trainer.model.config import load_config
     from so_tui_trainer.model.stored import read_index
-    from so_tui_trainer.model.weights import _host_peak_bytes, match_weights, meta_model
+    from so_tui_trainer.model.weights import PIECE_BYTES, match_weights, meta_model
 
     spec = _spec(folder)
     index = read_index(folder)
-    formula = _host_peak_bytes(match_weights(meta_model(load_config(spec.model)), index), index)
+    found = match_weights(meta_model(load_config(spec.model)), index)
+    # Besides the weights: a piece of a file, or the largest conversion, stacked and joined.
+    conversions = (
+        sum(index[name].bytes for _, name in conversion.sources)
+        for conversion in found.conversions
+        if conversion.converter
+    )
+    formula = PIECE_BYTES + 2 * max(conversions, default=0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
     build(spec, torch.device("cpu"), DS_CONFIG)

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import superoffload
 from so_tui.model.sharding import partition_numel
@@ -162,14 +163,26 @@ class Saving:
         self._bytes, self._written_s = 0, 0.0
         self._completed: Future[tuple[Path | None, float]] | None = None
         """The folder, on rank 0, and when it was complete."""
-        self._vote: tuple[torch.Tensor, dist.Work] | None = None
+        self._vote: tuple[Tensor, dist.Work] | None = None
         self._paused_s = time.monotonic() - self._began
 
     def poll(self) -> CheckpointRecord | None:
         """Return the record of the checkpoint once it is complete on all ranks; None before. Waits
         for no disk.
         """
-        return self._go_on() if self._all_ready() else None
+        # The ranks answer while a step computes, so none waits for another here.
+        if self._vote is not None:
+            ready, answered = self._vote
+            answered.wait()
+            if ready.item():
+                self._vote = None
+                return self._go_on()
+        ready = torch.tensor([(self._completed or self._written).done()], dtype=torch.uint8)
+        self._vote = (
+            ready,
+            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._ranks.group, async_op=True),
+        )
+        return None
 
     def wait(self) -> CheckpointRecord:
         """Wait until the checkpoint is complete on all ranks, and return its record."""
@@ -181,25 +194,6 @@ class Saving:
             record = self._go_on()
         waited_s = self._paused_s + time.monotonic() - waiting
         return msgspec.structs.replace(record, paused_s=min(record.seconds, waited_s))
-
-    def _all_ready(self) -> bool:
-        """Return whether all ranks had ended the part in progress when they were last asked, and
-        ask them again if not.
-
-        They answer while a step computes, so none waits for another here.
-        """
-        if self._vote is not None:
-            ready, answered = self._vote
-            answered.wait()
-            if ready.item():
-                self._vote = None
-                return True
-        ready = torch.tensor([(self._completed or self._written).done()], dtype=torch.uint8)
-        self._vote = (
-            ready,
-            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._ranks.group, async_op=True),
-        )
-        return False
 
     def _go_on(self) -> CheckpointRecord | None:
         """End the part in progress on all ranks, and begin the next one: rank 0 makes valid what
@@ -327,14 +321,18 @@ def _explanation(error: Exception | None) -> Explanation | None:
     if isinstance(error, TrainingError):
         return Explanation(error.code, error.reason, error.suggestion)
     if isinstance(error, OSError) and error.errno in FULL:
-        suggestion = "Free some space there, then resume. Earlier checkpoints are unchanged."
-        return Explanation("disk-full", str(error), suggestion)
+        return Explanation(
+            "disk-full",
+            str(error),
+            "Free some space there, then resume. Earlier checkpoints are unchanged.",
+        )
     if isinstance(error, superoffload.OffloadError):
         return engine_explanation(error)
-    suggestion = (
-        "Check the disk and the permissions of the folder. Earlier checkpoints are unchanged."
+    return Explanation(
+        "checkpoint-failed",
+        str(error),
+        "Check the disk and the permissions of the folder. Earlier checkpoints are unchanged.",
     )
-    return Explanation("checkpoint-failed", str(error), suggestion)
 
 
 class _RandomState(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,12 +370,12 @@ def _restore_random_state(state: _RandomState) -> None:
         torch.cuda.set_rng_state(_tensor_of(state.cuda))
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
+def _bytes_of(state: Tensor) -> bytes:
     array: Any = state.numpy()
     return bytes(array)
 
 
-def _tensor_of(state: bytes) -> torch.Tensor:
+def _tensor_of(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
@@ -401,43 +399,34 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
-        message = (
-            "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those "
-            "of the checkpoint, the moments are zero"
-        )
         yield _Warned(
-            "moments-restarted", message, 'Train with offload.engine = "so-tui", which saves them.'
+            "moments-restarted",
+            "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those "
+            "of the checkpoint, the moments are zero",
+            'Train with offload.engine = "so-tui", which saves them.',
         )
         return
     if before != after:
-        message = (
-            f"the checkpoint's moments are {before} and this run's are {after}: what the new "
-            "format cannot hold is rounded"
-        )
         yield _Warned(
             "states-format-changed",
-            message,
+            f"the checkpoint's moments are {before} and this run's are {after}: what the new "
+            "format cannot hold is rounded",
             f'Resume with offload.states = "{before}" to continue bit for bit.',
         )
         return
     if rounded.numel:
-        message = (
+        yield _Warned(
+            "moments-rounded",
             f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are "
-            f"rounded to {after} in host memory"
-        )
-        suggestion = (
+            f"rounded to {after} in host memory",
             f"Resume on {saved.ranks} GPUs with the same offload.ratio and offload.sub_group_size "
-            "to continue bit for bit."
+            "to continue bit for bit.",
         )
-        yield _Warned("moments-rounded", message, suggestion)
     if rounded.blocks:
-        message = (
-            f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards "
-            "and are rounded once more"
-        )
         yield _Warned(
             "blocks-rounded-again",
-            message,
+            f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards "
+            "and are rounded once more",
             f"Resume on {saved.ranks} GPUs to continue bit for bit.",
         )
 
@@ -486,8 +475,9 @@ def newest_to_resume(
         and not found.damaged
     ):
         gone = f"the run saved step {thousands(saved.saved_step)}, which is no longer in {folder}"
-        message = f"{gone}; resuming from step {thousands(found.manifest.step)}"
-        warn("checkpoint-missing", message, "")
+        warn(
+            "checkpoint-missing", f"{gone}; resuming from step {thousands(found.manifest.step)}", ""
+        )
     return found
 
 
@@ -496,12 +486,9 @@ def _set_aside(damage: Damage, found: Found, warn: Warn) -> None:
     here.
     """
     if damage.code in ("other-run", "misnamed"):
-        message = (
-            f"{damage.path.name} is not used ({damage.reason}); resuming from {found.path.name}"
-        )
         warn(
             "checkpoint-not-used",
-            message,
+            f"{damage.path.name} is not used ({damage.reason}); resuming from {found.path.name}",
             "It was left as it is. Move it away if you do not need it here.",
         )
         return
@@ -531,15 +518,13 @@ def restore(
     """
     manifest = found.manifest
     if manifest.data != fingerprint or _order(manifest.spec) != _order(spec):
-        message = (
+        warn(
+            "data-changed",
             "the data or their order changed since the checkpoint; continuing at sequence "
-            f"{manifest.consumed_sequences + 1}"
-        )
-        suggestion = (
+            f"{manifest.consumed_sequences + 1}",
             "Resume with the same data, weights, seed, sequence length and packing to neither skip "
-            "nor repeat sequences."
+            "nor repeat sequences.",
         )
-        warn("data-changed", message, suggestion)
     rounded = load(engine, found.path, manifest, ranks)
     for warning in _rounding_warnings(manifest, spec, rounded):
         warn(*warning)

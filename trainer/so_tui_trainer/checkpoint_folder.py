@@ -169,29 +169,22 @@ def _read_with_retries(read: Callable[[Path], T], path: Path) -> T:
         try:
             return read(path)
         except (OSError, OffloadError) as error:
-            if not _reading_failed(error):
-                raise
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if (
+                not isinstance(cause, OSError)
+                or isinstance(cause, UnfitFileError)
+                or cause.errno in _SAYS_WHAT_IS_THERE
+            ):
+                raise  # Reading did not fail: what was read is wrong.
             if (pause_s := next(pauses_s, None)) is None:
-                reason = (
+                raise TrainingError(
+                    "checkpoint-read-failed",
                     f"{path} cannot be read now ({brief_message(str(error))}), and may be whole. "
-                    "It is left as it is"
-                )
-                suggestion = (
+                    "It is left as it is",
                     "Resume when its file system answers. Should that be never, move it away, and "
-                    "an older checkpoint is used."
-                )
-                raise TrainingError("checkpoint-read-failed", reason, suggestion) from error
+                    "an older checkpoint is used.",
+                ) from error
         time.sleep(pause_s)
-
-
-def _reading_failed(error: OSError | OffloadError) -> bool:
-    """Return whether reading failed, rather than what was read."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return (
-        isinstance(cause, OSError)
-        and not isinstance(cause, UnfitFileError)
-        and cause.errno not in _SAYS_WHAT_IS_THERE
-    )
 
 
 SCHEMA = 2
@@ -299,9 +292,10 @@ def _refuse_other_run(run: RunDirectory, folder: Path) -> None:
 
 
 def _taken(folder: Path, why: str) -> TrainingError:
-    suggestion = "Set `checkpoint.folder` to another folder, or move that one away."
     return TrainingError(
-        "checkpoint-folder-taken", f"checkpoint.folder: {folder} {why}", suggestion
+        "checkpoint-folder-taken",
+        f"checkpoint.folder: {folder} {why}",
+        "Set `checkpoint.folder` to another folder, or move that one away.",
     )
 
 
@@ -324,22 +318,28 @@ def newest(folder: Path, run: str = "") -> Found | None:
         except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
-            code = error.code if isinstance(error, superoffload.OffloadError) else "unreadable"
-            reason = (
-                f"{_MANIFEST}: {error}" if isinstance(error, msgspec.DecodeError) else str(error)
+            damaged.append(
+                Damage(
+                    path,
+                    error.code if isinstance(error, superoffload.OffloadError) else "unreadable",
+                    brief_message(
+                        f"{_MANIFEST}: {error}"
+                        if isinstance(error, msgspec.DecodeError)
+                        else str(error)
+                    ),
+                )
             )
-            damaged.append(Damage(path, code, brief_message(reason)))
             continue
         if (misplaced := _misplaced(path, manifest, run)) is None:
             return Found(path, manifest, tuple(damaged))
         damaged.append(misplaced)
     if damaged:
         reasons = "; ".join(f"{damage.path.name}: {damage.reason}" for damage in damaged)
-        reason = f"none of the checkpoints in {folder} can be used ({reasons})"
-        suggestion = (
-            "Another version of so-tui may have written them. Move them elsewhere to start anew."
+        raise TrainingError(
+            "checkpoints-unreadable",
+            f"none of the checkpoints in {folder} can be used ({reasons})",
+            "Another version of so-tui may have written them. Move them elsewhere to start anew.",
         )
-        raise TrainingError("checkpoints-unreadable", reason, suggestion)
     return None
 
 
@@ -364,8 +364,10 @@ def _verify(checkpoint: Path) -> Manifest:
     for name, size in manifest.files.items():
         path = _file_of(checkpoint, name)
         if (found := path.stat().st_size) != size:
-            message = f"{path} has {found} bytes, but the checkpoint says {size}: it is incomplete."
-            raise superoffload.OffloadError(message, code="torn")
+            raise superoffload.OffloadError(
+                f"{path} has {found} bytes, but the checkpoint says {size}: it is incomplete.",
+                code="torn",
+            )
     for name, checksum in manifest.checksums.items():
         path = _file_of(checkpoint, name)
         if zlib.crc32(read_bounded(path, _SMALL_BYTES)) != checksum:
@@ -425,16 +427,14 @@ def set_all_aside(folder: Path, run: str) -> None:
         OSError: One cannot be renamed.
     """
     for checkpoint in checkpoint_folders(folder):
-        if _owner(checkpoint) in (run, None):
+        if (manifest := _readable(checkpoint)) is None or manifest.run == run:
             set_aside(checkpoint, SUPERSEDED)
 
 
-def _owner(checkpoint: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint; None if its manifest cannot be
-    read.
-    """
+def _readable(checkpoint: Path) -> Manifest | None:
+    """Return a checkpoint's manifest; None if it is damaged, which resuming reports."""
     try:
-        return read_manifest(checkpoint).run
+        return read_manifest(checkpoint)
     except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
@@ -488,17 +488,14 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     _sync(final.parent)
     _verify(final)
     # What is not this run's own does not push any of its checkpoints out.
-    own = [path for path in checkpoint_folders(final.parent) if _says(path, manifest.run)]
+    own = [
+        path
+        for path in checkpoint_folders(final.parent)
+        if (found := _readable(path)) and not _misplaced(path, found, manifest.run)
+    ]
     for old in own[: -manifest.spec.checkpoint.keep]:
         _retire(old)
     return final
-
-
-def _says(path: Path, run: str) -> bool:
-    try:
-        return _misplaced(path, read_manifest(path), run) is None
-    except (OSError, msgspec.DecodeError, RecursionError):
-        return False  # damaged: resuming reports it
 
 
 def _file_of(checkpoint: Path, name: str) -> Path:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from so_tui.plan.plan import Launch, Plan
+from so_tui.plan.plan import Launch
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.records import PhaseRecord, RankBindingReport
+from so_tui.runs.records import PhaseRecord
 from so_tui.trust.decoding import read_json
 from so_tui_trainer import binding
 from so_tui_trainer.hub import stay_offline_when_cut_off
@@ -32,66 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. May also leave the process with it.
     """
-    given = _parser().parse_args(arguments)
-    binding.die_with_parent()
-    run = RunDirectory(Path(given.run).resolve())
-    launch = read_json(run.launch_path(given.attempt, given.node), Launch)
-    report = _bind(launch.plan)
-    _prepare_environment(launch.plan)
-    writer = MetricsWriter(run, given.attempt) if report.rank == 0 else None
-    if writer is not None:
-        _record_imports(writer, given.attempt)
-
-    from so_tui_trainer.session import train  # imports them
-
-    code = train(run, given.attempt, launch, report, writer)
-    _leave(code)
-    return code
-
-
-def _record_imports(writer: MetricsWriter, attempt: int) -> None:
-    record = PhaseRecord(
-        attempt=attempt,
-        time=time.time(),
-        phase="loading",
-        stage="imports",
-        detail="importing torch and DeepSpeed",
-    )
-    try:
-        writer.append(record)
-    except OSError as error:  # a full disk, which later records report
-        print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
-
-
-def _leave(code: int) -> None:
-    """End the process as an ordinary exit does, but without taking the interpreter apart: with
-    torch's modules that takes seconds.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _bind(plan: Plan) -> RankBindingReport:
-    mine = binding.of_rank(plan.binding, int(os.environ["RANK"]))
-    report = binding.bind(mine)
-    if not mine.adam_cpus:
-        # OpenMP runtimes read it when they load. With an Adam worker, the launcher sets it.
-        os.environ["OMP_NUM_THREADS"] = str(len(mine.main_cpus))
-    return report
-
-
-def _prepare_environment(plan: Plan) -> None:
-    stay_offline_when_cut_off()
-    if plan.binding[0].gpu is None:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    if plan.spec.train.deterministic:
-        # cuBLAS reads it when it is loaded.
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="so_tui_trainer",
         description="Train one rank of a run; started by DeepSpeed's launcher.",
@@ -112,4 +52,47 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="added by the launcher and ignored; LOCAL_RANK is used",
     )
-    return parser
+    given = parser.parse_args(arguments)
+    binding.die_with_parent()
+    run = RunDirectory(Path(given.run).resolve())
+    launch = read_json(run.launch_path(given.attempt, given.node), Launch)
+    mine = binding.of_rank(launch.plan.binding, int(os.environ["RANK"]))
+    report = binding.bind(mine)
+    if not mine.adam_cpus:
+        # OpenMP runtimes read it when they load. With an Adam worker, the launcher sets it.
+        os.environ["OMP_NUM_THREADS"] = str(len(mine.main_cpus))
+    stay_offline_when_cut_off()
+    if launch.plan.binding[0].gpu is None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if launch.plan.spec.train.deterministic:
+        # cuBLAS reads it when it is loaded.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    writer = MetricsWriter(run, given.attempt) if report.rank == 0 else None
+    if writer is not None:
+        record = PhaseRecord(
+            attempt=given.attempt,
+            time=time.time(),
+            phase="loading",
+            stage="imports",
+            detail="importing torch and DeepSpeed",
+        )
+        try:
+            writer.append(record)
+        except OSError as error:  # a full disk, which later records report
+            print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
+
+    from so_tui_trainer.session import train  # imports them
+
+    code = train(run, given.attempt, launch, report, writer)
+    _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End the process as an ordinary exit does, but without taking the interpreter apart: with
+    torch's modules that takes seconds.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
 from so_tui.runs.records import EvaluationRecord
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec import RunSpec
+from so_tui.spec.errors import reject
 from so_tui.units import thousands
 from so_tui_trainer.data.batches import (
     Batch,
@@ -24,7 +24,7 @@ from so_tui_trainer.data.batches import (
     rows_of,
     width,
 )
-from so_tui_trainer.data.documents import Documents, fill
+from so_tui_trainer.data.documents import Documents, Int64s, fill
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 
@@ -32,8 +32,8 @@ from so_tui_trainer.ranks import Ranks
 class _HeldOutSplit(NamedTuple):
     """Indices of documents, ascending and disjoint."""
 
-    training: npt.NDArray[np.int64]
-    held_out: npt.NDArray[np.int64]
+    training: Int64s
+    held_out: Int64s
 
 
 def divide(documents: Documents, spec: RunSpec) -> _HeldOutSplit:
@@ -62,23 +62,17 @@ def held_out_rows(spec: RunSpec, rows: int) -> int:
     wanted = spec.data.held_out
     count = round(wanted * rows) if wanted < 1 else int(wanted)
     if wanted and not 0 < count < rows:
-        message = f"would hold out {thousands(count)} of {thousands(rows)} rows"
-        remedy = "Set a share below 1, or a count that leaves rows on both sides."
-        raise InputError(
-            [
-                Problem(
-                    code="held-out-out-of-range",
-                    field="data.held_out",
-                    value=f"{wanted:g}",
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "held-out-out-of-range",
+            "data.held_out",
+            f"{wanted:g}",
+            f"would hold out {thousands(count)} of {thousands(rows)} rows",
+            "Set a share below 1, or a count that leaves rows on both sides.",
         )
     return count
 
 
-def _rows(documents: Documents) -> npt.NDArray[np.int64]:
+def _rows(documents: Documents) -> Int64s:
     """Return the row of each document, counted over all sources, [documents]. Documents of a row
     are adjacent.
     """
@@ -126,7 +120,7 @@ class Evaluation:
     def __init__(
         self,
         documents: Documents,
-        members: npt.NDArray[np.int64],
+        members: Int64s,
         spec: RunSpec,
         rank: int,
         *,

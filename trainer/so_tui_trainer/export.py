@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 import so_tui
 import superoffload
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_source
+from so_tui.spec.errors import reject
 from so_tui.spec.generation import Device
 from so_tui.trust.decoding import read_json
 from so_tui.trust.files import Distrust, distrust_of_folder
@@ -28,7 +30,13 @@ from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import PREFIX
-from so_tui_trainer.model.weights import DEFAULT_ATTENTION, meta_model, trained_shapes, untrained
+from so_tui_trainer.model.weights import (
+    DEFAULT_ATTENTION,
+    constructed,
+    meta_model,
+    trained_shapes,
+    untrained,
+)
 
 if TYPE_CHECKING:
     from transformers import (
@@ -96,20 +104,11 @@ class Stage:
         self.total_tensors, self.done_tensors, self.read_bytes = len(shapes), 0, 0
         self.doing = "reading"
 
-    def has_read(self, tensor: torch.Tensor) -> None:
-        """Count a tensor."""
-        self.done_tensors += 1
-        self.read_bytes += tensor.nbytes
-
-    def write(self, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Begin to write files of these tensors into a folder."""
         self.total_bytes = sum(tensor.nbytes for tensor in state.values())
         self.done_tensors = self.total_tensors = 0
         self.folder, self.doing = folder, "writing"
-
-    def end(self) -> None:
-        """Count everything as written."""
-        self.folder, self.read_bytes = None, self.total_bytes
 
     def done_bytes(self) -> int:
         """Return the bytes that are read or, later, written."""
@@ -154,7 +153,15 @@ def export(
     folder, stage = folder.resolve(), stage or Stage()
     refuse_foreign(folder)
     manifest = read_manifest(checkpoint)
-    _refuse_other_model(manifest.spec.model, spec.model)
+    for field in ("id", "revision"):
+        if (found := getattr(manifest.spec.model, field)) != (wanted := getattr(spec.model, field)):
+            raise reject(
+                "model-differs",
+                f"model.{field}",
+                wanted,
+                f"is not the model of the checkpoint, which is {found}",
+                "Restore the run's spec.json.",
+            )
     config = load_config(spec.model)
     model: Any = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
     shapes = trained_shapes(model)
@@ -170,33 +177,13 @@ def export(
         stage.write(partial, state)
         model.save_pretrained(partial, state_dict=state)
         tokenizer.save_pretrained(partial)
-    stage.end()
+    stage.folder, stage.read_bytes = None, stage.total_bytes
     return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _refuse_other_model(saved: ModelSpec, own: ModelSpec) -> None:
-    for field in ("id", "revision"):
-        if (found := getattr(saved, field)) != (wanted := getattr(own, field)):
-            message, remedy = (
-                f"is not the model of the checkpoint, which is {found}",
-                "Restore the run's spec.json.",
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="model-differs",
-                        field=f"model.{field}",
-                        value=wanted,
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
-            )
 
 
 def weights(
     checkpoint: Path, shapes: Mapping[str, torch.Size], stage: Stage | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Cast a checkpoint's fp32 master weights to bf16.
 
     Args:
@@ -219,26 +206,20 @@ def weights(
                 checkpoint, f"has {len(master)} elements for {name}, which are not the model's"
             )
         found[name] = master.to(torch.bfloat16).view(shapes[name])
-        stage.has_read(found[name])
+        stage.done_tensors += 1
+        stage.read_bytes += found[name].nbytes
     if missing := shapes.keys() - found.keys():
         raise _does_not_fit(checkpoint, f"lacks {', '.join(sorted(missing)[:5])}")
     return found
 
 
 def _does_not_fit(checkpoint: Path, message: str) -> InputError:
-    remedy = (
-        "Export another checkpoint, or restore the run's spec.json and the model's configuration."
-    )
-    return InputError(
-        [
-            Problem(
-                code="checkpoint-differs",
-                field="run",
-                value=str(checkpoint),
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    return reject(
+        "checkpoint-differs",
+        "run",
+        str(checkpoint),
+        message,
+        "Export another checkpoint, or restore the run's spec.json and the model's configuration.",
     )
 
 
@@ -283,36 +264,23 @@ def refuse_foreign(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     if distrust_of_folder(folder) is Distrust.OTHER_OWNER:
-        message, remedy = "is another user's folder", "Name another folder with --to."
-        raise InputError(
-            [
-                Problem(
-                    code="not-your-folder",
-                    field="--to",
-                    value=str(folder),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "not-your-folder",
+            "--to",
+            str(folder),
+            "is another user's folder",
+            "Name another folder with --to.",
         )
     if folder.is_dir() and ((folder / _MARKER_NAME).is_file() or not any(folder.iterdir())):
         return
-    message = (
+    raise reject(
+        "export-would-overwrite",
+        "--to",
+        str(folder),
         f"has files that are not an export of so-tui (no {_MARKER_NAME})"
         if folder.is_dir()
-        else "is not a folder"
-    )
-    remedy = "Name a new or an empty folder with --to."
-    raise InputError(
-        [
-            Problem(
-                code="export-would-overwrite",
-                field="--to",
-                value=str(folder),
-                message=message,
-                remedy=remedy,
-            )
-        ]
+        else "is not a folder",
+        "Name a new or an empty folder with --to.",
     )
 
 
@@ -327,20 +295,12 @@ def refuse_without_room(folder: Path, needed_bytes: int) -> None:
         next(parent for parent in folder.resolve().parents if parent.is_dir())
     ).free
     if free_bytes < needed_bytes:
-        message = (
-            f"an export needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free"
-        )
-        remedy = "Free some space, or name a folder on a larger disk with --to."
-        raise InputError(
-            [
-                Problem(
-                    code="disk-full",
-                    field="--to",
-                    value=str(folder),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "disk-full",
+            "--to",
+            str(folder),
+            f"an export needs {disk_size(needed_bytes)}, but only {disk_size(free_bytes)} are free",
+            "Free some space, or name a folder on a larger disk with --to.",
         )
 
 
@@ -389,18 +349,11 @@ def of_checkpoint(checkpoint: Path, spec: RunSpec) -> PreTrainedModel:
         OSError: A file cannot be read.
         InputError: The checkpoint does not fit the model.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    factory: Any = AutoModelForCausalLM
     config = load_config(spec.model)
     with no_init_weights():
-        causal: PreTrainedModel = factory.from_config(
-            config,
-            dtype=torch.bfloat16,
-            attn_implementation=DEFAULT_ATTENTION,
-            trust_remote_code=spec.model.trust_remote_code,
-        )
+        causal = constructed(config, trust_remote_code=spec.model.trust_remote_code)
     # left out with the initialisation; without it a tied head would be a parameter of its own
     causal.tie_weights()
     meta = meta_model(config, trust_remote_code=spec.model.trust_remote_code)
@@ -436,20 +389,12 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
     except (
         Exception
     ) as error:  # a damaged folder raises whatever it leads to, also errors of other packages
-        message = (
-            f"has no causal language model in safetensors that can be read ({first_line(error)})"
-        )
-        remedy = "Name a run, or a folder that `so-tui export` wrote."
-        raise InputError(
-            [
-                Problem(
-                    code="model-unreadable",
-                    field="model",
-                    value=str(folder),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "model-unreadable",
+            "model",
+            str(folder),
+            f"has no causal language model in safetensors that can be read ({first_line(error)})",
+            "Name a run, or a folder that `so-tui export` wrote.",
         ) from error
     return causal
 
@@ -475,20 +420,12 @@ def chosen_device(wanted: Device, parameters: int) -> torch.device:
     if free and max(free) >= needed:
         return torch.device("cuda", free.index(max(free)))
     if wanted == "gpu":
-        message, remedy = (
+        raise reject(
+            "gpu-without-room",
+            "--device",
+            wanted,
             "no GPU here has enough free memory for the model",
             "Wait for the run that uses it, or take the CPU.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="gpu-without-room",
-                    field="--device",
-                    value=wanted,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     return torch.device("cpu")
 

@@ -138,20 +138,31 @@ def _explanation(
             return _host_out_of_memory(spec, given)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             where = f" ({error.filename})" if error.filename else ""
-            suggestion = (
+            return Explanation(
+                "disk-full",
+                f"the disk is full{where}",
                 "Free some space there, then resume the run. A new run can set `checkpoint.folder` "
-                "to a larger disk."
+                "to a larger disk.",
             )
-            return Explanation("disk-full", f"the disk is full{where}", suggestion)
         case _ if type(error).__name__ == "OutOfMemoryError":
             return Explanation(
                 "gpu-out-of-memory",
                 f"the GPU ran out of memory: {first_line(error)}",
                 less_gpu_memory(spec, given),
             )
-        case RuntimeError():
-            return _explain_runtime_error(error, spec, given)
-    return _unknown(error)
+        # torch's allocator and gloo have no types of their own for these.
+        case RuntimeError() if any(part in str(error) for part in _ALLOCATION_FAILED):
+            return _host_out_of_memory(spec, given)
+        case RuntimeError() if any(part in str(error) for part in _CONNECTION_LOST):
+            return Explanation(
+                "rank-lost",
+                "another rank was lost",
+                "See the end of the log. If the host ran out of memory, the kernel killed its "
+                "largest process.",
+            )
+    return Explanation(
+        "unexpected", f"{type(error).__name__}: {first_line(error)}", "See the log for details."
+    )
 
 
 def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY) -> Explanation:
@@ -179,31 +190,9 @@ def engine_explanation(error: OffloadError, less_memory: str = LESS_HOST_MEMORY)
     return Explanation(error.code, str(error), "")  # The message includes what to do.
 
 
-def _explain_runtime_error(error: RuntimeError, spec: RunSpec, given: GivenMemory) -> Explanation:
-    """Recognise errors of torch's allocator and of gloo, which have no types of their own, by their
-    texts.
-    """
-    text = str(error)
-    if any(part in text for part in _ALLOCATION_FAILED):
-        return _host_out_of_memory(spec, given)
-    if any(part in text for part in _CONNECTION_LOST):
-        suggestion = (
-            "See the end of the log. If the host ran out of memory, the kernel killed its largest "
-            "process."
-        )
-        return Explanation("rank-lost", "another rank was lost", suggestion)
-    return _unknown(error)
-
-
 def _host_out_of_memory(spec: RunSpec, given: GivenMemory) -> Explanation:
     return Explanation(
         "host-out-of-memory", "this host ran out of memory", less_host_memory(spec, given)
-    )
-
-
-def _unknown(error: BaseException) -> Explanation:
-    return Explanation(
-        "unexpected", f"{type(error).__name__}: {first_line(error)}", "See the log for details."
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from so_tui.spec import InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui.spec.generation import Ended, Prompt, Sampling
 from so_tui_trainer.data.chat import Chat, TemplateError, leading_ids, question
 from so_tui_trainer.data.rows import Message
@@ -125,17 +125,12 @@ class Writer:
         began = time.monotonic()
         ids = prompt_ids(self.chat, prompt)
         if len(ids) >= self.longest:
-            message = f"has {len(ids)} tokens, and the model takes {self.longest - 1}"
-            raise InputError(
-                [
-                    Problem(
-                        code="prompt-too-long",
-                        field="prompt",
-                        value="",
-                        message=message,
-                        remedy="Give a shorter one.",
-                    )
-                ]
+            raise reject(
+                "prompt-too-long",
+                "prompt",
+                "",
+                f"has {len(ids)} tokens, and the model takes {self.longest - 1}",
+                "Give a shorter one.",
             )
         pieces: list[str] = []
         count = 0
@@ -176,20 +171,12 @@ class Writer:
         for _ in range(sampling.max_tokens):
             logits, past = self._next_logits(ids, past)
             if not torch.isfinite(logits).all():
-                message, remedy = (
+                raise reject(
+                    "logits-not-finite",
+                    "model",
+                    "",
                     "gives logits that are not finite",
                     "Its training has diverged: take an earlier checkpoint.",
-                )
-                raise InputError(
-                    [
-                        Problem(
-                            code="logits-not-finite",
-                            field="model",
-                            value="",
-                            message=message,
-                            remedy=remedy,
-                        )
-                    ]
                 )
             token = next_token(logits, sampling, source)
             yield token
@@ -207,34 +194,22 @@ def prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
         try:
             text = question(chat, tuple(Message(turn.role, turn.content) for turn in prompt.turns))
         except TemplateError as error:
-            message, remedy = (
+            raise reject(
+                "prompt-template",
+                "prompt",
+                "",
                 f"is rejected by the chat template: {error}",
                 "Leave out the system message, or alternate user and assistant.",
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="prompt-template",
-                        field="prompt",
-                        value="",
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
             ) from error
     ids: list[int] = chat.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     leading = leading_ids(chat.tokenizer) if not (prompt.turns and chat.templated) else []
     if not (leading or ids):
-        raise InputError(
-            [
-                Problem(
-                    code="prompt-empty",
-                    field="prompt",
-                    value="",
-                    message="has no tokens",
-                    remedy="Give a text.",
-                )
-            ]
+        raise reject(
+            "prompt-empty",
+            "prompt",
+            "",
+            "has no tokens",
+            "Give a text.",
         )
     return [*leading, *ids]
 

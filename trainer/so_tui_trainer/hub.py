@@ -12,7 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from so_tui.spec import InputError, ModelSpec, Problem, first_line
+from so_tui.spec import InputError, ModelSpec, first_line
+from so_tui.spec.errors import reject
 
 WANTED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py")
 """Files that loading may need; weights in other formats stay on the hub."""
@@ -60,6 +61,13 @@ def _answers(host: str, port: int) -> bool:
     return answered.is_set()
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 @contextmanager
 def _refusals_explained(model: ModelSpec) -> Iterator[None]:
     """Turn what the hub refuses into problems.
@@ -77,30 +85,28 @@ def _refusals_explained(model: ModelSpec) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:
-        remedy = (
-            "Accept its terms on its page on the hub, then log in with `hf auth login` (or set "
-            "HF_TOKEN)."
-        )
-        raise InputError(
-            [_problem("hub-access-denied", model, "is gated, and this user has no access", remedy)]
+        raise model_problem(
+            "hub-access-denied",
+            model,
+            "is gated, and this user has no access",
+            "Accept its terms on its page on the hub, then log in with `hf auth login` (or "
+            "set HF_TOKEN).",
         ) from error
     except RevisionNotFoundError as error:
-        remedy = "Name a branch, tag or commit."
-        problem = Problem(
-            code="hub-revision-missing",
-            field="model.revision",
-            value=model.revision,
-            message="is not on the hub",
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+        raise reject(
+            "hub-revision-missing",
+            "model.revision",
+            model.revision,
+            "is not on the hub",
+            "Name a branch, tag or commit.",
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        remedy = (
-            "Check the spelling; if it is private, log in with `hf auth login` (or set HF_TOKEN); "
-            "or name a folder."
-        )
-        raise InputError(
-            [_problem("hub-model-missing", model, "is not on the hub, or private", remedy)]
+        raise model_problem(
+            "hub-model-missing",
+            model,
+            "is not on the hub, or private",
+            "Check the spelling; if it is private, log in with `hf auth login` (or set "
+            "HF_TOKEN); or name a folder.",
         ) from error
 
 
@@ -120,12 +126,13 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         if _cached(model, "config.json"):
             return {}
-        remedy = (
-            "Connect to the network, or run `so-tui fetch` on a machine with a network and the "
-            "same cache folder."
-        )
-        message = "is not in the local cache, and the hub cannot be reached"
-        raise InputError([_problem("hub-unreachable", model, message, remedy)]) from error
+        raise model_problem(
+            "hub-unreachable",
+            model,
+            "is not in the local cache, and the hub cannot be reached",
+            "Connect to the network, or run `so-tui fetch` on a machine with a network and "
+            "the same cache folder.",
+        ) from error
     return {
         file.rfilename: file.size or 0
         for file in info.siblings or ()
@@ -162,9 +169,12 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
             with _refusals_explained(model):
                 done.result()
         except (HTTPError, OSError) as error:
-            message = f"cannot be downloaded: {name} ({first_line(error)})"
-            remedy = "Check network and disk, and run it again: files that are complete are kept."
-            raise InputError([_problem("download-failed", model, message, remedy)]) from error
+            raise model_problem(
+                "download-failed",
+                model,
+                f"cannot be downloaded: {name} ({first_line(error)})",
+                "Check network and disk, and run it again: files that are complete are kept.",
+            ) from error
 
 
 def _size(path: Path) -> int:
@@ -185,5 +195,12 @@ def _cached(model: ModelSpec, name: str) -> bool:
     return isinstance(try_to_load_from_cache(model.id, name, revision=model.revision), str)
 
 
-def _problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:
-    return Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)
+def model_problem(code: str, model: ModelSpec, message: str, remedy: str) -> InputError:
+    """Return the error of a model that cannot be used."""
+    return reject(
+        code,
+        "model.id",
+        model.id,
+        message,
+        remedy,
+    )

@@ -112,7 +112,9 @@ class Control:
         received = int(self._flags)
         self._flags = torch.zeros(1, dtype=torch.int64)
         if self._ranks.first:
-            self._refuse_if_superseded()
+            if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
+                self._newer_checked_at = time.monotonic()
+                refuse_if_superseded(self._run, self._attempt)
             requested = control.pending(self._run)
             # A request for a checkpoint is broadcast once; one to stop stays until the run ends.
             self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * (
@@ -141,11 +143,6 @@ class Control:
             return False
         self._told = False
         return True
-
-    def _refuse_if_superseded(self) -> None:
-        if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
-            self._newer_checked_at = time.monotonic()
-            refuse_if_superseded(self._run, self._attempt)
 
     def saved(self) -> None:
         """Restart the interval of checkpoints by the clock, after any checkpoint."""
@@ -497,11 +494,12 @@ class Loop:
     def _warn_of_skipped_step(self, error: NonFiniteGradientError) -> None:
         where = f"sub-group {error.sub_group} ({error.parameter} ...)"
         message = f"step {thousands(self.step)} was skipped: the gradient of {where} is not finite"
-        suggestion = (
+        self.recorder.warn(
+            "step-skipped",
+            message,
             f"Inspect the data around that step. More than {self.spec.train.max_skipped_steps} in "
-            "a row end the run"
+            "a row end the run",
         )
-        self.recorder.warn("step-skipped", message, suggestion)
         if self.ranks.first:
             print(message, flush=True)
 
@@ -515,9 +513,10 @@ class Loop:
             f"{expected:.2f}"
         )
         if difference > _WRONG_LOSS_DIFFERENCE:
-            reason = f"{message}: they are not initialised correctly"
             raise TrainingError(
-                "first-loss-wrong", reason, "Compare `[model.config]` with the model's config.json."
+                "first-loss-wrong",
+                f"{message}: they are not initialised correctly",
+                "Compare `[model.config]` with the model's config.json.",
             )
         if difference > _UNUSUAL_LOSS_DIFFERENCE:
             self.recorder.warn("first-loss-unusual", message)

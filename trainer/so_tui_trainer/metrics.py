@@ -7,16 +7,14 @@ logged step.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
+import psutil
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -49,7 +47,6 @@ from superoffload.meter import OffloadStats
 
 
 StepPart = Literal["data", "forward", "backward", "optimizer", "other"]
-STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "optimizer", "other")
 
 
 class _StepTimes(NamedTuple):
@@ -79,7 +76,7 @@ class _Laps:
 
     def read(self) -> _StepTimes:
         """Return the seconds of each part. Waits until the GPU has passed the last lap."""
-        seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        seconds = dict.fromkeys(_StepTimes._fields, 0.0)
         before = self._start
         for part, stamp in self._stamps:
             seconds[part] += _elapsed_s(before, stamp)
@@ -120,14 +117,12 @@ class StepClock:
         return event
 
 
-def _elapsed_s(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    if isinstance(start, float) or isinstance(end, float):
-        assert isinstance(start, float)
-        assert isinstance(end, float)
-        return end - start
+def _elapsed_s(start: Any, end: Any) -> float:
+    """Return the seconds between two stamps of one clock."""
+    if isinstance(end, float):
+        return float(end - start)
     end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 # How much host memory a rank has, measured beside training.
@@ -146,7 +141,8 @@ def _rank_memory_bytes() -> int:
     """Return the proportional set size of this process and its descendants (Adam workers): pages
     that they share count once.
     """
-    return sum(pss_bytes(pid) or 0 for pid in _process_tree(os.getpid()))
+    own = psutil.Process()
+    return sum(pss_bytes(each.pid) or 0 for each in (own, *own.children(recursive=True)))
 
 
 class _HostMemory:
@@ -184,23 +180,6 @@ class _HostMemory:
         self._due = after + (
             max(_INTERVAL_S, (after - before) / _COST_SHARE) if settled else _INTERVAL_S
         )
-
-
-def _process_tree(pid: int) -> Iterator[int]:
-    """Yield a process and its descendants."""
-    yield pid
-    for child in _children(pid):
-        yield from _process_tree(child)
-
-
-def _children(pid: int) -> set[int]:
-    """Return the children of all threads of a process."""
-    found: set[int] = set()
-    with suppress(OSError):  # The process has ended.
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # The thread has ended. Another one has its children now.
-                found.update(map(int, (task / "children").read_text().split()))
-    return found
 
 
 class Step(NamedTuple):

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from so_tui.runs.results import LONGEST_ANSWER, AnsweredPrompt, Asked
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec import RunSpec
+from so_tui.spec.errors import reject
 from so_tui.spec.generation import Prompt, Sampling, Turn
 from so_tui_trainer.data.batches import Batch, lay_out, needs_rows_apart
 from so_tui_trainer.data.chat import Chat, chat_of
@@ -80,20 +81,12 @@ class Prompts:
         }
         for text, ids in zip(spec.prompts.texts, self._ids, strict=True):
             if (room := spec.data.sequence_length - spec.prompts.max_tokens) < len(ids):
-                message, remedy = (
+                raise reject(
+                    "prompt-too-long",
+                    "prompts.texts",
+                    text[:60],
                     f"has {len(ids)} tokens, and {room} leave room for its answer",
                     "Shorten it, or `prompts.max_tokens`.",
-                )
-                raise InputError(
-                    [
-                        Problem(
-                            code="prompt-too-long",
-                            field="prompts.texts",
-                            value=text[:60],
-                            message=message,
-                            remedy=remedy,
-                        )
-                    ]
                 )
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Value = TypeVar("Value")
 RENDEZVOUS = "SO_TUI_RENDEZVOUS"
@@ -60,8 +61,7 @@ class Ranks(NamedTuple):
         dist.broadcast(size, src=0, group=self.group)
         content = mine if self.first else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(content, src=0, group=self.group)
-        result: Value = _decoded(content, kind)
-        return result
+        return _decoded(content, kind)  # type: ignore[no-any-return]
 
     def all_gather_row(self, row: list[float]) -> list[list[float]]:
         """Return every rank's row of numbers, in rank order. Rows must have the same length.
@@ -91,13 +91,13 @@ def join(use_gpu: bool) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), device, group)
 
 
-def _encoded(value: Any) -> torch.Tensor:
+def _encoded(value: Any) -> Tensor:
     return torch.frombuffer(
         bytearray(msgspec.msgpack.encode(value, enc_hook=str)), dtype=torch.uint8
     )
 
 
-def _decoded(content: torch.Tensor, kind: Any) -> Any:
+def _decoded(content: Tensor, kind: Any) -> Any:
     array: Any = content.numpy()
     return msgspec.msgpack.decode(memoryview(array), type=kind, dec_hook=_path)
 

@@ -54,7 +54,7 @@ class _EventFile:
                 steps in earlier files.
         """
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"  # noqa: E501
+        name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab", buffering=0)
         self._write(time.time(), 0, _bytes(3, b"brain.Event:2"))
         if purge_after is not None:
@@ -290,9 +290,12 @@ class _WeightsAndBiases:
     def start(self) -> None:
         import wandb
 
+        path = self._run.path / "wandb.id"
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex[:12])
         self._session = wandb.init(
             project=self._spec.tracking.project,
-            id=self._id(),
+            id=path.read_text().strip(),
             name=self._run.name,
             resume="allow",
             dir=str(self._run.path),
@@ -309,15 +312,6 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self._session.finish()
-
-    def _id(self) -> str:
-        """Return the run's id on W&B, which is stored in the run's folder: run names are unique
-        there, but not on W&B.
-        """
-        path = self._run.path / "wandb.id"
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex[:12])
-        return path.read_text().strip()
 
 
 def _figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
@@ -438,14 +432,11 @@ class Recorder:
             OSError: There is still no space.
         """
         if self._lost:
-            message = (
-                f"{self._lost} records could not be written ({self._lost_because}); training "
-                "continued"
-            )
             writer.append(
                 self._warning(
                     "records-lost",
-                    message,
+                    f"{self._lost} records could not be written ({self._lost_because}); training "
+                    "continued",
                     "Free some space on the disk of the run directory; no training is lost",
                 )
             )
@@ -454,10 +445,9 @@ class Recorder:
 
     def _record_tracker_errors(self) -> None:
         for trouble in self._sidecars.troubles():
-            message = f"{trouble}; nothing more is sent there"
             self.warn(
                 "tracker-failed",
-                message,
+                f"{trouble}; nothing more is sent there",
                 "The run's own records are complete; nothing else is lost",
             )
 

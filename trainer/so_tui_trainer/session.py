@@ -35,7 +35,8 @@ from so_tui.runs.records import (
     ResumedRecord,
     StartRecord,
 )
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec import RunSpec
+from so_tui.spec.errors import reject
 from so_tui.units import memory_size, thousands
 from so_tui_trainer import binding, checkpoint, failures
 from so_tui_trainer.data import documents as cache
@@ -130,12 +131,6 @@ class _TrainingData(NamedTuple):
     """Changes if a step would train on other documents."""
     evaluation: Evaluation | None
 
-    def lay_end_to_end(self) -> None:
-        """Make each micro-batch one row, for attention that takes boundaries."""
-        self.batches.end_to_end = True
-        if self.evaluation:
-            self.evaluation.end_to_end = True
-
 
 def _read_training_data(
     spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning
@@ -177,29 +172,19 @@ def _check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarni
     """
     largest = int(documents.tokens.max())
     if largest >= config.vocab_size:
-        raise InputError(
-            [
-                Problem(
-                    code="tokenizer-too-large",
-                    field="model.tokenizer",
-                    value=spec.model.tokenizer,
-                    message=(
-                        f"has ids up to {largest}, but the model's vocabulary has "
-                        f"{config.vocab_size} tokens"
-                    ),
-                    remedy="Use the model's own tokenizer.",
-                )
-            ]
+        raise reject(
+            "tokenizer-too-large",
+            "model.tokenizer",
+            spec.model.tokenizer,
+            f"has ids up to {largest}, but the model's vocabulary has {config.vocab_size} tokens",
+            "Use the model's own tokenizer.",
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions and int(documents.lengths.max()) > positions:
-        message = (
-            f"some documents are longer than the {thousands(positions)} positions that the model "
-            "supports"
-        )
         warn(
             "documents-exceed-positions",
-            message,
+            f"some documents are longer than the {thousands(positions)} positions that the model "
+            "supports",
             "Scale its positions (`model.rope_scaling`), or lower `data.sequence_length`.",
         )
 
@@ -219,10 +204,9 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
         tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path
     )
     if not folder.is_dir():
-        reason = f"the tokenised data in {folder} cannot be seen on {socket.gethostname()}"
         raise TrainingError(
             "cache-not-shared",
-            reason,
+            f"the tokenised data in {folder} cannot be seen on {socket.gethostname()}",
             "Set XDG_CACHE_HOME to a folder that all nodes share, in the site profile.",
         )
     documents = cache.read(folder, spec.data)
@@ -254,7 +238,8 @@ def train(
         0 if the run did what was requested. After a failure the process exits with 1.
     """
     session = Session(run, attempt, launch, report, writer)
-    session.install_signal_handlers()
+    # USR1 requests a stop with a checkpoint; at TERM the record says why the run failed, if it did.
+    _install_handlers(session._request_stop, session._write_failure)
     try:
         session.finish(session.train())
     except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
@@ -343,7 +328,13 @@ class Session:
         dist.barrier()
         dist.destroy_process_group()
         self.recorder.end_tracking()
-        code, reason = ("", "") if outcome.state == "finished" else self._stop_reason()
+        code = reason = ""
+        if outcome.state != "finished":
+            request = run_control.details(self.run, "stop")
+            cause = f" ({request.reason})" if request and request.reason else ""
+            code, reason = "stopped", f"stopped on request{cause}"
+            if self.loop is None:
+                code, reason = "stopped-while-loading", f"{reason} while it was loading"
         self.recorder.write(
             EndRecord(
                 attempt=self.attempt,
@@ -357,14 +348,6 @@ class Session:
             )
         )
         self.recorder.close()
-
-    def _stop_reason(self) -> tuple[str, str]:
-        """Return the code and the words for a requested stop."""
-        request = run_control.details(self.run, "stop")
-        cause = f" ({request.reason})" if request and request.reason else ""
-        if self.loop is None:
-            return "stopped-while-loading", f"stopped on request{cause} while it was loading"
-        return "stopped", f"stopped on request{cause}"
 
     def fail(self, error: Exception) -> None:
         """Report a failure to the other ranks and the run. Closes nothing that would wait for a
@@ -383,10 +366,6 @@ class Session:
                 f"{failure.reason}. {failure.suggestion} (cannot be recorded: {write_error})",
                 file=sys.stderr,
             )
-
-    def install_signal_handlers(self) -> None:
-        """On USR1 request a stop with a checkpoint; on TERM write why the run failed, if it did."""
-        _install_handlers(self._request_stop, self._write_failure)
 
     def _request_stop(self) -> None:
         try:
@@ -409,28 +388,6 @@ class Session:
             self.spec, ranks, lambda doing: self._load_stage("data", doing), self.recorder.warn
         )
         control.stop_early()
-        loop = self._loop(ranks, data, control, found)
-        control.stop_early()
-        if self.spec.checkpoint.saves:
-            checkpoint.make_room(
-                self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks
-            )
-        if found:
-            self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
-            checkpoint.restore(
-                found, self.engine, self.spec, data.fingerprint, ranks, self.recorder.warn
-            )
-            loop.resume(str(found.path), found.manifest)
-            control.stop_early()
-        return loop
-
-    def _loop(
-        self,
-        ranks: Ranks,
-        data: _TrainingData,
-        control: Control,
-        found: checkpoint.Found | None,
-    ) -> Loop:
         loading = f"loading {self.spec.label}"
         self._load_stage("weights", loading)
         ds_config = self.launch.ds_config
@@ -441,7 +398,9 @@ class Session:
             lambda done, total: self._load_stage("weights", loading, done, total),
         )
         if takes_boundaries(model.attention):
-            data.lay_end_to_end()
+            data.batches.end_to_end = True
+            if data.evaluation:
+                data.evaluation.end_to_end = True
         _check_sizes(model.causal.config, data.documents, self.spec, self.recorder.warn)
         parameters = parameter_count(model)
         control.stop_early()
@@ -458,7 +417,7 @@ class Session:
             data.batches.resume_at(found.manifest.step, found.manifest.consumed_sequences)
         metrics = Metrics(self.spec, ranks, self.recorder, parameters)
         self._start_record(ranks, data.batches.total_steps(), parameters)
-        return Loop(
+        loop = Loop(
             run=self.run,
             plan=self.plan,
             engine=self.engine,
@@ -475,6 +434,19 @@ class Session:
             if self.spec.model.weights == "random"
             else None,
         )
+        control.stop_early()
+        if self.spec.checkpoint.saves:
+            checkpoint.make_room(
+                self.engine, checkpoints_folder(self.run, self.spec), self.spec, ranks
+            )
+        if found:
+            self._load_stage("checkpoint", f"resuming from step {thousands(found.manifest.step)}")
+            checkpoint.restore(
+                found, self.engine, self.spec, data.fingerprint, ranks, self.recorder.warn
+            )
+            loop.resume(str(found.path), found.manifest)
+            control.stop_early()
+        return loop
 
     def _warn_of_less_memory(self, settings: Settings) -> None:
         planned = self.plan.optional

@@ -16,6 +16,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from torch import Tensor
 
 from superoffload import checkpoint, resharding
 from superoffload.checkpoint import StatesFile
@@ -33,13 +34,15 @@ from superoffload.settings import Settings
 # AdamW has.
 
 
+Groups = list[dict[str, Any]]
+"""Parameter groups without frozen parameters."""
 ParameterGroups = Iterable[dict[str, Any]] | Iterable[torch.nn.Parameter]
 """As torch's optimizers take them: groups ``{"params": [...], "weight_decay": ...}``, or
 parameters. Frozen ones are ignored.
 """
 
 
-def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> list[dict[str, Any]]:
+def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> Groups:
     """Return the groups without frozen parameters, and without groups of nothing else.
 
     Raises:
@@ -48,9 +51,7 @@ def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> list
     """
     given: list[Any] = list(parameter_groups)
     given = (
-        [{"params": given}]
-        if given and all(isinstance(each, torch.Tensor) for each in given)
-        else given
+        [{"params": given}] if given and all(isinstance(each, Tensor) for each in given) else given
     )
     groups = [
         {**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]}
@@ -79,11 +80,11 @@ def _check_options(groups: Sequence[Mapping[str, Any]]) -> None:
     """
     for index, name in product(range(len(groups)), ("amsgrad", "maximize")):
         if groups[index].get(name):
-            message = (
+            raise OffloadError(
                 f"Parameter group {index} has {name} = True, which our AdamW does not do. Leave it "
-                "out."
+                "out.",
+                code="optimizer-option",
             )
-            raise OffloadError(message, code="optimizer-option")
 
 
 # A save that goes on while training does: the sub-groups that were copied are written in a thread
@@ -426,7 +427,7 @@ def _hyperparameters(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _deepspeed_optimizer(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+def _deepspeed_optimizer(groups: Groups, settings: Settings) -> torch.optim.Optimizer:
     if settings.mode == "gpu":
         return _torch_adamw(groups, settings)
     if settings.mode == "superoffload" and not torch.cuda.is_available():
@@ -435,19 +436,15 @@ def _deepspeed_optimizer(groups: list[dict[str, Any]], settings: Settings) -> to
             'offload.mode = "zerooffload".',
             code="needs-cuda",
         )
-    return _cpu_adam(groups, settings)
-
-
-def _torch_adamw(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
-    fast: dict[str, Any] = {"fused": True} if torch.cuda.is_available() else {"foreach": True}
-    return torch.optim.AdamW(groups, **_hyperparameters(settings), **fast)
-
-
-def _cpu_adam(groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     load_cpu_adam()
     return DeepSpeedCPUAdam(groups, **_hyperparameters(settings), adamw_mode=True)  # type: ignore[no-any-return]
+
+
+def _torch_adamw(groups: Groups, settings: Settings) -> torch.optim.Optimizer:
+    fast: dict[str, Any] = {"fused": True} if torch.cuda.is_available() else {"foreach": True}
+    return torch.optim.AdamW(groups, **_hyperparameters(settings), **fast)
 
 
 def _manifest(engine: Any, states: Sequence[SubGroupState]) -> checkpoint.Manifest:

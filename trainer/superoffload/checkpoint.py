@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
+from torch import Tensor
 
 from so_tui.model.sharding import partition_numel
 from superoffload.errors import OffloadError
@@ -197,7 +197,7 @@ class StatesFile:
         """
         self._file = _PacedFile(data_path)
 
-    def write(self, index: int, tensors: Iterable[torch.Tensor]) -> None:
+    def write(self, index: int, tensors: Iterable[Tensor]) -> None:
         """Write one sub-group's tensors, in the order of ``tensors_of``. Raises OSError."""
         groups = self._manifest.sub_groups
         begin = sum(length for _, length in _extents(groups[:index]))
@@ -371,7 +371,7 @@ def open_states(folder: Path, manifest: Manifest) -> FileIO:
     return file
 
 
-def tensors_of(state: SubGroupState) -> Iterator[torch.Tensor]:
+def tensors_of(state: SubGroupState) -> Iterator[Tensor]:
     """Yield master weights, first and second moment, in the order of the file; only the master
     weights if the moments are out of reach.
     """
@@ -380,12 +380,12 @@ def tensors_of(state: SubGroupState) -> Iterator[torch.Tensor]:
         yield from state.moments()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor) -> memoryview:
     array: Any = tensor.numpy()
     return memoryview(array).cast("B")
 
 
-def read_into(file: FileIO, begin: int, target: torch.Tensor) -> None:
+def read_into(file: FileIO, begin: int, target: Tensor) -> None:
     """Fill a contiguous CPU tensor from byte ``begin`` on. Raises OffloadError if the file ends
     before.
     """

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+from torch import Tensor
 
 from so_tui.model.sharding import partition_numel
 from superoffload.checkpoint import Manifest, StatesFile, SubGroupRecord, manifests
@@ -36,14 +37,14 @@ _MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 _LARGEST_TAG_BYTES = 4096
 
-Moments = tuple[torch.Tensor, torch.Tensor]
+Moments = tuple[Tensor, Tensor]
 
 
 class _ParameterStates(NamedTuple):
     """One parameter's states over all ranks, flat, in fp32."""
 
     name: str
-    master_weights: torch.Tensor
+    master_weights: Tensor
     moments: Moments | None
     """None if they were not saved."""
 
@@ -145,7 +146,7 @@ def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _La
     moments = all(_has_moments(rank, len(groups)) for rank in ranks)
     kinds = _KINDS if moments else _KINDS[:1]
 
-    def flat_of(rank: Mapping[str, Any], index: int, kind: str) -> torch.Tensor:
+    def flat_of(rank: Mapping[str, Any], index: int, kind: str) -> Tensor:
         found = (
             rank["fp32_flat_groups"][index]
             if kind == "fp32"
@@ -279,7 +280,7 @@ def write_states(source: DeepSpeedStates, folder: Path, rename: Callable[[str], 
         file.finish()
 
 
-def _states(name: str, kinds: Sequence[torch.Tensor]) -> _ParameterStates:
+def _states(name: str, kinds: Sequence[Tensor]) -> _ParameterStates:
     return _ParameterStates(
         name, kinds[0], (kinds[1], kinds[2]) if len(kinds) == len(_KINDS) else None
     )
@@ -300,11 +301,11 @@ def _step_folder(folder: Path) -> Path:
             folder = folder / name
             break
     if not (folder / _MODEL_FILE).is_file():
-        message = (
+        raise OffloadError(
             f"{folder} has no {_MODEL_FILE}: it is no checkpoint of DeepSpeed's ZeRO-3, and no "
-            "step of one."
+            "step of one.",
+            code="not-deepspeeds",
         )
-        raise OffloadError(message, code="not-deepspeeds")
     return folder
 
 
@@ -337,7 +338,7 @@ def _has_moments(rank: Mapping[str, Any], groups: int) -> bool:
     )
 
 
-def _flat(tensor: torch.Tensor, name: str, numel: int) -> torch.Tensor:
+def _flat(tensor: Tensor, name: str, numel: int) -> Tensor:
     if tensor.numel() != numel:
         raise OffloadError(
             f"{name} has {tensor.numel()} elements instead of {numel}.", code="unreadable"
@@ -345,9 +346,9 @@ def _flat(tensor: torch.Tensor, name: str, numel: int) -> torch.Tensor:
     return tensor.detach().flatten().float().contiguous()
 
 
-def _tensor(loaded: Any) -> torch.Tensor:
+def _tensor(loaded: Any) -> Tensor:
     found = loaded.get("param") if isinstance(loaded, dict) else loaded
-    if not isinstance(found, torch.Tensor):
+    if not isinstance(found, Tensor):
         raise OffloadError("A file of a parameter holds no tensor.", code="unreadable")
     return found
 
@@ -376,11 +377,11 @@ def _load(path: Path) -> Any:
             with torch.serialization.safe_globals(known):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 -- with weights_only
         except pickle.UnpicklingError as error:
-            message = (
+            raise OffloadError(
                 f"{path} holds more than tensors and plain values, and loading it could run code: "
-                f"{str(error).splitlines()[0]}"
-            )
-            raise OffloadError(message, code="unsafe-pickle") from error
+                f"{str(error).splitlines()[0]}",
+                code="unsafe-pickle",
+            ) from error
 
 
 def _stage(kind: object, name: str) -> object:

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel
@@ -208,8 +209,9 @@ class CpuStates:
         until ``release_copy``.
         """
         self.new_weights = _NewWeights(transfers, meter, self._wait)
-        self._states: SharedStates | None = None
-        self._client: WorkerClient | None = None
+        # None without CPU sub-groups, of which nothing asks for either.
+        self._states: SharedStates = None  # type: ignore[assignment]
+        self._client: WorkerClient = None  # type: ignore[assignment]
         if self.indices:
             try:
                 self._start(settings, accumulates)
@@ -226,7 +228,7 @@ class CpuStates:
         if self._client:
             self._client.check()
 
-    def stage_gradient(self, index: int, member: int, values: torch.Tensor) -> list[Copy]:
+    def stage_gradient(self, index: int, member: int, values: Tensor) -> list[Copy]:
         """Return the copies that bring a gradient into the staging buffer. They must wait for
         ``new_weights.copied``.
         """
@@ -343,29 +345,24 @@ class CpuStates:
         self.lent.discard(index)
 
     def _copied_states(self, index: int, which: int) -> Tensors:
-        assert self._client is not None
-        assert self._states is not None
         self._client.wait(lambda: index not in self._pending[Operation.COPY])
         return self._states.master_weights(self.slot[index], which), *self._states.moments(
             self.slot[index], which
         )
 
-    def master_weights(self, index: int) -> torch.Tensor:
-        assert self._states is not None
+    def master_weights(self, index: int) -> Tensor:
         return self._states.master_weights(self.slot[index], self._current[index])
 
-    def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the first and second moment, in fp32: the state itself, or copies of compact
         moments.
         """
-        assert self._states is not None
         return self._states.moments(self.slot[index], self._current[index])
 
-    def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+    def set_moments(self, index: int, first: Tensor, second: Tensor) -> None:
         """Set both moments. Raises OffloadError (``impossible-moments``) for a NaN or a negative
         second moment where they are compact.
         """
-        assert self._states is not None
         # The minimum of values with a NaN is NaN.
         if self._moments is not Moments.FP32 and (first.min().isnan() or not second.min() >= 0):
             raise OffloadError(
@@ -464,7 +461,7 @@ class CpuStates:
                     raise non_finite(self._sub_groups, index, result.step, poisoned=True)
                 self._on_new_weights(result, self._staging)
 
-    def _on_new_weights(self, result: Result, source: Callable[[int], torch.Tensor]) -> None:
+    def _on_new_weights(self, result: Result, source: Callable[[int], Tensor]) -> None:
         index = self.indices[result.sub_group]
         transfer = None
         if not self._host_weights:
@@ -475,26 +472,22 @@ class CpuStates:
         self.squares[index] = result.sum_of_squares
         self.new_weights.arrive(index, transfer)
 
-    def _staging(self, index: int) -> torch.Tensor:
-        assert self._states is not None
+    def _staging(self, index: int) -> Tensor:
         return self._states.staging(self.slot[index])
 
-    def _new_weights(self, index: int) -> torch.Tensor:
-        assert self._states is not None
+    def _new_weights(self, index: int) -> Tensor:
         return self._states.new_weights(self.slot[index])
 
     def _send(self, command: Command, after: Event) -> None:
         """Send a command when it is ready: sums of gradients first, then the sub-group that the
         next forward needs first.
         """
-        assert self._client is not None
         index = self.indices[command.sub_group]
         updates = command.operation not in (Operation.INITIALIZE, Operation.ACCUMULATE)
         self._pending[command.operation].add(index)
         self._client.submit(command, after, 1 + self._sub_groups[index].first_use if updates else 0)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        assert self._client is not None
         begin = time.perf_counter()
         self._client.wait(ready)
         self._meter.current.host_wait_s += time.perf_counter() - begin

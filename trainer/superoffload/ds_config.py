@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
 from superoffload.errors import OffloadError
 
+Config = Mapping[str, Any]
+"""A DeepSpeed config, or a section of one."""
 SECTION = "superoffload"
 """Top-level key under which the overrides are recorded. DeepSpeed ignores keys that it does not
 define.
@@ -71,7 +73,7 @@ class Override(NamedTuple):
     """One sentence."""
 
 
-def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def engine_config(ds_config: Config) -> dict[str, Any]:
     """Return the config that DeepSpeed must read for our optimizer.
 
     The section ``"superoffload"`` of the result lists every value that differs from the user's
@@ -101,7 +103,7 @@ def engine_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def check_clipping(ds_config: Mapping[str, Any]) -> None:
+def check_clipping(ds_config: Config) -> None:
     """Raise OffloadError (``ds-config``) unless the clipping of a config without ``auto`` is one
     that our optimizer can apply.
     """
@@ -113,7 +115,7 @@ def check_clipping(ds_config: Mapping[str, Any]) -> None:
         )
 
 
-def _check(ds_config: Mapping[str, Any]) -> None:
+def _check(ds_config: Config) -> None:
     for key in ("config", _ZERO, _OFFLOAD, _PARAMETERS):
         section = ds_config if key == "config" else _get(ds_config, key)
         if section is not None and not isinstance(section, Mapping):
@@ -131,7 +133,7 @@ def _check(ds_config: Mapping[str, Any]) -> None:
         )
 
 
-def accepting_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def accepting_config(ds_config: Config) -> dict[str, Any]:
     """Return the config with which DeepSpeed accepts an optimizer class that it has not tested,
     such as a fused AdamW.
 
@@ -147,14 +149,14 @@ def accepting_config(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return _with(ds_config, [Override("zero_allow_untested_optimizer", None, True, _UNTESTED)])
 
 
-def overrides(ds_config: Mapping[str, Any]) -> tuple[Override, ...]:
+def overrides(ds_config: Config) -> tuple[Override, ...]:
     """Return the overrides that ``engine_config`` recorded in a config; none for a config without
     the section.
     """
     return tuple(Override(**entry) for entry in ds_config.get(SECTION, {}).get("overrides", ()))
 
 
-def _with(ds_config: Mapping[str, Any], prescribed: Iterable[Override]) -> dict[str, Any]:
+def _with(ds_config: Config, prescribed: Iterable[Override]) -> dict[str, Any]:
     """Return a copy with the prescribed values, in which those that differ from the user's are
     recorded.
     """
@@ -166,7 +168,7 @@ def _with(ds_config: Mapping[str, Any], prescribed: Iterable[Override]) -> dict[
     return config
 
 
-def _changes(config: Mapping[str, Any]) -> Iterator[Override]:
+def _changes(config: Config) -> Iterator[Override]:
     """Yield every value that our optimizer prescribes, whether or not the user's is the same."""
 
     def prescribe(key: str, used: Any, reason: str) -> Override:
@@ -192,7 +194,7 @@ def _changes(config: Mapping[str, Any]) -> Iterator[Override]:
         yield prescribe(f"data_types.{name}", None, _OWN_ACCUMULATION)
 
 
-def _get(config: Mapping[str, Any], key: str) -> Any:
+def _get(config: Config, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

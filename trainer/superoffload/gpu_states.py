@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from superoffload.errors import OffloadError
 from superoffload.shared_states import pin, unpin
@@ -17,7 +19,7 @@ from superoffload.transfers import Event, Transfers
 # A copy of a sub-group's states, from which a checkpoint is written while training goes on.
 
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor]
 """Master weights, first and second moment, in fp32."""
 
 
@@ -41,7 +43,7 @@ class StatesCopy:
 class SubGroup:
     """This rank's shards of the parameters that are stepped together, in one flat tensor."""
 
-    weights: torch.Tensor
+    weights: Tensor
     """What the model computes with: bf16 or fp32, padding included. On the GPU, or in host memory
     (``host_weights``).
     """
@@ -74,7 +76,7 @@ class Gradient:
     sub_group: int
     member: int
     """Position of the parameter in the sub-group."""
-    values: torch.Tensor
+    values: Tensor
     """Without padding, in memory that nothing else will be written to."""
 
 
@@ -89,16 +91,16 @@ class SubGroupState:
 
     device: str
     """``gpu`` or ``cpu``; where DeepSpeed offloads nothing, the type of the torch device."""
-    weights: torch.Tensor
+    weights: Tensor
     """What the model computes with (bf16, on the GPU or in host memory): a cast of
     ``master_weights``.
     """
-    master_weights: torch.Tensor
-    moments: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None
+    master_weights: Tensor
+    moments: Callable[[], tuple[Tensor, Tensor]] | None
     """Returns the first and second moment: the state itself, or copies of compact moments. None
     where they are out of reach, in the process of DeepSpeed's own SuperOffload worker.
     """
-    set_moments: Callable[[torch.Tensor, torch.Tensor], None]
+    set_moments: Callable[[Tensor, Tensor], None]
     step: int
     set_step: Callable[[int], None]
 
@@ -114,6 +116,23 @@ def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
             f"{' and '.join(found)}.",
             code="dtype",
         )
+
+
+def initial_state(optimizer: Any, master_weights: Tensor) -> dict[str, Any]:
+    """Return the state of one sub-group before its first step, in the form in which the optimizer
+    itself creates it.
+    """
+    step: Any = 0
+    if isinstance(optimizer, torch.optim.AdamW):
+        on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        step = torch.zeros(
+            (), dtype=torch.float32, device=master_weights.device if on_device else "cpu"
+        )
+    return {
+        "step": step,
+        "exp_avg": torch.zeros_like(master_weights),
+        "exp_avg_sq": torch.zeros_like(master_weights),
+    }
 
 
 class GpuStates:
@@ -132,7 +151,7 @@ class GpuStates:
     ) -> None:
         self._sub_groups = sub_groups
         self._pinned: list[int] = []
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
         """Host memory for the copy of a sub-group's master weights and moments."""
         self._adamw = adamw
         self.indices = [index for index, group in enumerate(sub_groups) if group.on_gpu]
@@ -154,7 +173,7 @@ class GpuStates:
             self.close()
             raise
 
-    def add(self, index: int, begin: int, values: torch.Tensor, *, first_micro_batch: bool) -> None:
+    def add(self, index: int, begin: int, values: Tensor, *, first_micro_batch: bool) -> None:
         """Add one parameter's gradient from element ``begin`` on. The step's first micro-batch
         overwrites the step before's.
         """
@@ -164,7 +183,7 @@ class GpuStates:
         else:
             target.add_(values)
 
-    def gradients(self) -> Iterable[tuple[int, torch.Tensor]]:
+    def gradients(self) -> Iterable[tuple[int, Tensor]]:
         """Return the gradients of the current step with their sub-groups' indices."""
         return self._gradients.items()
 
@@ -187,23 +206,18 @@ class GpuStates:
         for index in self.indices:
             self._sub_groups[index].weights.copy_(self._master_weights[index])
 
-    def master_weights(self, index: int) -> torch.Tensor:
+    def master_weights(self, index: int) -> Tensor:
         return self._master_weights[index].detach()
 
-    def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the first and second moment, creating them before the first step."""
         master_weights = self._master_weights[index]
         state = self._adamw.state[master_weights]
         if not state:
-            on_device = self._adamw.defaults.get("fused")
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=master_weights.device if on_device else "cpu"
-            )
-            state["exp_avg"] = torch.zeros_like(master_weights)
-            state["exp_avg_sq"] = torch.zeros_like(master_weights)
+            state.update(initial_state(self._adamw, master_weights))
         return state["exp_avg"], state["exp_avg_sq"]
 
-    def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+    def set_moments(self, index: int, first: Tensor, second: Tensor) -> None:
         for target, values in zip(self.moments(index), (first, second), strict=True):
             target.copy_(values)
 
@@ -238,7 +252,7 @@ class GpuStates:
             group["params"] = []
 
 
-def _when_copied(copied: Event, memory: torch.Tensor) -> Tensors:
+def _when_copied(copied: Event, memory: Tensor) -> Tensors:
     copied.synchronize()
     master_weights, first, second = memory
     return master_weights, first, second

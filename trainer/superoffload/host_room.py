@@ -5,7 +5,7 @@ checkpoint is written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from so_tui.model.sharding import (
@@ -63,9 +63,13 @@ def host_room(
         )
         second = _speculating_within(sub_groups, each, min(settings.speculation_bytes, spare))
         spare -= int(each * sum(sub_groups[index].weights.numel() for index in second))
+    sizes = [
+        copy_bytes("fp32" if group.on_gpu else settings.states) * group.weights.numel()
+        for group in sub_groups
+    ]
     return HostRoom(
         second,
-        _copied_within(sub_groups, settings.states, second, min(settings.copies_bytes, spare)),
+        tuple(copied(sizes, second, min(settings.copies_bytes, spare))),
     )
 
 
@@ -144,16 +148,3 @@ def _speculating_within(
     return frozenset(
         on_cpu[position] for position in speculating(numels, int(budget_bytes / each_bytes))
     )
-
-
-def _copied_within(
-    sub_groups: Sequence[SubGroup], states: StatesFormat, second: Collection[int], budget_bytes: int
-) -> tuple[int, ...]:
-    """Return the sub-groups that can have room for a copy of their states within this much host
-    memory; ``second``: with second states.
-    """
-    sizes = [
-        copy_bytes("fp32" if group.on_gpu else states) * group.weights.numel()
-        for group in sub_groups
-    ]
-    return tuple(copied(sizes, second, budget_bytes))

@@ -113,10 +113,13 @@ def library() -> Path:
         OffloadError: If there is neither (``no-compiler``), the compiler fails
             (``compiler-failed``), or no folder can be used (``no-cache-folder``).
     """
-    compiler, folder = _compiler(), _usable_cache_folder()
+    compiler, folder = _compiler(), _cache_folder()
+    if not _make_private(folder):
+        folder = _folder_of_this_process(folder)
     if compiler is None:
         return _cached(folder)
-    path = folder / f"adam-{_cpu_key()}-{_compiler_key(compiler)}.so"
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    path = folder / f"adam-{_cpu_key()}-{_digest(compiler, version.stdout)}.so"
     if not _is_own(path):
         if os.path.lexists(path):
             warnings.warn(
@@ -208,16 +211,9 @@ def _cached(folder: Path) -> Path:
     return cached[-1]
 
 
-def _usable_cache_folder() -> Path:
-    """Return a folder that only this user can open: the cache, or a new one that is removed when
-    this process ends.
-    """
-    folder = _cache_folder()
-    return folder if _make_private(folder) else _folder_of_this_process(folder)
-
-
 @cache
 def _folder_of_this_process(unusable: Path) -> Path:
+    """Make a folder that only this user can open, and that is removed when this process ends."""
     try:
         # A name that others cannot predict and take first.
         made = Path(tempfile.mkdtemp(prefix="so-tui-kernels-"))
@@ -232,7 +228,7 @@ def _folder_of_this_process(unusable: Path) -> Path:
         f"{unusable} cannot be written, or others can write it, so the CPU Adam kernel is "
         "compiled for this process only. Make it a folder of your own (mode 0700), or set "
         "XDG_CACHE_HOME.",
-        stacklevel=4,
+        stacklevel=3,
     )
     return made
 
@@ -243,13 +239,6 @@ def _cpu_key() -> str:
     """
     return _digest(
         SOURCE.read_text(), HEADER.read_text(), *FLAGS, platform.machine(), _instructions()
-    )
-
-
-def _compiler_key(compiler: str) -> str:
-    return _digest(
-        compiler,
-        subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout,
     )
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
@@ -36,7 +37,7 @@ class GradientNorm:
         sub_groups: Sequence[SubGroup],
         device: torch.device,
         transfers: Transfers,
-        all_reduce: Callable[[torch.Tensor], None],
+        all_reduce: Callable[[Tensor], None],
         *,
         poisons: bool,
     ) -> None:
@@ -45,7 +46,7 @@ class GradientNorm:
         self._all_reduce = all_reduce
         self._poisons = poisons
         self._squares = torch.zeros(len(sub_groups), dtype=torch.float64, device=device)
-        self._last: tuple[int, torch.Tensor, Event] | None = None
+        self._last: tuple[int, Tensor, Event] | None = None
         """The last step's number, its sums on the host, and the event after which they are
         valid.
         """
@@ -64,8 +65,8 @@ class GradientNorm:
                 self._squares[index] += norms.square().sum()
 
     def all_rank_squares(
-        self, whole: Iterable[tuple[int, torch.Tensor]], by_worker: Mapping[int, float]
-    ) -> torch.Tensor:
+        self, whole: Iterable[tuple[int, Tensor]], by_worker: Mapping[int, float]
+    ) -> Tensor:
         """Return the sums of squares over all ranks, one per sub-group.
 
         Args:
@@ -83,11 +84,11 @@ class GradientNorm:
         self._all_reduce(squares)
         return squares
 
-    def read(self, squares: torch.Tensor, step: int) -> float:
+    def read(self, squares: Tensor, step: int) -> float:
         """Return the norm now. Waits for the GPU. Raises NonFiniteGradientError."""
         return self._norm(squares.tolist(), step)
 
-    def read_later(self, squares: torch.Tensor, step: int) -> None:
+    def read_later(self, squares: Tensor, step: int) -> None:
         """Copy the sums to the host without waiting, for ``last``."""
         self._last = (step, *self._transfers.copy_to_host(squares))
 

@@ -29,7 +29,7 @@ With several gradient accumulation steps the worker sums the gradients in fp32 o
 This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``, the
 gradient norm in ``norm``. ``arrivals`` counts gradients, and ``cpu_steps`` has the worker step what
 is complete.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from functools import partial
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
@@ -166,7 +167,7 @@ class SuperOffload:
         host_weights: HostWeights | None = None,
         gradient_accumulation_steps: int,
         clipping: float,
-        all_reduce: Callable[[torch.Tensor], None],
+        all_reduce: Callable[[Tensor], None],
     ) -> None:
         check_dtypes(sub_groups)
         self.sub_groups = tuple(sub_groups)
@@ -400,19 +401,16 @@ class SuperOffload:
         """
         step, factor = self.steps_taken + self._skipped_steps + 1, 1.0
         begin = self._transfers.mark()
-        squares = self._norm.all_rank_squares(self._gpu.gradients(), self._squares_of_worker())
+        by_worker: Mapping[int, float] = {}
+        if self._policy.norm_source is NormSource.WORKER:
+            self._cpu.wait_for_squares()
+            by_worker = self._cpu.squares
+        squares = self._norm.all_rank_squares(self._gpu.gradients(), by_worker)
         if self._policy.norm_is_read_before_step:
             factor = clip_factor(self._norm.read(squares, step), self.clipping)
         self._norm.read_later(squares, step)
         self._meter.current.step_waits.append((begin, self._transfers.mark()))
         return factor
-
-    def _squares_of_worker(self) -> Mapping[int, float]:
-        """Return the sums of squares that only the worker can take, and wait for them."""
-        if self._policy.norm_source is NormSource.GPU:
-            return {}
-        self._cpu.wait_for_squares()
-        return self._cpu.squares
 
     def _skip(self, error: NonFiniteGradientError) -> None:
         """Return to the states of the step before.
@@ -484,19 +482,19 @@ class SuperOffload:
         """
         self._transfers.attach()
 
-    def master_weights(self, index: int) -> torch.Tensor:
+    def master_weights(self, index: int) -> Tensor:
         """Return a sub-group's fp32 weights. Call ``synchronize`` before reading them or writing
         them in place.
         """
         return self._states(index).master_weights(index)
 
-    def moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a sub-group's first and second moment, in fp32: the state itself or, of compact
         moments, copies.
         """
         return self._states(index).moments(index)
 
-    def set_moments(self, index: int, first: torch.Tensor, second: torch.Tensor) -> None:
+    def set_moments(self, index: int, first: Tensor, second: Tensor) -> None:
         """Set a sub-group's moments. Compact ones are rounded to nearest, and what ``moments``
         returned is not rounded at all.
         """

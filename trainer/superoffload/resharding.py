@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from so_tui.model.sharding import MOMENT_BLOCK, partition_numel
 from superoffload.checkpoint import Manifest, manifests, open_states, read_into, tensors_of
@@ -102,7 +103,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
     return Rounded(0, 0, restarted) if restarts else _rounded(saved, expected)
 
 
-def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def saved_master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the fp32 weights, flat, of every parameter of a saved state, joined from
     all ranks' files one at a time.
 
@@ -113,9 +114,7 @@ def saved_master_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, kinds[_MASTER_WEIGHTS]
 
 
-def saved_states(
-    folder: Path, *, moments: bool = True
-) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+def saved_states(folder: Path, *, moments: bool = True) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """Yield the name and the flat states of every parameter of a saved state: master weights, and
     both moments if all ranks saved them.
 
@@ -264,7 +263,7 @@ def _read_shard(
     numel: int,
     rank: int,
     ranks: int,
-    shard: torch.Tensor,
+    shard: Tensor,
 ) -> None:
     """Fill ``shard``, one rank's shard of a parameter with its padding, from all files that hold a
     part of it.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from superoffload import kernel
 from superoffload.adam import Kernel
@@ -65,7 +66,7 @@ class _SharedMemory:
         """Return address and size."""
         return self._all.data_ptr(), self.bytes
 
-    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a part of it as a tensor, which keeps it mapped."""
         return self._all.narrow(0, offset, numel * dtype.itemsize).view(dtype)
 
@@ -171,7 +172,7 @@ class HostWeights:
     def descriptor(self) -> int:
         return self._memory.descriptor
 
-    def weights(self, slot: int) -> torch.Tensor:
+    def weights(self, slot: int) -> Tensor:
         """Return the weights of a CPU sub-group, by its position among them."""
         return self._memory.view(self._offsets[slot], self._numels[slot], self._dtype)
 
@@ -227,7 +228,16 @@ class SharedStates:
         self._dtype = dtype
         self._numels = size.numels
         self._layout = layout(size)
-        _check_available(self._layout.bytes, available_bytes())
+        available = available_bytes()
+        # Before allocating: touching shared memory that the host lacks ends the process by SIGBUS
+        # or the out-of-memory killer.
+        if available is not None and self._layout.bytes > available:
+            raise OffloadError(
+                f"The optimizer states of this rank need {_gigabytes(self._layout.bytes)} of host "
+                f"memory, but only {_gigabytes(available)} are available to this process. Lower "
+                "offload.ratio, use more GPUs, or train a smaller model.",
+                code="host-memory",
+            )
         self._memory = _SharedMemory(
             STATES_MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank"
         )
@@ -249,16 +259,16 @@ class SharedStates:
         """A counter that grows while the worker computes."""
         return int.from_bytes(self._memory.mapping[:8], "little")
 
-    def staging(self, index: int) -> torch.Tensor:
+    def staging(self, index: int) -> Tensor:
         return self._view(self._layout.staging, index, self._dtype)
 
-    def new_weights(self, index: int) -> torch.Tensor:
+    def new_weights(self, index: int) -> Tensor:
         """Return the buffer with the weights of a speculative step, of a sub-group that
         speculates.
         """
         return self._view(self._layout.new_weights, index, self._dtype)
 
-    def master_weights(self, index: int, which: int = 0) -> torch.Tensor:
+    def master_weights(self, index: int, which: int = 0) -> Tensor:
         """Return the master weights of one set (``StatesSet``)."""
         return self._view(self._layout.states[which].master_weights, index, torch.float32)
 
@@ -270,7 +280,7 @@ class SharedStates:
             with kernel.opened(library) as descriptor:
                 self._kernel = Kernel(kernel.loadable(descriptor), self._memory.mapping, self.size)
 
-    def moments(self, index: int, which: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, index: int, which: int = 0) -> tuple[Tensor, Tensor]:
         """Return the first and second moment of one set, in fp32: the state itself, or copies of
         compact moments.
         """
@@ -283,9 +293,7 @@ class SharedStates:
         self._kernel.decode(index, which, first.data_ptr(), second.data_ptr())
         return first, second
 
-    def set_moments(
-        self, index: int, which: int, first: torch.Tensor, second: torch.Tensor
-    ) -> None:
+    def set_moments(self, index: int, which: int, first: Tensor, second: Tensor) -> None:
         """Set the first and second moment of one set. Compact ones are rounded to nearest; they
         cannot hold what is not a number.
         """
@@ -325,18 +333,5 @@ class SharedStates:
         address, _ = self._memory.range()
         return address + self._layout.staging_start, self._layout.staging_bytes
 
-    def _view(self, offsets: tuple[int, ...], index: int, dtype: torch.dtype) -> torch.Tensor:
+    def _view(self, offsets: tuple[int, ...], index: int, dtype: torch.dtype) -> Tensor:
         return self._memory.view(offsets[index], self._numels[index], dtype)
-
-
-def _check_available(needed_bytes: int, available_bytes: int | None) -> None:
-    """Raise before allocating: touching shared memory that the host lacks ends the process by
-    SIGBUS or the out-of-memory killer.
-    """
-    if available_bytes is not None and needed_bytes > available_bytes:
-        raise OffloadError(
-            f"The optimizer states of this rank need {_gigabytes(needed_bytes)} of host memory, "
-            f"but only {_gigabytes(available_bytes)} are available to this process. Lower "
-            "offload.ratio, use more GPUs, or train a smaller model.",
-            code="host-memory",
-        )

@@ -9,20 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
 # The run-ahead limiter: keeps the host from queueing all-gathers too far ahead of the GPU.
 
 
-class CudaEvent(Protocol):
-    """A point in the GPU's work, such as a ``torch.cuda.Event``."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
+Event = Any
+"""A point in the work of a stream: a ``torch.cuda.Event`` or a ``CompletedEvent``."""
 
 SMALL_SHARE = 1 / 100
 """Modules with less than this share of the limit (norms) are not counted. Waiting for the GPU to
@@ -45,10 +41,10 @@ class RunAheadLimiter:
         event: Makes an event of the current stream.
     """
 
-    def __init__(self, limit: int, event: Callable[[], CudaEvent]) -> None:
+    def __init__(self, limit: int, event: Callable[[], Event]) -> None:
         self._limit = limit
         self._event = event
-        self._ahead: deque[tuple[CudaEvent, int]] = deque()
+        self._ahead: deque[tuple[Event, int]] = deque()
         self._numel = 0
         self._last: object = None
 
@@ -74,11 +70,8 @@ class RunAheadLimiter:
             oldest.synchronize()
 
 
-Copy = tuple[torch.Tensor, torch.Tensor]
+Copy = tuple[Tensor, Tensor]
 """(target, source)"""
-
-Event = Any
-"""A point in the work of a stream: a ``torch.cuda.Event`` or a ``CompletedEvent``."""
 
 Mark = Any
 """A point in the GPU's time (a timing ``torch.cuda.Event``), or the host's time in seconds without
@@ -135,14 +128,14 @@ class Transfers:
             target.copy_(source)
         return Transfer(begin, time.perf_counter(), CompletedEvent(), _bytes(copies))
 
-    def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def weights_to_gpu(self, target: Tensor, source: Tensor) -> Transfer:
         """Copy ``source``, in pinned memory, to ``target``."""
         return self.gradients_to_host([(target, source)], ())
 
     def wait_event(self, event: Event) -> None:
         """Make the current stream wait for ``event``. The host does not wait."""
 
-    def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
         """Queue a copy of a small tensor; it is valid once the returned event has completed."""
         return values.clone(), CompletedEvent()
 
@@ -200,13 +193,13 @@ class _CudaTransfers(Transfers):
             computing.wait_event(self._in_flight.popleft())
         return transfer
 
-    def weights_to_gpu(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def weights_to_gpu(self, target: Tensor, source: Tensor) -> Transfer:
         return _copy(self._h2d, [(target, source)])
 
     def wait_event(self, event: Event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
-    def copy_to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
         host = torch.empty_like(values, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         return host, self.mark()

@@ -24,7 +24,12 @@ def main() -> None:
         # Signals reach the whole process group. The training process decides what they mean, and
         # this process ends with it.
         signal.signal(number, signal.SIG_IGN)
-    _die_with(int(sys.argv[1]))
+    # Have the kernel kill this process when the training process ends, however it ends.
+    pr_set_pdeathsig = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("The training process is gone.")
     line = (
         sys.stdin.readline()
     )  # and not to the end: a process that was forked meanwhile may have the pipe open
@@ -34,7 +39,7 @@ def main() -> None:
     os.sched_setaffinity(
         0, settings["cpus"]
     )  # before OpenMP is loaded, which creates its threads accordingly
-    _import_from(Path(__file__).parent)
+    import_from(Path(__file__).parent)
     from superoffload.adam import Kernel
     from superoffload.commands import serve
     from superoffload.memory_layout import memory_size
@@ -50,22 +55,13 @@ def main() -> None:
         os._exit(0)
 
 
-def _import_from(folder: Path) -> None:
+def import_from(folder: Path) -> None:
     """Let this process import the engine's modules without the package's ``__init__``, which
     imports torch.
     """
     package = ModuleType("superoffload")
     package.__path__ = [str(folder)]
     sys.modules[package.__name__] = package
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the training process ends, however it ends."""
-    pr_set_pdeathsig = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        sys.exit("The training process is gone.")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,13 @@ class WorkerClient:
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._channel.fileno() in ready:
-                    self._receive()
+                    result = receive(self._channel)
+                    if result is None:
+                        raise self._ended()
+                    self._on_result(self._outstanding[0], result)
+                    self._outstanding.popleft()
+                    with self._changed:
+                        self._changed.notify_all()
                 if self._pidfd in ready:
                     raise self._ended()
                 self._check_progress()
@@ -197,15 +203,6 @@ class WorkerClient:
             except OSError as error:
                 raise self._ended() from error
         return False
-
-    def _receive(self) -> None:
-        result = receive(self._channel)
-        if result is None:
-            raise self._ended()
-        self._on_result(self._outstanding[0], result)
-        self._outstanding.popleft()
-        with self._changed:
-            self._changed.notify_all()
 
     def _restart_watchdog(self) -> None:
         self._progress, self._idle_s, self._last_check = (

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from so_tui.model.shape import computed_tokens
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
+from so_tui.spec import ModelSpec, RunSpec
+from so_tui.spec.errors import reject
 from so_tui.spec.model_table import layer_kinds, recurrent_kinds
-from so_tui_trainer.data.documents import Documents, Sequences, fill, row_widths
+from so_tui_trainer.data.documents import Documents, Int64s, Sequences, fill, row_widths
 
 # Where packed documents are as rows of their own, for layers that carry a state from token to
 # token.
@@ -57,7 +58,7 @@ def _rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
     """
     lengths, starts = np.diff(boundaries).astype(np.int64), boundaries[:-1].astype(np.int64)
     places = np.empty(int(lengths.sum()), dtype=np.int64)
-    groups: list[npt.NDArray[np.int64]] = []
+    groups: list[Int64s] = []
     before = 0
     for members in _groups(lengths):
         columns = np.arange(lengths[members[0]])
@@ -69,7 +70,7 @@ def _rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
     return (torch.from_numpy(places), *map(torch.from_numpy, groups))
 
 
-def _groups(lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+def _groups(lengths: Int64s) -> Iterator[Int64s]:
     """Yield indices of documents that are computed together, the longest first."""
     left = np.argsort(-lengths, kind="stable")
     left = left[lengths[left] > 0]
@@ -206,7 +207,7 @@ class StepCounts:
 
     useful_tokens: int
     trained_tokens: int
-    document_lengths: npt.NDArray[np.int64]
+    document_lengths: Int64s
     """[documents]"""
     computed_tokens: int
     """Useful tokens and padding."""
@@ -240,7 +241,7 @@ class Batches:
         spec: RunSpec,
         rank: int,
         *,
-        members: npt.NDArray[np.int64] | None = None,
+        members: Int64s | None = None,
         padding_id: int = 0,
         pin: bool = False,
     ) -> None:
@@ -302,17 +303,12 @@ class Batches:
             return self._steps_for(math.ceil(train.epochs * len(self.sequences)))
         if train.tokens:
             return self._steps_for(math.ceil(train.tokens / float(self._useful.mean())))
-        remedy = "Set one of `train.steps`, `train.epochs`, `train.tokens`."
-        raise InputError(
-            [
-                Problem(
-                    code="run-length-missing",
-                    field="train.steps",
-                    value="0",
-                    message="the run has no length",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "run-length-missing",
+            "train.steps",
+            "0",
+            "the run has no length",
+            "Set one of `train.steps`, `train.epochs`, `train.tokens`.",
         )
 
     def _steps_for(self, sequences: int) -> int:
@@ -342,7 +338,13 @@ class Batches:
         micro_batch, replicas = self._spec.train.micro_batch, self._spec.replicas
         for accumulation_step in range(self._spec.gradient_accumulation_steps):
             first = (accumulation_step * replicas + self._replica) * micro_batch
-            yield self._batch(self._indices(self.consumed(step - 1) + first, micro_batch))
+            indices = self._indices(self.consumed(step - 1) + first, micro_batch)
+            rows, width = self._rows(indices), self._width(indices)
+            batch = assemble(
+                self._documents, self.sequences, rows, width, self._padding_id, apart=self._apart
+            )
+            batch = batch.part(self._part, self._spec.train.sequence_parallel)
+            yield batch.pinned() if self._pin else batch
 
     def iterate(self, first_step: int, last_step: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of steps ``first_step`` to ``last_step`` (inclusive) in
@@ -353,7 +355,7 @@ class Batches:
             for batch in self.micro_batches(step):
                 yield MicroBatch(counts, batch)
 
-    def _indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
+    def _indices(self, first: int, count: int) -> Int64s:
         """Return the indices of the next ``count`` sequences from position ``first`` of the
         order.
         """
@@ -367,23 +369,15 @@ class Batches:
             dtype=np.int64,
         )
 
-    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+    def _shuffled(self, epoch: int) -> Int64s:
         return np.random.default_rng((self._spec.train.seed, epoch)).permutation(
             len(self.sequences)
         )
 
-    def _batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        rows, width = self._rows(indices), self._width(indices)
-        batch = assemble(
-            self._documents, self.sequences, rows, width, self._padding_id, apart=self._apart
-        )
-        batch = batch.part(self._part, self._spec.train.sequence_parallel)
-        return batch.pinned() if self._pin else batch
-
-    def _rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _rows(self, indices: Int64s) -> Int64s:
         return rows_of(indices, end_to_end=self.end_to_end)
 
-    def _width(self, indices: npt.NDArray[np.int64]) -> int:
+    def _width(self, indices: Int64s) -> int:
         return width(self._useful[indices], self._spec, end_to_end=self.end_to_end)
 
 
@@ -392,12 +386,12 @@ def needs_rows_apart(model: ModelSpec) -> bool:
     return bool(recurrent_kinds(layer_kinds(model.config)))
 
 
-def rows_of(indices: npt.NDArray[np.int64], *, end_to_end: bool) -> npt.NDArray[np.int64]:
+def rows_of(indices: Int64s, *, end_to_end: bool) -> Int64s:
     """Return the sequences of each row of a micro-batch, [rows, sequences of a row]."""
     return indices[None] if end_to_end else indices[:, None]
 
 
-def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) -> int:
+def width(lengths: Int64s, spec: RunSpec, *, end_to_end: bool) -> int:
     """Return the columns of a micro-batch. Few different numbers spare the allocator new sizes.
 
     End to end, all useful tokens, rounded up. Otherwise packed sequences are nearly full and always
@@ -421,7 +415,7 @@ def width(lengths: npt.NDArray[np.int64], spec: RunSpec, *, end_to_end: bool) ->
 def assemble(
     documents: Documents,
     sequences: Sequences,
-    rows: npt.NDArray[np.int64],
+    rows: Int64s,
     width: int,
     padding_id: int,
     *,
@@ -505,19 +499,10 @@ make.
 """
 
 
-class _Movable(Protocol):
-    """Something with tensors that can be copied to a device."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-    def to(self, device: torch.device) -> _Movable: ...
-
-
 _CLOSE_TIMEOUT_S = 10.0
 """How long ``close`` waits for the thread."""
 
-Item = TypeVar("Item", bound=_Movable)
+Item = TypeVar("Item", Batch, MicroBatch)
 
 
 class Prefetcher(Generic[Item]):
@@ -530,7 +515,8 @@ class Prefetcher(Generic[Item]):
     """
 
     def __init__(self, source: Iterator[Item], device: torch.device) -> None:
-        self._source, self._device = source, device
+        self._source: Iterator[Item] = source
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = (
             queue.Queue(PREFETCH_DEPTH)
@@ -598,7 +584,7 @@ class Prefetcher(Generic[Item]):
         if self._stream is None:
             return item, None
         with torch.cuda.stream(self._stream):
-            moved: Item = item.to(self._device)  # type: ignore[assignment]
+            moved = item.to(self._device)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return moved, event

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from so_tui.spec import InputError, Problem
+from so_tui.spec import InputError
+from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import LossOn
 from so_tui_trainer.data.documents import Counts
 from so_tui_trainer.data.rows import TEXT, TOOLS, Conversation, Message, bad_row
@@ -116,29 +117,27 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     plain = Chat(tokenizer, bool(tokenizer.chat_template), end, end, "")
     if not plain.templated:
         if not end:
-            raise InputError(
-                [_no_stop_token("tokenizer-no-end-token", "has no end-of-text token", tokenizer)]
-            )
+            raise _no_stop_token("tokenizer-no-end-token", "has no end-of-text token", tokenizer)
         return plain
     question, answer = Message("user", _placeholder(0)), Message("assistant", _placeholder(1))
     try:
         closing = plain.render([question, answer]).partition(answer.content)[2]
         asked, asking = plain.render([question]), plain.render([question], ask=True)
     except TemplateError as error:
-        message = f"has a chat template that cannot render a conversation ({error})"
-        raise InputError([_no_stop_token("chat-template-unusable", message, tokenizer)]) from error
+        raise _no_stop_token(
+            "chat-template-unusable",
+            f"has a chat template that cannot render a conversation ({error})",
+            tokenizer,
+        ) from error
     asking = asking.removeprefix(asked) if asking.startswith(asked) else ""
-    stop = _special_at_start(tokenizer, closing)
+    specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    stops = (token for token in specials if closing.lstrip().startswith(token))
+    stop = max(stops, key=len, default="")
     if stop == "" and not end:
-        raise InputError(
-            [
-                _no_stop_token(
-                    "tokenizer-no-end-token",
-                    "has no end-of-text token, and its chat template ends answers without a "
-                    "special token",
-                    tokenizer,
-                )
-            ]
+        raise _no_stop_token(
+            "tokenizer-no-end-token",
+            "has no end-of-text token, and its chat template ends answers without a special token",
+            tokenizer,
         )
     return Chat(
         tokenizer, True, stop, end, asking, tuple(_stop_warnings(tokenizer, stop, end, closing))
@@ -323,19 +322,10 @@ def _answer_start(
         for length in range(len(chat.asking), 0, -1):
             at = whole.rfind(chat.asking[:length], position, content)
             if at >= 0:
-                return (
-                    at + length
-                    if length == len(chat.asking)
-                    else _header_end(whole, at + length, content)
-                )
+                start = at + length
+                whole_prompt = length == len(chat.asking)
+                return start if whole_prompt or not whole[start:content].strip() else content
     return content
-
-
-def _header_end(whole: str, at: int, content: int) -> int:
-    """Return ``at`` if only white space separates it from the content, otherwise the content's
-    start.
-    """
-    return at if not whole[at:content].strip() else content
 
 
 def _answer_end(
@@ -389,13 +379,6 @@ def _renamed(call: Any) -> Any:
     return call
 
 
-def _special_at_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the special token that a text starts with, ignoring white space; empty without one."""
-    text = text.lstrip()
-    specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return max((token for token in specials if text.startswith(token)), key=len, default="")
-
-
 def _stop_warnings(
     tokenizer: PreTrainedTokenizerBase, stop: str, end: str, closing: str
 ) -> list[str]:
@@ -419,17 +402,14 @@ def _stop_warnings(
     return []
 
 
-def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
-    remedy = (
+def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) -> InputError:
+    return reject(
+        code,
+        "model.tokenizer",
+        str(tokenizer.name_or_path),
+        message,
         "Use the tokenizer of an instruction-tuned model, or set eos_token in its "
-        "tokenizer_config.json."
-    )
-    return Problem(
-        code=code,
-        field="model.tokenizer",
-        value=str(tokenizer.name_or_path),
-        message=message,
-        remedy=remedy,
+        "tokenizer_config.json.",
     )
 
 
@@ -525,9 +505,11 @@ class Encoder:
                 try:
                     parts.append(_segments(self.chat, conversation, self.loss))
                 except TemplateError as error:
-                    message = f"the chat template rejects it: {error}"
                     raise bad_row(
-                        "data-row-template", opened.source.source, number, message
+                        "data-row-template",
+                        opened.source.source,
+                        number,
+                        f"the chat template rejects it: {error}",
                     ) from error
             for index, (conversation, tokens) in enumerate(
                 zip(batch, self.encode(parts), strict=True), number - len(batch) + 1

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from so_tui.folders import cache_home
-from so_tui.spec import DataSpec, InputError, Problem, RunSpec
+from so_tui.spec import DataSpec, InputError, RunSpec
+from so_tui.spec.errors import reject
 from so_tui.trust.decoding import read_json
 from so_tui.units import significant, thousands
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from so_tui_trainer.data.sources import Opened
 
 
+Int64s = npt.NDArray[np.int64]
+"""Lengths, offsets or indices."""
 MAX_ROUNDS = 10_000
 """How often an epoch may repeat a document. A weight that exceeds it is a mistake, and the epoch
 would not fit into memory.
@@ -75,26 +77,26 @@ class Documents(NamedTuple):
     """Token ids, [tokens]."""
     trained: npt.NDArray[np.bool_]
     """Whether predicting a token counts in the loss, [tokens]."""
-    offsets: npt.NDArray[np.int64]
+    offsets: Int64s
     """Start of each document, then the total, [documents + 1]."""
     counts: Counts
     fingerprint: str
     """Hash of the rows, the tokenizer and the options: equal data have an equal fingerprint."""
     parts: tuple[SourcePart, ...] = ()
     """The sources in order; empty for one source."""
-    rows: npt.NDArray[np.int64] | None = None
+    rows: Int64s | None = None
     """Number of each document's row in its source, from 1, [documents]; None if each row is a
     document.
     """
     warnings: tuple[str, ...] = ()
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Int64s:
         """Tokens of each document, [documents]."""
         return np.diff(self.offsets)
 
     @property
-    def trained_lengths(self) -> npt.NDArray[np.int64]:
+    def trained_lengths(self) -> Int64s:
         """Trained tokens of each document, [documents].
 
         Counted in parts: eight bytes for each flag might exceed the memory.
@@ -112,9 +114,7 @@ class Documents(NamedTuple):
         """Return the number of a document's row in its source, from 1."""
         return document + 1 if self.rows is None else int(self.rows[document])
 
-    def epoch(
-        self, seed: int, members: npt.NDArray[np.int64] | None = None
-    ) -> npt.NDArray[np.int64]:
+    def epoch(self, seed: int, members: Int64s | None = None) -> Int64s:
         """Return the documents of an epoch, where those of a source with a large weight occur
         several times.
 
@@ -156,22 +156,16 @@ class Documents(NamedTuple):
                 'Lower the weight, or use a part of the largest source (split = "train[:10%]").'
             )
             value = f"weight {part.weight:g} of {part.source}"
-            raise InputError(
-                [
-                    Problem(
-                        code="data-weight-too-large",
-                        field="data.source",
-                        value=value,
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
+            raise reject(
+                "data-weight-too-large",
+                "data.source",
+                value,
+                message,
+                remedy,
             )
 
 
-def _mixture(
-    members: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int
-) -> npt.NDArray[np.int64]:
+def _mixture(members: Sequence[Int64s], weights: Sequence[float], seed: int) -> Int64s:
     """Mix documents of several sources in proportion to their weights.
 
     Every document occurs at least once. A source that has too few documents for its share is
@@ -240,11 +234,6 @@ class _Info(Struct, frozen=True):
     warnings: tuple[str, ...]
     files: dict[str, tuple[int, int]]
     """Bytes and CRC-32 of each array."""
-
-
-def default_folder() -> Path:
-    """Return the cache folder for tokenised data, by the XDG rules."""
-    return cache_home() / "data"
 
 
 def fingerprint(
@@ -326,7 +315,10 @@ class Writer:
         self._folder = folder
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _remove_stale(folder.parent)
+            for path in folder.parent.glob("*.partial-*"):
+                with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
+                    if time.time() - path.stat().st_mtime > _STALE_S:
+                        shutil.rmtree(path, ignore_errors=True)
             self.partial = Path(
                 tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent)
             )
@@ -397,24 +389,13 @@ def _checksum(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def _remove_stale(folder: Path) -> None:
-    for path in folder.glob("*.partial-*"):
-        with contextlib.suppress(OSError):  # It belongs to another user, or is gone.
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
 def _unwritable(folder: Path, error: OSError) -> InputError:
-    return InputError(
-        [
-            Problem(
-                code="cache-unwritable",
-                field="XDG_CACHE_HOME",
-                value=str(folder.parent),
-                message=f"cannot be written ({error.strerror})",
-                remedy="Free some space there, or set XDG_CACHE_HOME to a folder with more space.",
-            )
-        ]
+    return reject(
+        "cache-unwritable",
+        "XDG_CACHE_HOME",
+        str(folder.parent),
+        f"cannot be written ({error.strerror})",
+        "Free some space there, or set XDG_CACHE_HOME to a folder with more space.",
     )
 
 
@@ -431,23 +412,23 @@ class Sequences:
     order.
     """
 
-    documents: npt.NDArray[np.int64]
+    documents: Int64s
     """Indices of documents, [documents]."""
-    offsets: npt.NDArray[np.int64]
+    offsets: Int64s
     """Start of each sequence in ``documents``, then the total, [sequences + 1]."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def holding(self, documents: npt.NDArray[np.int64]) -> Sequences:
+    def holding(self, documents: Int64s) -> Sequences:
         """Return the same sequences with document ``i`` replaced by ``documents[i]``."""
         return Sequences(documents[self.documents], self.offsets)
 
-    def of(self, index: int) -> npt.NDArray[np.int64]:
+    def of(self, index: int) -> Int64s:
         """Return the documents of a sequence."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
 
-    def efficiency(self, lengths: npt.NDArray[np.int64], capacity: int) -> float:
+    def efficiency(self, lengths: Int64s, capacity: int) -> float:
         """Return the share of useful tokens among all positions.
 
         Args:
@@ -456,15 +437,13 @@ class Sequences:
         """
         return float(lengths[self.documents].sum()) / (len(self) * capacity)
 
-    def sums(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def sums(self, values: Int64s) -> Int64s:
         """Return for each sequence the sum of a value over its documents, [sequences]."""
         totals = np.concatenate(([0], np.cumsum(values[self.documents], dtype=np.int64)))
         return np.diff(totals[self.offsets])
 
 
-def fill(
-    lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], spec: DataSpec
-) -> Sequences:
+def fill(lengths: Int64s, chosen: Int64s, spec: DataSpec) -> Sequences:
     """Return the sequences of an epoch, packed or one document each as the data section says.
 
     Args:
@@ -478,7 +457,7 @@ def fill(
     return packed.holding(chosen)
 
 
-def _pack(lengths: npt.NDArray[np.int64], capacity: int) -> Sequences:
+def _pack(lengths: Int64s, capacity: int) -> Sequences:
     """Pack best-fit-decreasing: the longest document first, each into the sequence that it leaves
     with the least space.
 
@@ -525,7 +504,7 @@ def _sequences(bins: Sequence[Sequence[int]]) -> Sequences:
     )
 
 
-def row_widths(longest: npt.NDArray[np.int64], sequence_length: int) -> npt.NDArray[np.int64]:
+def row_widths(longest: Int64s, sequence_length: int) -> Int64s:
     """Return how wide the rows of micro-batches are without packing, by the tokens of their longest
     documents, [micro-batches].
     """

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from so_tui.spec import DataSource, InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui.units import thousands
 
 Row = Mapping[str, Any]
@@ -116,14 +118,6 @@ def _side(row: Row, column: str, role: str) -> Conversation:
 
 def _plain(row: Row) -> Conversation:
     return (Message(TEXT, _text(row, "text")),)
-
-
-def _messages(row: Row) -> Conversation:
-    return _turns(row, "messages")
-
-
-def _sharegpt(row: Row) -> Conversation:
-    return _turns(row, "conversations")
 
 
 _NAMES = {
@@ -270,8 +264,8 @@ def _short_repr(value: object) -> str:
 
 
 LAYOUTS = (
-    Layout("messages", ("messages",), _messages),
-    Layout("sharegpt", ("conversations",), _sharegpt),
+    Layout("messages", ("messages",), partial(_turns, column="messages")),
+    Layout("sharegpt", ("conversations",), partial(_turns, column="conversations")),
     Layout("alpaca", ("instruction", "output"), _alpaca),
     Layout("prompt-completion", ("prompt", "completion"), _prompt_completion),
     Layout("text", ("text",), _plain),
@@ -354,15 +348,10 @@ def bad_row(code: str, source: str, number: int, message: str) -> InputError:
         number: The row, from 1.
         message: What is wrong with it.
     """
-    remedy = "Correct or remove the row, or set another `data.format`."
-    return InputError(
-        [
-            Problem(
-                code=code,
-                field="data.source",
-                value=f"{source}, row {thousands(number)}",
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    return reject(
+        code,
+        "data.source",
+        f"{source}, row {thousands(number)}",
+        message,
+        "Correct or remove the row, or set another `data.format`.",
     )

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import fsspec
 import numpy as np
 
-from so_tui.spec import DataSource, DataSpec, InputError, Problem, resolve_source
+from so_tui.spec import DataSource, DataSpec, InputError, resolve_source
 from so_tui.spec.check import exists
+from so_tui.spec.errors import reject
 from so_tui.units import thousands
 from so_tui_trainer.data.rows import (
     TEXT_COLUMNS,
@@ -33,6 +34,7 @@ from so_tui_trainer.data.rows import (
     layout_of_row,
     read_row,
 )
+from so_tui_trainer.hub import causes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -80,20 +82,12 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
     """
     name = name or source.source
     if not stat.S_ISREG(path.stat().st_mode):
-        message, remedy = (
+        raise reject(
+            "data-source-not-a-file",
+            "data.source",
+            name,
             f"{path} is a pipe or a device",
             "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="data-source-not-a-file",
-                    field="data.source",
-                    value=name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     if ending(path) not in _LINES:
         return
@@ -126,50 +120,35 @@ def _check_rows(file: BinaryIO, name: str) -> None:
     while checked_bytes < _CHECKED_BYTES and (line := file.readline(LONGEST_ROW_BYTES + 1)):
         checked_bytes, row = checked_bytes + len(line), row + 1
         if row == 1 and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            _check_list(line + file.read(_LONGEST_LIST_BYTES), name)
+            content = line + file.read(_LONGEST_LIST_BYTES)
+            if len(content) > _LONGEST_LIST_BYTES:
+                raise reject(
+                    "data-list-too-long",
+                    "data.source",
+                    name,
+                    f"is a JSON list of more than {_LONGEST_LIST_BYTES >> 20} MiB",
+                    "Write one row a line (JSONL), which is read in parts, or use Parquet.",
+                )
+            if _is_deep(content):
+                raise reject(
+                    "data-row-too-deep",
+                    "data.source",
+                    name,
+                    f"is nested more than {MOST_NESTED} levels deep",
+                    "Remove the rows that are.",
+                )
             return
         if len(line) > LONGEST_ROW_BYTES:
-            message = (
-                f"is longer than {LONGEST_ROW_BYTES >> 20} MiB; a file of rows has one row a line"
+            raise bad_row(
+                "data-row-too-long",
+                name,
+                row,
+                f"is longer than {LONGEST_ROW_BYTES >> 20} MiB; a file of rows has one row a line",
             )
-            raise bad_row("data-row-too-long", name, row, message)
         if _is_deep(line):
             raise bad_row(
                 "data-row-too-deep", name, row, f"is nested more than {MOST_NESTED} levels deep"
             )
-
-
-def _check_list(content: bytes, name: str) -> None:
-    if len(content) > _LONGEST_LIST_BYTES:
-        message = f"is a JSON list of more than {_LONGEST_LIST_BYTES >> 20} MiB"
-        remedy = "Write one row a line (JSONL), which is read in parts, or use Parquet."
-        raise InputError(
-            [
-                Problem(
-                    code="data-list-too-long",
-                    field="data.source",
-                    value=name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
-        )
-    if _is_deep(content):
-        message, remedy = (
-            f"is nested more than {MOST_NESTED} levels deep",
-            "Remove the rows that are.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="data-row-too-deep",
-                    field="data.source",
-                    value=name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
-        )
 
 
 def _is_deep(text: bytes) -> bool:
@@ -220,21 +199,22 @@ def _read_file(path: Path, source: DataSource) -> Dataset:
     Raises:
         InputError: The file has an unknown ending, or a subset was asked for.
     """
-    reader = _reader(path, source)
+    reader = _READERS.get(ending(path))
+    if reader is None:
+        raise reject(
+            "data-file-type-unknown",
+            "data.source",
+            source.source,
+            f"files ending in {path.suffix or 'nothing'} cannot be read",
+            f"Use one of {', '.join(_READERS)}.",
+        )
     if source.subset:
-        raise InputError(
-            [
-                Problem(
-                    code="data-subset-of-file",
-                    field="data.subset",
-                    value=source.subset,
-                    message=f"{source.source} is a file, which has no subsets",
-                    remedy=(
-                        "Leave it empty. In a list of sources, set it for the source that has "
-                        "subsets."
-                    ),
-                )
-            ]
+        raise reject(
+            "data-subset-of-file",
+            "data.subset",
+            source.subset,
+            f"{source.source} is a file, which has no subsets",
+            "Leave it empty. In a list of sources, set it for the source that has subsets.",
         )
     options: dict[str, Any] = {"data_files": str(path), "cache_dir": _cache_dir((path,))}
     if reader == "csv":
@@ -330,8 +310,6 @@ def _separator(path: Path) -> str:
     """Return the separator of a CSV file: spreadsheets write semicolons where commas are decimal
     signs.
     """
-    import fsspec
-
     if ending(path) == ".tsv":
         return "\t"
     with fsspec.open(str(path), "rt", encoding="utf-8-sig", compression="infer") as text:
@@ -426,8 +404,6 @@ def _json_columns(files: Iterable[str]) -> list[str]:
     Raises:
         ValueError: A file or a row is not JSON.
     """
-    import fsspec
-
     found: dict[str, None] = {}
     for file in files:
         with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
@@ -472,23 +448,6 @@ def _verbatim_features(features: Any, name: str = "") -> Any:
     )
 
 
-def _reader(path: Path, source: DataSource) -> str:
-    reader = _READERS.get(ending(path))
-    if reader is None:
-        raise InputError(
-            [
-                Problem(
-                    code="data-file-type-unknown",
-                    field="data.source",
-                    value=source.source,
-                    message=f"files ending in {path.suffix or 'nothing'} cannot be read",
-                    remedy=f"Use one of {', '.join(_READERS)}.",
-                )
-            ]
-        )
-    return reader
-
-
 # Turn the errors of ``datasets`` and the hub client into problems with a code and a remedy.
 #
 # ``datasets`` raises plain ValueErrors for many different mistakes, so their texts are matched
@@ -505,24 +464,18 @@ _BAD_SPLIT = re.compile(
 _MISSING_ZSTD = re.compile(r"zstd|zstandard")
 
 
-def _source_problem(source: DataSource, code: str, message: str, remedy: str) -> Problem:
-    """Return a problem of ``data.source``."""
-    return Problem(
-        code=code, field="data.source", value=source.source, message=message, remedy=remedy
-    )
-
-
-def _empty_source(source: DataSource) -> Problem:
-    """Return the problem of a source without rows."""
-    return _source_problem(
-        source,
+def _empty_source(source: DataSource) -> InputError:
+    """Return the error of a source without rows."""
+    return reject(
         "data-source-empty",
+        "data.source",
+        source.source,
         "has no rows",
         f"Add rows, or choose another split than {source.split}.",
     )
 
 
-def _unreadable_source(source: DataSource, error: Exception) -> Problem:
+def _unreadable_source(source: DataSource, error: Exception) -> InputError:
     """Explain why a source cannot be opened.
 
     Args:
@@ -532,13 +485,12 @@ def _unreadable_source(source: DataSource, error: Exception) -> Problem:
     reason = _reason(error)
     text = reason.lower()
     if _BAD_SUBSET.search(text):
-        message = f"{source.source}: {reason}"
-        return Problem(
-            code="data-subset-unknown",
-            field="data.subset",
-            value=source.subset,
-            message=message,
-            remedy="Name one of its subsets.",
+        return reject(
+            "data-subset-unknown",
+            "data.subset",
+            source.subset,
+            f"{source.source}: {reason}",
+            "Name one of its subsets.",
         )
     no_rows = _NO_ROWS_SELECTED.search(text) is not None
     if no_rows and "[" not in source.split:
@@ -549,22 +501,18 @@ def _unreadable_source(source: DataSource, error: Exception) -> Problem:
             if no_rows
             else ("data-split-unknown", reason.rstrip("."))
         )
-        return Problem(
-            code=code,
-            field="data.split",
-            value=source.split,
-            message=message,
-            remedy=f"Name a split of {source.source}.",
+        return reject(
+            code, "data.split", source.split, message, f"Name a split of {source.source}."
         )
     code, remedy = _classify(source, error, text)
-    return _source_problem(source, code, f"cannot be read ({reason})", remedy)
+    return reject(code, "data.source", source.source, f"cannot be read ({reason})", remedy)
 
 
 def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str]:
     """Return the code and the remedy of a source that exists but cannot be read, or does not
     exist.
     """
-    names = {type(cause).__name__ for cause in _causes(error)}
+    names = {type(cause).__name__ for cause in causes(error)}
     if "RecursionError" in names:
         return (
             "data-row-too-deep",
@@ -584,7 +532,11 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
                 "layout."
             ),
         )
-    if "GatedRepoError" in names or _is_denied(error):
+    # Asked for what this user may not have: the terms of a gated source, or a private one.
+    responses = (getattr(cause, "response", None) for cause in causes(error))
+    if "GatedRepoError" in names or any(
+        getattr(response, "status_code", None) in (401, 403) for response in responses
+    ):
         return (
             "hub-access-denied",
             "Accept its terms on the hub, then log in with `hf auth login` (or set HF_TOKEN).",
@@ -595,14 +547,8 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
     )
 
 
-def _is_denied(error: BaseException) -> bool:
-    """Return whether the hub refused a request because of who asked."""
-    responses = (getattr(cause, "response", None) for cause in _causes(error))
-    return any(getattr(response, "status_code", None) in (401, 403) for response in responses)
-
-
-def _unwritable_cache(error: BaseException) -> Problem | None:
-    """Return the problem of a cache folder that cannot be written.
+def _unwritable_cache(error: BaseException) -> InputError | None:
+    """Return the error of a cache folder that cannot be written.
 
     Args:
         error: The exception that opening a source raised.
@@ -621,8 +567,11 @@ def _unwritable_cache(error: BaseException) -> Problem | None:
         Path(constants.HF_HUB_CACHE): ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"),
     }
     if error.filename:
+        path = Path(os.fsdecode(error.filename))
         folders = [
-            folder for folder in variables if _is_related(Path(os.fsdecode(error.filename)), folder)
+            folder
+            for folder in variables
+            if path == folder or folder in path.parents or path in folder.parents
         ]
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         # Nothing else is written. The error does not name the folder, so take the one with the
@@ -635,12 +584,12 @@ def _unwritable_cache(error: BaseException) -> Problem | None:
     variable = next(
         (name for name in variables[folders[0]] if name in os.environ), "XDG_CACHE_HOME"
     )
-    return Problem(
-        code="cache-unwritable",
-        field=variable,
-        value=str(folders[0]),
-        message=f"cannot be written ({error.strerror})",
-        remedy=f"Free some space there, or set {variable} to a folder that you may write to.",
+    return reject(
+        "cache-unwritable",
+        variable,
+        str(folders[0]),
+        f"cannot be written ({error.strerror})",
+        f"Free some space there, or set {variable} to a folder that you may write to.",
     )
 
 
@@ -678,10 +627,12 @@ def _check_row_columns(path: Path, name: str) -> None:
             try:
                 row = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
-                message = (
-                    f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})"
-                )
-                raise bad_row("data-row-not-json", name, number, message) from error
+                raise bad_row(
+                    "data-row-not-json",
+                    name,
+                    number,
+                    f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})",
+                ) from error
             except RecursionError as error:
                 raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
             except ValueError as error:  # Python converts integers of up to 4,300 digits
@@ -690,11 +641,6 @@ def _check_row_columns(path: Path, name: str) -> None:
                 ) from error
             if not isinstance(row, dict):
                 raise bad_row("data-row-not-object", name, number, "is not a JSON object")
-
-
-def _is_related(path: Path, folder: Path) -> bool:
-    """Return whether one of the paths contains the other."""
-    return path == folder or folder in path.parents or path in folder.parents
 
 
 def _free_bytes(folder: Path) -> int:
@@ -719,14 +665,6 @@ def _root_cause(error: BaseException) -> BaseException:
     ):
         error = error.__cause__ or error.__context__ or error
     return error
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that led to it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 _BATCH_ROWS = 1000
@@ -757,11 +695,12 @@ class Opened(NamedTuple):
             except (
                 UnicodeDecodeError
             ) as error:  # Arrow decodes text only when it becomes a Python string.
-                message = (
-                    f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8"
-                )
-                raise InputError(
-                    [_source_problem(source, "data-not-utf8", message, NOT_UTF8_REMEDY)]
+                raise reject(
+                    "data-not-utf8",
+                    "data.source",
+                    source.source,
+                    f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8",
+                    NOT_UTF8_REMEDY,
                 ) from error
             for index in range(len(next(iter(batch.values())))):
                 row = {name: values[index] for name, values in batch.items()}
@@ -781,7 +720,7 @@ def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
 def _open(source: DataSource) -> Opened:
     rows, warnings = _load(source)
     if len(rows) == 0:
-        raise InputError([_empty_source(source)])
+        raise _empty_source(source)
     return Opened(source, rows, layout_of(rows.column_names, source), warnings)
 
 
@@ -796,7 +735,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         if path.exists() and not path.is_dir():
             _check_file(path, source)
             if path.stat().st_size == 0:
-                raise InputError([_empty_source(source)])
+                raise _empty_source(source)
             return _read_file(path, source), ()
         if path.is_dir():
             return _read_folder(path, source)
@@ -813,10 +752,10 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
         datasets.exceptions.DatasetsError,
     ) as error:
         if problem := _unwritable_cache(error):
-            raise InputError([problem]) from error
+            raise problem from error
         if not isinstance(error, OSError):
             _raise_for_bad_json(path, source)
-        raise InputError([_unreadable_source(source, error)]) from error
+        raise _unreadable_source(source, error) from error
 
 
 def _undecodable_row(rows: Dataset, start: int) -> int:

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from so_tui.folders import cache_home
 from so_tui.plan import workload
 from so_tui.plan.workload import Workload
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_source
+from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import DataSpec
 from so_tui.units import thousands
 from so_tui_trainer.binding import die_with_parent
 from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data.chat import Encoder, chat_of
-from so_tui_trainer.data.documents import Counts, Documents, row_widths
+from so_tui_trainer.data.documents import Counts, Documents, Int64s, row_widths
 from so_tui_trainer.data.sources import Opened, open_sources
 
 if TYPE_CHECKING:
@@ -81,41 +82,31 @@ def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
         elif name.startswith(("/", ".", "~")):
             code, reason = "tokenizer-folder-missing", "there is no such folder"
             remedy = "Name a folder with a tokenizer, or a model on the hub (owner/name)."
-        raise InputError(
-            [
-                Problem(
-                    code=code,
-                    field=field,
-                    value=name,
-                    message=f"no tokenizer ({reason})",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            code,
+            field,
+            name,
+            f"no tokenizer ({reason})",
+            remedy,
         ) from error
     except Exception as error:  # a damaged file raises whatever it leads to
-        raise InputError([_damaged(field, name, first_line(error))]) from error
+        raise reject(
+            "tokenizer-unreadable",
+            field,
+            name,
+            f"a damaged tokenizer ({first_line(error)})",
+            "Copy or download its files again.",
+        ) from error
     if not tokenizer("a text", add_special_tokens=False)["input_ids"]:
         # transformers makes an empty tokenizer for a folder with only weights and config.json.
-        message = "has no tokenizer files: its tokenizer has no tokens"
-        raise InputError(
-            [
-                Problem(
-                    code="tokenizer-files-missing",
-                    field=field,
-                    value=name,
-                    message=message,
-                    remedy=_NO_FILES,
-                )
-            ]
+        raise reject(
+            "tokenizer-files-missing",
+            field,
+            name,
+            "has no tokenizer files: its tokenizer has no tokens",
+            _NO_FILES,
         )
     return tokenizer
-
-
-def _damaged(field: str, name: str, reason: str) -> Problem:
-    message, remedy = f"a damaged tokenizer ({reason})", "Copy or download its files again."
-    return Problem(
-        code="tokenizer-unreadable", field=field, value=name, message=message, remedy=remedy
-    )
 
 
 def prepare(
@@ -138,8 +129,7 @@ def prepare(
         try:
             rows = next(steps)
         except StopIteration as end:
-            folder: Path = end.value
-            return folder
+            return end.value  # type: ignore[no-any-return]
         if on_progress is not None:
             on_progress(*rows)
 
@@ -159,19 +149,13 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
     """
     tokenizer = load_tokenizer(spec)
     sources = open_sources(spec.data)
-    folder = (cache_dir or cache.default_folder()) / cache.fingerprint(sources, tokenizer, spec)
+    folder = (cache_dir or cache_home() / "data") / cache.fingerprint(sources, tokenizer, spec)
     if not cache.intact(folder):
         yield from _tokenise(
             sources, Encoder(chat_of(tokenizer), spec.data.loss, spec.data.sequence_length), folder
         )
-    _store_workload(spec, folder)
-    return folder
-
-
-def _store_workload(spec: RunSpec, folder: Path) -> None:
-    """Store what the data do to a step, for the plans of later runs. Done once for each data set,
-    as it reads the flags of all tokens.
-    """
+    # What the data do to a step, for the plans of later runs. Done once for each data set, as it
+    # reads the flags of all tokens.
     known = workload.seen(spec)
     if known is None or known.fingerprint != folder.name:
         found = workload.Seen(
@@ -181,6 +165,7 @@ def _store_workload(spec: RunSpec, folder: Path) -> None:
             OSError
         ):  # If the folder cannot be written, plans keep their default workload.
             workload.remember(spec, found)
+    return folder
 
 
 def _workload_of(documents: Documents, data: DataSpec) -> Workload:
@@ -198,9 +183,7 @@ def _workload_of(documents: Documents, data: DataSpec) -> Workload:
     )
 
 
-def _row_shares(
-    lengths: npt.NDArray[np.int64], sequence_length: int
-) -> tuple[tuple[int, float], ...]:
+def _row_shares(lengths: Int64s, sequence_length: int) -> tuple[tuple[int, float], ...]:
     """Return (micro-batch, its expected width as a share of the sequence length) of documents that
     are a row each.
 
@@ -229,9 +212,9 @@ class _Done(NamedTuple):
     task: _Task
     stem: Path
     """Path of the task's files without their endings ``.tokens`` and ``.trained`` (raw arrays)."""
-    lengths: npt.NDArray[np.int64]
+    lengths: Int64s
     """Tokens of each document, [documents]."""
-    rows: npt.NDArray[np.int64]
+    rows: Int64s
     """Row of each document, from 1, [documents]."""
     counts: Counts
 
@@ -346,31 +329,22 @@ def _start(worker: _Worker) -> None:
 
 
 def _work(task: _Task) -> _Done:
-    done: _Done = _process_state["worker"].work(task)
-    return done
+    return _process_state["worker"].work(task)  # type: ignore[no-any-return]
 
 
 def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:
-    message = (
-        f"none of its {thousands(counts.rows)} rows has a trained token within {thousands(limit)} "
-        "tokens"
-    )
+    code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
     if counts.dropped_too_long:
-        code = "data-prompts-too-long"
-        remedy = (
+        code, remedy = (
+            "data-prompts-too-long",
             f"The prompts of {thousands(counts.dropped_too_long)} rows are longer than a sequence: "
-            "raise `data.sequence_length`."
+            "raise `data.sequence_length`.",
         )
-    else:
-        code, remedy = "data-nothing-trained", "Check the columns: the answers are empty."
-    return InputError(
-        [
-            Problem(
-                code=code,
-                field="data.source",
-                value=opened.source.source,
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    return reject(
+        code,
+        "data.source",
+        opened.source.source,
+        f"none of its {thousands(counts.rows)} rows has a trained token within {thousands(limit)} "
+        "tokens",
+        remedy,
     )

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from so_tui.machine.software import package_version
-from so_tui.spec import InputError, ModelSpec, Problem
+from so_tui.spec import ModelSpec
 from so_tui.spec.attention import (
     FORMER_NAMES,
     KERNELS,
@@ -27,6 +28,7 @@ from so_tui.spec.attention import (
     choose_backend,
     obstacle_to,
 )
+from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, recurrent_kinds
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.model import checkpointing, kinds_of
@@ -34,6 +36,10 @@ from so_tui_trainer.older_versions import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+Arguments = dict[str, Any]
+"""Keyword arguments of a kernel, or of a model's forward pass."""
 
 
 # Sequence parallelism (Ulysses): ranks that hold parts of the same sequences trade tokens for
@@ -62,8 +68,7 @@ class SequenceGroup(NamedTuple):
         Returns:
             [all tokens, heads / ranks, size]
         """
-        found: Tensor = _TokensForHeads.apply(tensor, self)  # type: ignore[no-untyped-call]
-        return found
+        return _Trade.apply(tensor, self, _tokens_for_heads, _heads_for_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
     def keys(self, tensor: Tensor) -> Tensor:
         """Do the same for keys or values, of which each rank gets at least one head: where there
@@ -91,8 +96,7 @@ class SequenceGroup(NamedTuple):
         Returns:
             [tokens, heads, size]
         """
-        found: Tensor = _HeadsForTokens.apply(tensor, self)  # type: ignore[no-untyped-call]
-        return found
+        return _Trade.apply(tensor, self, _heads_for_tokens, _tokens_for_heads)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sequence_group(ranks_per_sequence: int) -> SequenceGroup | None:
@@ -107,26 +111,17 @@ def sequence_group(ranks_per_sequence: int) -> SequenceGroup | None:
     return SequenceGroup(ranks_per_sequence, position, groups[replica])
 
 
-class _TokensForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: SequenceGroup) -> Tensor:
-        ctx.ranks = ranks
-        return _tokens_for_heads(tensor, ranks)
+class _Trade(torch.autograd.Function):
+    """A trade between the ranks, and the opposite one of the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _heads_for_tokens(gradients[0], ctx.ranks), None
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: SequenceGroup) -> Tensor:
-        ctx.ranks = ranks
-        return _heads_for_tokens(tensor, ranks)
+    def forward(ctx: Any, tensor: Tensor, ranks: SequenceGroup, there: Any, back: Any) -> Tensor:
+        ctx.ranks, ctx.back = ranks, back
+        return there(tensor, ranks)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _tokens_for_heads(gradients[0], ctx.ranks), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradients[0], ctx.ranks), None, None, None
 
 
 def _tokens_for_heads(tensor: Tensor, ranks: SequenceGroup) -> Tensor:
@@ -218,8 +213,7 @@ def _attend(
     Returns:
         [tokens, heads, size]
     """
-    mixed: Tensor = _Attention.apply(query, key, value, sinks, documents, kernels)  # type: ignore[no-untyped-call]
-    return mixed
+    return _Attention.apply(query, key, value, sinks, documents, kernels)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
@@ -320,19 +314,13 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
             InputError: The layer has a mask, which the kernels would leave out.
         """
         if attention_mask is not None:
-            raise InputError(
-                [
-                    Problem(
-                        code="model-packing-unsupported",
-                        field="model.config",
-                        value=type(module).__name__,
-                        message=(
-                            "has an attention mask of its own, which kernels for packed documents "
-                            "would leave out"
-                        ),
-                        remedy="Choose a newer kind of model.",
-                    )
-                ]
+            raise reject(
+                "model-packing-unsupported",
+                "model.config",
+                type(module).__name__,
+                "has an attention mask of its own, which kernels for packed documents "
+                "would leave out",
+                "Choose a newer kind of model.",
             )
         rows, heads, width, size = query.shape
         of_value = value.shape[-1]
@@ -377,49 +365,26 @@ def _torch_flash() -> Kernels:
     """
     aten: Any = torch.ops.aten
 
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, documents: Documents
-    ) -> tuple[Tensor, Tensor]:
-        out, normaliser, *_ = aten._flash_attention_forward(
+    def options(documents: Documents) -> Arguments:
+        return {"scale": documents.scale, **_sides(documents)}
+
+    def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the state of the random number generator, which only dropout uses."""
+        return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+
+    return Kernels(
+        lambda query, key, value, documents: aten._flash_attention_forward(
             *(query, key, value, *_lengths(documents), 0.0, documents.window is None, False),
-            scale=documents.scale,
-            **_sides(documents),
-        )
-        return out, normaliser
-
-    def backward(
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        normaliser: Tensor,
-        documents: Documents,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # The state of the random number generator, which only dropout uses.
-        state = (
-            torch.zeros(2, dtype=torch.uint64, device=query.device),
-            torch.empty(0, device=query.device),
-        )
-        found: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
-            *(
-                gradient,
-                query,
-                key,
-                value,
-                out,
-                normaliser,
-                *_lengths(documents),
-                0.0,
-                documents.window is None,
-                *state,
-            ),
-            scale=documents.scale,
-            **_sides(documents),
-        )
-        return found
-
-    return Kernels(forward, backward)
+            **options(documents),
+        )[:2],
+        lambda gradient, query, key, value, out, normaliser, documents: (
+            aten._flash_attention_backward(
+                *(gradient, query, key, value, out, normaliser, *_lengths(documents)),
+                *(0.0, documents.window is None, *no_dropout(query.device)),
+                **options(documents),
+            )
+        ),
+    )
 
 
 def _flash_attn_2() -> Kernels:
@@ -431,7 +396,7 @@ def _flash_attn_2() -> Kernels:
         _flash_attn_varlen_forward,
     )
 
-    def options(documents: Documents) -> dict[str, Any]:
+    def options(documents: Documents) -> Arguments:
         return {
             "dropout_p": 0.0,
             "softmax_scale": documents.scale,
@@ -441,39 +406,25 @@ def _flash_attn_2() -> Kernels:
             **_sides(documents),
         }
 
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, documents: Documents
-    ) -> tuple[Tensor, Tensor]:
-        out, normaliser, *_ = _flash_attn_varlen_forward(
-            query, key, value, *_lengths(documents), **options(documents)
-        )
-        return out, normaliser
-
-    def backward(
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        normaliser: Tensor,
-        documents: Documents,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found = _empty_like(query, key, value)
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    def backward(*tensors: Tensor, documents: Documents) -> None:
         _flash_attn_varlen_backward(
-            *(gradient, query, key, value, out, normaliser, *found, *_lengths(documents)),
+            *(*tensors, *_lengths(documents)),
             **options(documents),
-            deterministic=deterministic,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return found
 
-    return Kernels(forward, backward)
+    return Kernels(
+        lambda query, key, value, documents: _flash_attn_varlen_forward(
+            query, key, value, *_lengths(documents), **options(documents)
+        )[:2],
+        partial(_backward_into, backward),
+    )
 
 
 def _flash_attn_3() -> Kernels:
     from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
-    def options(documents: Documents) -> dict[str, Any]:
+    def options(documents: Documents) -> Arguments:
         return {
             **_named_lengths(documents),
             "softmax_scale": documents.scale,
@@ -481,27 +432,10 @@ def _flash_attn_3() -> Kernels:
             **_sides(documents),
         }
 
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, documents: Documents
-    ) -> tuple[Tensor, Tensor]:
-        out, normaliser, *_ = _flash_attn_forward(
-            query, key, value, causal=True, **options(documents)
-        )
-        return out, normaliser
-
-    def backward(
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        normaliser: Tensor,
-        documents: Documents,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found = _empty_like(query, key, value)
-        of_query, of_key, of_value = found
+    def backward(*tensors: Tensor, documents: Documents) -> None:
+        *given, of_query, of_key, of_value = tensors
         _flash_attn_backward(
-            *(gradient, query, key, value, out, normaliser),
+            *given,
             dq=of_query,
             dk=of_key,
             dv=of_value,
@@ -509,15 +443,19 @@ def _flash_attn_3() -> Kernels:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **options(documents),
         )
-        return found
 
-    return Kernels(forward, backward)
+    return Kernels(
+        lambda query, key, value, documents: _flash_attn_forward(
+            query, key, value, causal=True, **options(documents)
+        )[:2],
+        partial(_backward_into, backward),
+    )
 
 
 def _flash_attn_4() -> Kernels:
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    def options(documents: Documents) -> dict[str, Any]:
+    def options(documents: Documents) -> Arguments:
         window = documents.window
         sides = {
             "window_size_left": None if window is None else window - 1,
@@ -531,37 +469,16 @@ def _flash_attn_4() -> Kernels:
             "softcap": documents.softcap,
         }
 
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, documents: Documents
-    ) -> tuple[Tensor, Tensor]:
-        out, normaliser, *_ = _flash_attn_fwd(
+    return Kernels(
+        lambda query, key, value, documents: _flash_attn_fwd(
             query, key, value, return_lse=True, **options(documents)
-        )
-        return out, normaliser
-
-    def backward(
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        normaliser: Tensor,
-        documents: Documents,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        of_query, of_key, of_value, *_ = _flash_attn_bwd(
-            query,
-            key,
-            value,
-            out,
-            gradient,
-            normaliser,
-            deterministic=deterministic,
+        )[:2],
+        lambda gradient, query, key, value, out, normaliser, documents: _flash_attn_bwd(
+            *(query, key, value, out, gradient, normaliser),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **options(documents),
-        )
-        return of_query, of_key, of_value
-
-    return Kernels(forward, backward)
+        )[:3],
+    )
 
 
 def _lengths(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
@@ -569,7 +486,7 @@ def _lengths(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
     return documents.boundaries, documents.boundaries, documents.longest, documents.longest
 
 
-def _named_lengths(documents: Documents) -> dict[str, Any]:
+def _named_lengths(documents: Documents) -> Arguments:
     """Return the same for kernels that take them by name."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return dict(zip(names, _lengths(documents), strict=True))
@@ -583,8 +500,14 @@ def _sides(documents: Documents) -> dict[str, int]:
     }
 
 
-def _empty_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _backward_into(
+    run: Callable[..., None], gradient: Tensor, *saved: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, which ``run`` writes into tensors of theirs."""
+    *tensors, documents = saved
+    of_query, of_key, of_value = map(torch.empty_like, tensors[:3])
+    run(gradient, *tensors, of_query, of_key, of_value, documents=documents)
+    return of_query, of_key, of_value
 
 
 _LOADERS: dict[AttentionBackend, Callable[[], Kernels]] = {
@@ -643,22 +566,19 @@ def needs_of(
         sinks: Whether its heads have sinks.
         deterministic: Whether backward passes must be deterministic.
     """
-    latent = (getattr(config, "qk_nope_head_dim", None) or 0) + (
-        getattr(config, "qk_rope_head_dim", None) or 0
+    latent = sum(
+        getattr(config, key, None) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim")
     )
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
     widest = max(
         getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         for layer in layers
     )
-    size = latent or widest
-    softcap = bool(getattr(config, "attn_logit_softcapping", None))
-    rows = needs_rows(config)
     return Needs(
-        head_size=size,
+        head_size=latent or widest,
         sinks=sinks,
-        softcap=softcap,
-        rows=rows,
+        softcap=bool(getattr(config, "attn_logit_softcapping", None)),
+        rows=needs_rows(config),
         deterministic=deterministic,
         plain=supports_sdpa,
     )
@@ -675,15 +595,13 @@ def _decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
     backend: AttentionBackend = FORMER_NAMES.get(model.attention) or model.attention  # type: ignore[assignment]
     if (obstacle := obstacle_to(backend, needs, available)) is None:
         return Chosen(backend)
-    remedy = "Set it to auto, which takes the fastest one that can be used."
-    problem = Problem(
-        code=_CODES[obstacle],
-        field="model.attention",
-        value=model.attention,
-        message=OBSTACLES[obstacle],
-        remedy=remedy,
+    raise reject(
+        _CODES[obstacle],
+        "model.attention",
+        model.attention,
+        OBSTACLES[obstacle],
+        "Set it to auto, which takes the fastest one that can be used.",
     )
-    raise InputError([problem])
 
 
 def choose(
@@ -701,21 +619,12 @@ def choose(
         return register(kernels_of(backend), sequence_group(ranks_per_sequence))
     if ranks_per_sequence == 1:
         return backend
-    message, remedy = (
+    raise reject(
+        "sequence-parallel-attention",
+        "train.sequence_parallel",
+        str(ranks_per_sequence),
         f"needs attention that takes document boundaries, and here it runs on {backend}",
         "Set it to 1.",
-    )
-    code = "sequence-parallel-attention"
-    raise InputError(
-        [
-            Problem(
-                code=code,
-                field="train.sequence_parallel",
-                value=str(ranks_per_sequence),
-                message=message,
-                remedy=remedy,
-            )
-        ]
     )
 
 
@@ -740,7 +649,7 @@ def takes_boundaries(implementation: str) -> bool:
 
 def arguments(
     batch: Batch, implementation: str, config: PretrainedConfig, dtype: torch.dtype
-) -> dict[str, Any]:
+) -> Arguments:
     """Return the arguments of the model's forward pass that say where its tokens are, and keep the
     documents of a batch apart.
 
@@ -757,10 +666,10 @@ def arguments(
     """
     if needs_rows(config):
         return {}
-    positions: dict[str, Any] = {"position_ids": batch.position_ids}
+    positions: Arguments = {"position_ids": batch.position_ids}
     if takes_boundaries(implementation):
         boundaries, longest = batch.boundaries, batch.longest
-        kernel: dict[str, Any] = {
+        kernel: Arguments = {
             "cu_seq_lens_q": boundaries,
             "cu_seq_lens_k": boundaries,
             "max_length_q": longest,
@@ -778,7 +687,7 @@ def arguments(
     shape = torch.empty(
         (*batch.input_ids.shape, 1), dtype=dtype, device=batch.input_ids.device
     )  # Stands in for the embeddings.
-    known: dict[str, Any] = {
+    known: Arguments = {
         "config": config,
         "inputs_embeds": shape,
         "attention_mask": None,

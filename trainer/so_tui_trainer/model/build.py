@@ -17,13 +17,15 @@ from so_tui.model.profile import (
     tiles_mlp,
 )
 from so_tui.model.shape import architecture
-from so_tui.spec import InputError, ModelSpec, Problem, RunSpec
+from so_tui.spec import InputError, ModelSpec, RunSpec
 from so_tui.spec.check import sharing_problem
+from so_tui.spec.errors import reject
 from so_tui.spec.model_table import layers_without_attention, packing_problem, recurrent_kinds
 from so_tui_trainer.data.batches import needs_rows_apart
+from so_tui_trainer.hub import model_problem
 from so_tui_trainer.model import attention, checkpointing, fused, kinds_of, trained, weights
 from so_tui_trainer.model.checkpointing import HostActivations, Room
-from so_tui_trainer.model.config import disable_dropout, load_config, model_problem
+from so_tui_trainer.model.config import disable_dropout, load_config
 from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.loss import changes_logits_otherwise
 from so_tui_trainer.model.stored import read_index
@@ -71,7 +73,7 @@ def refuse_unsupported(causal: PreTrainedModel, model: ModelSpec) -> None:
         )
     else:
         return
-    raise InputError([model_problem(code, model, message, remedy)])
+    raise model_problem(code, model, message, remedy)
 
 
 def _passes_boundaries(causal: PreTrainedModel) -> bool:
@@ -99,21 +101,13 @@ def _refuse_unlisted(causal: PreTrainedModel, model: ModelSpec) -> None:
     """
     layers = trained.documents_of(causal).layers
     if layers and not needs_rows_apart(model):
-        message = f"does not list the {layers} layers that carry a state from token to token"
-        remedy = (
+        raise reject(
+            "recurrent-layers-unlisted",
+            "model.config.layer_types",
+            "",
+            f"does not list the {layers} layers that carry a state from token to token",
             "Add the model anew with `so-tui presets add`, or list the kind of each layer, such as "
-            "linear_attention."
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="recurrent-layers-unlisted",
-                    field="model.config.layer_types",
-                    value="",
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+            "linear_attention.",
         )
 
 
@@ -152,17 +146,13 @@ def build(
         causal, policy_of(spec.model), _host_activations(causal, spec, implementation, device)
     )
     if tiles_mlp(spec.model) and not fused.install_tiles(causal, MLP_TILE_TOKENS):
-        message = (
-            "no layer has a feed-forward block of its own whose tokens are computed one by one"
+        raise reject(
+            "nothing-to-tile",
+            "model.tiled_mlp",
+            "on",
+            "no layer has a feed-forward block of its own whose tokens are computed one by one",
+            "Set it to off.",
         )
-        problem = Problem(
-            code="nothing-to-tile",
-            field="model.tiled_mlp",
-            value="on",
-            message=message,
-            remedy="Set it to off.",
-        )
-        raise InputError([problem])
     _set_leaf_modules(causal, spec)
     causal.train()
     coefficient = spec.train.router_loss_coefficient
@@ -202,42 +192,39 @@ def _causal(
     on_files: weights.OnFiles,
 ) -> tuple[PreTrainedModel, str]:
     """Build the sharded model with its weights, and choose its attention implementation."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import initialize_weights_zero3
+
     spec = run.model
-    model_class = _model_class(config, spec)
+    try:
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError as error:
+        raise model_problem(
+            "model-not-causal",
+            spec,
+            f"is a {config.model_type}, which transformers has no causal language model for",
+            "Choose a causal language model.",
+        ) from error
     meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
     plain, sinks = bool(model_class._supports_sdpa), attention.has_sinks(meta)
     needs = attention.needs_of(
         config, supports_sdpa=plain, sinks=sinks, deterministic=run.train.deterministic
     )
     implementation = attention.choose(spec, needs, device, run.train.sequence_parallel)
-    if spec.weights == "random":
-        causal = weights.empty_model(
-            config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
-        )
-        weights.initialise(causal)
-        return causal, implementation
-    index = read_index(weights_folder(spec))
-    found = weights.match_weights(meta, index)
-    weights.refuse(found, spec)
+    index, found = {}, None
+    if spec.weights == "pretrained":
+        index = read_index(weights_folder(spec))
+        found = weights.match_weights(meta, index)
+        weights.refuse(found, spec)
     causal = weights.empty_model(
         config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
     )
-    weights.load(causal, meta, found, index, on_files)
+    if found is not None:
+        weights.load(causal, meta, found, index, on_files)
+    else:
+        # Each module's parameters are all-gathered on their device meanwhile.
+        initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
     return causal, implementation
-
-
-def _model_class(config: PretrainedConfig, model: ModelSpec) -> type[PreTrainedModel]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        found: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError as error:
-        message = f"is a {config.model_type}, which transformers has no causal language model for"
-        raise InputError(
-            [model_problem("model-not-causal", model, message, "Choose a causal language model.")]
-        ) from error
-    model_class: type[PreTrainedModel] = found
-    return model_class
 
 
 def _set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
@@ -257,18 +244,13 @@ def _set_leaf_modules(causal: PreTrainedModel, spec: RunSpec) -> None:
     classes = {type(module).__name__: type(module) for module in causal.modules()}
     named = spec.model.leaf_modules
     if absent := [name for name in named if name not in classes]:
-        message, remedy = (
+        raise reject(
+            "leaf-module-unknown",
+            "model.leaf_modules",
+            ", ".join(named),
             f"the model has no {', '.join(absent)}",
             f"It has {', '.join(sorted(classes))}.",
         )
-        problem = Problem(
-            code="leaf-module-unknown",
-            field="model.leaf_modules",
-            value=", ".join(named),
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem])
     layers = [found for found in classes.values() if issubclass(found, GradientCheckpointingLayer)]
     if whole := list(dict.fromkeys([*(classes[name] for name in named), *layers])):
         set_z3_leaf_modules(causal, whole)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -181,17 +181,16 @@ class _Slots:
     def keep(self, tensor: Tensor) -> _Kept:
         """Copy a tensor to the host; the one before it leaves the GPU."""
         if self._kept:
-            self._let_go(self._kept[-1])
+            self._wait(self._kept[-1])
+            self._kept[-1].on_gpu = None
         if not self._free or tensor.nbytes > self._slots.shape[1]:
-            reason = (
+            raise TrainingError(
+                "layer-inputs-unforeseen",
                 f"layers keep more in host memory than is planned: {len(self._slots)} tensors of "
-                f"{self._slots.shape[1]} bytes"
-            )
-            suggestion = (
+                f"{self._slots.shape[1]} bytes",
                 "A layer runs several times in a pass, or a pass had no backward. Set "
-                "model.activation_offload to off."
+                "model.activation_offload to off.",
             )
-            raise TrainingError("layer-inputs-unforeseen", reason, suggestion)
         slot = self._free.pop()
         host = self._slots[slot, : tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         kept = _Kept(slot, host, tensor, self._copy(host, tensor))
@@ -217,10 +216,6 @@ class _Slots:
         # Allocated on the stream that computes: the copy waits for what used that memory before.
         kept.on_gpu = torch.empty_like(kept.host, device=self._device)
         kept.copied = self._copy(kept.on_gpu, kept.host)
-
-    def _let_go(self, kept: _Kept) -> None:
-        self._wait(kept)
-        kept.on_gpu = None
 
     def _wait(self, kept: _Kept) -> None:
         if kept.copied is not None:
@@ -258,17 +253,8 @@ _SAVED: dict[Policy, frozenset[Operation]] = {
 }
 
 
-class _SavedResults(Protocol):
-    """Keeps what one layer saves from its first pass until its recomputation."""
-
-    def save(self, results: Results) -> None: ...
-
-    def reuse(self) -> Results:
-        """Return, and forget, the results that were saved first."""
-
-
 class _OnGpu:
-    """Keeps them where they were computed."""
+    """What one layer saves, where it was computed, as ``_LayerResults`` in host memory."""
 
     def __init__(self) -> None:
         self._results: deque[Results] = deque()
@@ -381,7 +367,7 @@ class _SavedLinear(torch.autograd.Function):
 
 
 def _contexts(
-    saved: frozenset[Operation], made: Callable[[], _SavedResults]
+    saved: frozenset[Operation], made: Callable[[], _LayerResults | _OnGpu]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts around a layer's first pass and around its recomputation, which also mark
     the layer as checkpointed.
@@ -449,8 +435,7 @@ def mixing_blocks(layer: nn.Module) -> tuple[str, ...]:
 
 
 def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    result: Tensor = _SavedLinear.apply(inputs, module.weight, module.bias)  # type: ignore[no-untyped-call]
-    return result
+    return _SavedLinear.apply(inputs, module.weight, module.bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _plain_linear(module: nn.Linear, inputs: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
+from so_tui.spec.errors import reject
+from so_tui_trainer.hub import model_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,17 +58,12 @@ def _scale_rope(config: PretrainedConfig, model: ModelSpec) -> None:
 
 
 def _refusal(model: ModelSpec, message: str) -> InputError:
-    remedy = 'Set model.rope_scaling to "model" and model.rope_factor to 1.'
-    return InputError(
-        [
-            Problem(
-                code="rope-not-scalable",
-                field="model.rope_scaling",
-                value=model.rope_scaling,
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    return reject(
+        "rope-not-scalable",
+        "model.rope_scaling",
+        model.rope_scaling,
+        message,
+        'Set model.rope_scaling to "model" and model.rope_factor to 1.',
     )
 
 
@@ -116,51 +113,47 @@ def _is_computed(owner: type, name: str) -> bool:
     return isinstance(found, property) and found.fset is None
 
 
-def _given_config(model: ModelSpec) -> PretrainedConfig:
+def stored_config(model: ModelSpec) -> PretrainedConfig:
+    """Read the config.json of a hub id or a folder. Raises whatever transformers does."""
     from transformers import AutoConfig
 
+    return AutoConfig.from_pretrained(  # type: ignore[no-any-return]
+        resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+
+
+def _given_config(model: ModelSpec) -> PretrainedConfig:
     try:
         if model.weights == "random":
             return config_of(model.config)
-        found: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id),
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
-        found = language_part(found)
+        found = language_part(stored_config(model))
         if hasattr(found, "quantization_config"):
             del found.quantization_config
         return found
     except KeyError as error:
-        remedy = "Give the model's `config.json` as `[model.config]`, with `model_type`."
-        problem = Problem(
-            code="model-config-incomplete",
-            field="model.config",
-            value="",
-            message=f"lacks {error}",
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+        raise reject(
+            "model-config-incomplete",
+            "model.config",
+            "",
+            f"lacks {error}",
+            "Give the model's `config.json` as `[model.config]`, with `model_type`.",
+        ) from error
     except Exception as error:  # a damaged config.json raises whatever it leads to
         message = f"cannot be read ({first_line(error)})"
         if model.weights == "random":
-            raise InputError(
-                [
-                    Problem(
-                        code="model-config-unreadable",
-                        field="model.config",
-                        value=str(model.config.get("model_type", "")),
-                        message=message,
-                        remedy="Correct it: it is to be a `config.json` of this kind of model.",
-                    )
-                ]
+            raise reject(
+                "model-config-unreadable",
+                "model.config",
+                str(model.config.get("model_type", "")),
+                message,
+                "Correct it: it is to be a `config.json` of this kind of model.",
             ) from error
-        remedy = (
-            "Check the name and the network, log in with `hf auth login` if it is gated, or "
-            "download it first with `so-tui fetch`."
-        )
-        raise InputError(
-            [model_problem("model-config-unreadable", model, message, remedy)]
+        raise model_problem(
+            "model-config-unreadable",
+            model,
+            message,
+            "Check the name and the network, log in with `hf auth login` if it is gated, "
+            "or download it first with `so-tui fetch`.",
         ) from error
 
 
@@ -194,7 +187,3 @@ def disable_dropout(config: PretrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
-
-
-def model_problem(code: str, model: ModelSpec, message: str, remedy: str) -> Problem:
-    return Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from so_tui.spec import InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui_trainer.model import same_in_all_layers
 from so_tui_trainer.model.checkpointing import in_checkpointed_layer, save_or_reuse
 from so_tui_trainer.model.kernels import Gate
@@ -92,8 +92,7 @@ def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
             weights.second if weights.inputs_first else weights.second.transpose(-2, -1),
             offs=ends,
         )
-    result: Tensor = _Product.apply(narrow, weights.second, ends, weights.inputs_first)  # type: ignore[no-untyped-call]
-    return result
+    return _Product.apply(narrow, weights.second, ends, weights.inputs_first)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.no_grad()
@@ -199,8 +198,7 @@ def _gated(
     Returns:
         [pairs, width]
     """
-    result: Tensor = _Gated.apply(products, shares, bias, routing, gate)  # type: ignore[no-untyped-call]
-    return result
+    return _Gated.apply(products, shares, bias, routing, gate)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gated(torch.autograd.Function):
@@ -243,13 +241,13 @@ class _Gated(torch.autograd.Function):
             of_products, of_shares = _gated_backward(
                 gradient, products, shares, bias, ctx.routing, ctx.gate
             )
-        return (
-            of_products,
-            of_shares,
-            None if bias is None else _of_bias(of_products, ctx.routing),
-            None,
-            None,
-        )
+        of_bias = None
+        if bias is not None:
+            # The sum over each expert's rows, [experts, columns], as a product with ones: adding up
+            # the rows one by one takes long.
+            experts = torch.arange(len(ctx.routing.ends), device=of_products.device)[:, None]
+            of_bias = (experts == _experts(ctx.routing)).to(of_products.dtype) @ of_products
+        return of_products, of_shares, of_bias, None, None
 
 
 def _gated_backward(
@@ -280,14 +278,6 @@ def _gated_backward(
     for part, found in zip(_halves(of_products, gate), (of_gates, of_ups), strict=True):
         part.copy_(found)
     return of_products, of_shares.view_as(shares)
-
-
-def _of_bias(of_products: Tensor, routing: _Routing) -> Tensor:
-    """Sum over each expert's rows, [experts, columns], as a product with ones: adding up the rows
-    one by one takes long.
-    """
-    experts = torch.arange(len(routing.ends), device=of_products.device)[:, None]
-    return (experts == _experts(routing)).to(of_products.dtype) @ of_products
 
 
 def _experts(routing: _Routing) -> Tensor:
@@ -338,19 +328,13 @@ class RouterLoss:
         self._seen: list[Tensor] | None = None
         routers = _routers(causal)
         if not routers or not self._experts_per_token:
-            raise InputError(
-                [
-                    Problem(
-                        code="model-without-routers",
-                        field="train.router_loss_coefficient",
-                        value=f"{coefficient:g}",
-                        message=(
-                            f"a {causal.config.model_type} has no routers that transformers "
-                            "records and that choose equally many"
-                        ),
-                        remedy="Set it to 0.",
-                    )
-                ]
+            raise reject(
+                "model-without-routers",
+                "train.router_loss_coefficient",
+                f"{coefficient:g}",
+                f"a {causal.config.model_type} has no routers that transformers "
+                "records and that choose equally many",
+                "Set it to 0.",
             )
         for router, place in routers:
             router.register_forward_hook(partial(self._notice, place))

@@ -39,19 +39,13 @@ def install_kernels(causal: PreTrainedModel, parts: Collection[str] = ALL) -> tu
     if NORM in parts:
         replaced += _replace_modules(causal, _is_rms_norm, _rms_norm)
     if GATE in parts:
-        replaced += _replace_modules(causal, _is_gated, _gated_mlp) + _replace_modules(
-            causal, _is_stacked_gated, _stacked_gated_mlp
-        )
+        for shapes, ours in _MLPS:
+            replaced += _replace_modules(causal, partial(_is_mlp, shapes, ours), ours)
     if EXPERTS in parts:
         replaced += _replace_modules(causal, _is_mixture, _mixture)
     if ROTARY in parts:
         replaced += _replace_rotary(sys.modules[type(causal).__module__])
     return tuple(replaced)
-
-
-def _is_fused_norm(module: nn.Module) -> bool:
-    """Return whether ``install`` made a module a fused norm."""
-    return getattr(module.forward, "func", None) is _rms_norm
 
 
 def _replace_modules(
@@ -74,15 +68,13 @@ def _rms_norm(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _gated_mlp(module: Any, hidden: Tensor) -> Tensor:
-    result: Tensor = module.down_proj(gated(module.gate_proj(hidden), module.up_proj(hidden)))
-    return result
+    return module.down_proj(gated(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
 
 
 def _stacked_gated_mlp(module: Any, hidden: Tensor) -> Tensor:
     """Compute an MLP whose gate and up projections are one matrix (Phi)."""
     gate, up = module.gate_up_proj(hidden).chunk(2, dim=-1)
-    result: Tensor = module.down_proj(gated(gate, up))
-    return result
+    return module.down_proj(gated(gate, up))  # type: ignore[no-any-return]
 
 
 def _mixture(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -92,54 +84,43 @@ def _mixture(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
         chosen,
         shares,
         Weights(module.gate_up_proj, module.down_proj, *biases, module.is_transposed),
-        _gate(module),
-    )
-
-
-def _gate(module: Any) -> Gate:
-    limited = hasattr(module, "limit") and hasattr(module, "alpha")  # gpt-oss
-    return (
         Gate(interleaved=True, alpha=float(module.alpha), limit=float(module.limit), shift=1.0)
-        if limited
-        else Gate()
+        if hasattr(module, "limit") and hasattr(module, "alpha")  # gpt-oss
+        else Gate(),
     )
 
 
 def _is_rms_norm(kind: type[nn.Module], module: nn.Module) -> bool:
-    if not kind.__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != [
-        "weight"
-    ]:
-        return False
-    if not hasattr(module, "variance_epsilon"):
+    names = [name for name, _ in module.named_parameters()]
+    if (
+        not kind.__name__.endswith("RMSNorm")
+        or names != ["weight"]
+        or not hasattr(module, "variance_epsilon")
+    ):
         return False
     stand_in = SimpleNamespace(weight=_random(8), variance_epsilon=1e-3)
     return _agree(kind.forward, _rms_norm, stand_in, _random(3, 8))
 
 
-def _is_gated(kind: type[nn.Module], module: nn.Module) -> bool:
-    return _is_mlp(
-        kind, module, {"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}, _gated_mlp
-    )
-
-
-def _is_stacked_gated(kind: type[nn.Module], module: nn.Module) -> bool:
-    return _is_mlp(kind, module, {"gate_up_proj": (8, 12), "down_proj": (6, 8)}, _stacked_gated_mlp)
+_Shapes = dict[str, tuple[int, int]]
+_MLPS: tuple[tuple[_Shapes, Callable[..., Tensor]], ...] = (
+    ({"gate_proj": (8, 6), "up_proj": (8, 6), "down_proj": (6, 8)}, _gated_mlp),
+    ({"gate_up_proj": (8, 12), "down_proj": (6, 8)}, _stacked_gated_mlp),
+)
+"""(in, out) of the projections that a class is checked with, and its replacement."""
 
 
 def _is_mlp(
-    kind: type[nn.Module],
-    module: nn.Module,
-    shapes: dict[str, tuple[int, int]],
-    ours: Callable[..., Tensor],
+    shapes: _Shapes, ours: Callable[..., Tensor], kind: type[nn.Module], module: nn.Module
 ) -> bool:
     """Return whether a class computes what ``ours`` does.
 
     Args:
-        kind: The class.
-        module: A module of the class; its activation function is used.
         shapes: (in, out) of the stand-in's projections, which must be all of the module's
             parameters.
         ours: The replacement.
+        kind: The class.
+        module: A module of the class; its activation function is used.
     """
     children = dict(module.named_children())
     if not all(type(children.get(name)) is nn.Linear for name in shapes):
@@ -148,7 +129,8 @@ def _is_mlp(
         return False
     # Functions on tensors instead of modules, which ZeRO-3 would shard.
     projections: dict[str, Any] = {
-        name: partial(_linear, _random(*reversed(shape))) for name, shape in shapes.items()
+        name: partial(nn.functional.linear, weight=_random(*reversed(shape)))
+        for name, shape in shapes.items()
     }
     rest = {name: child for name, child in children.items() if name not in shapes}
     stand_in = SimpleNamespace(**_settings(module), **rest, **projections)
@@ -207,10 +189,6 @@ def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
         0.1 * _random(3, 2).float(),
         tolerance=1e-4,
     )
-
-
-def _linear(weight: Tensor, inputs: Tensor) -> Tensor:
-    return nn.functional.linear(inputs, weight)
 
 
 def _replace_rotary(module: Any) -> list[str]:
@@ -326,13 +304,15 @@ def _norms(layer: nn.Module) -> list[nn.Module]:
     """Return the norms around a layer's blocks that are more than one kernel. Those of queries and
     keys are within attention.
     """
-    named = [
+    return [
         module
         for module in layer.children()
-        if type(module).__name__.endswith("Norm") and not list(module.children())
+        if type(module).__name__.endswith("Norm")
+        and not list(module.children())
+        and type(module) not in (nn.LayerNorm, nn.RMSNorm)
+        and getattr(module.forward, "func", None)
+        is not _rms_norm  # as ``install_kernels`` makes it
     ]
-    whole = (nn.LayerNorm, nn.RMSNorm)
-    return [module for module in named if type(module) not in whole and not _is_fused_norm(module)]
 
 
 def _feed_forward(layer: nn.Module) -> nn.Module | None:

@@ -37,8 +37,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     Returns:
         [..., columns], contiguous
     """
-    result: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
-    return result
+    return _Gated.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gated(torch.autograd.Function):
@@ -78,8 +77,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         Like ``heads``; in memory it is [rows, width, heads, size], as the projection before it
         writes and the attention after it reads.
     """
-    result: Tensor = _Rotated.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
-    return result
+    return _Rotated.apply(heads, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Rotated(torch.autograd.Function):

@@ -112,8 +112,7 @@ class HeadLoss(nn.Module):
         if not torch.is_grad_enabled():
             normaliser, score, _ = _normalise(chosen, self.weight, targets, self._cap, save=0)
             return (normaliser - score).sum() * scale
-        loss: Tensor = _BlockedCrossEntropy.apply(chosen, self.weight, targets, scale, self._cap)  # type: ignore[no-untyped-call]
-        return loss
+        return _BlockedCrossEntropy.apply(chosen, self.weight, targets, scale, self._cap)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from so_tui.spec import InputError, Problem, first_line
+from so_tui.spec import InputError, first_line
+from so_tui.spec.errors import reject
 from so_tui.units import disk_size
 
 DTYPES = {
@@ -98,15 +99,20 @@ def read_index(folder: Path) -> dict[str, Stored]:
     """
     names = shards(folder)
     if absent := [name for name in names if not (folder / name).is_file()]:
-        message = f"lacks {absent[0]}" + (
-            f" and {len(absent) - 1} more files" if absent[1:] else ""
+        raise _problem(
+            "weights-incomplete",
+            folder,
+            f"lacks {absent[0]}" + (f" and {len(absent) - 1} more files" if absent[1:] else ""),
         )
-        raise _problem("weights-incomplete", folder, message)
     if not names:
         raise _problem(
             "weights-missing", folder, "has no weights (*.safetensors, or pytorch_model*.bin)"
         )
-    return {name: stored for file in names for name, stored in _tensors(folder / file).items()}
+    found: dict[str, Stored] = {}
+    for name in names:
+        read = _of_safetensors if name.endswith(".safetensors") else _of_torch_save
+        found |= read(folder / name)
+    return found
 
 
 def shards(folder: Path) -> list[str]:
@@ -127,10 +133,6 @@ def _named(folder: Path, file: str) -> list[str]:
     return (
         sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
     )
-
-
-def _tensors(path: Path) -> dict[str, Stored]:
-    return _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch_save(path)
 
 
 def _of_torch_save(path: Path) -> dict[str, Stored]:
@@ -197,31 +199,24 @@ def _of_safetensors(path: Path) -> dict[str, Stored]:
 
 
 def _unreadable(path: Path, reason: str) -> InputError:
-    message = f"cannot be read ({reason})"
-    remedy = (
+    return reject(
+        "weights-unreadable",
+        "model.id",
+        str(path),
+        f"cannot be read ({reason})",
         "Load it with transformers and save it again with `save_pretrained`, or download the model "
-        "again if the file is truncated."
-    )
-    return InputError(
-        [
-            Problem(
-                code="weights-unreadable",
-                field="model.id",
-                value=str(path),
-                message=message,
-                remedy=remedy,
-            )
-        ]
+        "again if the file is truncated.",
     )
 
 
 def _problem(code: str, path: Path, message: str) -> InputError:
-    remedy = (
+    return reject(
+        code,
+        "model.id",
+        str(path),
+        message,
         "Download it again with `so-tui fetch`, name a folder with the complete model, or start "
-        "with `model.weights = random`."
-    )
-    return InputError(
-        [Problem(code=code, field="model.id", value=str(path), message=message, remedy=remedy)]
+        "with `model.weights = random`.",
     )
 
 
@@ -327,20 +322,12 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     """
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        message = (
-            f"has {disk_size(free)} free, but the weights in bf16 need {disk_size(needed_bytes)}"
-        )
-        remedy = "Free some space, or set XDG_CACHE_HOME."
-        raise InputError(
-            [
-                Problem(
-                    code="disk-full",
-                    field="XDG_CACHE_HOME",
-                    value=str(folder),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "disk-full",
+            "XDG_CACHE_HOME",
+            str(folder),
+            f"has {disk_size(free)} free, but the weights in bf16 need {disk_size(needed_bytes)}",
+            "Free some space, or set XDG_CACHE_HOME.",
         )
 
 

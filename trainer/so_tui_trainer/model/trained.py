@@ -46,11 +46,6 @@ class _LongDocuments:
         self.tokens: Tensor | None = None
         """[rows, width] bool; None before the first micro-batch."""
 
-    def look_at(self, batch: Batch) -> None:
-        """Note the documents of a micro-batch."""
-        if self.original_length is not None:
-            self.tokens = batch.document_lengths() > self.original_length
-
 
 def _long_documents_of(causal: PreTrainedModel) -> _LongDocuments:
     """Return the documents by which ``causal`` chooses its frequencies; the first call makes it do
@@ -294,19 +289,18 @@ class TrainedModel(nn.Module):
 
     def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
         self._documents.rows = batch.apart
-        self._long_documents.look_at(batch)
+        if (original := self._long_documents.original_length) is not None:
+            self._long_documents.tokens = batch.document_lengths() > original
         hidden = decoder_of(self.causal)(
             input_ids=batch.input_ids,
             use_cache=False,
             **attention.arguments(batch, self.attention, self.causal.config, self.dtype),
         ).last_hidden_state
-        result: Tensor = self.loss(hidden, batch.predictors, targets, scale)
-        return result
+        return self.loss(hidden, batch.predictors, targets, scale)  # type: ignore[no-any-return]
 
 
 def _head(causal: PreTrainedModel) -> nn.Parameter:
-    weight: nn.Parameter = causal.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-    return weight
+    return causal.get_output_embeddings().weight  # type: ignore[no-any-return, no-untyped-call]
 
 
 def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:

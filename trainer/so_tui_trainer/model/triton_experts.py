@@ -56,7 +56,7 @@ def gated(
     result = torch.empty((rows, columns), dtype=products.dtype, device=products.device)
     if rows:
         _gated_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
-            products.contiguous(), shares.contiguous(), order, bias, experts, result, columns, gate.alpha, gate.limit, gate.shift,  # noqa: E501
+            products.contiguous(), shares.contiguous(), order, bias, experts, result, columns, gate.alpha, gate.limit, gate.shift,
             interleaved=gate.interleaved, block=_COLUMNS,
         )  # fmt: skip
     return result
@@ -77,8 +77,8 @@ def gated_backward(
     of_shares = torch.empty(shares.shape, dtype=shares.dtype, device=shares.device)
     if rows:
         _gated_backward_kernel[(rows,)](
-            gradient.contiguous(), products.contiguous(), shares.contiguous(), order, bias, experts, of_products, of_shares,  # noqa: E501
-            columns, gate.alpha, gate.limit, gate.shift, interleaved=gate.interleaved, block=_COLUMNS,  # noqa: E501
+            gradient.contiguous(), products.contiguous(), shares.contiguous(), order, bias, experts, of_products, of_shares,
+            columns, gate.alpha, gate.limit, gate.shift, interleaved=gate.interleaved, block=_COLUMNS,
         )  # fmt: skip
     return of_products, of_shares
 

@@ -14,7 +14,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 
 import superoffload
 from so_tui.folders import cache_home
-from so_tui.spec import InputError, ModelSpec, Problem, first_line, resolve_source
+from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
+from so_tui.spec.errors import reject
 from so_tui_trainer.model import stored as mxfp4
 from so_tui_trainer.model.stored import Stored, read_index
 
@@ -67,17 +67,26 @@ class _Match(NamedTuple):
 
 def meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a causal language model on meta tensors, which take no memory."""
+    with torch.device("meta"):
+        return constructed(config, trust_remote_code=trust_remote_code)
+
+
+def constructed(
+    config: PretrainedConfig,
+    implementation: str | None = DEFAULT_ATTENTION,
+    *,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Call the constructor of a causal language model in bf16."""
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        model: PreTrainedModel = factory.from_config(
-            config,
-            dtype=torch.bfloat16,
-            attn_implementation=DEFAULT_ATTENTION,
-            trust_remote_code=trust_remote_code,
-        )
-    return model
+    return factory.from_config(  # type: ignore[no-any-return]
+        config,
+        dtype=torch.bfloat16,
+        attn_implementation=implementation,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def decoder_of(causal: PreTrainedModel) -> nn.Module:
@@ -168,33 +177,13 @@ def refuse(found: _Match, model: ModelSpec) -> None:
         ("has in another shape", found.mismatched),
     )
     if parts := [f"{verb} {_some(names)}" for verb, names in kinds if names]:
-        message = f"its checkpoint {'; '.join(parts)}"
-        remedy = (
-            "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`."
+        raise reject(
+            "weights-mismatch",
+            "model.id",
+            model.id,
+            f"its checkpoint {'; '.join(parts)}",
+            "Check `model.id` and `model.revision`, then download it again with `so-tui fetch`.",
         )
-        raise InputError(
-            [
-                Problem(
-                    code="weights-mismatch",
-                    field="model.id",
-                    value=model.id,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
-        )
-
-
-def _largest_conversion_bytes(found: _Match, index: Mapping[str, Stored]) -> int:
-    """Return the bytes of the stored tensors of the largest conversion; 0 if every tensor is stored
-    as the model has it.
-    """
-    sizes = (
-        sum(index[name].bytes for _, name in conversion.sources)
-        for conversion in found.conversions
-        if conversion.converter
-    )
-    return max(sizes, default=0)
 
 
 def _of_language(wanted: Iterable[str], names: Iterable[str]) -> dict[str, str]:
@@ -333,7 +322,8 @@ def prepare_weights(model: ModelSpec) -> Iterator[str]:
     if target.is_dir():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_name(target.name + ".lock")):
+    with target.with_name(target.name + ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # which the kernel releases when the process ends
         yield from mxfp4.convert(source, target)
 
 
@@ -357,20 +347,24 @@ def trainable_folder(source: Path) -> Path:
             json.loads((source / "config.json").read_text()).get("quantization_config") or {}
         )
     except (OSError, ValueError) as error:
-        message, remedy = (
+        raise reject(
+            "model-config-unreadable",
+            "model.id",
+            str(source),
             f"has no readable config.json ({error})",
             "Name the folder of a complete model.",
-        )
-        raise _problem("model-config-unreadable", str(source), message, remedy) from error
+        ) from error
     method = quantisation.get("quant_method")
     if not quantisation:
         return source
     if method != "mxfp4":
-        message, remedy = (
+        raise reject(
+            "weights-quantised",
+            "model.id",
+            str(source),
             f"its weights are quantised ({method}), which cannot be trained",
             "Choose a checkpoint in bf16.",
         )
-        raise _problem("weights-quantised", str(source), message, remedy)
     return _converted_folder(source)
 
 
@@ -399,27 +393,14 @@ def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
             download(model.id, revision=model.revision, local_files_only=local_files_only, **wanted)
         )
     except (OSError, ValueError) as error:
-        remedy = (
+        raise reject(
+            "model-unavailable",
+            "model.id",
+            model.id,
+            f"cannot be downloaded ({first_line(error)})",
             "Check the name and the network, or download it with `so-tui fetch` where there is a "
-            "network."
-        )
-        raise _problem(
-            "model-unavailable", model.id, f"cannot be downloaded ({first_line(error)})", remedy
+            "network.",
         ) from error
-
-
-def _problem(code: str, value: str, message: str, remedy: str) -> InputError:
-    return InputError(
-        [Problem(code=code, field="model.id", value=value, message=message, remedy=remedy)]
-    )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file. The kernel releases it when the process ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # Tensors that belong to a model's weights although nothing trains them: buffers, and parameters
@@ -443,18 +424,18 @@ def untrained(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
     Raises:
         InputError: The pretrained weights are no longer here.
     """
+    from transformers.initialization import no_init_weights
+
     names = meta.state_dict().keys() - trained_shapes(meta, remove_duplicate=False).keys()
     if not names:
         return {}
     found = {name: tensor for name, tensor in _initial(meta).items() if name in names}
-    if any(
-        tensor.isnan().all() for tensor in found.values()
-    ):  # what the constructor says is final (Apertus' activation)
-        found |= {
-            name: tensor
-            for name, tensor in _constructed(meta, model).items()
-            if name in found and found[name].isnan().all()
-        }
+    # What the constructor says is final (Apertus' activation). The weights that it makes are never
+    # touched, and take no memory.
+    if unknown := {name for name, tensor in found.items() if tensor.isnan().all()}:
+        with no_init_weights():
+            causal = constructed(meta.config, trust_remote_code=model.trust_remote_code)
+        found |= {name: tensor for name, tensor in causal.named_buffers() if name in unknown}
     if model.weights == "pretrained":
         index = read_index(weights_folder(model))
         for conversion in match_weights(meta, index).conversions:
@@ -510,43 +491,20 @@ def _initial(meta: PreTrainedModel) -> dict[str, Tensor]:
     return dict(meta.named_buffers()) | frozen_now
 
 
-def _constructed(meta: PreTrainedModel, model: ModelSpec) -> dict[str, Tensor]:
-    """Return a model's buffers as its constructor makes them. Its weights are never touched, and
-    take no memory.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    factory: Any = AutoModelForCausalLM
-    with no_init_weights():
-        causal = factory.from_config(
-            meta.config, dtype=torch.bfloat16, trust_remote_code=model.trust_remote_code
-        )
-    return dict(causal.named_buffers())
-
-
 # Load weights into a model that ZeRO-3 has sharded: every rank reads its own shard, one tensor
 # after the other.
 #
 # No rank holds the whole model, and none waits for another. A tensor that is stored as the model
 # has it is read in pieces. One that has to be assembled (experts stored one by one) is assembled
-# as a whole on each rank, and freed afterwards. A rank needs at most ``_host_peak_bytes`` of host
-# memory, wherever its weights go.
+# as a whole on each rank, and freed afterwards. Besides its weights a
+# rank needs a piece of a file, or the largest conversion, whose parts exist both stacked and joined
+# while it runs.
 
 
 PIECE_BYTES = 64 << 20
 """Bytes of a file that are read together."""
 OnFiles = Callable[[int, int], None]
 """Called with a number of files that have been read, and that of all files."""
-
-
-def _host_peak_bytes(found: _Match, index: Mapping[str, Stored]) -> int:
-    """Return the peak host memory of loading on each rank, in bytes, besides its weights.
-
-    It is a piece of a file, or the largest conversion, whose parts exist both stacked and joined
-    while it runs.
-    """
-    return PIECE_BYTES + 2 * _largest_conversion_bytes(found, index)
 
 
 def empty_model(
@@ -566,29 +524,13 @@ def empty_model(
         ds_config: DeepSpeed's configuration.
         trust_remote_code: Whether the model's own code may run.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    factory: Any = AutoModelForCausalLM
     with no_init_weights(), superoffload.shard(ds_config):
-        causal: PreTrainedModel = factory.from_config(
-            config,
-            dtype=torch.bfloat16,
-            attn_implementation=implementation,
-            trust_remote_code=trust_remote_code,
-        )
+        causal = constructed(config, implementation, trust_remote_code=trust_remote_code)
     causal.tie_weights()
     _compute_buffers(causal, meta)
     return causal
-
-
-def initialise(causal: PreTrainedModel) -> None:
-    """Draw random weights as transformers does. Each module's parameters are all-gathered on their
-    device meanwhile.
-    """
-    from transformers.integrations.deepspeed import initialize_weights_zero3
-
-    initialize_weights_zero3(causal)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -644,7 +586,7 @@ def _files(conversion: _Conversion, index: Mapping[str, Stored]) -> set[Path]:
     return {index[name].path for _, name in conversion.sources}
 
 
-def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
+def _fill_from_file(tensor: Tensor, stored: Stored) -> None:
     part, start = _local_shard(tensor)
     step = PIECE_BYTES // stored.dtype.itemsize
     for begin in range(0, len(part), step):
@@ -652,7 +594,7 @@ def _fill_from_file(tensor: torch.Tensor, stored: Stored) -> None:
         piece.copy_(stored.elements(start + begin, start + begin + len(piece)))
 
 
-def _local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _local_shard(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's flat shard of a tensor, and its start in the flattened tensor. Buffers are
     whole on every rank.
     """

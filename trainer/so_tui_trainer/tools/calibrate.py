@@ -13,6 +13,7 @@ GPUs are numbered as by NVML.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,10 @@ from so_tui.units import thousands
 from so_tui_trainer.binding import set_memory_policy
 from so_tui_trainer.tools.channel import Answer, serve
 
+Fields = dict[str, Any]
+"""An object within a request or an answer."""
+Points = list[tuple[int, float]]
+"""Numbers of cores, nodes or ranks, and a rate for each."""
 _ADAM_PARAMETERS = 64_000_000
 """Parameters of a measurement at full size."""
 _ADAM_BYTES = 18
@@ -48,7 +54,7 @@ def _work(request: Answer) -> Iterator[Answer]:
     """
     begun = time.monotonic()
     scale = float(request.get("scale", 1.0))
-    rates: dict[str, Any] = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
+    rates: Fields = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
     yield {"message": "compiling the CPU Adam kernel, unless it is cached"}
     for answer in _cpu(request["nodes"], request["gpus"] or request.get("pretend_gpus", []), scale):
         rates |= answer.pop("rates", {})
@@ -64,29 +70,19 @@ def _work(request: Answer) -> Iterator[Answer]:
     yield {"rates": rates, "done": True}
 
 
-def _core_counts(cores: int) -> tuple[int, ...]:
-    """Return the numbers of cores for Adam's curve: few where it rises, and those that the default
-    shares of cores give.
-    """
-    return tuple(
-        sorted({max(1, round(cores * share)) for share in (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1)})
-    )
-
-
-def _cpu(
-    nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]], scale: float
-) -> Iterator[Answer]:
+def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Iterator[Answer]:
     """Measure Adam on growing numbers of cores, on every node, and by several ranks together."""
-    points: list[tuple[int, float]] = []
-    together: list[tuple[int, float]] = []
-    bandwidth: list[tuple[int, float]] = []
+    points: Points = []
+    together: Points = []
+    bandwidth: Points = []
     for position, node in enumerate(nodes):
         cpus = node["cpus"]
         # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
         best = 0.0
-        for count in (
-            _core_counts(len(cpus)) if position == 0 else sorted({-(-len(cpus) // 2), len(cpus)})
-        ):
+        # Of the first node a curve: few cores, where it rises, and the default shares of cores.
+        shares = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1) if position == 0 else (0.5, 1)
+        rounded = round if position == 0 else math.ceil
+        for count in sorted({max(1, rounded(len(cpus) * share)) for share in shares}):
             found = _adam(cpus[:count], scale)
             points += [(count, found["step_bytes_per_s"])] if position == 0 else []
             best = max(best, *found.values())
@@ -98,7 +94,7 @@ def _cpu(
                 )
             }
         bandwidth.append((node["id"], best))
-    remote: list[tuple[int, float]] = []
+    remote: Points = []
     for node in nodes[1:]:
         message, rate = _adam_on(node["id"], nodes[0], scale)
         remote += [(node["id"], rate)] if rate else []
@@ -117,7 +113,14 @@ def _cpu(
             )
         }
     rates = {
-        "adam": _rising(points),
+        # More cores than the memory can feed slow Adam down a little, but a rank need not use all.
+        "adam": list(
+            zip(
+                (cores for cores, _ in points),
+                accumulate((rate for _, rate in points), max),
+                strict=True,
+            )
+        ),
         "adam_remote": remote,
         "adam_together": together,
         "node_bytes_per_s": bandwidth,
@@ -125,7 +128,7 @@ def _cpu(
     yield {"message": "CPU measured", "rates": rates}
 
 
-def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, float | None]:
+def _adam_on(memory: int, node: Fields, scale: float) -> tuple[str, float | None]:
     """Measure Adam on a node's cores while its states lie in the memory of another one. Return it
     in words, and None where that fails.
     """
@@ -144,9 +147,7 @@ def _adam_on(memory: int, node: dict[str, Any], scale: float) -> tuple[str, floa
     return f"{where}: {rate / 1e9:.1f} GB/s", rate
 
 
-def _rank_counts(
-    nodes: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]
-) -> tuple[int, ...]:
+def _rank_counts(nodes: Sequence[Fields], gpus: Sequence[Fields]) -> tuple[int, ...]:
     """Return how many ranks may share the first node: 2, 4, ... up to the number of its GPUs,
     limited by its cores.
     """
@@ -160,17 +161,6 @@ def _rank_counts(
 
 def _up_to(most: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in (2, 4, 8, most) if 2 <= count <= most}))
-
-
-def _rising(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Make the curve monotonic. More cores than the memory can feed slow Adam down a little, but a
-    rank need not use them all.
-    """
-    best, rising = 0.0, []
-    for cores, rate in points:
-        best = max(best, rate)
-        rising.append((cores, best))
-    return rising
 
 
 def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
@@ -196,7 +186,7 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
 
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES / together))
-    request: dict[str, Any] = {
+    request: Fields = {
         "worker": worker.__file__,
         "cpus": list(cpus),
         "parameters": parameters,
@@ -217,7 +207,7 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
         )
 
 
-def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator[Answer]:
+def _gpus(gpus: Sequence[Fields], device: str, scale: float) -> Iterator[Answer]:
     """Measure the first GPU by itself, then all GPUs together."""
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = gpus[0]
@@ -266,7 +256,7 @@ def _gpus(gpus: Sequence[dict[str, Any]], device: str, scale: float) -> Iterator
     }
 
 
-def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator[Answer]:
+def _attention(request: Fields, environment: dict[str, str]) -> Iterator[Answer]:
     """Measure attention in a process of its own. Plans do without it where a backend of others does
     not work.
     """
@@ -288,7 +278,7 @@ def _attention(request: dict[str, Any], environment: dict[str, str]) -> Iterator
     yield {"message": "attention measured", "rates": rates}
 
 
-def gpu_argv(request: dict[str, Any]) -> list[str]:
+def gpu_argv(request: Fields) -> list[str]:
     """Return the command that measures one GPU."""
     return [
         sys.executable,
@@ -298,7 +288,7 @@ def gpu_argv(request: dict[str, Any]) -> list[str]:
     ]
 
 
-def _answer(argv: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
+def _answer(argv: Sequence[str], environment: dict[str, str]) -> Fields:
     return _finish(start(argv, environment))
 
 
@@ -316,7 +306,7 @@ def start(
     )
 
 
-def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[Fields]:
     """Return the last line of each child. If one fails, the others may wait for it and are killed.
 
     Raises:
@@ -337,7 +327,7 @@ def finish_all(children: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]
                     child.kill()
 
 
-def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
+def _finish(child: subprocess.Popen[str]) -> Fields:
     """Return the last line of a child.
 
     Raises:
@@ -354,14 +344,8 @@ def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
             "a measurement failed: "
             + (errors.strip().rpartition("\n")[2] or f"exit code {child.returncode}")
         )
-    found: dict[str, Any] = json.loads(out.strip().rpartition("\n")[2])
-    return found
-
-
-def main() -> int:
-    """Answer the request on stdin."""
-    return serve(_work)
+    return json.loads(out.strip().rpartition("\n")[2])  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_work))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, check_tree
+from so_tui.spec.errors import reject
 from so_tui.units import thousands
 from superoffload.errors import OffloadError
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 
 Answer = dict[str, Any]
+Item = TypeVar("Item")
+Other = TypeVar("Other")
+Result = TypeVar("Result")
 
 
 def serve(work: Callable[[Answer], Iterator[Answer]]) -> int:
@@ -59,6 +63,18 @@ def serve_lines(work: Callable[[Iterator[str]], Iterator[Answer]]) -> int:
     return code
 
 
+def changed(
+    steps: Generator[Item, None, Result], change: Callable[[Item], Other]
+) -> Generator[Other, None, Result]:
+    """Yield what ``steps`` yields, changed, and return what it returns."""
+    while True:
+        try:
+            item = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        yield change(item)
+
+
 def requested_spec(request: Answer) -> RunSpec:
     """Return the spec of a request.
 
@@ -78,14 +94,12 @@ def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:
         if isinstance(error, InputError)
         else (Problem(code=code, field="", value="", message=str(error), remedy=""),)
     )
-    problems: list[Answer] = msgspec.to_builtins(found)
-    return problems
+    return msgspec.to_builtins(found)  # type: ignore[no-any-return]
 
 
 # The newest checkpoint of a run, for helpers that make a whole model of it.
 
 
-Result = TypeVar("Result")
 _PROGRESS_S = 0.5
 """Between two answers that say how far the work is."""
 
@@ -160,56 +174,41 @@ def refuse_code_of_others(run: RunDirectory, spec: RunSpec) -> None:
         InputError: ``model.trust_remote_code`` is set in the spec of another user, or in one that
             others can write (``not-your-spec``).
     """
-    from so_tui.spec import InputError, Problem
     from so_tui.trust.files import distrust_of_file
 
     if spec.model.trust_remote_code and (distrust := distrust_of_file(run.spec_path)) is not None:
-        message = (
+        raise reject(
+            "not-your-spec",
+            "model.trust_remote_code",
+            "true",
             f"asks to run the model's code, but {run.spec_path} is not a file that only you can "
-            f"write ({distrust})"
-        )
-        remedy = "Copy the run, read its spec.json, and use the copy."
-        raise InputError(
-            [
-                Problem(
-                    code="not-your-spec",
-                    field="model.trust_remote_code",
-                    value="true",
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+            f"write ({distrust})",
+            "Copy the run, read its spec.json, and use the copy.",
         )
 
 
 def _newest(run: RunDirectory, spec: RunSpec) -> Found:
     from so_tui.runs.directory import checkpoints_folder, run_id
-    from so_tui.spec import InputError, Problem
     from so_tui_trainer.checkpoint_folder import newest
     from so_tui_trainer.failures import TrainingError
 
     try:
         found = newest(checkpoints_folder(run, spec), run_id(run))
     except TrainingError as error:
-        problem = Problem(
-            code=error.code,
-            field="run",
-            value=run.name,
-            message=error.reason,
-            remedy=error.suggestion,
-        )
-        raise InputError([problem]) from error
+        raise reject(
+            error.code,
+            "run",
+            run.name,
+            error.reason,
+            error.suggestion,
+        ) from error
     if found is None:
-        remedy = (
+        raise reject(
+            "checkpoint-missing",
+            "run",
+            run.name,
+            "has no checkpoint yet",
             "Resume it and let it save one: at its end, on stop, every `checkpoint.every_steps` or "
-            "`every_minutes`."
+            "`every_minutes`.",
         )
-        problem = Problem(
-            code="checkpoint-missing",
-            field="run",
-            value=run.name,
-            message="has no checkpoint yet",
-            remedy=remedy,
-        )
-        raise InputError([problem])
     return found

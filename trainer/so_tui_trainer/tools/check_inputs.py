@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.spec import InputError, Problem, RunSpec, resolve_source
+from so_tui.spec import InputError, RunSpec, resolve_source
+from so_tui.spec.errors import reject
 from so_tui.units import disk_size
 from so_tui_trainer.hub import missing_files, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.tools.channel import Answer, problems_json, requested_spec, serve
@@ -45,16 +46,12 @@ def _tokenizer(spec: RunSpec) -> list[str]:
 
     size, vocabulary = len(load_tokenizer(spec)), load_config(spec.model).vocab_size
     if size > vocabulary:
-        raise InputError(
-            [
-                Problem(
-                    code="tokenizer-too-large",
-                    field="model.tokenizer",
-                    value=spec.model.tokenizer or spec.model.id,
-                    message=f"has {size} tokens, but the model's vocabulary has {vocabulary}",
-                    remedy="Use the model's own tokenizer.",
-                )
-            ]
+        raise reject(
+            "tokenizer-too-large",
+            "model.tokenizer",
+            spec.model.tokenizer or spec.model.id,
+            f"has {size} tokens, but the model's vocabulary has {vocabulary}",
+            "Use the model's own tokenizer.",
         )
     return []
 

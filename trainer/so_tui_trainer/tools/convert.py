@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from so_tui.spec.errors import reject
 from so_tui.units import plural, thousands
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -86,16 +87,30 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
 
 def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     import superoffload
+    from so_tui.model.shape import trainable
     from so_tui.runs import RunDirectory, read_spec
     from so_tui.runs.directory import run_id
     from so_tui_trainer import checkpoint_folder
-    from so_tui_trainer import checkpoint_folder as disk_room
     from so_tui_trainer.model.trained import PREFIX
 
     run = RunDirectory(path)
     spec = read_spec(run)
     found = _read(source.expanduser())
-    _refuse_other_model(source, found, spec)
+    wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
+    if differing := sorted(
+        name
+        for name in wanted.keys() | found.numels.keys()
+        if wanted.get(name) != found.numels.get(name)
+    ):
+        names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
+        raise reject(
+            "checkpoint-differs",
+            "checkpoint",
+            str(source),
+            f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or "
+            f"size: {names}",
+            "Name the preset of its model with --as.",
+        )
     yield {
         "message": (
             f"converting step {thousands(found.progress.step)}, "
@@ -105,7 +120,7 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     folder = checkpoint_folder.claim(run, spec)
     try:
         field = "checkpoint.folder" if spec.checkpoint.folder else "--runs-dir"
-        disk_room.make_room(folder, _STATES_BYTES * sum(found.numels.values()), field)
+        checkpoint_folder.make_room(folder, _STATES_BYTES * sum(found.numels.values()), field)
         partial = checkpoint_folder.begin(folder, found.progress.step)
         superoffload.write_states(
             found, checkpoint_folder.optimizer_folder(partial), lambda name: PREFIX + name
@@ -119,52 +134,18 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
 
 def _read(source: Path) -> DeepSpeedStates:
     import superoffload
-    from so_tui.spec import InputError, Problem
 
     try:
         return superoffload.deepspeed_states(source)
     except superoffload.OffloadError as error:
-        remedy = (
+        raise reject(
+            error.code,
+            "checkpoint",
+            str(source),
+            str(error).rstrip("."),
             "Name the folder that was given to DeepSpeed's save_checkpoint, or that of a step in "
-            "it."
-        )
-        problem = Problem(
-            code=error.code,
-            field="checkpoint",
-            value=str(source),
-            message=str(error).rstrip("."),
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
-
-
-def _refuse_other_model(source: Path, found: DeepSpeedStates, spec: RunSpec) -> None:
-    from so_tui.model.shape import trainable
-    from so_tui.spec import InputError, Problem
-
-    wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
-    if differing := sorted(
-        name
-        for name in wanted.keys() | found.numels.keys()
-        if wanted.get(name) != found.numels.get(name)
-    ):
-        names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
-        message = (
-            f"is not of the model of {spec.label}: {len(differing)} parameters differ in name or "
-            f"size: {names}"
-        )
-        remedy = "Name the preset of its model with --as."
-        raise InputError(
-            [
-                Problem(
-                    code="checkpoint-differs",
-                    field="checkpoint",
-                    value=str(source),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
-        )
+            "it.",
+        ) from error
 
 
 def _manifest(run: str, progress: Progress, spec: RunSpec) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from so_tui_trainer.tools.calibrate import finish_all, gpu_argv, start
 from so_tui_trainer.tools.channel import Answer, serve
@@ -45,7 +44,7 @@ def _work(request: Answer) -> Iterator[Answer]:
     yield {"copies": found, "done": True}
 
 
-def _together(pairs: list[tuple[int, dict[str, Any]]], request: Answer) -> list[dict[str, Any]]:
+def _together(pairs: list[tuple[int, Answer]], request: Answer) -> list[Answer]:
     scale = float(request.get("scale", 1.0))
     shared = {
         "device": request.get("device", "cuda:0"),
@@ -76,10 +75,5 @@ def _together(pairs: list[tuple[int, dict[str, Any]]], request: Answer) -> list[
     ]
 
 
-def main() -> int:
-    """Answer the request on stdin."""
-    return serve(_work)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_work))

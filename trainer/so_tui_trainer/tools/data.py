@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from itertools import chain, groupby, islice, pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from so_tui.spec import RunSpec
 from so_tui.units import thousands
 from so_tui_trainer.hub import stay_offline_when_cut_off
-from so_tui_trainer.tools.channel import Answer, requested_spec, serve
+from so_tui_trainer.tools.channel import Answer, changed, requested_spec, serve
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
-    from so_tui_trainer.data.documents import Documents, Sequences
+    from so_tui_trainer.data.documents import Documents, Int64s, Sequences
 
 
 _BINS = 11
@@ -49,11 +45,11 @@ def _preview(request: Answer) -> Iterator[Answer]:
     stay_offline_when_cut_off()
     from so_tui_trainer.data.chat import chat_of
     from so_tui_trainer.data.documents import fill, read
-    from so_tui_trainer.data.tokens import load_tokenizer
+    from so_tui_trainer.data.tokens import load_tokenizer, preparing
     from so_tui_trainer.evaluation import divide
 
     spec = requested_spec(request)
-    folder = yield from _prepared(spec)
+    folder = yield from changed(preparing(spec), _progress)
     documents, tokenizer = read(folder, spec.data), load_tokenizer(spec)
     parts, lengths = divide(documents, spec), documents.lengths
     epoch = documents.epoch(spec.train.seed, parts.training)
@@ -82,25 +78,16 @@ def _preview(request: Answer) -> Iterator[Answer]:
     }
 
 
-def _prepared(spec: RunSpec) -> Generator[Answer, None, Path]:
-    """Yield the progress of the tokenisation; return the folder of the cache entry."""
-    from so_tui_trainer.data.tokens import preparing
-
-    steps = preparing(spec)
-    while True:
-        try:
-            rows, total = next(steps)
-        except StopIteration as end:
-            folder: Path = end.value
-            return folder
-        yield {
-            "message": f"tokenised {thousands(rows)} of {thousands(total)} rows",
-            "done_rows": rows,
-            "total_rows": total,
-        }
+def _progress(rows: tuple[int, int]) -> Answer:
+    done, total = rows
+    return {
+        "message": f"tokenised {thousands(done)} of {thousands(total)} rows",
+        "done_rows": done,
+        "total_rows": total,
+    }
 
 
-def _histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
+def _histogram(lengths: Int64s) -> list[Answer]:
     """Count documents and tokens by length: bins of equal width, and a last one for the few
     documents that are far longer.
     """
@@ -121,7 +108,7 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> list[Answer]:
     ]
 
 
-def _sources(documents: Documents, epoch: npt.NDArray[np.int64]) -> list[Answer]:
+def _sources(documents: Documents, epoch: Int64s) -> list[Answer]:
     """Describe each source and its share of ``epoch``, the documents that an epoch trains on."""
     firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
     met = np.bincount(

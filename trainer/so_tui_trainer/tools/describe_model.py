@@ -25,16 +25,16 @@ from so_tui.spec import (
     InputError,
     ModelSpec,
     ParameterBlock,
-    Problem,
     Tensor,
     decays,
     first_line,
     resolve_source,
 )
 from so_tui.spec.check import exists, is_folder
+from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, packing_problem, recurrent_kinds
 from so_tui.spec.run_spec import TensorKind, is_matrix
-from so_tui_trainer.hub import remote_files, stay_offline_when_cut_off
+from so_tui_trainer.hub import causes, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -54,51 +54,46 @@ def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
     """
     text = str(error)
     if "trust_remote_code" in text and not model.trust_remote_code:
-        remedy = "Read that code first. If you trust it, add --trust-remote-code."
         _refuse(
             "model-needs-remote-code",
             model,
             "comes with its own Python code, which is not run by default",
-            remedy,
+            "Read that code first. If you trust it, add --trust-remote-code.",
             error,
         )
-    if _caused_by(error, "GatedRepoError"):
-        remedy = (
+    if any(type(cause).__name__ == "GatedRepoError" for cause in causes(error)):
+        _refuse(
+            "hub-access-denied",
+            model,
+            "is gated, and this user has no access",
             "Accept its terms on its page on the hub, then log in with `hf auth login` (or set "
-            "HF_TOKEN)."
+            "HF_TOKEN).",
+            error,
         )
-        _refuse("hub-access-denied", model, "is gated, and this user has no access", remedy, error)
     if "Unrecognized model" in text:
-        remedy = "Name a folder whose config.json has `model_type`, in the format of transformers."
-        message = "does not say what kind of model it is (its config.json has no `model_type`)"
-        _refuse("model-type-missing", model, message, remedy, error)
+        _refuse(
+            "model-type-missing",
+            model,
+            "does not say what kind of model it is (its config.json has no `model_type`)",
+            "Name a folder whose config.json has `model_type`, in the format of transformers.",
+            error,
+        )
     if "does not recognize this architecture" in text:
         from transformers import __version__
 
-        message = f"is of a kind that transformers {__version__} does not know"
         _refuse(
             "model-type-unknown",
             model,
-            message,
+            f"is of a kind that transformers {__version__} does not know",
             "Install a newer transformers, or choose another model.",
             error,
         )
-    message = f"its config.json cannot be read ({_reason(error)})"
-    _refuse("model-config-unreadable", model, message, "Correct it, or download it again.", error)
-
-
-def _refuse_shape(model: ModelSpec, error: Exception) -> NoReturn:
-    """Explain why a model cannot be built on meta tensors.
-
-    Raises:
-        InputError: Always.
-    """
-    message = f"its shape cannot be built: {_reason(error)}"
     _refuse(
-        "model-shape-invalid",
+        "model-config-unreadable",
         model,
-        message,
-        "Check its config.json. Some models need other packages, or a newer transformers.",
+        f"its config.json cannot be read ({_reason(error)})",
+        "Correct it, or download it again.",
+        error,
     )
 
 
@@ -121,19 +116,23 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
         )
     text = config.get_text_config()
     if text is not config:
-        message = (
+        _refuse(
+            "model-multimodal",
+            model,
             "is a multimodal model, and transformers has no model for its language part alone "
-            f"({text.model_type})"
+            f"({text.model_type})",
+            remedy,
         )
-        _refuse("model-multimodal", model, message, remedy)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     ):
-        message = (
+        _refuse(
+            "model-not-causal",
+            model,
             f"is an encoder ({classes[0] if classes else config.model_type}), not a causal "
-            "language model"
+            "language model",
+            remedy,
         )
-        _refuse("model-not-causal", model, message, remedy)
     known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     own_code = model.trust_remote_code and "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
@@ -141,64 +140,28 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     if own_code:
         return
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        message = f"is a {config.model_type}, which transformers has no causal language model for"
-        _refuse("model-not-causal", model, message, remedy)
+        _refuse(
+            "model-not-causal",
+            model,
+            f"is a {config.model_type}, which transformers has no causal language model for",
+            remedy,
+        )
     if classes and not known & set(classes):
         _refuse(
             "model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy
         )
 
 
-def _refuse_head(model: ModelSpec, causal: PreTrainedModel) -> None:
-    from so_tui_trainer.model.build import refuse_unsupported
-
-    if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        message = "has no output projection that so-tui can find"
-        _refuse(
-            "model-head-missing", model, message, "Choose a model with a plain output projection."
-        )
-    refuse_unsupported(causal, model)
-
-
-def _refuse_unplannable(model: ModelSpec) -> None:
-    """Refuse a model whose shape the planner cannot read.
-
-    Raises:
-        InputError: Names the keys that are missing.
-    """
-    from so_tui.model.flops import flops_of
-
-    try:
-        flops_of(model)
-    except InputError as error:
-        missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
-        message = (
-            f"a {model.config.get('model_type')} has no {missing}: this kind of model cannot be "
-            "planned"
-        )
-        _refuse(
-            "model-not-plannable",
-            model,
-            message,
-            "Choose a decoder with attention in every layer.",
-            error,
-        )
-
-
 def _refuse(
     code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None
 ) -> NoReturn:
-    raise InputError(
-        [Problem(code=code, field="model.id", value=model.id, message=message, remedy=remedy)]
+    raise reject(
+        code,
+        "model.id",
+        model.id,
+        message,
+        remedy,
     ) from error
-
-
-def _caused_by(error: BaseException | None, name: str) -> bool:
-    while error is not None:
-        if type(error).__name__ == name:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
@@ -333,18 +296,6 @@ def _unwritable(value: Any) -> bool:
     )
 
 
-def _expert_blocks(causal: PreTrainedModel) -> tuple[str, ...]:
-    """Return the classes of the blocks with experts. ZeRO-3 all-gathers such a block as a whole,
-    whichever experts a token uses.
-    """
-    blocks = {
-        type(module).__name__
-        for module in causal.modules()
-        if any(name == "experts" for name, _ in module.named_children())
-    }
-    return tuple(sorted(blocks))
-
-
 def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
     """Yield all parameters in the order of ``named_parameters``; tied ones name the parameter they
     share.
@@ -430,12 +381,35 @@ def describe(request: Answer) -> Iterator[Answer]:
         weights="random" if request.get("weights") == "random" else "pretrained",
         trust_remote_code=bool(request.get("trust_remote_code")),
     )
-    _check_hub(asked)
+    if not Path(resolve_source(asked.id)).is_dir():
+        files = remote_files(asked)
+        if files and "config.json" not in files:
+            _refuse(
+                "model-config-missing",
+                asked,
+                "has no config.json on the hub",
+                "Choose a model in the format of transformers.",
+            )
     # Imported late: torch and transformers take seconds.
-    from so_tui_trainer.model.config import language_part
+    from huggingface_hub.errors import StrictDataclassError
+
+    from so_tui.model.flops import flops_of
+    from so_tui_trainer.model.build import refuse_unsupported
+    from so_tui_trainer.model.config import language_part, stored_config
     from so_tui_trainer.model.weights import meta_model
 
-    whole = _read_config(asked)
+    try:
+        whole = stored_config(asked)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        StrictDataclassError,
+    ) as error:
+        _refuse_unreadable(asked, error)
     config = language_part(whole)
     _refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
@@ -458,15 +432,44 @@ def describe(request: Answer) -> Iterator[Answer]:
         ImportError,
         RuntimeError,
     ) as error:
-        _refuse_shape(asked, error)
-    _refuse_head(asked, causal)
+        _refuse(
+            "model-shape-invalid",
+            asked,
+            f"its shape cannot be built: {_reason(error)}",
+            "Check its config.json. Some models need other packages, or a newer transformers.",
+        )
+    if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+        _refuse(
+            "model-head-missing",
+            asked,
+            "has no output projection that so-tui can find",
+            "Choose a model with a plain output projection.",
+        )
+    refuse_unsupported(causal, asked)
+    # ZeRO-3 all-gathers a block of experts as a whole, whichever experts a token uses.
+    blocks = {
+        type(module).__name__
+        for module in causal.modules()
+        if any(name == "experts" for name, _ in module.named_children())
+    }
     found = msgspec.structs.replace(
         asked,
         config=shape_of(config, causal),
         parameters=blocks_of(ordered_tensors(causal)),
-        leaf_modules=_expert_blocks(causal),
+        leaf_modules=tuple(sorted(blocks)),
     )
-    _refuse_unplannable(found)
+    try:
+        flops_of(found)
+    except InputError as error:
+        missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
+        _refuse(
+            "model-not-plannable",
+            found,
+            f"a {found.config.get('model_type')} has no {missing}: this kind of model cannot be "
+            "planned",
+            "Choose a decoder with attention in every layer.",
+            error,
+        )
     yield {
         "model": msgspec.to_builtins(found),
         "parameters": found.parameter_count,
@@ -486,70 +489,34 @@ def _resolve_model(model: str) -> str:
     path = Path(text).expanduser()
     if is_folder(path):
         if not exists(path / "config.json"):
-            code, message, remedy = (
-                "model-config-missing",
-                "has no config.json",
-                "Name the folder that `save_pretrained` wrote.",
-            )
             if exists(path / "adapter_config.json"):
-                code, message, remedy = (
+                raise reject(
                     "model-is-adapter",
+                    "model.id",
+                    text,
                     "is an adapter (LoRA), not a whole model",
                     "Name the model it was made for.",
                 )
-            raise InputError(
-                [Problem(code=code, field="model.id", value=text, message=message, remedy=remedy)]
+            raise reject(
+                "model-config-missing",
+                "model.id",
+                text,
+                "has no config.json",
+                "Name the folder that `save_pretrained` wrote.",
             )
         return model.strip() if text != model.strip() else str(path.absolute())
     if exists(path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text:
         code, message = "model-folder-missing", "there is no such folder, or you may not open it"
         if exists(path) and text:
             code, message = "model-is-file", "is a file, not a folder"
-        remedy = "Name a folder with a config.json, or a model on the hub (owner/name)."
-        raise InputError(
-            [Problem(code=code, field="model.id", value=text, message=message, remedy=remedy)]
+        raise reject(
+            code,
+            "model.id",
+            text,
+            message,
+            "Name a folder with a config.json, or a model on the hub (owner/name).",
         )
     return text
-
-
-def _check_hub(model: ModelSpec) -> None:
-    """Check that the model is on the hub or in the cache.
-
-    Raises:
-        InputError: No such model or revision, no network and nothing cached, or no config.json.
-    """
-    if not Path(resolve_source(model.id)).is_dir():
-        files = remote_files(model)
-        if files and "config.json" not in files:
-            _refuse(
-                "model-config-missing",
-                model,
-                "has no config.json on the hub",
-                "Choose a model in the format of transformers.",
-            )
-
-
-def _read_config(model: ModelSpec) -> PretrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id),
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        StrictDataclassError,
-    ) as error:
-        _refuse_unreadable(model, error)
-    return config
 
 
 def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
@@ -565,11 +532,12 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
         notes.append(f"{problem.message}: each is a sequence of its own (data.packing = false)")
     if method := _quantisation(config):
         if (method, config.model_type) != _DEQUANTISED:
-            remedy = "Choose this model's checkpoint with bf16 weights."
-            message = (
-                f"its weights are quantised ({method}), and quantised weights cannot be trained"
+            _refuse(
+                "weights-quantised",
+                model,
+                f"its weights are quantised ({method}), and quantised weights cannot be trained",
+                "Choose this model's checkpoint with bf16 weights.",
             )
-            _refuse("weights-quantised", model, message, remedy)
         notes.append(
             f"its weights are stored as {method} and are converted to bf16 when they are loaded"
         )

@@ -7,14 +7,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from so_tui.spec import InputError, ModelSpec, Problem
+from so_tui.spec import InputError, ModelSpec
+from so_tui.spec.errors import reject
 from so_tui.spec.generation import (
     Answer,
     Ask,
@@ -33,18 +34,15 @@ from so_tui.spec.generation import (
 from so_tui.trust.files import distrust_of_folder
 from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools import channel
-from so_tui_trainer.tools.channel import refuse_code_of_others, with_newest
+from so_tui_trainer.tools.channel import changed, refuse_code_of_others, with_newest
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from so_tui_trainer.generation import Writer
 
 
 Item = TypeVar("Item")
-Other = TypeVar("Other")
-Result = TypeVar("Result")
 Writers = dict[Side, "Writer"]
 
 
@@ -59,23 +57,10 @@ def _serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
     """
     stay_offline_when_cut_off()
     load = msgspec.json.decode(next(lines), type=LoadModel)  # noqa: TID251 -- what our own process sends
-    writers = yield from _changed(_loading(load), msgspec.to_builtins)
+    writers = yield from changed(_loading(load), msgspec.to_builtins)
     requests = _Requests(lines)
     for ask in requests:
         yield from map(msgspec.to_builtins, _answers(writers, ask, requests))
-
-
-def _changed(
-    steps: Generator[Item, None, Result], change: Callable[[Item], Other]
-) -> Generator[Other, None, Result]:
-    """Yield what ``steps`` yields, changed, and return what it returns."""
-    while True:
-        try:
-            item = next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-        yield change(item)
 
 
 class _Requests:
@@ -145,6 +130,8 @@ def _in_turn(iterators: Iterator[Iterator[Item]]) -> Iterator[Item]:
 
 def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     """Load the models of a request."""
+    import torch
+
     from so_tui_trainer import export
     from so_tui_trainer.data.chat import chat_of
     from so_tui_trainer.data.tokens import tokenizer_of
@@ -165,7 +152,8 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
     writers: Writers = {
         side: Writer(export.placed(each, device), chat, stop) for side, each in models.items()
     }
-    yield Loaded(models=tuple(known), device=_name(device), layout=chat.name)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    yield Loaded(models=tuple(known), device=name, layout=chat.name)
     return writers
 
 
@@ -191,17 +179,12 @@ def _base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
         if not load.run or distrust_of_folder(Path(load.run)) is None:
             return model
         message = f"the run may be another user's work, so {model.id} is not downloaded on its word"
-    remedy = "Name a model to compare with: --base FOLDER, or a hub id."
-    raise InputError(
-        [
-            Problem(
-                code="base-model-unknown",
-                field="--compare",
-                value="",
-                message=message,
-                remedy=remedy,
-            )
-        ]
+    raise reject(
+        "base-model-unknown",
+        "--compare",
+        "",
+        message,
+        "Name a model to compare with: --base FOLDER, or a hub id.",
     )
 
 
@@ -220,7 +203,7 @@ def _of_run(
         "loading",
         lambda found: (export.of_checkpoint(found.path, spec), found.manifest.step),
     )
-    causal, step = yield from _changed(
+    causal, step = yield from changed(
         steps, lambda answer: Progress(message=str(answer["message"]))
     )
     return (
@@ -275,12 +258,6 @@ def _of_base(model: ModelSpec) -> Generator[Event, None, tuple[PreTrainedModel, 
         yield Progress(message=line)
     causal = export.of_folder(weights.weights_folder(model), model)
     return causal, ModelFacts(side="base", name=model.id, parameters=export.parameter_count(causal))
-
-
-def _name(device: torch.device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from statistics import median_high
 from typing import Any
 
+Fields = dict[str, Any]
+"""A request or an answer."""
 TOKENS = 8192
 """Rows of the matrix products."""
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -34,7 +36,7 @@ ROUNDS = 96
 """Passes that ranks make together."""
 
 
-def main(request: dict[str, Any]) -> None:
+def main(request: Fields) -> None:
     """Measure and print the answer."""
     if request.get("cpus"):
         os.sched_setaffinity(0, request["cpus"])
@@ -44,18 +46,20 @@ def main(request: dict[str, Any]) -> None:
         ("attention", _measure_attention),
     )
     measure = next((measure for name, measure in alone if request.get(name)), _measure_one_gpu)
-    answer = measure(request)
-    print(json.dumps(answer), flush=True)
-    os._exit(0)  # There is nothing to save, and the shutdown of CUDA takes a second.
-
-
-def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure matrix products, copies and the layer launch overhead of one GPU."""
     import torch
 
     device = torch.device(request["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    answer = measure(request, device)
+    print(json.dumps(answer), flush=True)
+    os._exit(0)  # There is nothing to save, and the shutdown of CUDA takes a second.
+
+
+def _measure_one_gpu(request: Fields, device: Any) -> Fields:
+    """Measure matrix products, copies and the layer launch overhead of one GPU."""
+    import torch
+
     limit_s, scale = request["seconds"], request["scale"]
     tokens = max(16, int(TOKENS * scale))
     layers = [
@@ -73,21 +77,18 @@ def _measure_one_gpu(request: dict[str, Any]) -> dict[str, Any]:
     flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in layers)
     products = _seconds(lambda: [left @ right for left, right in layers], device, limit_s)
     small = _small_layers(device)
-    return _measure_copies(request) | {
+    return _measure_copies(request, device) | {
         "matrix_flops": flops / products,
         "small_layer_s": _seconds(small, device, limit_s) / SMALL_LAYERS,
     }
 
 
-def _measure_copies(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_copies(request: Fields, device: Any) -> Fields:
     """Measure copies within the GPU's memory, and between it and host memory of the node where this
     process runs.
     """
     import torch
 
-    device = torch.device(request["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     limit_s, scale = request["seconds"], request["scale"]
     size = max(4096, int(COPY_BYTES * scale) // 4 * 4)
     near, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -124,15 +125,11 @@ def _measure_copies(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _measure_attention(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_attention(request: Fields, device: Any) -> Fields:
     """Measure the attention backends that this GPU can use."""
-    import torch
 
     from so_tui_trainer.tools.attention_rates import attention_rates, usable_backends
 
-    device = torch.device(request["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     limit_s = request["seconds"] / 4
     return {
         "attention": attention_rates(
@@ -168,16 +165,14 @@ def _small_layers(device: Any) -> Callable[[], object]:
     return pass_through
 
 
-def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_between_gpus(request: Fields, device: Any) -> Fields:
     """Measure an all-gather and the layer launch overhead of several ranks."""
     import torch
     from torch import distributed
 
     from so_tui_trainer.older_versions import all_gather_single
 
-    device, rank, ranks = torch.device(request["device"]), request["rank"], request["ranks"]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    rank, ranks = request["rank"], request["ranks"]
     backend = "nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(
         backend, init_method=f"file://{request['store']}", rank=rank, world_size=ranks
@@ -202,7 +197,7 @@ def _measure_between_gpus(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _small_layer_together_s(count: int, request: dict[str, Any], device: Any) -> float | None:
+def _small_layer_together_s(count: int, request: Fields, device: Any) -> float | None:
     """Measure the layer launch overhead, in seconds, of ranks that wait for each other.
 
     The first ``count`` ranks synchronise after each pass of ``SMALL_LAYERS``, which takes about as

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from so_tui.spec import InputError, ModelSpec, ParameterBlock, Problem, find_preset, resolve_source
+from so_tui.spec import InputError, ModelSpec, ParameterBlock, find_preset
+from so_tui.spec.errors import reject
 from so_tui.spec.model_table import MARKER, table_text
-from so_tui_trainer.model.config import config_of, language_part
+from so_tui_trainer.model.config import config_of, language_part, stored_config
 from so_tui_trainer.model.weights import meta_model
 from so_tui_trainer.tools.describe_model import blocks_of, ordered_tensors, planned_shape, shape_of
 
@@ -37,12 +38,7 @@ def _model_config(model: ModelSpec) -> PretrainedConfig:
     hub or folder if that is empty.
     """
     if not model.config:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            resolve_source(model.id),
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
-        return language_part(config)
+        return language_part(stored_config(model))
     return config_of(model.config)
 
 
@@ -60,11 +56,13 @@ def _rewritten(path: Path) -> tuple[str, int]:
     model = find_preset(str(path.resolve()), table=False).spec.model
     own = path.read_text(encoding="utf-8").partition(MARKER)[0].rstrip("\n")
     if re.search(r"^\s*\[\[\s*model\s*\.\s*parameters", own, re.MULTILINE):
-        message, remedy = (
+        raise _refusal(
+            "table-not-generated",
+            "model.parameters",
             "is above the generated table",
             "Delete it; the generated one replaces it.",
+            path,
         )
-        raise _refusal("table-not-generated", "model.parameters", message, remedy, path)
     config = _model_config(model)
     causal = meta_model(config)
     known = model.config.keys() | (_EXPERTS if _EXPERTS & model.config.keys() else set())
@@ -87,17 +85,25 @@ def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
     if header:  # An empty section: the whole shape, which has sections itself, goes to the end.
         own = own[: header.start()] + own[header.end() :]
     elif given is not None:
-        remedy = "Write it as a section: [model.config] and its keys below."
         raise _refusal(
-            "model-config-not-section", "model.config", f"lacks {', '.join(missing)}", remedy, path
+            "model-config-not-section",
+            "model.config",
+            f"lacks {', '.join(missing)}",
+            "Write it as a section: [model.config] and its keys below.",
+            path,
         )
     section = tomli_w.dumps({"model": {"config": missing}}).rstrip("\n")
     return f"{own}\n\n{section}"
 
 
 def _refusal(code: str, field: str, message: str, remedy: str, path: Path) -> InputError:
-    return InputError(
-        [Problem(code=code, field=field, value="", message=message, remedy=remedy, file=str(path))]
+    return reject(
+        code,
+        field,
+        "",
+        message,
+        remedy,
+        file=str(path),
     )
 
 

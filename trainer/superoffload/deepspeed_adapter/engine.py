@@ -23,12 +23,13 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import z3_leaf_module
 from packaging.version import Version
+from torch import Tensor
 from torch.utils.cpp_extension import _get_build_directory
 
 from superoffload.deepspeed_adapter import stage3
 from superoffload.deepspeed_adapter.stage3 import SuperOffloadStage3
 from superoffload.errors import OffloadError
-from superoffload.gpu_states import SubGroupState
+from superoffload.gpu_states import SubGroupState, initial_state
 from superoffload.optimizer import SuperOffload
 from superoffload.transfers import RunAheadLimiter
 
@@ -125,13 +126,12 @@ def shard(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Return a context in which the parameters of every new module are sharded over the ranks as
     soon as it is constructed.
     """
-    context: AbstractContextManager[Any] = deepspeed.zero.Init(
+    return deepspeed.zero.Init(  # type: ignore[no-any-return]
         config_dict_or_path=stage3.without_pinning(ds_config)
     )
-    return context
 
 
-def local_shard(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int]:
+def local_shard(parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
     """Return this rank's shard of a sharded parameter.
 
     Returns:
@@ -217,21 +217,20 @@ def sub_group_states(engine: Engine) -> list[SubGroupState]:
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, SuperOffloadStage3):
-        return [_own_state(optimizer.core, index) for index in range(len(optimizer.fp16_groups))]
+        core = optimizer.core
+        return [
+            SubGroupState(
+                "gpu" if group.on_gpu else "cpu",
+                group.weights,
+                core.master_weights(index),
+                partial(core.moments, index),
+                partial(core.set_moments, index),
+                core.steps_taken,
+                core.set_steps_taken,
+            )
+            for index, group in enumerate(core.sub_groups)
+        ]
     return [_stage3_state(optimizer, index) for index in range(len(optimizer.fp16_groups))]
-
-
-def _own_state(core: SuperOffload, index: int) -> SubGroupState:
-    group = core.sub_groups[index]
-    return SubGroupState(
-        "gpu" if group.on_gpu else "cpu",
-        group.weights,
-        core.master_weights(index),
-        partial(core.moments, index),
-        partial(core.set_moments, index),
-        core.steps_taken,
-        core.set_steps_taken,
-    )
 
 
 def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
@@ -252,17 +251,15 @@ def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
     inner = optimizer.backup_optimizer if on_backup else optimizer.optimizer
     state = inner.state[leaf]
     if not state:
-        state["step"] = _first_step(inner, leaf)
-        state["exp_avg"] = torch.zeros_like(flat)
-        state["exp_avg_sq"] = torch.zeros_like(flat)
+        state.update(initial_state(inner, flat))
 
     def set_step(step: int) -> None:
-        if isinstance(state["step"], torch.Tensor):
+        if isinstance(state["step"], Tensor):
             state["step"].fill_(step)
         else:
             state["step"] = step
 
-    def set_moments(first: torch.Tensor, second: torch.Tensor) -> None:
+    def set_moments(first: Tensor, second: Tensor) -> None:
         state["exp_avg"].copy_(first)
         state["exp_avg_sq"].copy_(second)
 
@@ -274,16 +271,6 @@ def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
         set_moments,
         int(state["step"]),
         set_step,
-    )
-
-
-def _first_step(inner: Any, master_weights: torch.Tensor) -> int | torch.Tensor:
-    """Return step 0 in the form in which the optimizer itself creates it."""
-    if not isinstance(inner, torch.optim.AdamW):
-        return 0
-    on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
-    return torch.zeros(
-        (), dtype=torch.float32, device=master_weights.device if on_device else "cpu"
     )
 
 

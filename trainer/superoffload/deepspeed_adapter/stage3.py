@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import z3_leaf_module
+from torch import Tensor
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from superoffload.conversion import deepspeed_states
@@ -41,37 +42,6 @@ from superoffload.shared_states import HostWeights
 # DeepSpeed's checkpoints: one rank's states as DeepSpeed's ZeRO-3 optimizer has them, and back.
 
 
-def _to_state_dict(
-    core: SuperOffload, parameter_groups: Sequence[Mapping[str, Any]], partition_count: Any
-) -> dict[str, Any]:
-    """Return copies of the states, which ``zero_to_fp32.py`` can read.
-
-    Args:
-        core: The rank's optimizer, synchronized.
-        parameter_groups: Those of AdamW.
-        partition_count: As DeepSpeed's optimizer has it.
-    """
-    moments = [core.moments(index) for index in range(len(core.sub_groups))]
-    state = {
-        index: {
-            "step": core.steps_taken,
-            "exp_avg": first.cpu().clone(),
-            "exp_avg_sq": second.cpu().clone(),
-        }
-        for index, (first, second) in enumerate(moments)
-    }
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in parameter_groups
-    ]
-    return {
-        ZERO_STAGE: ZeroStageEnum.weights,
-        PARTITION_COUNT: partition_count,
-        OPTIMIZER_STATE_DICT: {"state": state, "param_groups": groups},
-        FP32_FLAT_GROUPS: [core.master_weights(index).cpu().clone() for index in state],
-    }
-
-
 def _load_state_dict(
     core: SuperOffload,
     parameter_groups: Sequence[dict[str, Any]],
@@ -79,7 +49,7 @@ def _load_state_dict(
     *,
     moments: bool,
 ) -> None:
-    """Load what ``_to_state_dict`` returned, of as many ranks and sub-groups.
+    """Load what ``state_dict`` returned, of as many ranks and sub-groups.
 
     Args:
         core: The rank's optimizer, synchronized.
@@ -136,11 +106,11 @@ def _load_universal(
             for name in saved.numels.keys() | numels.keys()
             if saved.numels.get(name) != numels.get(name)
         )
-        message = (
+        raise OffloadError(
             f"{folder} is of another model: {len(names)} parameters differ in name or size, "
-            f"{', '.join(names[:3])} first."
+            f"{', '.join(names[:3])} first.",
+            code="other-parameters",
         )
-        raise OffloadError(message, code="other-parameters")
     places = {
         name: (index, group.span(member))
         for index, group in enumerate(core.sub_groups)
@@ -165,7 +135,7 @@ def _load_universal(
         core.set_steps_taken(saved.adam_step)
 
 
-def publish_weights(optimizer: Any, states: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def publish_weights(optimizer: Any, states: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Cast the master weights to the weights, and update the parameters that every rank holds whole
     (persistent ones).
 
@@ -202,7 +172,7 @@ def without_pinning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _place(
     groups: Sequence[Sequence[Any]], numels: Sequence[int], on_gpu: int, device: torch.device
-) -> tuple[list[torch.Tensor], HostWeights | None]:
+) -> tuple[list[Tensor], HostWeights | None]:
     """Move the shards of each sub-group into one tensor: the first sub-groups' to the GPU, the
     others' to host memory.
 
@@ -259,7 +229,7 @@ def _gather(
 
 
 @contextmanager
-def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[torch.Tensor | None]:
+def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
     on_host = [
         parameter
         for parameter in parameters
@@ -383,16 +353,6 @@ def own_super_offload(settings: Settings) -> Iterator[None]:
         superoffload_stage3.SuperOffloadOptimizer_Stage3 = original
 
 
-def _refuse_nvme(offload_param: Any) -> None:
-    """Refuse weights on a disk, before DeepSpeed compiles what reads and writes them there."""
-    if offload_param is not None and offload_param.device == OffloadDeviceEnum.nvme:
-        raise OffloadError(
-            'Weights on an NVMe disk (offload_param with device "nvme") are not supported with '
-            'SuperOffload. Use the device "cpu".',
-            code="offload-param",
-        )
-
-
 class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """ZeRO-3 up to the reduced gradients, ``SuperOffload`` from there on.
 
@@ -404,7 +364,13 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     def __init__(self, settings: Settings, *arguments: Any, **keywords: Any) -> None:
         self._settings = settings
-        _refuse_nvme(keywords.get("offload_param_config"))
+        offload_param = keywords.get("offload_param_config")
+        if offload_param is not None and offload_param.device == OffloadDeviceEnum.nvme:
+            raise OffloadError(
+                'Weights on an NVMe disk (offload_param with device "nvme") are not supported with '
+                'SuperOffload. Use the device "cpu".',
+                code="offload-param",
+            )
         super().__init__(*arguments, **keywords)
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
@@ -418,7 +384,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             )
 
     def _move_to_flat_buffer(
-        self, param_list: list[Any], flat_buffer: torch.Tensor, avoid_copy: bool = False
+        self, param_list: list[Any], flat_buffer: Tensor, avoid_copy: bool = False
     ) -> None:
         for parameter in param_list:
             parameter.ds_tensor.final_location = "not-nvme"
@@ -488,9 +454,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             )
         # Other methods of the base class expect these attributes.
         self.grad_partitions_flat_buffer = None
-        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[
-            int, torch.Tensor
-        ] = {}
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor] = {}
         self._waits = Waits(self.core, {ds_id: index for ds_id, (index, _) in self._member.items()})
         self._waits.before_all_gather(self.module)
         self._waits.before_layers(self.parameter_offload.get_param_coordinator())
@@ -510,7 +474,12 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             offsets.append(offsets[-1] + numel)
         return SubGroup(
             weights=weights,
-            parameter_group=self._parameter_group(parameters[0]),
+            # DeepSpeed 0.18.9 and 0.19.0 themselves do not count groups of frozen parameters.
+            parameter_group=next(
+                number
+                for number, group in enumerate(self.optimizer.param_groups)
+                if any(parameters[0] is member for member in group["params"])
+            ),
             names=tuple(self.param_names[parameter] for parameter in parameters),
             offsets=tuple(offsets[:-1]),
             on_gpu=on_gpu,
@@ -518,20 +487,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             first_use=min(order[parameter.ds_id] for parameter in parameters),
         )
 
-    def _parameter_group(self, parameter: Any) -> int:
-        """Return the index of a parameter's group. DeepSpeed 0.18.9 and 0.19.0 themselves do not
-        count groups of frozen parameters.
-        """
-        groups = self.optimizer.param_groups
-        return next(
-            index
-            for index, group in enumerate(groups)
-            if any(parameter is member for member in group["params"])
-        )
-
-    def partition_grads(
-        self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
-    ) -> None:
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
         gradients = [
             Gradient(*self._member[parameter.ds_id], self._outside_bucket(partition))
             for parameter, partition in zip(params_to_release, grad_partitions, strict=True)
@@ -543,7 +499,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 parameter.grad.record_stream(get_accelerator().current_stream())
             parameter.grad = None
 
-    def _outside_bucket(self, partition: torch.Tensor) -> torch.Tensor:
+    def _outside_bucket(self, partition: Tensor) -> Tensor:
         """Return a gradient in memory that the next bucket does not overwrite while the gradient is
         still being copied.
 
@@ -632,7 +588,25 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         none.
         """
         self.core.synchronize()
-        return _to_state_dict(self.core, self.optimizer.param_groups, self.partition_count)
+        moments = [self.core.moments(index) for index in range(len(self.core.sub_groups))]
+        state = {
+            index: {
+                "step": self.core.steps_taken,
+                "exp_avg": first.cpu().clone(),
+                "exp_avg_sq": second.cpu().clone(),
+            }
+            for index, (first, second) in enumerate(moments)
+        }
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            ZERO_STAGE: ZeroStageEnum.weights,
+            PARTITION_COUNT: self.partition_count,
+            OPTIMIZER_STATE_DICT: {"state": state, "param_groups": groups},
+            FP32_FLAT_GROUPS: [self.core.master_weights(index).cpu().clone() for index in state],
+        }
 
     def load_state_dict(
         self,
