@@ -27,6 +27,7 @@ from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.plan import Launch, Plan
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
 from so_tui.spec.check import exists
+from so_tui.spec.errors import reject
 from so_tui.spec.presets import missing_paths
 from so_tui.units import disk_size, memory_size
 
@@ -176,20 +177,12 @@ def writable(wanted: Path, field: str) -> Path:
         or not os.access(folder, os.W_OK)
         or shutil.disk_usage(folder).total == 0
     ):
-        message, remedy = (
+        raise reject(
+            "not-writable",
+            field,
+            str(wanted),
             f"{folder} cannot be written",
             "Make it writable, or choose another folder.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-writable",
-                    field=field,
-                    value=str(wanted),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     return folder
 

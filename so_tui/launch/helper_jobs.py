@@ -28,7 +28,6 @@ from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import write_state_even_if_full
 from so_tui.spec import (
     InputError,
-    Problem,
     Refusal,
     Refused,
     RunSpec,
@@ -39,6 +38,7 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.check import exists, is_folder, path_fault
+from so_tui.spec.errors import reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
 from so_tui.spec.generation import Cancel as generation_Cancel
 from so_tui.spec.model_table import layer_kinds, packing_problem
@@ -597,20 +597,13 @@ def _refuse_other_shape(changes: dict[str, str]) -> None:
     """
     for key, value in changes.items():
         if key.startswith(("model.config", "model.parameters")):
-            remedy = (
+            raise reject(
+                "read-from-the-model",
+                key,
+                value,
+                "is read from the model",
                 "Copy the folder, change its config.json, and add the copy; or use it with "
-                "model.weights=random."
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="read-from-the-model",
-                        field=key,
-                        value=value,
-                        message="is read from the model",
-                        remedy=remedy,
-                    )
-                ]
+                "model.weights=random.",
             )
 
 
@@ -619,17 +612,12 @@ def _refuse_taken(name: str) -> None:
     older = load_catalog().presets.get(name)
     taken = older.path if older else str(user_folder() / f"{name}.toml")
     if older or exists(Path(taken)):
-        remedy = "Use that preset, or give another name (--name)."
-        raise InputError(
-            [
-                Problem(
-                    code="name-taken",
-                    field="name",
-                    value=name,
-                    message=f"is taken by {taken}",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "name-taken",
+            "name",
+            name,
+            f"is taken by {taken}",
+            "Use that preset, or give another name (--name).",
         )
 
 
@@ -667,17 +655,7 @@ def named_model(
     """
     for argument, given in (("model", text), ("--base", base)):
         if fault := path_fault(given):
-            raise InputError(
-                [
-                    Problem(
-                        code="invalid-path",
-                        field=argument,
-                        value=given,
-                        message=fault,
-                        remedy=_REMEDY,
-                    )
-                ]
-            )
+            raise reject("invalid-path", argument, given, fault, _REMEDY)
     folder = Path(text).expanduser()
     model = exists(folder / "config.json")
     if (
@@ -687,17 +665,12 @@ def named_model(
         and ("/" in text or model)
     ):
         if not model:
-            message = "is neither the folder of a run nor that of a model"
-            raise InputError(
-                [
-                    Problem(
-                        code="not-a-model",
-                        field="model",
-                        value=text,
-                        message=message,
-                        remedy=_REMEDY,
-                    )
-                ]
+            raise reject(
+                "not-a-model",
+                "model",
+                text,
+                "is neither the folder of a run nor that of a model",
+                _REMEDY,
             )
         return LoadModel(
             folder=str(folder.absolute()), compare=compare or bool(base), base=base, device=device

@@ -44,7 +44,8 @@ from so_tui.runs.lock import run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.samples import read_network_rate
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
-from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.spec import SoTuiError
+from so_tui.spec.errors import reject
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import read_own, umask_of
 
@@ -134,35 +135,22 @@ def _told_attempt(
             msgspec.DecodeError,
         ):  # not yet, or a network file system is away or has half of it
             if clock() > deadline:
-                message, remedy = (
+                raise reject(
+                    "first-node-silent",
+                    "run",
+                    run.name,
                     "the first node of its job does not say which attempt the job makes",
                     "`so-tui resume` continues the run.",
-                )
-                problem = Problem(
-                    code="first-node-silent",
-                    field="run",
-                    value=run.name,
-                    message=message,
-                    remedy=remedy,
-                )
-                raise InputError([problem]) from None
+                ) from None
             time.sleep(_POLL_S)
             continue
         if told.attempt is None:
-            message, remedy = (
+            raise reject(
+                "not-continued",
+                "run",
+                run.name,
                 "does not continue, as the first node of its job says",
                 "`so-tui resume` continues it.",
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="not-continued",
-                        field="run",
-                        value=run.name,
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
             )
         return told.attempt
 
@@ -175,20 +163,12 @@ def _made_attempt(run: RunDirectory, submitted: int, machine: Machine) -> int:
     if state.attempt < submitted:
         return submitted
     if not _may_continue(run, state):
-        message, remedy = (
+        raise reject(
+            "not-continued",
+            "run",
+            run.name,
             f"is {state.state} ({state.code or 'by a person'})",
             "`so-tui resume` continues it.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-continued",
-                    field="run",
-                    value=run.name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     _leave_queue(run)
     executor = SlurmExecutor(restarted=Restarted(job_id=_this_job(), works_in=submitted))
@@ -259,17 +239,12 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
     admission.refuse_unknown_attempt(run, attempt)
     submission = read_submission(run, attempt)
     if submission is None:
-        message, remedy = "was not submitted with this job", "Start runs with `so-tui run`."
-        raise InputError(
-            [
-                Problem(
-                    code="not-submitted",
-                    field="--attempt",
-                    value=str(attempt),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "not-submitted",
+            "--attempt",
+            str(attempt),
+            "was not submitted with this job",
+            "Start runs with `so-tui run`.",
         )
     os.umask(umask_of(run.path))
     nodes = nodes_of_job(os.environ)

@@ -37,6 +37,7 @@ from so_tui.spec import (
     parse_value,
     with_values,
 )
+from so_tui.spec.errors import reject
 from so_tui.spec.presets import with_absolute_paths
 from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
 from so_tui.trust.files import read_bounded, read_own
@@ -331,18 +332,12 @@ def prepare_resume(
             so_tui_command("resume", run.name, "--set", "train.steps=N"),
             so_tui_command("export", run.name),
         )
-        remedy = f"Train longer with `{longer}`, or export the model with `{export}`."
-        message = f"has finished all of its {thousands(before.total_steps)} steps"
-        raise InputError(
-            [
-                Problem(
-                    code="run-has-finished",
-                    field="run",
-                    value=run.name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "run-has-finished",
+            "run",
+            run.name,
+            f"has finished all of its {thousands(before.total_steps)} steps",
+            f"Train longer with `{longer}`, or export the model with `{export}`.",
         )
     _refuse_trained_length(values, before)
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
@@ -429,21 +424,11 @@ def _lengthens(values: Mapping[str, str], steps: int) -> bool:
 def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
     given = _given_steps(values)
     if before.saved_step and given is not None and 0 < given <= before.saved_step:
-        message = (
+        raise reject(
+            "length-already-trained",
+            "train.steps",
+            values["train.steps"],
             f"the run would continue from step {thousands(before.saved_step)} and have nothing to "
-            "train"
-        )
-        remedy = (
-            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`."
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="length-already-trained",
-                    field="train.steps",
-                    value=values["train.steps"],
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+            "train",
+            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
         )

@@ -54,7 +54,8 @@ from so_tui.runs.liveness import (
 from so_tui.runs.lock import ended_state, record_end, run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
-from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.spec import InputError, SoTuiError
+from so_tui.spec.errors import reject
 from so_tui.trust.text import printable_line, so_tui_command
 
 # The state of a run with what its executor knows: why it waits, on which node it starts, and how
@@ -357,18 +358,13 @@ def stop(
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        message, remedy = (
+        raise reject(
+            "control-not-writable",
+            "run",
+            str(run.control_dir),
             f"the request to stop cannot be written: {error.strerror}",
             "Check the rights of this folder.",
-        )
-        problem = Problem(
-            code="control-not-writable",
-            field="run",
-            value=str(run.control_dir),
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+        ) from error
     ensure_supervised(run)
     deadline = time.monotonic() + grace_s + _AFTER_KILL_S
     watch = HeartbeatWatch()  # a run on another host may die while it is waited for
@@ -401,18 +397,14 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
         executor_of_attempt(run, attempt).cancel(run, attempt)
     except SoTuiError as error:
         if not assume_dead:
-            remedy = (
+            raise reject(
+                "run-may-be-live",
+                "run",
+                run.name,
+                f"is in a queue: {error}",
                 "If you know that its job is gone, add --assume-dead. Should it start all the "
-                "same, it ends at once."
-            )
-            problem = Problem(
-                code="run-may-be-live",
-                field="run",
-                value=run.name,
-                message=f"is in a queue: {error}",
-                remedy=remedy,
-            )
-            raise InputError([problem]) from error
+                "same, it ends at once.",
+            ) from error
     with run_lock(run) as lock:
         recorded = read_state(run)
         alive = recorded.state != "queued" and sighting(run, recorded).liveness is Liveness.ALIVE
@@ -432,18 +424,13 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
         _LOG.info("%s starts attempt %d of %s", type(executor).__name__, attempt, run.path)
         handle = executor.start(run, attempt)
     except OSError as error:
-        message, remedy = (
+        raise reject(
+            "not-writable",
+            "--runs-dir",
+            str(run.path.parent),
             f"cannot be written: {error.strerror}",
             "Free some space there, or choose another folder with --runs-dir.",
-        )
-        problem = Problem(
-            code="not-writable",
-            field="--runs-dir",
-            value=str(run.path.parent),
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+        ) from error
     if handle is None:
         return
     try:
@@ -505,18 +492,13 @@ def _check(
 
 def _refuse_other_host(machine: Machine) -> None:
     if machine.hostname != socket.gethostname():
-        message, remedy = (
+        raise reject(
+            "not-this-machine",
+            "--machine",
+            machine.hostname,
             "is not this machine, and runs start here",
             "Start it on that machine, or only show it with --dry-run.",
         )
-        problem = Problem(
-            code="not-this-machine",
-            field="--machine",
-            value=machine.hostname,
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem])
 
 
 def _last_lines(log: Path) -> str:

@@ -32,7 +32,7 @@ from so_tui.runs.records import (
     decode_metric,
 )
 from so_tui.runs.state import read_state
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui.trust.files import UnfitFileError, distrust_of_folder, open_regular
 
 # Which host this is, exactly enough to know whether its processes can be seen from here.
@@ -220,18 +220,13 @@ def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
     except UnfitFileError:  # a pipe or a device is no segment
         return ()
     except OSError as error:
-        message, remedy = (
+        raise reject(
+            "unreadable-records",
+            "run",
+            str(run.metrics_dir),
             f"its records cannot be read: {error.strerror or error}",
             "Check the folder's rights, and that it is mounted.",
-        )
-        problem = Problem(
-            code="unreadable-records",
-            field="run",
-            value=str(run.metrics_dir),
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+        ) from error
     records = (decode_metric(line) for line in reversed(lines))
     return tuple(record for record in records if record is not None and record.attempt == attempt)
 

@@ -20,7 +20,7 @@ import msgspec
 from so_tui.runs.directory import RunDirectory, refuse_another_users, write_run_file
 from so_tui.runs.records import RunState, is_count, is_time
 from so_tui.spec.check import exists
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import InputError, reject
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import prepare, read_json
 
@@ -155,17 +155,12 @@ def read_state(run: RunDirectory) -> RunState:
     remedy = "Check that this is the folder of a run."
     state = _read(run.state_path, RunState, "unreadable-state", remedy)
     if not _plausible(state):
-        message = f"{run.state_path.name} holds a time or a number that no run can have"
-        raise InputError(
-            [
-                Problem(
-                    code="unreadable-state",
-                    field="run",
-                    value=str(run.path),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "unreadable-state",
+            "run",
+            str(run.path),
+            f"{run.state_path.name} holds a time or a number that no run can have",
+            remedy,
         )
     return state
 
@@ -219,11 +214,6 @@ def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not exists(path.parent):
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        message = f"{path.name} cannot be read: {reason}"
-        raise InputError(
-            [
-                Problem(
-                    code=code, field="run", value=str(path.parent), message=message, remedy=remedy
-                )
-            ]
+        raise reject(
+            code, "run", str(path.parent), f"{path.name} cannot be read: {reason}", remedy
         ) from error

@@ -20,9 +20,9 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.folders import cache_home
-from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
+from so_tui.spec import InputError, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
-from so_tui.spec.errors import nearest
+from so_tui.spec.errors import nearest, reject
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import private_folder, read_own
 from so_tui.trust.text import brief_line, brief_message, quoted
@@ -512,17 +512,7 @@ def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
         return error
     remedy = found.remedy or _partitions_remedy(spec.slurm.partition)
     value = _value(spec, found.field)
-    return InputError(
-        [
-            Problem(
-                code=found.code,
-                field=found.field,
-                value=value,
-                message=f"Slurm says: {brief_message(said)}",
-                remedy=remedy,
-            )
-        ]
-    )
+    return reject(found.code, found.field, value, f"Slurm says: {brief_message(said)}", remedy)
 
 
 def _value(spec: RunSpec, field: str) -> str:

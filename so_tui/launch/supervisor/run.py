@@ -44,7 +44,8 @@ from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import FINAL_STATES, Alert, MetricRecord, RunState, Sample
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
-from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.spec import InputError, SoTuiError
+from so_tui.spec.errors import reject
 from so_tui.trust.files import Distrust, distrust_of_file, umask_of
 
 # Whether a supervisor may act for an attempt: start it once, or attach to its living processes.
@@ -62,9 +63,10 @@ def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
         InputError, Refused: With the codes of this module and of ``so_tui.runs.directory``.
     """
     if attempt < 1 or distrust_of_file(run.launch_path(attempt)) is Distrust.MISSING:
-        raise _refused(
+        raise reject(
             "no-such-attempt",
-            attempt,
+            "--attempt",
+            str(attempt),
             f"{run.path} has no such attempt",
             "`so-tui resume` makes the next one.",
         )
@@ -78,9 +80,10 @@ def refuse_start(run: RunDirectory, attempt: int, state: RunState) -> None:
         InputError: With the codes of this module.
     """
     if state.attempt >= attempt:
-        raise _refused(
+        raise reject(
             "attempt-already-started",
-            attempt,
+            "--attempt",
+            str(attempt),
             f"attempt {state.attempt} of the run was started already",
             _BY_COMMAND,
         )
@@ -93,25 +96,24 @@ def _refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
         InputError: With the codes of this module.
     """
     if not sees_processes_of(this_host(), host_of(state)):
-        raise _refused(
+        raise reject(
             "not-this-host",
-            attempt,
+            "--attempt",
+            str(attempt),
             f"the attempt runs on {state.host or 'no host'}",
             "Supervise it there.",
         )
     if not OwnProcesses().carry(markers(run, attempt)):
-        raise _refused(
-            "no-living-process", attempt, "every process of the attempt has ended", _BY_COMMAND
+        raise reject(
+            "no-living-process",
+            "--attempt",
+            str(attempt),
+            "every process of the attempt has ended",
+            _BY_COMMAND,
         )
 
 
 _BY_COMMAND = "`so-tui run` and `so-tui resume` start attempts, each with a supervisor of its own."
-
-
-def _refused(code: str, attempt: int, message: str, remedy: str) -> InputError:
-    return InputError(
-        [Problem(code=code, field="--attempt", value=str(attempt), message=message, remedy=remedy)]
-    )
 
 
 _DELETED_S = 10.0
