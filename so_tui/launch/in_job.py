@@ -24,10 +24,8 @@ from so_tui.launch.slurm.script import load_site, requeues
 from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor import run as admission
 from so_tui.launch.supervisor.ending import (
-    RunFacts,
     left_queue,
     not_started,
-    outcome_text,
     queued_state,
     stop_request,
 )
@@ -216,7 +214,7 @@ def _leave_queue(run: RunDirectory) -> None:
     with run_lock(run) as lock:
         state = read_state(run)
         if lock is not None and state.state == "queued":
-            write_state_even_if_full(run, left_queue(state))
+            write_state_even_if_full(run, left_queue(state, state.attempt))
 
 
 def supervise_in_job(run: RunDirectory, attempt: int) -> int:
@@ -395,9 +393,8 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
                 before,
                 submitted,
             )
-            text = outcome_text(outcome, RunFacts(name=run.name, saved_step=before.saved_step))
             write_state_even_if_full(
-                run, ending.final_state(first, outcome, text, first.attempt_started or 0.0)
+                run, ending.final_state(first, outcome, first.attempt_started or 0.0)
             )
     return outcome.run_exit_code
 

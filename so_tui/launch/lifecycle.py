@@ -26,9 +26,8 @@ from so_tui.launch.executors import (
 from so_tui.launch.launch import Executor, JobPhase, JobStatus, SupervisorHandle, write_launch
 from so_tui.launch.supervisor.ending import (
     Outcome,
-    RunFacts,
+    final_state,
     left_queue,
-    outcome_text,
     request_stop,
 )
 from so_tui.machine.types import Machine
@@ -44,7 +43,6 @@ from so_tui.runs.directory import (
 )
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import (
-    EXIT_CODES,
     HeartbeatWatch,
     Liveness,
     concluded,
@@ -238,18 +236,7 @@ def _with_end(state: RunState, job: JobStatus, *, unstarted: bool) -> RunState:
         job=job.job_id,
         node=job.nodes,
     )
-    text = outcome_text(outcome, RunFacts(name=state.name, saved_step=state.saved_step))
-    return replace(
-        state,
-        state=outcome.state,
-        detail="",
-        code=str(code),
-        reason=text.reason,
-        suggestion=text.suggestion,
-        ended=state.ended or time.time(),
-        exit_code=EXIT_CODES[outcome.state],
-        processes=(),
-    )
+    return final_state(state, outcome, state.ended or time.time())
 
 
 _LOG = logging.getLogger(__name__)
@@ -438,7 +425,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
     except (
         KeyboardInterrupt
     ):  # the supervisor may be alive by now and would train a run that the user has cancelled
-        control.request(run, "stop", reason="interrupted while it was started")
+        control.request(run, "stop", control.Request(reason="interrupted while it was started"))
         raise
 
 

@@ -34,8 +34,8 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Author, time and reason of a request."""
 
-    by: str
-    time: float
+    by: str = ""
+    time: float = 0.0
     reason: str = ""
     warned: bool = False
     """Whether a scheduler's warning asks, before it ends the job, and no person: then another job
@@ -46,41 +46,32 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     itself may continue, if it starts again.
     """
 
+    @property
+    def by_a_person(self) -> bool:
+        """Whether neither a scheduler nor a signal asks."""
+        return not self.warned and not self.signalled
+
 
 prepare(Request)
 
 
-def request(
-    run: RunDirectory,
-    action: Action,
-    *,
-    reason: str = "",
-    warned: bool = False,
-    signalled: bool = False,
-) -> None:
+def request(run: RunDirectory, action: Action, asked: Request | None = None) -> None:
     """Ask the run to stop (with a checkpoint) or to save a checkpoint. Neither a warning nor a
-    signal replaces a person's request.
+    signal replaces a person's request, and a warning no signal's.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
         OSError: The folder cannot be written.
     """
     refuse_another_users(run)
-    if (
-        (warned or signalled)
-        and (before := details(run, action)) is not None
-        and not (before.warned or (signalled and before.signalled))
-    ):
+    asked = asked or Request()
+    before = None if asked.by_a_person else details(run, action)
+    if before is not None and not (before.warned or (asked.signalled and before.signalled)):
         return
     run.control_dir.mkdir(exist_ok=True)
-    asked = Request(
-        by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}",
-        time=time.time(),
-        reason=reason,
-        warned=warned,
-        signalled=signalled,
-    )
-    write_run_file(run, run.control_dir / action, msgspec.json.encode(asked))
+    by = f"{_user()}@{socket.gethostname()} pid {os.getpid()}"
+    signed = msgspec.structs.replace(asked, by=by, time=time.time())
+    write_run_file(run, run.control_dir / action, msgspec.json.encode(signed))
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:
