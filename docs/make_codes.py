@@ -77,6 +77,7 @@ _SHAPES = {
         remedy="remedy",
     ),
     "Refusal": _shape("Problem", "code", "message", code="code", message="message"),
+    "refuse": _shape("Problem", "code", "message", code="code", message="message"),
     "Finding": _shape(
         "Finding", code="code", message="title", remedy="remedy", severity="severity", cost="cost"
     ),

@@ -79,7 +79,7 @@ def _started(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> Supervi
         supervisor_log(run, attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
     with os.fdopen(descriptor, "ab") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             argv,
             env=dict(env),
             stdin=subprocess.DEVNULL,
@@ -88,15 +88,6 @@ def _started(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> Supervi
             cwd="/",
             start_new_session=True,
         )
-    return _Process(process)
-
-
-class _Process:
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def exit_code(self) -> int | None:
-        return self._process.poll()
 
 
 # Make sure that each live run has a supervisor. Whoever looks at runs calls this; nothing that a

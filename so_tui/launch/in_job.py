@@ -36,7 +36,7 @@ from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.liveness import identify, this_host
 from so_tui.runs.lock import run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
@@ -112,9 +112,7 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
     try:
         attempt = _made_attempt(run, submitted, machine)
     finally:
-        write_run_file(
-            run, run.restart_path(submitted, count), msgspec.json.encode(Restart(attempt=attempt))
-        )
+        write_run_json(run, run.restart_path(submitted, count), Restart(attempt=attempt))
     return attempt
 
 

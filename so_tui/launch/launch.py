@@ -22,7 +22,7 @@ from so_tui.runs.directory import (
     RunDirectory,
     missing_checkpoints,
     refuse_unless_own,
-    write_run_file,
+    write_run_json,
 )
 from so_tui.runs.lock import ended_state
 from so_tui.runs.records import OutcomeCode, RunState
@@ -37,7 +37,7 @@ from so_tui.spec import (
     parse_value,
     with_values,
 )
-from so_tui.spec.errors import reject
+from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import with_absolute_paths
 from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
 from so_tui.trust.files import read_bounded, read_own
@@ -51,8 +51,8 @@ from so_tui.units import thousands
 def write_launch(run: RunDirectory, attempt: int, launch: Launch, node: int = 0) -> None:
     """Write the launch of a node. Raises OSError."""
     if node == 0:
-        write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
-    write_run_file(run, run.launch_path(attempt, node), indented(launch))
+        write_run_json(run, run.ds_config_path(attempt), launch.ds_config, indented=True)
+    write_run_json(run, run.launch_path(attempt, node), launch, indented=True)
 
 
 def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
@@ -95,18 +95,13 @@ def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
     return decode_json(msgspec.json.encode(record | parts), Launch)
 
 
-def indented(value: object) -> bytes:
-    """Encode a value as JSON that people can read."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1)
-
-
 # What starts supervisors, and what it knows of their jobs.
 
 
 class SupervisorHandle(Protocol):
     """A supervisor that an executor has started on this machine."""
 
-    def exit_code(self) -> int | None:
+    def poll(self) -> int | None:
         """Return its exit code once it has ended; None while it runs."""
 
 
@@ -239,11 +234,11 @@ def launch_of(
     hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]
     if hidden:
         variable = hiding_variable(machine.gpus, inherited) or "The environment"
-        message = (
+        raise refuse(
+            "gpu-not-visible",
             f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones "
-            "with gpus = [...]"
+            "with gpus = [...]",
         )
-        raise Refused([Refusal("gpu-not-visible", message)])
     plan = msgspec.structs.replace(plan, spec=with_absolute_paths(plan.spec))
     return Launch(
         plan=plan,
@@ -367,11 +362,11 @@ def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
         return machine
     given = inherited[variable]
     if any(entry.strip().startswith("MIG-") for entry in given.split(",")):
-        message = (
+        raise refuse(
+            "mig-instance",
             "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a "
-            "whole GPU"
+            "whole GPU",
         )
-        raise Refused([Refusal("mig-instance", message)])
     visible, _ = visible_gpus(machine.gpus, given)
     return msgspec.structs.replace(machine, gpus=visible)
 

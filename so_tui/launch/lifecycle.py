@@ -437,7 +437,7 @@ def _wait_for_supervisor(
     """
     deadline = time.monotonic() + _READY_S
     while read_state(run).attempt != attempt:
-        code = handle.exit_code()
+        code = handle.poll()
         if (
             code == 0 and read_state(run).attempt != attempt
         ):  # another supervisor holds the run's lock

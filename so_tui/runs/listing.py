@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -36,7 +35,7 @@ from so_tui.runs.directory import (
     new_manifest,
     refuse_another_users,
     write_manifest,
-    write_run_file,
+    write_run_json,
 )
 from so_tui.runs.liveness import host_of, identify, sees_processes_of, this_host
 from so_tui.runs.lock import ended_state, lock_held, run_lock
@@ -45,8 +44,8 @@ from so_tui.runs.state import read_state, write_spec, write_state
 from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import decode_json, prepare
-from so_tui.trust.files import GROUP, VARIABLE, is_shared, make_run_folder, read_bounded, wanted
+from so_tui.trust.decoding import prepare, readable_json
+from so_tui.trust.files import GROUP, VARIABLE, is_shared, make_run_folder, wanted
 from so_tui.trust.text import printable_line
 
 # Shared memory that ended processes of a run left in /dev/shm.
@@ -465,10 +464,7 @@ def read_notes(run: RunDirectory) -> RunNotes:
     """Return the notes of a run; none if there is no such file, or it is damaged. Tags are checked,
     the note is any text.
     """
-    try:
-        found = decode_json(read_bounded(run.notes_path, _LARGEST_BYTES), RunNotes)
-    except (OSError, msgspec.DecodeError):
-        return RunNotes()
+    found = readable_json(run.notes_path, RunNotes, limit_bytes=_LARGEST_BYTES) or RunNotes()
     return RunNotes(
         note=found.note[:LONGEST_NOTE],
         tags=tuple(tag for tag in found.tags[:MOST_TAGS] if _TAG.fullmatch(tag)),
@@ -499,7 +495,7 @@ def write_notes(run: RunDirectory, notes: RunNotes) -> None:
             )
     refuse_another_users(run)
     try:
-        write_run_file(run, run.notes_path, msgspec.json.encode(notes))
+        write_run_json(run, run.notes_path, notes)
     except OSError as error:
         raise reject(
             "notes-not-writable",

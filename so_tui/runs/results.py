@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.index import BLOCK_STEPS, block_end, read_span, segments, size_of, total
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EvaluationRecord, MetricRecord, StepRecord, decode_metric
@@ -79,7 +79,7 @@ def add_answers(run: RunDirectory, asked: Asked) -> None:
     """
     earlier = tuple(each for each in _read(run).asked if each.step < asked.step)
     kept = earlier if len(earlier) < MOST_ASKED else (earlier[0], *earlier[2 - MOST_ASKED :])
-    write_run_file(run, run.answers_path, msgspec.json.encode(Answers(asked=(*kept, asked))))
+    write_run_json(run, run.answers_path, Answers(asked=(*kept, asked)))
 
 
 def _read(run: RunDirectory) -> Answers:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.index import (
     MEBIBYTE,
     PolledSegments,
@@ -37,8 +37,7 @@ from so_tui.runs.records import (
     decode_sample,
     encode_line,
 )
-from so_tui.trust.decoding import decode_json, prepare
-from so_tui.trust.files import read_own
+from so_tui.trust.decoding import prepare, readable_json
 
 # How fast the ranks of several nodes exchanged weights and gradients before they trained:
 # ``network.json``, which rank 0 writes.
@@ -61,17 +60,14 @@ prepare(NetworkRate)
 def write_network_rate(run: RunDirectory, attempt: int, nodes: int, bytes_per_s: float) -> None:
     """Record a measured rate. Raises OSError."""
     rate = NetworkRate(nodes=nodes, bytes_per_s=bytes_per_s, measured=time.time())
-    write_run_file(run, run.network_path(attempt), msgspec.json.encode(rate))
+    write_run_json(run, run.network_path(attempt), rate)
 
 
 def read_network_rate(run: RunDirectory, attempt: int) -> NetworkRate | None:
     """Return what an attempt measured; None if it measured nothing, or the file is damaged or not
     this user's own.
     """
-    try:
-        return decode_json(read_own(run.network_path(attempt)), NetworkRate)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return readable_json(run.network_path(attempt), NetworkRate, own=True)
 
 
 # Minimum and maximum of any range of a long series, at a cost that does not depend on its length.

@@ -17,12 +17,12 @@ from typing import Literal, TypeVar, get_args
 
 import msgspec
 
-from so_tui.runs.directory import RunDirectory, refuse_another_users, write_run_file
+from so_tui.runs.directory import RunDirectory, refuse_another_users, write_run_json
 from so_tui.runs.records import RunState, is_count, is_time
 from so_tui.spec.check import exists
 from so_tui.spec.errors import InputError, reject
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import prepare, read_json
+from so_tui.trust.decoding import prepare, read_json, readable_json
 
 # Requests of users to a run: small files in ``control/`` that rank 0 checks between steps.
 
@@ -71,7 +71,7 @@ def request(run: RunDirectory, action: Action, asked: Request | None = None) -> 
     run.control_dir.mkdir(exist_ok=True)
     by = f"{_user()}@{socket.gethostname()} pid {os.getpid()}"
     signed = msgspec.structs.replace(asked, by=by, time=time.time())
-    write_run_file(run, run.control_dir / action, msgspec.json.encode(signed))
+    write_run_json(run, run.control_dir / action, signed)
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:
@@ -83,10 +83,7 @@ def pending(run: RunDirectory) -> frozenset[Action]:
 
 def details(run: RunDirectory, action: Action) -> Request | None:
     """Return who asked for an action; None if nobody did or the file cannot be read."""
-    try:
-        return read_json(run.control_dir / action, Request)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return readable_json(run.control_dir / action, Request)
 
 
 def clear(run: RunDirectory, action: Action) -> None:
@@ -110,7 +107,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def write_state(run: RunDirectory, state: RunState) -> None:
     """Replace ``state.json``. Raises OSError if the disk is full or the folder is gone."""
-    write_run_file(run, run.state_path, msgspec.json.encode(state))
+    write_run_json(run, run.state_path, state)
 
 
 def write_state_even_if_full(run: RunDirectory, state: RunState) -> None:
@@ -181,7 +178,7 @@ def _plausible(state: RunState) -> bool:
 
 def write_spec(run: RunDirectory, spec: RunSpec) -> None:
     """Replace ``spec.json``. Raises OSError."""
-    write_run_file(run, run.spec_path, msgspec.json.format(msgspec.json.encode(spec), indent=1))
+    write_run_json(run, run.spec_path, spec, indented=True)
 
 
 def read_spec(run: RunDirectory) -> RunSpec:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from so_tui.trust.files import read_bounded
+from so_tui.trust.files import read_bounded, read_own
 
 # Prepare structs for decoding in several threads.
 
@@ -71,6 +71,24 @@ def read_json(path: Path, kind: type[T]) -> T:
     with the content.
     """
     return decode_json(read_bounded(path, LARGEST_FILE_BYTES), kind)
+
+
+def readable_json(
+    path: Path, kind: type[T], *, own: bool = False, limit_bytes: int = LARGEST_FILE_BYTES
+) -> T | None:
+    """Return the content of a JSON file; None if it is missing, damaged or cannot be read.
+
+    Args:
+        path: The file.
+        kind: The type of its content.
+        own: Read only a file of this user that others cannot write.
+        limit_bytes: The most that is read of another one.
+    """
+    try:
+        content = read_own(path) if own else read_bounded(path, limit_bytes)
+        return decode_json(content, kind)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from so_tui import __version__
 from so_tui.folders import probes_dir
-from so_tui.launch.helper import Cancel, stream_tool
+from so_tui.launch.helper import Cancel, last_answer, stream_tool
 from so_tui.launch.helper_jobs import gpus_taken, measure_rates, request_of
 from so_tui.launch.launch import launch_of, usable_machine, visible_machine
 from so_tui.launch.probe import (
@@ -49,7 +49,6 @@ from so_tui.runs import delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
 from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec, find_preset, with_values
-from so_tui.spec import SoTuiError as spec_SoTuiError
 from so_tui.spec.errors import SoTuiError, first_line, reject
 from so_tui.spec.presets import EXAMPLE_SEQUENCES, as_published
 from so_tui.validation import report, show
@@ -345,13 +344,9 @@ def copies(
     """
     mine = visible_machine(machine, os.environ)
     gpus = [{"index": gpu.index, "node": gpu.numa_node} for gpu in mine.gpus]
-    answer: dict[str, Any] = {}
+    request = {"nodes": request_of(mine)["nodes"], "gpus": gpus} | more
     with gpus_taken(mine, "validate"):
-        for answer in stream_tool(
-            "copies", {"nodes": request_of(mine)["nodes"], "gpus": gpus} | more, timeout_s=limit_s
-        ):
-            if message := answer.get("message"):
-                tell(message)
+        answer = last_answer("copies", request, tell, timeout_s=limit_s)
     return CopiesFound(copies=msgspec.convert(answer["copies"], tuple[CopyRates, ...]))
 
 
@@ -717,7 +712,7 @@ def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
         return _START_S + _LOSS_STEPS * _LOSS_STEP_S
     try:
         step_s = make_plan(_spec_of(shape, part), machine).step_s
-    except spec_SoTuiError:  # when it is measured, the report says why
+    except SoTuiError:  # when it is measured, the report says why
         step_s = None
     return _START_S + _STEPS * (step_s or 10.0)
 

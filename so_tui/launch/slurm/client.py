@@ -23,8 +23,8 @@ from so_tui.folders import cache_home
 from so_tui.spec import InputError, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import nearest, reject
-from so_tui.trust.decoding import decode_json
-from so_tui.trust.files import private_folder, read_own
+from so_tui.trust.decoding import readable_json
+from so_tui.trust.files import private_folder
 from so_tui.trust.text import brief_line, brief_message, quoted
 
 # A job as Slurm's commands list it.
@@ -382,15 +382,9 @@ def _is_due(path: Path, interval_s: float) -> bool:
 
 def _found(path: Path) -> Queue | None:
     """Return the newest answer that this process or another one got."""
-    answers = [answer for answer in (_answers.get(path), _read(path)) if answer is not None]
+    read = readable_json(path, Queue, own=True)
+    answers = [answer for answer in (_answers.get(path), read) if answer is not None]
     return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
-
-
-def _read(path: Path) -> Queue | None:
-    try:
-        return decode_json(read_own(path), Queue)
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def _path(cluster: str) -> Path:

@@ -33,7 +33,7 @@ from so_tui.launch.slurm.script import (
 )
 from so_tui.launch.supervisor.ending import queued_state
 from so_tui.plan.plan import Launch, Plan
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.reader import LogReader
@@ -41,8 +41,8 @@ from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_state
 from so_tui.spec import Problem, RunSpec, SoTuiError, resolve_source
 from so_tui.spec.check import exists
-from so_tui.trust.decoding import decode_json, read_json
-from so_tui.trust.files import read_bounded, read_own
+from so_tui.trust.decoding import readable_json
+from so_tui.trust.files import read_bounded
 from so_tui.trust.text import so_tui_command
 
 # What of a spec is in the local cache of the Hugging Face hub, by its files alone: a login node
@@ -161,11 +161,9 @@ def _missing_of_model(cache: _HubCache, spec: RunSpec, field: str, name: str) ->
 
 def _weights(folder: Path) -> tuple[str, ...]:
     """Return the names of the files that hold a model's weights."""
-    try:
-        index = read_json(folder / _INDEX, _Index)
-    except (OSError, msgspec.DecodeError):
-        return ("config.json", "model.safetensors")
-    return ("config.json", *sorted(set(index.weight_map.values())))
+    index = readable_json(folder / _INDEX, _Index)
+    shards = sorted(set(index.weight_map.values())) if index else ["model.safetensors"]
+    return ("config.json", *shards)
 
 
 def _problem(spec: RunSpec, field: str, value: str, message: str, where: str) -> Problem:
@@ -411,15 +409,12 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
     Another user's jobs are not in the queue that is asked for, and what their files say must not
     decide what Slurm is asked.
     """
-    try:
-        return decode_json(read_own(run.submission_path(attempt)), Submission)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return readable_json(run.submission_path(attempt), Submission, own=True)
 
 
 def _write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
-    write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
+    write_run_json(run, run.submission_path(attempt), submission)
 
 
 def _submitted(run: RunDirectory, attempt: int, spec: RunSpec) -> str:

@@ -13,14 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, log_line
-from so_tui.launch.launch import indented
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
 from so_tui.launch.supervisor.host_check import refuse_different_host, software_differences
@@ -37,7 +35,7 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Launch, Plan, RankBinding
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import this_host
 from so_tui.runs.lock import RunLock
@@ -357,7 +355,7 @@ class Job:
 
     def _write_command(self, launch: Launch) -> None:
         shown = command.shown(launch.environment)
-        record: dict[str, Any] = {
+        record = {
             "argv": launch.argv,
             "host": self._host,
             "started": time.time(),
@@ -367,9 +365,8 @@ class Job:
             ],
             "inherited": recordable(os.environ),
         }
-        write_run_file(
-            self._run, self._run.command_path(self._attempt, self._nodes.node), indented(record)
-        )
+        path = self._run.command_path(self._attempt, self._nodes.node)
+        write_run_json(self._run, path, record, indented=True)
 
 
 @contextlib.contextmanager

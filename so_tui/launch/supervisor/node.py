@@ -22,7 +22,7 @@ from so_tui.launch.supervisor.ending import Outcome, conclude, not_started, requ
 from so_tui.launch.supervisor.host import Host, Nodes
 from so_tui.launch.supervisor.host_check import LockTakenError
 from so_tui.plan.plan import Launch
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.liveness import STALE_S, identify
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, Process
 from so_tui.runs.state import read_state
@@ -65,7 +65,7 @@ class NodeState(Struct, frozen=True, kw_only=True):
 
 def write_node_state(run: RunDirectory, attempt: int, node: int, state: NodeState) -> None:
     """Replace ``node<N>.json``. Raises OSError."""
-    write_run_file(run, run.node_path(attempt, node), msgspec.json.encode(state))
+    write_run_json(run, run.node_path(attempt, node), state)
 
 
 class OtherNodes:
