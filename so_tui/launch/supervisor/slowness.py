@@ -4,7 +4,6 @@ Pure functions.
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections import deque
@@ -27,7 +26,7 @@ from so_tui.runs.records import (
     Slowdown,
     StepRecord,
 )
-from so_tui.trust.text import brief_line
+from so_tui.trust.text import bounded, brief_line
 from so_tui.units import bandwidth, duration, percent, plural, thousands
 
 # Which network NCCL uses between nodes, from what it logs, beside the one that the site profile
@@ -372,8 +371,8 @@ _REMEDIES = {
 def slowdown_text(found: Slowdown) -> str:
     """Return how slow a run is and why, the most likely cause first."""
     slower = (
-        f"slower than planned ({duration(_bounded(found.step_s))} a step, not "
-        f"{duration(_bounded(found.planned_s))})"
+        f"slower than planned ({duration(bounded(found.step_s))} a step, not "
+        f"{duration(bounded(found.planned_s))})"
     )
     causes = [text for cause in found.causes[:_MOST] if (text := _cause_text(cause))]
     if not causes:
@@ -389,15 +388,14 @@ def slowdown_remedy(found: Slowdown) -> str:
 
 def _cause_text(cause: Cause) -> str:
     """Return a cause in words; empty for one that this version does not know."""
-    measured, planned = _bounded(cause.measured), _bounded(cause.planned)
+    measured, planned = bounded(cause.measured), bounded(cause.planned)
+    rank = int(bounded(cause.rank))
     match cause.code:
         case "binding":
             more = f" and {plural(round(measured) - 1, 'more rank')}" if measured > 1 else ""
-            return f"rank {_rank(cause)}{more} may not run on the planned cores"
+            return f"rank {rank}{more} may not run on the planned cores"
         case "memory-node":
-            return (
-                f"only {percent(min(measured, 1.0))} of rank {_rank(cause)}'s memory is on its node"
-            )
+            return f"only {percent(min(measured, 1.0))} of rank {rank}'s memory is on its node"
         case "foreign-load":
             return " and ".join(_foreign_load(cause, measured))
         case "clocks":
@@ -426,15 +424,6 @@ def _foreign_load(cause: Cause, share: float) -> Iterator[str]:
         yield "go first, as it runs at " + (
             f"nice {cause.nice}" if cause.nice < IDLE_NICE else "idle priority"
         )
-
-
-def _rank(cause: Cause) -> int:
-    return int(_bounded(cause.rank))
-
-
-def _bounded(value: float) -> float:
-    """Return a number whose text is short: anybody may have written the state."""
-    return min(max(value, 0.0), 1e15) if math.isfinite(value) else 0.0
 
 
 # Notice that a run is slower than its plan for a while, and find out why. No file is read here.
