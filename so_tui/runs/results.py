@@ -239,19 +239,13 @@ def _figures(steps: Sequence[StepRecord], span: int) -> RunResults:
         if used
         else None,
         step_s=time_s / len(timed) if timed else None,
-        gpu_memory_bytes=max(
-            (
-                step.gpu_memory_peak_bytes
-                for step in steps
-                if step.gpu_memory_peak_bytes is not None
-            ),
-            default=None,
-        ),
-        host_memory_bytes=max(
-            (step.host_memory_bytes for step in steps if step.host_memory_bytes is not None),
-            default=None,
-        ),
+        gpu_memory_bytes=max(_measured(step.gpu_memory_peak_bytes for step in steps), default=None),
+        host_memory_bytes=max(_measured(step.host_memory_bytes for step in steps), default=None),
     )
+
+
+def _measured(values: Iterable[int | None]) -> list[int]:
+    return [value for value in values if value is not None]
 
 
 def read_all(run: RunDirectory) -> MetricsReader:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -193,6 +194,7 @@ _GPU_FIELDS = tuple(
     for field in msgspec.structs.fields(GpuSample)
     if field.name not in ("index", "throttling")
 )
+_CPU_SECONDS = ("run_cpu_s", "supervisor_cpu_s")
 MOST_FOREIGN = 3
 """Foreign processes of a sample."""
 
@@ -220,18 +222,15 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
         mean=msgspec.structs.replace(
             mean,
             interval_s=interval_s,
-            run_cpu_s=sum(sample.run_cpu_s for sample in means),
-            supervisor_cpu_s=sum(sample.supervisor_cpu_s for sample in means),
+            **{name: sum(getattr(sample, name) for sample in means) for name in _CPU_SECONDS},
         ),
         peak=msgspec.structs.replace(
             peak,
             interval_s=interval_s,
-            run_cpu_s=max(_share(sample.run_cpu_s, sample.interval_s) for sample in peaks)
-            * interval_s,
-            supervisor_cpu_s=max(
-                _share(sample.supervisor_cpu_s, sample.interval_s) for sample in peaks
-            )
-            * interval_s,
+            **{
+                name: interval_s * max(_share(sample, name) for sample in peaks)
+                for name in _CPU_SECONDS
+            },
         ),
     )
 
@@ -240,32 +239,17 @@ def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sa
     """Combine nodes, GPUs and memory, for the nodes and GPUs of the newest sample."""
     newest = samples[-1]
     weighted = list(zip(samples, weights, strict=True))
+    nodes: defaultdict[int, list[tuple[NodeSample, int]]] = defaultdict(list)
+    gpus: defaultdict[int, list[tuple[GpuSample, int]]] = defaultdict(list)
+    for sample, weight in weighted:
+        for node in sample.nodes:
+            nodes[node.id].append((node, weight))
+        for gpu in sample.gpus:
+            gpus[gpu.index].append((gpu, weight))
     return msgspec.structs.replace(
         newest,
-        nodes=tuple(
-            _node(
-                [
-                    (other, w)
-                    for sample, w in weighted
-                    for other in sample.nodes
-                    if other.id == node.id
-                ],
-                combine,
-            )
-            for node in newest.nodes
-        ),
-        gpus=tuple(
-            _gpu(
-                [
-                    (other, w)
-                    for sample, w in weighted
-                    for other in sample.gpus
-                    if other.index == gpu.index
-                ],
-                combine,
-            )
-            for gpu in newest.gpus
-        ),
+        nodes=tuple(_node(nodes[node.id], combine) for node in newest.nodes),
+        gpus=tuple(_gpu(gpus[gpu.index], combine) for gpu in newest.gpus),
         run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighted]),
         foreign=_busiest(process for sample in samples for process in sample.foreign),
         placement=(),  # it has no mean, and is of interest where it is now
@@ -319,8 +303,9 @@ def _peak(values: Weighted) -> Any:
     return max((value for value, _ in values if value is not None), default=None)
 
 
-def _share(cpu_s: float, interval_s: float) -> float:
-    return cpu_s / interval_s if interval_s > 0 else 0.0
+def _share(sample: Sample, name: str) -> float:
+    cpu_s: float = getattr(sample, name)
+    return cpu_s / sample.interval_s if sample.interval_s > 0 else 0.0
 
 
 _FIRST_LINE_BYTES = 1 << 13

@@ -435,7 +435,7 @@ _ZEROOFFLOAD = {
 }
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class Part(Struct, frozen=True):
     """One run: a title, settings beside those of the shape, on how many ranks, bound how."""
 
     key: str
@@ -513,26 +513,24 @@ def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
 
 
 def _parts_without_gpus() -> Iterator[Part]:
-    yield Part(key="ours", title="SuperOffload with our engine, without clipping", settings=_PLAIN)
-    yield Part(key="zerooffload", title="ZeRO-Offload", settings=_ZEROOFFLOAD)
-    yield Part(key="ours-clipped", title="our engine with clipping", settings=_CLIPPED)
+    yield Part("ours", "SuperOffload with our engine, without clipping", settings=_PLAIN)
+    yield Part("zerooffload", "ZeRO-Offload", settings=_ZEROOFFLOAD)
+    yield Part("ours-clipped", "our engine with clipping", settings=_CLIPPED)
 
 
 def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
     several = [ranks for ranks in (2, 4) if ranks <= gpus]
-    yield Part(key="gpu", title="no offload", settings=_ON_GPU)
+    yield Part("gpu", "no offload", settings=_ON_GPU)
     yield Part(
-        key="ours",
-        title="SuperOffload with our engine, ratio 0.9, without clipping",
+        "ours",
+        "SuperOffload with our engine, ratio 0.9, without clipping",
         settings=_PLAIN,
     )
-    yield Part(
-        key="unbound", title="our engine, ranks not bound", settings=_PLAIN, placed="unbound"
-    )
+    yield Part("unbound", "our engine, ranks not bound", settings=_PLAIN, placed="unbound")
     if len(_usable_nodes(machine)) > 1:
         yield Part(
-            key="wrong-node",
-            title="our engine, bound to the wrong NUMA node",
+            "wrong-node",
+            "our engine, bound to the wrong NUMA node",
             settings=_PLAIN,
             placed="wrong-node",
         )
@@ -540,29 +538,29 @@ def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
     for ranks in (1, *several):
         yield from _loss_parts(ranks)
     yield Part(
-        key="published",
-        title="DeepSpeed's SuperOffload as published, its default for clipping",
+        "published",
+        "DeepSpeed's SuperOffload as published, its default for clipping",
         published=True,
     )
-    yield Part(key="zerooffload", title="ZeRO-Offload", settings=_ZEROOFFLOAD)
+    yield Part("zerooffload", "ZeRO-Offload", settings=_ZEROOFFLOAD)
     for ranks in several:
         yield Part(
-            key=f"ours-{ranks}",
-            title=f"our engine on {ranks} GPUs, the same global batch",
+            f"ours-{ranks}",
+            f"our engine on {ranks} GPUs, the same global batch",
             settings=_PLAIN,
             ranks=ranks,
         )
         yield Part(
-            key=f"gpu-{ranks}",
-            title=f"no offload on {ranks} GPUs, the same global batch",
+            f"gpu-{ranks}",
+            f"no offload on {ranks} GPUs, the same global batch",
             settings=_ON_GPU,
             ranks=ranks,
         )
-    yield Part(key="ours-clipped", title="our engine with clipping", settings=_CLIPPED)
+    yield Part("ours-clipped", "our engine with clipping", settings=_CLIPPED)
     explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
     yield Part(
-        key="published-unclipped",
-        title="DeepSpeed's SuperOffload as published, clipping 0",
+        "published-unclipped",
+        "DeepSpeed's SuperOffload as published, clipping 0",
         settings=explicit,
         published=True,
     )
@@ -571,17 +569,17 @@ def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
             yield _published_losses(ranks)
     for ranks in several:
         title = f"DeepSpeed's SuperOffload as published on {ranks} GPUs"
-        yield Part(key=f"published-{ranks}", title=title, ranks=ranks, published=True)
+        yield Part(f"published-{ranks}", title, ranks=ranks, published=True)
     for ratio in ("0.5", "0.7", "1.0"):
         yield Part(
-            key=f"ours-{ratio}",
-            title=f"our engine, ratio {ratio}",
+            f"ours-{ratio}",
+            f"our engine, ratio {ratio}",
             settings=_PLAIN | {"offload.ratio": ratio},
         )
     for states in ("bf16-moments", "int8-moments"):
         yield Part(
-            key=f"ours-{states}",
-            title=f"our engine, {states}",
+            f"ours-{states}",
+            f"our engine, {states}",
             settings=_PLAIN | {"offload.states": states},
         )
 
@@ -594,14 +592,14 @@ def _loss_parts(ranks: int) -> Iterator[Part]:
     if ranks == 1:
         settings = _ON_GPU | {"train.gradient_clipping": "1"}
         yield Part(
-            key="losses-gpu",
-            title=f"tiny without offload {where}",
+            "losses-gpu",
+            f"tiny without offload {where}",
             settings=settings,
             losses_only=True,
         )
     yield Part(
-        key=f"losses-{ranks}",
-        title=f"tiny with our engine {where}",
+        f"losses-{ranks}",
+        f"tiny with our engine {where}",
         settings=_CLIPPED,
         ranks=ranks,
         losses_only=True,
@@ -615,8 +613,8 @@ def _published_losses(ranks: int) -> Part:
     settings = {"offload.config": "published-clipping", "train.gradient_clipping": "1"}
     title = f"tiny with DeepSpeed's SuperOffload on {ranks} GPU{'s' * (ranks > 1)}"
     return Part(
-        key=f"losses-published-{ranks}",
-        title=title,
+        f"losses-published-{ranks}",
+        title,
         settings=settings,
         ranks=ranks,
         published=True,

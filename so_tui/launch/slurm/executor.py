@@ -182,9 +182,9 @@ _FORGOTTEN_S = 60.0
 """An answer this much younger than a submission, without the job, means that Slurm has forgotten it
 or never had it. Clocks differ.
 """
-_RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
+_RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"])
 _QUEUED = frozenset(
-    (
+    [
         "PENDING",
         "CONFIGURING",
         "REQUEUED",
@@ -192,7 +192,7 @@ _QUEUED = frozenset(
         "REQUEUE_FED",
         "SPECIAL_EXIT",
         "RESV_DEL_HOLD",
-    )
+    ]
 )
 _ENDS: dict[str, OutcomeCode | None] = {
     "COMPLETED": None,
@@ -258,7 +258,7 @@ class SlurmExecutor:
         """
         launch = read_launch(run, attempt)
         plan = launch.plan
-        name, site = _site_of(plan.spec)
+        name, site = named_site(plan.spec.slurm.site)
         cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
         script = self._edit(_script(plan, site, run.path, attempt, _checkpoint_s(run)))
         submission = Submission(
@@ -290,7 +290,7 @@ class SlurmExecutor:
         """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
         nodes have no internet.
         """
-        spec, site = launch.spec, _site_of(launch.spec)[1]
+        spec, site = launch.spec, named_site(launch.spec.slurm.site)[1]
         absent = (
             ()
             if site.internet
@@ -300,7 +300,7 @@ class SlurmExecutor:
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
-        return _script(launch.plan, _site_of(launch.spec)[1], Path("RUN"), 1, None)
+        return _script(launch.plan, named_site(launch.spec.slurm.site)[1], Path("RUN"), 1, None)
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
         """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the
@@ -316,7 +316,7 @@ class SlurmExecutor:
         if answer is None:
             return unknown
         if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
-            status = self._status(run, attempt, job)
+            status = _status(job)
             return (
                 unknown if answer.error and status.phase is JobPhase.RUNNING else status
             )  # it may have ended since
@@ -335,7 +335,7 @@ class SlurmExecutor:
             recorded is not None
             and (job := _job_of(run, attempt, submission, (recorded,))) is not None
         ):
-            return self._status(run, attempt, job)
+            return _status(job)
         return JobStatus(
             job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN
         )
@@ -356,37 +356,33 @@ class SlurmExecutor:
         client.cancel(job.id)
         return True
 
-    def _status(self, run: RunDirectory, attempt: int, job: Job) -> JobStatus:
-        if job.state in _QUEUED:
-            return JobStatus(
-                job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
-            )
-        if job.state in _RUNNING:
-            return JobStatus(job_id=job.id, phase=JobPhase.RUNNING, nodes=job.nodes)
-        if job.state == "COMPLETING":
-            return JobStatus(job_id=job.id, phase=JobPhase.COMPLETING, nodes=job.nodes)
-        if job.state not in _ENDS:
-            return JobStatus(job_id=job.id, phase=JobPhase.UNKNOWN, nodes=job.nodes)
-        output = _last_lines(Path(job.folder), job.id) if job.state == "FAILED" else ""
+
+def _status(job: Job) -> JobStatus:
+    if job.state in _QUEUED:
         return JobStatus(
-            job_id=job.id,
-            phase=JobPhase.ENDED,
-            nodes=job.nodes,
-            end=_ENDS[job.state],
-            output=output,
+            job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
         )
-
-
-def _site_of(spec: RunSpec) -> tuple[str, Site]:
-    """Return the profile that a spec names or that names this cluster, with its name. Raises
-    InputError.
-    """
-    return named_site(spec.slurm.site)
+    phase = (
+        JobPhase.RUNNING
+        if job.state in _RUNNING
+        else JobPhase.COMPLETING
+        if job.state == "COMPLETING"
+        else JobPhase.ENDED
+        if job.state in _ENDS
+        else JobPhase.UNKNOWN
+    )
+    return JobStatus(
+        job_id=job.id,
+        phase=phase,
+        nodes=job.nodes,
+        end=_ENDS.get(job.state),
+        output=_last_lines(Path(job.folder), job.id) if job.state == "FAILED" else "",
+    )
 
 
 def named_site(given: str) -> tuple[str, Site]:
-    """Return the profile of this name, or if it is empty that of this cluster; otherwise as
-    ``_site_of``.
+    """Return the profile of this name, or if it is empty that of this cluster, with its name.
+    Raises InputError.
     """
     name = given or recognised_site(cluster_here())
     return name, load_site(name)

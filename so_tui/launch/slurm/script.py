@@ -374,42 +374,36 @@ _STEP_S = 60
 _RUN = re.compile(r"^so_tui_run=(.*)$", re.MULTILINE)
 _QUOTES = "'\""
 _RESERVED = frozenset(
-    (
-        *(
-            "--array",
-            "--chdir",
-            "--clusters",
-            "--error",
-            "--export",
-            "--export-file",
-            "--get-user-env",
-            "--input",
-            "--job-name",
-        ),
-        *(
-            "--nodes",
-            "--no-requeue",
-            "--ntasks",
-            "--ntasks-per-node",
-            "--open-mode",
-            "--output",
-            "--parsable",
-            "--partition",
-            "--requeue",
-        ),
-        *(
-            "--signal",
-            "--test-only",
-            "--time",
-            "--wait",
-            "--wrap",
-            "--account",
-            "--qos",
-            "--constraint",
-            "--uid",
-            "--gid",
-        ),
-    )
+    [
+        "--array",
+        "--chdir",
+        "--clusters",
+        "--error",
+        "--export",
+        "--export-file",
+        "--get-user-env",
+        "--input",
+        "--job-name",
+        "--nodes",
+        "--no-requeue",
+        "--ntasks",
+        "--ntasks-per-node",
+        "--open-mode",
+        "--output",
+        "--parsable",
+        "--partition",
+        "--requeue",
+        "--signal",
+        "--test-only",
+        "--time",
+        "--wait",
+        "--wrap",
+        "--account",
+        "--qos",
+        "--constraint",
+        "--uid",
+        "--gid",
+    ]
 )
 _REMEDY = (
     "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in "
