@@ -10,7 +10,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
@@ -84,18 +83,17 @@ class _CpuAdam:
     def __enter__(self) -> _CpuAdam:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._cancel()
         self._thread.shutdown()
 
-    def begin(self) -> None:
+    def begin(self) -> Future[object]:
         """Compile from now on, if that has not begun."""
-        self._begun()
+        if self._compiled is None:
+            self._compiled = self._thread.submit(
+                lambda: list(stream_tool("build_ops", {}, self._cancel))
+            )
+        return self._compiled
 
     def wait(self, limit_s: float) -> None:
         """Wait until it is compiled. What DeepSpeed says against its own kernel is said by the run
@@ -105,18 +103,11 @@ class _CpuAdam:
             SoTuiError: It takes longer, or the helper failed.
         """
         try:
-            self._begun().result(limit_s)
+            self.begin().result(limit_s)
         except FutureTimeout as error:
             raise SoTuiError(
                 f"DeepSpeed's CPU Adam is not compiled after {limit_s:,.0f} s"
             ) from error
-
-    def _begun(self) -> Future[object]:
-        if self._compiled is None:
-            self._compiled = self._thread.submit(
-                lambda: list(stream_tool("build_ops", {}, self._cancel))
-            )
-        return self._compiled
 
 
 # Runs measurements one after the other, as many as fit into the time, and writes the report after
@@ -370,35 +361,25 @@ def _phase_seconds(
         over: When nothing was left of it.
     """
     steps = [record.time for record in records if isinstance(record, StepRecord)]
-    stages = _stages(
-        [record for record in records if isinstance(record, PhaseRecord)],
-        steps[0] if steps else ended,
-    )
     first, last = (steps[0], steps[-1]) if steps else (ended, ended)
+    begins: dict[str, float] = {}
+    for record in records:
+        if isinstance(record, PhaseRecord):
+            begins.setdefault(record.stage or record.phase, record.time)
+    stages = {name: time for name, time in begins.items() if name in (*_STAGES, "training")}
+    ends = [*stages.values(), first][1:]
+    lengths = {
+        name: max(0.0, end - begin) for (name, begin), end in zip(stages.items(), ends, strict=True)
+    }
     return PhaseSeconds(
         preparation_s=max(0.0, started - begun),
-        launcher_s=max(0.0, min([*(start for start, _ in stages.values()), first]) - started),
-        **{f"{name}_s": _length(stages, name) for name in _STAGES},
-        first_step_s=_length(stages, "training"),
+        launcher_s=max(0.0, min([*stages.values(), first]) - started),
+        **{f"{name}_s": lengths.get(name, 0.0) for name in _STAGES},
+        first_step_s=lengths.get("training", 0.0),
         steps_s=last - first,
         end_s=max(0.0, ended - last),
         cleaning_s=max(0.0, over - ended),
     )
-
-
-def _stages(phases: Sequence[PhaseRecord], first_step: float) -> dict[str, tuple[float, float]]:
-    """Return begin and end of each stage before the first step."""
-    begins: dict[str, float] = {}
-    for record in phases:
-        if (name := record.stage or record.phase) in (*_STAGES, "training"):
-            begins.setdefault(name, record.time)
-    ends = [*begins.values(), first_step][1:]
-    return {name: (begin, end) for (name, begin), end in zip(begins.items(), ends, strict=True)}
-
-
-def _length(stages: Mapping[str, tuple[float, float]], name: str) -> float:
-    begin, end = stages.get(name, (0.0, 0.0))
-    return max(0.0, end - begin)
 
 
 # Training parts of a validation: short runs of one shape in different settings, beside what is
@@ -509,10 +490,9 @@ def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         machine: Where.
         gpus: The most GPUs that a run may have.
     """
-    yield from _parts(machine, gpus) if machine.gpus else _parts_without_gpus()
-
-
-def _parts_without_gpus() -> Iterator[Part]:
+    if machine.gpus:
+        yield from _parts(machine, gpus)
+        return
     yield Part("ours", "SuperOffload with our engine, without clipping", settings=_PLAIN)
     yield Part("zerooffload", "ZeRO-Offload", settings=_ZEROOFFLOAD)
     yield Part("ours-clipped", "our engine with clipping", settings=_CLIPPED)
@@ -693,12 +673,12 @@ def _training_measurements(
 ) -> list[_Measurement]:
     """Return the measurements of these parts."""
 
-    def measure(part: Part) -> Measure:
-        return partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam)
-
     usable = usable_machine(machine, os.environ)
+    measure = partial(_measure, shape=shape, machine=machine, cpu_adam=cpu_adam)
     return [
-        _Measurement(part.key, part.title, _estimate_s(usable, shape, part), measure(part))
+        _Measurement(
+            part.key, part.title, _estimate_s(usable, shape, part), partial(measure, part=part)
+        )
         for part in parts
     ]
 
@@ -769,6 +749,10 @@ def _measure(
     steps = [record for record in records if isinstance(record, StepRecord)]
     counted = [step for step in steps if step.step > WARMUP_STEPS] or steps
     seconds = sum(step.step_s for step in counted)
+
+    def mean_of(name: str) -> float:
+        return sum(getattr(step, name) * step.step_s for step in counted) / seconds
+
     return TrainingFound(
         settings=part.settings | ({"as-published": "true"} if part.published else {}),
         ranks=plan.gpus,
@@ -780,9 +764,8 @@ def _measure(
         predicted=found.predicted,
         workload=found.workload,
         useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
-        model_tflops_per_gpu=sum(step.model_tflops_per_gpu * step.step_s for step in counted)
-        / seconds,
-        example_tflops=sum(step.seed_tflops_total * step.step_s for step in counted) / seconds,
+        model_tflops_per_gpu=mean_of("model_tflops_per_gpu"),
+        example_tflops=mean_of("seed_tflops_total"),
         losses=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
         losses_only=part.losses_only,
         phases=phases,
