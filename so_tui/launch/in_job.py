@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec import Struct
 
+from so_tui.launch.command import log_line
 from so_tui.launch.launch import prepare, read_launch, write_launch
 from so_tui.launch.places import keep_network, remember, with_measured_network
 from so_tui.launch.slurm import client
@@ -60,21 +61,17 @@ from so_tui.trust.files import read_own, umask_of
 
 
 _ENDED_FROM_OUTSIDE = frozenset(
-    (
-        *(
-            OutcomeCode.RANK_LOST,
-            OutcomeCode.LAUNCHER_LOST,
-            OutcomeCode.RUNNER_LOST,
-            OutcomeCode.STOPPED,
-            OutcomeCode.UNOBSERVED,
-        ),
-        *(
-            OutcomeCode.NODE_FAILED,
-            OutcomeCode.NODE_LOST,
-            OutcomeCode.PREEMPTED,
-            OutcomeCode.OUT_OF_TIME,
-        ),
-    )
+    {
+        OutcomeCode.RANK_LOST,
+        OutcomeCode.LAUNCHER_LOST,
+        OutcomeCode.RUNNER_LOST,
+        OutcomeCode.STOPPED,
+        OutcomeCode.UNOBSERVED,
+        OutcomeCode.NODE_FAILED,
+        OutcomeCode.NODE_LOST,
+        OutcomeCode.PREEMPTED,
+        OutcomeCode.OUT_OF_TIME,
+    }
 )
 _POLL_S = 0.5
 
@@ -183,19 +180,14 @@ def _put_back(run: RunDirectory) -> None:
     try:
         client.requeue(_this_job())
     except SoTuiError as error:
-        print(
-            f"so-tui: the job of {run.name} is not started again: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        log_line(f"so-tui: the job of {run.name} is not started again: {error}")
         write_state(run, stopped)
 
 
 def _may_continue(run: RunDirectory, state: RunState) -> bool:
     """Return whether something else than the run itself or a person ended it."""
     asked = stop_request(run)
-    by_a_person = asked is not None and not asked.warned and not asked.signalled
-    return not by_a_person and (
+    return (asked is None or not asked.by_a_person) and (
         state.state not in FINAL_STATES or state.code in _ENDED_FROM_OUTSIDE
     )
 
@@ -276,26 +268,27 @@ def _supervise_run(
         write_launch(run, attempt, launch)
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
-    continues = submitted.spec.slurm.continues
-
-    def warned() -> bool:
-        return _needs_successor(run, before, start_over=submitted.start_over)
+    spec, start_over = submitted.spec, submitted.start_over
 
     def requeued() -> bool:
-        return requeues(submitted.spec, load_site(submission.site))
+        return requeues(spec, load_site(submission.site))
 
     def ended() -> None:
         if (rate := read_network_rate(run, attempt)) is not None:
             keep_network(
                 submission.cluster, submission.partition, machine, rate, len(launch.plan.binding)
             )
-        if continues and warned() and not requeued():
+        warned = spec.slurm.continues and _needs_successor(run, before, start_over=start_over)
+        if warned and not requeued():
             _submit_successor(run, machine)
 
     code = supervise(run, attempt, nodes, ended)
     if (
-        continues
-        and (warned() or _lost_a_node(run, before, start_over=submitted.start_over))
+        spec.slurm.continues
+        and (
+            _needs_successor(run, before, start_over=start_over)
+            or _lost_a_node(run, before, start_over=start_over)
+        )
         and requeued()
     ):
         _put_back(run)  # last, for it ends what this job still does
@@ -332,9 +325,9 @@ def _needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) -
     state, asked = read_state(run), stop_request(run)
     return (
         state.state == "stopped"
-        and _saved_more(state, before, start_over=start_over)
         and asked is not None
         and asked.warned
+        and (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
     )
 
 
@@ -348,13 +341,9 @@ def _lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bo
     state = read_state(run)
     return (
         state.code == OutcomeCode.NODE_LOST
-        and _saved_more(state, before, start_over=start_over)
+        and (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
         and _may_continue(run, state)
     )
-
-
-def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
-    return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
 
 
 def _supervise_node(run: RunDirectory, attempt: int, machine: Machine, nodes: Nodes) -> int:
@@ -407,4 +396,4 @@ def _submit_successor(run: RunDirectory, machine: Machine) -> None:
     try:
         resume(run, prepare_resume(run, machine))
     except (SoTuiError, OSError) as error:
-        print(f"so-tui: no job continues {run.name}: {error}", file=sys.stderr, flush=True)
+        log_line(f"so-tui: no job continues {run.name}: {error}")

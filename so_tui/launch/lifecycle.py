@@ -80,22 +80,14 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     forgotten = job.end is OutcomeCode.JOB_FORGOTTEN and recorded.state != "queued"
     if job.phase is JobPhase.ENDED and not forgotten:
         return _ended(run, attempt, job)
-    if recorded.state != "queued" and not _starts_again(run, recorded, job, watch):
+    # What the scheduler said may be older than the run's state.
+    if recorded.state != "queued" and (
+        job.phase is not JobPhase.QUEUED
+        or sighting(run, recorded, watch).liveness is Liveness.ALIVE
+    ):
         # The heartbeat of a suspended job stands still.
         return recorded if job.phase is JobPhase.RUNNING else state_with_truth(run, watch, recorded)
     return replace(recorded, state="queued", detail=_queue_text(job))
-
-
-def _starts_again(
-    run: RunDirectory, recorded: RunState, job: JobStatus, watch: HeartbeatWatch | None = None
-) -> bool:
-    """Return whether Slurm has put a run's job back into the queue. What the scheduler said may be
-    older than the run's state.
-    """
-    return (
-        job.phase is JobPhase.QUEUED
-        and sighting(run, recorded, watch).liveness is not Liveness.ALIVE
-    )
 
 
 def newest_attempt(run: RunDirectory, state: RunState) -> int:
@@ -436,16 +428,16 @@ def _wait_for_supervisor(
     takes too long.
     """
     deadline = time.monotonic() + _READY_S
-    while read_state(run).attempt != attempt:
-        code = handle.poll()
-        if (
-            code == 0 and read_state(run).attempt != attempt
-        ):  # another supervisor holds the run's lock
+    while True:
+        code = handle.poll()  # before the state: it may have written that and ended
+        if read_state(run).attempt == attempt:
+            return
+        if code == 0:  # another supervisor holds the run's lock
             raise SoTuiError(
                 f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` "
                 "shows it"
             )
-        if code is not None and read_state(run).attempt != attempt:
+        if code is not None:
             raise SoTuiError(
                 f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}"
             )
