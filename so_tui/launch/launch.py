@@ -322,17 +322,19 @@ def prepare_resume(
         before = msgspec.structs.replace(before, saved_step=None)
     elif (missing := missing_checkpoints(run, spec, before)) is not None:
         raise Refused([missing])
-    if before.state == "finished" and not start_over and not _lengthens(values, before.total_steps):
-        longer, export = (
-            so_tui_command("resume", run.name, "--set", "train.steps=N"),
-            so_tui_command("export", run.name),
-        )
+    # Only the data decides how many steps an epoch has.
+    longer = (_given_steps(values) or 0) > before.total_steps or not values.keys().isdisjoint(
+        ("train.epochs", "train.tokens")
+    )
+    if before.state == "finished" and not start_over and not longer:
+        more = so_tui_command("resume", run.name, "--set", "train.steps=N")
+        export = so_tui_command("export", run.name)
         raise reject(
             "run-has-finished",
             "run",
             run.name,
             f"has finished all of its {thousands(before.total_steps)} steps",
-            f"Train longer with `{longer}`, or export the model with `{export}`.",
+            f"Train longer with `{more}`, or export the model with `{export}`.",
         )
     _refuse_trained_length(values, before)
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
@@ -402,18 +404,6 @@ def _given_steps(values: Mapping[str, str]) -> int | None:
     """
     given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
     return given if type(given) is int else None
-
-
-def _lengthens(values: Mapping[str, str], steps: int) -> bool:
-    """Return whether the changes may leave something to train after ``steps``. Only the data
-    decides how many steps an epoch has.
-    """
-    given = _given_steps(values)
-    return (
-        (given is not None and given > steps)
-        or "train.epochs" in values
-        or "train.tokens" in values
-    )
 
 
 def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:

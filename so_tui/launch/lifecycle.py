@@ -30,7 +30,6 @@ from so_tui.launch.supervisor.ending import (
     left_queue,
     request_stop,
 )
-from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
 from so_tui.runs import state as control
 from so_tui.runs.directory import (
@@ -463,21 +462,18 @@ def _check(
 ) -> None:
     """Refuse what cannot start. What this host lacks says nothing about another one."""
     if executor.here:
-        _refuse_other_host(launch.machine)
+        hostname = launch.machine.hostname
+        if hostname != socket.gethostname():
+            raise reject(
+                "not-this-machine",
+                "--machine",
+                hostname,
+                "is not this machine, and runs start here",
+                "Start it on that machine, or only show it with --dry-run.",
+            )
         quick_checks(launch, saved=saved, runs_dir=runs_dir)
     else:
         checks_elsewhere(launch, saved=saved, runs_dir=runs_dir)
-
-
-def _refuse_other_host(machine: Machine) -> None:
-    if machine.hostname != socket.gethostname():
-        raise reject(
-            "not-this-machine",
-            "--machine",
-            machine.hostname,
-            "is not this machine, and runs start here",
-            "Start it on that machine, or only show it with --dry-run.",
-        )
 
 
 def _last_lines(log: Path) -> str:

@@ -91,7 +91,7 @@ def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tu
     """
     ended = {process.pid: process for process in processes if identify(process.pid) is None}
     candidates = {}
-    for path in _entries(folder):
+    for path in folder.glob("*_*_*"):
         named = _NAMED_BY_PID.match(path.name)
         process = ended.get(int(named[1])) if named else None
         if process is not None and (file := _own_file(path, since=_started(process))) is not None:
@@ -100,13 +100,6 @@ def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tu
         return ()
     used = _files_in_use()
     return tuple(sorted(path for file, path in candidates.items() if file not in used))
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _own_file(path: Path, *, since: float) -> _File | None:
@@ -301,13 +294,11 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
         raise reject("no-runs", "run", run, "there are no runs yet", remedy)
     import difflib  # only for the message
 
-    near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.6)
-    near += [known.name for known in runs if run and run in known.name and known.name not in near]
-    remedy = (
-        f"Did you mean {' or '.join(near[:3])}? `so-tui runs` lists them all."
-        if near
-        else "`so-tui runs` lists them all."
-    )
+    names = [known.name for known in runs]
+    near = difflib.get_close_matches(run, names, n=3, cutoff=0.6)
+    near += [name for name in names if run and run in name and name not in near]
+    meant = f"Did you mean {' or '.join(near[:3])}? " if near else ""
+    remedy = f"{meant}`so-tui runs` lists them all."
     raise reject("unknown-run", "run", run, "there is no such run", remedy)
 
 

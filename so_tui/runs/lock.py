@@ -308,19 +308,14 @@ def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
 
 def evidence(state: RunState, seen: Sighting) -> str:
     """Return what was seen of a run whose processes cannot be examined from here, as a clause."""
-    host = printable_line(seen.host)
-    age = _age(seen.heartbeat_age_s)
-    if seen.restarted:
-        return f"was {state.state} on {host} before that host restarted{age}"
-    return f"is {state.state} on {host}, whose processes cannot be seen from here{age}"
-
-
-def _age(age_s: float | None) -> str:
-    if age_s is None:
-        return ""
-    if age_s < -FRESH_S:
-        return (
+    host, age_s, age = printable_line(seen.host), seen.heartbeat_age_s, ""
+    if age_s is not None and age_s < -FRESH_S:
+        age = (
             f", and its last sign of life is dated {duration(-age_s)} ahead of this file system's "
             "clock"
         )
-    return f", and its last sign of life was {duration(max(0.0, age_s))} ago"
+    elif age_s is not None:
+        age = f", and its last sign of life was {duration(max(0.0, age_s))} ago"
+    if seen.restarted:
+        return f"was {state.state} on {host} before that host restarted{age}"
+    return f"is {state.state} on {host}, whose processes cannot be seen from here{age}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,13 +119,10 @@ def decode_toml(content: bytes) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:  # an integer of thousands of digits, a date that does not exist
-        raise tomllib.TOMLDecodeError(_first_words(error)) from None
+        words = str(error).partition(";")[0].partition(":")[0]
+        raise tomllib.TOMLDecodeError(words) from None
     _check_values(tree)
     return tree
-
-
-def _first_words(error: ValueError) -> str:
-    return str(error).partition(";")[0].partition(":")[0]
 
 
 def _check_depth(content: bytes) -> None:
@@ -145,14 +142,10 @@ def _check_values(tree: dict[str, Any]) -> None:
     """Raise for values that are nested too deeply, and for integers beyond the 64 bits of TOML."""
     level: list[Any] = [tree]
     for _ in range(DEEPEST):
-        level = [
-            item for value in level if isinstance(value, dict | list) for item in _items(value)
-        ]
+        tables = (value.values() for value in level if isinstance(value, dict))
+        lists = (value for value in level if isinstance(value, list))
+        level = [*chain.from_iterable(tables), *chain.from_iterable(lists)]
         if any(isinstance(value, int) and abs(value) > _LARGEST_INTEGER for value in level):
             raise tomllib.TOMLDecodeError("an integer has more than 64 bits")
     if any(isinstance(value, dict | list) for value in level):
         raise TooDeepError
-
-
-def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value

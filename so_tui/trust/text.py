@@ -202,9 +202,5 @@ def recordable(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: without_credentials(environment[name])[:_LONGEST]
         for name in sorted(environment)
-        if _is_listed(name)
+        if name in _NAMES or (name.startswith(_PREFIXES) and not _SECRET_WORDS.search(name))
     }
-
-
-def _is_listed(name: str) -> bool:
-    return name in _NAMES or (name.startswith(_PREFIXES) and not _SECRET_WORDS.search(name))

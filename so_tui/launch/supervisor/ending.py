@@ -429,7 +429,11 @@ def _reason_there(outcome: Outcome) -> str:
     if outcome.code in _LOST:
         if outcome.signal is None:
             return f"{_who(outcome)} (pid {outcome.pid}) disappeared during training: it was killed"
-        return f"{_who(outcome)} was ended by {_signal_name(outcome.signal)}"
+        try:
+            name = signal.Signals(outcome.signal).name
+        except ValueError:  # a real-time signal
+            name = f"signal {outcome.signal}"
+        return f"{_who(outcome)} was ended by {name}"
     if pattern := _REASONS.get(outcome.code):
         plural = "" if outcome.count == 1 else "es"
         return pattern.format(
@@ -469,13 +473,6 @@ def _who(outcome: Outcome) -> str:
     if outcome.who == "rank":
         return "a rank" if outcome.rank is None else f"rank {outcome.rank}"
     return "DeepSpeed's launcher" if outcome.who == "launcher" else "DeepSpeed's runner"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _resuming(run: RunFacts, settings: str) -> str:

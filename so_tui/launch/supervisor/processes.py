@@ -92,10 +92,13 @@ class ProcessLoads:
         }
         before, interval_s = self._before, max(now - self._clock, 1 / _TICKS_PER_S)
         self._before, self._clock = stats, now
-        return {
-            pid: ProcessLoad(stat, _ticks_since(before.get(pid), stat) / _TICKS_PER_S / interval_s)
-            for pid, stat in stats.items()
-        }
+        loads = {}
+        for pid, stat in stats.items():
+            then, ticks = before.get(pid), 0
+            if then is not None and then.start_time == stat.start_time:
+                ticks = stat.cpu_ticks - then.cpu_ticks
+            loads[pid] = ProcessLoad(stat, ticks / _TICKS_PER_S / interval_s)
+        return loads
 
     def read(self, *, without: Collection[int] = ()) -> tuple[ForeignProcess, ...]:
         """Return the processes that compute, the busiest first; none at the first reading.
@@ -118,15 +121,6 @@ class ProcessLoads:
             )
             for pid, load in sorted(computing, key=lambda pair: -pair[1].cores)
         )
-
-
-def _ticks_since(before: Stat | None, now: Stat) -> int:
-    """Return the clock ticks that a process computed since it was read before; 0 if it was not."""
-    return (
-        now.cpu_ticks - before.cpu_ticks
-        if before is not None and before.start_time == now.start_time
-        else 0
-    )
 
 
 def _pids() -> set[int]:

@@ -538,11 +538,10 @@ class SlowWatch:
         ):
             return self.found
         bound_s = (SLOWER if self.found is None else _STILL_SLOWER) * planned.step.total_s
-        if not all(
-            _median_s(half) > bound_s
-            for half in (steps[: len(steps) // 2], steps[len(steps) // 2 :])
-        ):
-            return None
+        middle = len(steps) // 2
+        for half in (steps[:middle], steps[middle:]):
+            if statistics.median(step.step_s for step in half) <= bound_s:
+                return None
         measured = _measured_of(steps, tuple(self._samples), self._machine, planned.binding)
         causes = _ranked_causes(measured, planned)
         return Slowdown(
@@ -551,7 +550,3 @@ class SlowWatch:
             planned_s=planned.step.total_s,
             causes=causes,
         )
-
-
-def _median_s(steps: Sequence[StepRecord]) -> float:
-    return statistics.median(step.step_s for step in steps)
