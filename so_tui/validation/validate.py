@@ -751,7 +751,8 @@ def _measure(
     seconds = sum(step.step_s for step in counted)
 
     def mean_of(name: str) -> float:
-        return sum(getattr(step, name) * step.step_s for step in counted) / seconds
+        total: float = sum(getattr(step, name) * step.step_s for step in counted)
+        return total / seconds
 
     return TrainingFound(
         settings=part.settings | ({"as-published": "true"} if part.published else {}),

@@ -110,31 +110,32 @@ def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> It
         environment: In which the nodes would look for it.
         where: Whose nodes have no internet, for the message.
     """
-    cache = _HubCache(environment)
-    for field, name in _models(spec):
+    cache, command = _HubCache(environment), so_tui_command("prepare", spec.name)
+    for field, name, missing in _absent(cache, spec):
+        yield Problem(
+            code="not-cached",
+            field=field,
+            value=name,
+            message=f"{missing}, and nodes of {where} have no internet",
+            remedy=f"Run `{command}` here first, with the same HF_HOME.",
+        )
+
+
+def _absent(cache: _HubCache, spec: RunSpec) -> Iterator[tuple[str, str, str]]:
+    """Yield field and name of what is on the hub and not in the cache, and what is missing."""
+    model, tokenizer = spec.model, spec.model.tokenizer or spec.model.id
+    wanted = []
+    if model.weights == "pretrained" and _on_hub(model.id):
+        wanted.append(("model.id", model.id))
+    if _on_hub(tokenizer) and (model.tokenizer or model.weights != "pretrained"):
+        wanted.append(("model.tokenizer" if model.tokenizer else "model.id", tokenizer))
+    for field, name in wanted:
         if (missing := _missing_of_model(cache, spec, field, name)) is not None:
-            yield _problem(spec, field, name, f"{missing} is not in {cache.hub}", where)
-    for field, name in _data(spec):
-        if not cache.has_data(name):
-            yield _problem(
-                spec, field, name, f"is neither in {cache.datasets} nor in {cache.hub}", where
-            )
-
-
-def _models(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    tokenizer = spec.model.tokenizer or spec.model.id
-    if spec.model.weights == "pretrained" and _on_hub(spec.model.id):
-        yield "model.id", spec.model.id
-    if _on_hub(tokenizer) and (spec.model.tokenizer or spec.model.weights != "pretrained"):
-        yield "model.tokenizer" if spec.model.tokenizer else "model.id", tokenizer
-
-
-def _data(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    for source in spec.data.sources:
-        if _on_hub(source.source):
-            yield "data.source", source.source
-    if spec.data.evaluation and _on_hub(spec.data.evaluation):
-        yield "data.evaluation", spec.data.evaluation
+            yield field, name, f"{missing} is not in {cache.hub}"
+    sources = [("data.source", part.source) for part in spec.data.sources]
+    for field, name in (*sources, ("data.evaluation", spec.data.evaluation)):
+        if name and _on_hub(name) and not cache.has_data(name):
+            yield field, name, f"is neither in {cache.datasets} nor in {cache.hub}"
 
 
 def _on_hub(text: str) -> bool:
@@ -164,18 +165,6 @@ def _weights(folder: Path) -> tuple[str, ...]:
     index = readable_json(folder / _INDEX, _Index)
     shards = sorted(set(index.weight_map.values())) if index else ["model.safetensors"]
     return ("config.json", *shards)
-
-
-def _problem(spec: RunSpec, field: str, value: str, message: str, where: str) -> Problem:
-    command = so_tui_command("prepare", spec.name)
-    remedy = f"Run `{command}` here first, with the same HF_HOME."
-    return Problem(
-        code="not-cached",
-        field=field,
-        value=value,
-        message=f"{message}, and nodes of {where} have no internet",
-        remedy=remedy,
-    )
 
 
 _FORGOTTEN_S = 60.0

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import cast
 
 from so_tui.folders import settings_file
 from so_tui.launch.command import MARKER, AlertCommand, log_line
@@ -34,7 +33,7 @@ def known(alert: Alert) -> AlertName | None:
     """Return the kind of an alert; None for one that this version does not know, or that a
     stranger's state made up.
     """
-    return cast(AlertName, alert.kind) if alert.kind in ALERTS else None
+    return alert.kind if alert.kind in ALERTS else None
 
 
 def alert_text(alert: Alert, run_name: str, state: RunState) -> str:
