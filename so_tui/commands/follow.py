@@ -133,7 +133,7 @@ def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printe
     be full for a while.
     """
     try:
-        control.request(run, "stop", control.Request(reason=f"so-tui received {received.name}"))
+        control.request(run, "stop", reason=f"so-tui received {received.name}")
     except (OSError, SoTuiError) as error:
         printer.note_once(
             brief_message(f"{run.name} cannot be asked to stop at the moment: {error}")

@@ -416,7 +416,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
     except (
         KeyboardInterrupt
     ):  # the supervisor may be alive by now and would train a run that the user has cancelled
-        control.request(run, "stop", control.Request(reason="interrupted while it was started"))
+        control.request(run, "stop", reason="interrupted while it was started")
         raise
 
 

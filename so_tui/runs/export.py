@@ -91,28 +91,22 @@ def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ..
 
 def _written(path: Path, write: Callable[[Path], int]) -> int:
     """Have a new file written under another name, and give it its own once it is complete."""
+    taken = reject(
+        "file-exists",
+        "--to",
+        shown(str(path)),
+        "exists already",
+        "Choose another name, or remove it.",
+    )
     if exists(path):
-        raise reject(
-            "file-exists",
-            "--to",
-            shown(str(path)),
-            "exists already",
-            "Choose another name, or remove it.",
-        )
+        raise taken
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         count = write(temporary)
-        os.link(
-            temporary, path
-        )  # unlike a rename, fails if another process took the name in the meantime
+        # Unlike a rename, this fails if another process took the name in the meantime.
+        os.link(temporary, path)
     except FileExistsError:
-        raise reject(
-            "file-exists",
-            "--to",
-            shown(str(path)),
-            "exists already",
-            "Choose another name, or remove it.",
-        ) from None
+        raise taken from None
     except OSError as error:
         raise reject(
             "not-writable",

@@ -339,8 +339,8 @@ class SampleWriter:
     ) -> None:
         """Create the folder. Raises OSError."""
         folder = run.samples_dir(host)
-        self._raw = _ResolutionWriter(folder, resolutions[0])
-        self._rollups = [_ResolutionWriter(folder, resolution) for resolution in resolutions[1:]]
+        self._raw, *self._rollups = (_pruned(folder, resolution) for resolution in resolutions)
+        self._resolutions = resolutions[1:]
         self._open: list[list[Rollup]] = [[] for _ in self._rollups]
 
     def append(self, sample: Sample) -> None:
@@ -362,7 +362,7 @@ class SampleWriter:
         """
         if level == len(self._rollups):
             return
-        parts, resolution = self._open[level], self._rollups[level].resolution
+        parts, resolution = self._open[level], self._resolutions[level]
         if parts and (
             _bucket(parts[0], resolution) != _bucket(part, resolution)
             or parts[0].mean.attempt != part.mean.attempt
@@ -377,36 +377,24 @@ class SampleWriter:
         self._fold(whole, level + 1)
 
 
-class _ResolutionWriter:
-    """Writes the segments of one resolution, and drops the oldest above its limit."""
+def _pruned(folder: Path, resolution: Resolution) -> SegmentWriter:
+    """Return a writer of the segments of one resolution that drops the oldest above its limit."""
 
-    def __init__(self, folder: Path, resolution: Resolution) -> None:
-        self.resolution = resolution
-        self._folder = folder
-        self._segments = SegmentWriter(
-            folder,
-            resolution.stem,
-            limit_bytes=resolution.segment_bytes,
-            on_closed=lambda _: self._prune(),
-        )
-        self._prune()
-
-    def append(self, line: bytes) -> None:
-        self._segments.append(line)
-
-    def close(self) -> None:
-        self._segments.close()
-
-    def _prune(self) -> None:
-        paths = list(segments(self._folder, self.resolution.stem).values())
+    def prune(_closed: object = None) -> None:
+        paths = list(segments(folder, resolution.stem).values())
         total = sum(path.stat().st_size for path in paths)
         for path in paths:
-            if (
-                total <= self.resolution.cap_bytes - self.resolution.segment_bytes
-            ):  # leaves room for the next segment
+            # Leaves room for the next segment.
+            if total <= resolution.cap_bytes - resolution.segment_bytes:
                 return
             total -= path.stat().st_size
             path.unlink()
+
+    writer = SegmentWriter(
+        folder, resolution.stem, limit_bytes=resolution.segment_bytes, on_closed=prune
+    )
+    prune()
+    return writer
 
 
 class SampleReader:

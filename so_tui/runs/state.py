@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -34,8 +34,8 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Author, time and reason of a request."""
 
-    by: str = ""
-    time: float = 0.0
+    by: str
+    time: float
     reason: str = ""
     warned: bool = False
     """Whether a scheduler's warning asks, before it ends the job, and no person: then another job
@@ -55,23 +55,28 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 prepare(Request)
 
 
-def request(run: RunDirectory, action: Action, asked: Request | None = None) -> None:
+def request(run: RunDirectory, action: Action, kind: type[Request] = Request, **given: Any) -> None:
     """Ask the run to stop (with a checkpoint) or to save a checkpoint. Neither a warning nor a
     signal replaces a person's request, and a warning no signal's.
+
+    Args:
+        run: The run.
+        action: What to do.
+        kind: The type of the request.
+        given: Its fields but author and time.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
         OSError: The folder cannot be written.
     """
     refuse_another_users(run)
-    asked = asked or Request()
+    by = f"{_user()}@{socket.gethostname()} pid {os.getpid()}"
+    asked = kind(by=by, time=time.time(), **given)
     before = None if asked.by_a_person else details(run, action)
     if before is not None and not (before.warned or (asked.signalled and before.signalled)):
         return
     run.control_dir.mkdir(exist_ok=True)
-    by = f"{_user()}@{socket.gethostname()} pid {os.getpid()}"
-    signed = msgspec.structs.replace(asked, by=by, time=time.time())
-    write_run_json(run, run.control_dir / action, signed)
+    write_run_json(run, run.control_dir / action, asked)
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:

@@ -224,7 +224,7 @@ def _leave_request(
     from so_tui.launch.executors import ensure_supervised
 
     try:
-        control.request(run, action, control.Request(reason="asked on the screen"))
+        control.request(run, action, reason="asked on the screen")
     except SoTuiError as error:  # another user's run
         app.post_message(
             messages.Failed(f"{run.name} was not asked", tuple(str(error).splitlines()))

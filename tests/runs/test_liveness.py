@@ -144,7 +144,7 @@ def test_a_run_of_another_host_is_judged_by_its_heartbeat_and_our_clock(run: Run
 
 def test_requests_stay_until_they_are_carried_out(run: RunDirectory) -> None:
     assert control.pending(run) == frozenset()
-    control.request(run, "stop", control.Request(reason="time limit"))
+    control.request(run, "stop", reason="time limit")
     control.request(run, "checkpoint")
     assert control.pending(run) == {"stop", "checkpoint"}
     asked = control.details(run, "stop")

@@ -115,7 +115,7 @@ def valid_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
             name="fuzzed",
         )
     for action in state.ACTIONS:
-        state.request(run, action, state.Request(reason="x"))
+        state.request(run, action, reason="x")
     return run
 
 

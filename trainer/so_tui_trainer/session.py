@@ -390,8 +390,9 @@ class Session:
 
     def _request_stop(self) -> None:
         try:
-            asked = run_control.Request(reason=f"rank {self.rank} received SIGUSR1", warned=True)
-            run_control.request(self.run, "stop", asked)
+            run_control.request(
+                self.run, "stop", reason=f"rank {self.rank} received SIGUSR1", warned=True
+            )
         except OSError as error:  # The supervisor and the other ranks receive the signal too.
             print(f"the stop request cannot be written: {error}", file=sys.stderr, flush=True)
 

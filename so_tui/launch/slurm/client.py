@@ -149,15 +149,9 @@ class ClusterName:
         """Return the name. Raises SlurmError; Slurm is asked again after a minute."""
         if not self._name and self._clock() >= self._again_at:
             try:
-                lines = _call(("scontrol", "show", "config")).splitlines()
-                self._name = next(
-                    (
-                        line.partition("=")[2].strip()
-                        for line in lines
-                        if line.startswith("ClusterName")
-                    ),
-                    "",
-                )
+                config = _call(("scontrol", "show", "config"))
+                found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
+                self._name = found[1].strip() if found else ""
             except SlurmError as error:
                 self._error = error
             self._again_at = self._clock() + _AGAIN_S
@@ -333,10 +327,6 @@ class Queue(Struct, frozen=True, kw_only=True):
     jobs: tuple[Job, ...] = ()
     error: str = ""
     """Why Slurm did not answer; the jobs are those of the answer before."""
-
-    def lists(self, job_id: str) -> bool:
-        """Return whether a job has this number."""
-        return any(job.id == job_id for job in self.jobs)
 
 
 def queue(cluster: str, interval_s: float) -> Queue | None:

@@ -312,7 +312,7 @@ class SlurmExecutor:
         if (
             answer.error
             or answer.asked < submission.submitted + _FORGOTTEN_S
-            or answer.lists(submission.job_id)
+            or any(job.id == submission.job_id for job in answer.jobs)
         ):
             return unknown
         recorded = (

@@ -724,7 +724,7 @@ def request_stop(run: RunDirectory, **asked: Any) -> None:
     """Ask the run to stop; ``asked`` are fields of ``StopRequest``. A later request replaces an
     earlier one, but a scheduler's or a signal's does not replace a person's. Raises OSError.
     """
-    control.request(run, "stop", StopRequest(**asked))
+    control.request(run, "stop", StopRequest, **asked)
 
 
 def stop_request(run: RunDirectory) -> StopRequest | None:
@@ -735,7 +735,7 @@ def stop_request(run: RunDirectory) -> StopRequest | None:
         return None
     except (OSError, msgspec.DecodeError):
         # The file exists, so a stop is wanted: a person may have made it with `touch`.
-        return StopRequest()
+        return StopRequest(by="", time=0.0)
 
 
 @dataclass
