@@ -71,16 +71,13 @@ _SHAPES = {
     "Problem": _shape("Problem", code="code", message="message", remedy="remedy"),
     "reject": _shape(
         "Problem",
-        "code",
-        "field",
-        "value",
-        "message",
-        "remedy",
+        *("code", "field", "value", "message", "remedy"),
         code="code",
         message="message",
         remedy="remedy",
     ),
     "Refusal": _shape("Problem", "code", "message", code="code", message="message"),
+    "refuse": _shape("Problem", "code", "message", code="code", message="message"),
     "Finding": _shape(
         "Finding", code="code", message="title", remedy="remedy", severity="severity", cost="cost"
     ),
@@ -180,7 +177,7 @@ def _forwarders(module: _Module, shapes: Mapping[str, Shape]) -> Iterator[tuple[
         ]
         for call in calls:
             shape = shapes.get(_called(call))
-            if shape is None or shape.scope:
+            if shape is None or shape.scope or function.name in _SHAPES:
                 continue
             parts = _bound(shape, call)
             if isinstance(code := parts.get("code"), ast.Name) and code.id in parameters:

@@ -27,6 +27,7 @@ from so_tui.machine.types import Gpu, Machine
 from so_tui.plan.plan import Launch, Plan
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
 from so_tui.spec.check import exists
+from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import missing_paths
 from so_tui.units import disk_size, memory_size
 
@@ -176,20 +177,12 @@ def writable(wanted: Path, field: str) -> Path:
         or not os.access(folder, os.W_OK)
         or shutil.disk_usage(folder).total == 0
     ):
-        message, remedy = (
+        raise reject(
+            "not-writable",
+            field,
+            str(wanted),
             f"{folder} cannot be written",
             "Make it writable, or choose another folder.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-writable",
-                    field=field,
-                    value=str(wanted),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     return folder
 
@@ -200,7 +193,7 @@ def _refuse_several_nodes(spec: RunSpec) -> None:
             f"nodes = {spec.nodes}, and a run on this machine has one. Name a Slurm partition with "
             "--partition, or set nodes to 1"
         )
-        raise Refused([Refusal("several-nodes-here", message)])
+        raise refuse("several-nodes-here", message)
 
 
 def _refuse_missing_software(machine: Machine) -> None:
@@ -238,7 +231,7 @@ def _refuse_missing_tracker(spec: RunSpec) -> None:
             "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set "
             "tracking.wandb to false"
         )
-        raise Refused([Refusal("tracker-missing", message)])
+        raise refuse("tracker-missing", message)
 
 
 def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:
@@ -265,7 +258,7 @@ def _refuse_missing_compiler(plan: Plan, machine: Machine) -> None:
             "The first run compiles CPU Adam, and there is no C++ compiler here. Install g++ (or "
             "set CXX)"
         )
-        raise Refused([Refusal("compiler-missing", message)], forceable=True)
+        raise refuse("compiler-missing", message, forceable=True)
 
 
 def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:

@@ -294,27 +294,18 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
     placeholders.
     """
     return (
-        Variable(
-            name=RUN_MARKER, value=Placeholder.RUN.value, reason="marks the processes of this run"
-        ),
-        Variable(
-            name=RUN_ID_MARKER,
-            value=Placeholder.RUN_ID.value,
-            reason="distinguishes this run from another one at the same path",
-        ),
-        Variable(
-            name=ATTEMPT_MARKER,
-            value=Placeholder.ATTEMPT.value,
-            reason="marks the processes of this attempt",
-        ),
-        *_alert(inherited),
+        *_markers(inherited),
         *_python(inherited),
         *_network(plan, machine, inherited),
         *_code_folders(plan.spec, inherited),
         *_threads(plan, inherited),
-        *(_gpu(plan, machine, inherited) if machine.gpus else _cpu_only()),
+        *_gpu(plan, machine, inherited),
         *_hub(plan.spec),
     )
+
+
+def _change(name: str, value: str | None, reason: str) -> Variable:
+    return Variable(name=name, value=value, reason=reason)
 
 
 def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[str, str]:
@@ -382,33 +373,38 @@ def _allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variab
     if not options:
         return None
     name = "PYTORCH_ALLOC_CONF" if torch >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
-    return Variable(
-        name=name,
-        value=",".join(options),
-        reason="less fragmentation of GPU memory; no rounding up of pinned memory",
+    return _change(
+        name,
+        ",".join(options),
+        "less fragmentation of GPU memory; no rounding up of pinned memory",
     )
 
 
-def _alert(inherited: Mapping[str, str]) -> Iterator[Variable]:
+def _markers(inherited: Mapping[str, str]) -> Iterator[Variable]:
+    yield _change(RUN_MARKER, Placeholder.RUN.value, "marks the processes of this run")
+    yield _change(
+        RUN_ID_MARKER,
+        Placeholder.RUN_ID.value,
+        "distinguishes this run from another one at the same path",
+    )
+    yield _change(ATTEMPT_MARKER, Placeholder.ATTEMPT.value, "marks the processes of this attempt")
     if MARKER in inherited:
-        yield Variable(
-            name=MARKER, value=None, reason="marks alert commands; one has started this run"
-        )
+        yield _change(MARKER, None, "marks alert commands; one has started this run")
 
 
 def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
     folder = str(Path(sys.executable).parent)
     path = inherited.get("PATH", "/usr/bin:/bin")
     if folder not in path.split(":"):
-        yield Variable(
-            name="PATH",
-            value=f"{folder}:{path}",
-            reason="finds this interpreter's tools (ninja compiles DeepSpeed's kernels)",
+        yield _change(
+            "PATH",
+            f"{folder}:{path}",
+            "finds this interpreter's tools (ninja compiles DeepSpeed's kernels)",
         )
-    yield Variable(
-        name="PYTHONSAFEPATH",
-        value="1",
-        reason="imports modules from the installation, never from the current directory",
+    yield _change(
+        "PYTHONSAFEPATH",
+        "1",
+        "imports modules from the installation, never from the current directory",
     )
 
 
@@ -421,94 +417,93 @@ def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iter
     Ranks of several nodes need that network, and meet at the first node.
     """
     if plan.spec.nodes > 1:
-        yield Variable(
-            name=NODE_MARKER,
-            value=Placeholder.NODE.value,
-            reason="marks the processes of this node",
+        yield _change(
+            NODE_MARKER,
+            Placeholder.NODE.value,
+            "marks the processes of this node",
         )
-        yield Variable(
-            name=RENDEZVOUS,
-            value=Placeholder.RENDEZVOUS.value,
-            reason="an address of the first node, where the ranks meet",
+        yield _change(
+            RENDEZVOUS,
+            Placeholder.RENDEZVOUS.value,
+            "an address of the first node, where the ranks meet",
         )
         if machine.gpus:
-            yield Variable(
-                name="NCCL_DEBUG",
-                value="INFO",
-                reason="NCCL writes to the log which network it uses between nodes",
+            yield _change(
+                "NCCL_DEBUG",
+                "INFO",
+                "NCCL writes to the log which network it uses between nodes",
             )
             if "NCCL_DEBUG_SUBSYS" not in inherited:
-                yield Variable(name="NCCL_DEBUG_SUBSYS", value="INIT", reason="and little else")
+                yield _change("NCCL_DEBUG_SUBSYS", "INIT", "and little else")
     else:
-        yield Variable(
-            name=RENDEZVOUS,
-            value=Placeholder.RENDEZVOUS.value,
-            reason="a file of your own in which the ranks meet",
+        yield _change(
+            RENDEZVOUS,
+            Placeholder.RENDEZVOUS.value,
+            "a file of your own in which the ranks meet",
         )
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            yield Variable(
-                name=name,
-                value="lo",
-                reason="all ranks are on this host, so nothing listens on its networks",
+            yield _change(
+                name,
+                "lo",
+                "all ranks are on this host, so nothing listens on its networks",
             )
-    yield Variable(
-        name="NCCL_RAS_ENABLE",
-        value="0",
-        reason="NCCL's status service would answer every user of this host",
+    yield _change(
+        "NCCL_RAS_ENABLE",
+        "0",
+        "NCCL's status service would answer every user of this host",
     )
 
 
 def _code_folders(spec: RunSpec, inherited: Mapping[str, str]) -> Iterator[Variable]:
     for name, folder in code_folders(inherited, several_hosts=spec.nodes > 1).items():
         given = f"; others can open {inherited[name]}" if inherited.get(name) else ""
-        yield Variable(
-            name=name,
-            value=folder,
-            reason=f"compiled code comes from a folder that only you can open{given}",
+        yield _change(
+            name,
+            folder,
+            f"compiled code comes from a folder that only you can open{given}",
         )
 
 
 def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
     threads = str(_rank_threads(plan))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        yield Variable(
-            name=name,
-            value=threads,
-            reason="one thread for each Adam core; a site default of 1 would be very slow",
+        yield _change(
+            name,
+            threads,
+            "one thread for each Adam core; a site default of 1 would be very slow",
         )
     for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
         if name in inherited:
-            yield Variable(
-                name=name,
-                value=None,
-                reason=(
+            yield _change(
+                name,
+                None,
+                (
                     "conflicts with the binding; DeepSpeed's launcher does not start with "
                     "KMP_AFFINITY"
                 ),
             )
-    yield Variable(
-        name="TOKENIZERS_PARALLELISM",
-        value="false",
-        reason="keeps the tokenizer's thread pool off the bound cores",
+    yield _change(
+        "TOKENIZERS_PARALLELISM",
+        "false",
+        "keeps the tokenizer's thread pool off the bound cores",
     )
-
-
-def _cpu_only() -> Iterator[Variable]:
-    yield Variable(name="DS_ACCELERATOR", value="cpu", reason="this machine has no GPU")
 
 
 def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
-    yield Variable(
-        name="CUDA_DEVICE_ORDER",
-        value="PCI_BUS_ID",
-        reason="numbers the GPUs as NVML and the plan do",
+    if not machine.gpus:
+        yield _change("DS_ACCELERATOR", "cpu", "this machine has no GPU")
+        return
+    yield _change(
+        "CUDA_DEVICE_ORDER",
+        "PCI_BUS_ID",
+        "numbers the GPUs as NVML and the plan do",
     )
     for name in ROCM_VISIBLE_DEVICES:
         if name in inherited:
-            yield Variable(
-                name=name,
-                value=None,
-                reason="the command line names the GPUs, chosen among the visible ones",
+            yield _change(
+                name,
+                None,
+                "the command line names the GPUs, chosen among the visible ones",
             )
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & inherited.keys():
         own_engine = plan.mode != "superoffload" or plan.spec.offload.engine == "so-tui"
@@ -518,9 +513,7 @@ def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator
     if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (
         valid := valid_arch_list(given)
     ) != given:
-        yield Variable(
-            name="TORCH_CUDA_ARCH_LIST", value=valid, reason=f"DeepSpeed cannot parse {given}"
-        )
+        yield _change("TORCH_CUDA_ARCH_LIST", valid, f"DeepSpeed cannot parse {given}")
 
 
 def _hub(spec: RunSpec) -> Iterator[Variable]:
@@ -529,6 +522,4 @@ def _hub(spec: RunSpec) -> Iterator[Variable]:
         source.startswith("builtin:")
         for source in (spec.model.id, *sources, spec.data.evaluation or "builtin:")
     ):
-        yield Variable(
-            name="HF_HUB_OFFLINE", value="1", reason="everything this run needs is part of so-tui"
-        )
+        yield _change("HF_HUB_OFFLINE", "1", "everything this run needs is part of so-tui")

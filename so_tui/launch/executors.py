@@ -13,7 +13,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,32 @@ class _LocalExecutor:
 
     def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
         """Start the supervisor detached from this program; see ``Executor.start``."""
-        return _started(run, attempt, os.environ)
+        argv = (
+            sys.executable,
+            "-P",
+            "-m",
+            "so_tui",
+            "supervise",
+            str(run.path),
+            "--attempt",
+            str(attempt),
+        )
+        _LOG.info("calling %s", quoted(*argv))
+        descriptor = os.open(
+            supervisor_log(run, attempt),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+            0o600,
+        )
+        with os.fdopen(descriptor, "ab") as output:
+            return subprocess.Popen(
+                argv,
+                env=os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                start_new_session=True,
+            )
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         return ()
@@ -61,42 +85,6 @@ class _LocalExecutor:
 def supervisor_log(run: RunDirectory, attempt: int) -> Path:
     """Return the file that receives the output of an attempt's supervisor on this host."""
     return run.attempt_dir(attempt) / f"supervisor.{socket.gethostname()}.log"
-
-
-def _started(run: RunDirectory, attempt: int, env: Mapping[str, str]) -> SupervisorHandle:
-    argv = (
-        sys.executable,
-        "-P",
-        "-m",
-        "so_tui",
-        "supervise",
-        str(run.path),
-        "--attempt",
-        str(attempt),
-    )
-    _LOG.info("calling %s", quoted(*argv))
-    descriptor = os.open(
-        supervisor_log(run, attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-    )
-    with os.fdopen(descriptor, "ab") as output:
-        process = subprocess.Popen(
-            argv,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd="/",
-            start_new_session=True,
-        )
-    return _Process(process)
-
-
-class _Process:
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def exit_code(self) -> int | None:
-        return self._process.poll()
 
 
 # Make sure that each live run has a supervisor. Whoever looks at runs calls this; nothing that a

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from so_tui.machine.software import INSTALL_TRAINING, code_folders, make_code_folders
-from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError
+from so_tui.spec.errors import InputError, Problem, SoTuiError, refuse
 from so_tui.trust.text import quoted
 
 _LOG = logging.getLogger(__name__)
@@ -177,10 +177,16 @@ def stream_tool(
     iterator just ends. Raises the errors of ``call_tool``; without ``timeout_s`` the helper may
     take as long as it wants.
     """
-    with (
-        contextlib.closing(ToolProcess(name, cancel)) as process,
-        _ended_after(timeout_s, process) as expired,
-    ):
+    with contextlib.closing(ToolProcess(name, cancel)) as process:
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            process.end()
+
+        timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, expire)
+        timer.daemon = True
+        timer.start()
         process.send(request)
         process.end_requests()
         try:
@@ -189,27 +195,25 @@ def stream_tool(
             if expired.is_set():
                 raise ToolError(_late(name, timeout_s)) from error
             raise
+        finally:
+            timer.cancel()
 
 
-@contextlib.contextmanager
-def _ended_after(timeout_s: float | None, process: ToolProcess) -> Iterator[threading.Event]:
-    """End a helper that takes longer, and yield whether that happened."""
-    expired = threading.Event()
-
-    def expire() -> None:
-        expired.set()
-        process.end()
-
-    if timeout_s is None:
-        yield expired
-        return
-    timer = threading.Timer(timeout_s, expire)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield expired
-    finally:
-        timer.cancel()
+def last_answer(
+    name: str,
+    request: dict[str, Any],
+    tell: Callable[[str], None],
+    *,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """Run a helper process that tells in words what it does, and return its last answer; otherwise
+    as ``stream_tool``.
+    """
+    answer: dict[str, Any] = {}
+    for answer in stream_tool(name, request, timeout_s=timeout_s):
+        if message := answer.get("message"):
+            tell(str(message))
+    return answer
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
@@ -278,7 +282,7 @@ def _failed(name: str, code: int, last_line: str, stderr: str) -> SoTuiError:
     lines = [line for line in stderr.splitlines() if line.strip()][-_STDERR_LINES:]
     if lines and (missing := _MISSING_MODULE.search(lines[-1])):
         message = f"The Python module {missing[1]} is not installed here. {INSTALL_TRAINING}"
-        return Refused([Refusal("software-missing", message)])
+        return refuse("software-missing", message)
     return ToolError(
         f"so_tui_trainer.tools.{name} failed (exit code {code}): "
         + (" / ".join(lines) or "it wrote nothing")

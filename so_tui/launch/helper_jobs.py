@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from so_tui.folders import user_folder
-from so_tui.launch.helper import Cancel, ToolProcess, call_tool, stream_tool
-from so_tui.launch.helper import Cancel as EndProcess
+from so_tui.launch.helper import Cancel, ToolProcess, call_tool, last_answer, stream_tool
 from so_tui.launch.launch import visible_machine
 from so_tui.launch.supervisor import host_check
 from so_tui.machine.types import Machine
@@ -28,9 +28,6 @@ from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import write_state_even_if_full
 from so_tui.spec import (
     InputError,
-    Problem,
-    Refusal,
-    Refused,
     RunSpec,
     check_tree,
     create_preset,
@@ -39,6 +36,7 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.check import exists, is_folder, path_fault
+from so_tui.spec.errors import refuse, reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
 from so_tui.spec.generation import Cancel as generation_Cancel
 from so_tui.spec.model_table import layer_kinds, packing_problem
@@ -67,11 +65,8 @@ def measure_rates(
         ToolError: A measurement failed, or took too long.
     """
     mine = visible_machine(machine, os.environ)
-    answer: dict[str, Any] = {}
     with gpus_taken(mine, "calibrate"):
-        for answer in stream_tool("calibrate", request_of(mine), timeout_s=timeout_s):
-            if message := answer.get("message"):
-                tell(message)
+        answer = last_answer("calibrate", request_of(mine), tell, timeout_s=timeout_s)
     rates = msgspec.convert(answer["rates"], Rates)
     return rates, store(machine, rates=rates)
 
@@ -90,7 +85,7 @@ def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
             f"{error}. A run and a calibration would disturb each other; wait until the run has "
             "ended"
         )
-        raise Refused([Refusal("gpu-in-use", busy)]) from error
+        raise refuse("gpu-in-use", busy) from error
     try:
         yield
     finally:
@@ -159,7 +154,7 @@ def to_deepspeed(run: RunDirectory, folder: Path, tell: Tell) -> None:
         InputError: The run has no checkpoint, or the folder holds something else.
         ToolError: It cannot be read or written.
     """
-    _answer({"run": str(run.path), "to": str(folder)}, tell)
+    last_answer("convert", {"run": str(run.path), "to": str(folder)}, tell)
 
 
 def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tell) -> RunDirectory:
@@ -179,7 +174,8 @@ def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tel
     """
     run = create_run(spec, runs_dir)
     try:
-        step = int(_answer({"deepspeed": str(source), "run": str(run.path)}, tell)["step"])
+        request = {"deepspeed": str(source), "run": str(run.path)}
+        step = int(last_answer("convert", request, tell)["step"])
     except BaseException:
         delete_run(run)
         raise
@@ -198,14 +194,6 @@ def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tel
     )
     write_state_even_if_full(run, state)
     return run
-
-
-def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
-    for answer in stream_tool("convert", request):
-        if message := answer.get("message"):
-            tell(str(message))
-    return answer
 
 
 LOSS_WORDS = {
@@ -333,18 +321,12 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         held = f"{met / self.sequences:.1f} documents each" if self.packing else "one document each"
         filled = f"{100 * self.packing_efficiency:.1f} % full"
         purpose = "have trained tokens" if self.held_out else "are trained on"
-        return [
+        facts = [
             ("rows", thousands(self.rows), f"{thousands(used)} {purpose}"),
-            *(
-                [
-                    (
-                        "held out",
-                        thousands(self.held_out),
-                        "documents for evaluation; the others are trained on",
-                    )
-                ]
-                if self.held_out
-                else []
+            (
+                "held out",
+                thousands(self.held_out),
+                "documents for evaluation; the others are trained on",
             ),
             (
                 "tokens",
@@ -367,12 +349,10 @@ class DataPreview(Tally, frozen=True, kw_only=True):
                 "rows longer than a sequence, which lose their end",
             ),
             ("dropped", thousands(self.dropped), f"rows without a trained token{too_long}"),
-            *(
-                [("cut", thousands(self.cut), "rows of plain text that became several documents")]
-                if self.cut
-                else []
-            ),
+            ("cut", thousands(self.cut), "rows of plain text that became several documents"),
         ]
+        absent = {"held out": not self.held_out, "cut": not self.cut}
+        return [fact for fact in facts if not absent.get(fact[0])]
 
     @property
     def padding(self) -> int:
@@ -597,20 +577,13 @@ def _refuse_other_shape(changes: dict[str, str]) -> None:
     """
     for key, value in changes.items():
         if key.startswith(("model.config", "model.parameters")):
-            remedy = (
+            raise reject(
+                "read-from-the-model",
+                key,
+                value,
+                "is read from the model",
                 "Copy the folder, change its config.json, and add the copy; or use it with "
-                "model.weights=random."
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="read-from-the-model",
-                        field=key,
-                        value=value,
-                        message="is read from the model",
-                        remedy=remedy,
-                    )
-                ]
+                "model.weights=random.",
             )
 
 
@@ -619,17 +592,12 @@ def _refuse_taken(name: str) -> None:
     older = load_catalog().presets.get(name)
     taken = older.path if older else str(user_folder() / f"{name}.toml")
     if older or exists(Path(taken)):
-        remedy = "Use that preset, or give another name (--name)."
-        raise InputError(
-            [
-                Problem(
-                    code="name-taken",
-                    field="name",
-                    value=name,
-                    message=f"is taken by {taken}",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "name-taken",
+            "name",
+            name,
+            f"is taken by {taken}",
+            "Use that preset, or give another name (--name).",
         )
 
 
@@ -667,17 +635,8 @@ def named_model(
     """
     for argument, given in (("model", text), ("--base", base)):
         if fault := path_fault(given):
-            raise InputError(
-                [
-                    Problem(
-                        code="invalid-path",
-                        field=argument,
-                        value=given,
-                        message=fault,
-                        remedy=_REMEDY,
-                    )
-                ]
-            )
+            raise reject("invalid-path", argument, given, fault, _REMEDY)
+    wanted = LoadModel(compare=compare or bool(base), base=base, device=device)
     folder = Path(text).expanduser()
     model = exists(folder / "config.json")
     if (
@@ -687,25 +646,15 @@ def named_model(
         and ("/" in text or model)
     ):
         if not model:
-            message = "is neither the folder of a run nor that of a model"
-            raise InputError(
-                [
-                    Problem(
-                        code="not-a-model",
-                        field="model",
-                        value=text,
-                        message=message,
-                        remedy=_REMEDY,
-                    )
-                ]
+            raise reject(
+                "not-a-model",
+                "model",
+                text,
+                "is neither the folder of a run nor that of a model",
+                _REMEDY,
             )
-        return LoadModel(
-            folder=str(folder.absolute()), compare=compare or bool(base), base=base, device=device
-        )
-    run = find_run(text, runs_dir)
-    return LoadModel(
-        run=str(run.path.absolute()), compare=compare or bool(base), base=base, device=device
-    )
+        return replace(wanted, folder=str(folder.absolute()))
+    return replace(wanted, run=str(find_run(text, runs_dir).path.absolute()))
 
 
 class ModelProcess:
@@ -713,7 +662,7 @@ class ModelProcess:
     end.
     """
 
-    def __init__(self, load: LoadModel, end: EndProcess | None = None) -> None:
+    def __init__(self, load: LoadModel, end: Cancel | None = None) -> None:
         """Start loading.
 
         Args:

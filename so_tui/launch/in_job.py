@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec import Struct
 
+from so_tui.launch.command import log_line
 from so_tui.launch.launch import prepare, read_launch, write_launch
 from so_tui.launch.places import keep_network, remember, with_measured_network
 from so_tui.launch.slurm import client
@@ -24,10 +25,8 @@ from so_tui.launch.slurm.script import load_site, requeues
 from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor import run as admission
 from so_tui.launch.supervisor.ending import (
-    RunFacts,
     left_queue,
     not_started,
-    outcome_text,
     queued_state,
     stop_request,
 )
@@ -38,13 +37,14 @@ from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.liveness import identify, this_host
 from so_tui.runs.lock import run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.samples import read_network_rate
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
-from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.spec import SoTuiError
+from so_tui.spec.errors import reject
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import read_own, umask_of
 
@@ -61,21 +61,17 @@ from so_tui.trust.files import read_own, umask_of
 
 
 _ENDED_FROM_OUTSIDE = frozenset(
-    (
-        *(
-            OutcomeCode.RANK_LOST,
-            OutcomeCode.LAUNCHER_LOST,
-            OutcomeCode.RUNNER_LOST,
-            OutcomeCode.STOPPED,
-            OutcomeCode.UNOBSERVED,
-        ),
-        *(
-            OutcomeCode.NODE_FAILED,
-            OutcomeCode.NODE_LOST,
-            OutcomeCode.PREEMPTED,
-            OutcomeCode.OUT_OF_TIME,
-        ),
-    )
+    {
+        OutcomeCode.RANK_LOST,
+        OutcomeCode.LAUNCHER_LOST,
+        OutcomeCode.RUNNER_LOST,
+        OutcomeCode.STOPPED,
+        OutcomeCode.UNOBSERVED,
+        OutcomeCode.NODE_FAILED,
+        OutcomeCode.NODE_LOST,
+        OutcomeCode.PREEMPTED,
+        OutcomeCode.OUT_OF_TIME,
+    }
 )
 _POLL_S = 0.5
 
@@ -113,9 +109,7 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
     try:
         attempt = _made_attempt(run, submitted, machine)
     finally:
-        write_run_file(
-            run, run.restart_path(submitted, count), msgspec.json.encode(Restart(attempt=attempt))
-        )
+        write_run_json(run, run.restart_path(submitted, count), Restart(attempt=attempt))
     return attempt
 
 
@@ -134,35 +128,22 @@ def _told_attempt(
             msgspec.DecodeError,
         ):  # not yet, or a network file system is away or has half of it
             if clock() > deadline:
-                message, remedy = (
+                raise reject(
+                    "first-node-silent",
+                    "run",
+                    run.name,
                     "the first node of its job does not say which attempt the job makes",
                     "`so-tui resume` continues the run.",
-                )
-                problem = Problem(
-                    code="first-node-silent",
-                    field="run",
-                    value=run.name,
-                    message=message,
-                    remedy=remedy,
-                )
-                raise InputError([problem]) from None
+                ) from None
             time.sleep(_POLL_S)
             continue
         if told.attempt is None:
-            message, remedy = (
+            raise reject(
+                "not-continued",
+                "run",
+                run.name,
                 "does not continue, as the first node of its job says",
                 "`so-tui resume` continues it.",
-            )
-            raise InputError(
-                [
-                    Problem(
-                        code="not-continued",
-                        field="run",
-                        value=run.name,
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
             )
         return told.attempt
 
@@ -175,20 +156,12 @@ def _made_attempt(run: RunDirectory, submitted: int, machine: Machine) -> int:
     if state.attempt < submitted:
         return submitted
     if not _may_continue(run, state):
-        message, remedy = (
+        raise reject(
+            "not-continued",
+            "run",
+            run.name,
             f"is {state.state} ({state.code or 'by a person'})",
             "`so-tui resume` continues it.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="not-continued",
-                    field="run",
-                    value=run.name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     _leave_queue(run)
     executor = SlurmExecutor(restarted=Restarted(job_id=_this_job(), works_in=submitted))
@@ -207,19 +180,14 @@ def _put_back(run: RunDirectory) -> None:
     try:
         client.requeue(_this_job())
     except SoTuiError as error:
-        print(
-            f"so-tui: the job of {run.name} is not started again: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        log_line(f"so-tui: the job of {run.name} is not started again: {error}")
         write_state(run, stopped)
 
 
 def _may_continue(run: RunDirectory, state: RunState) -> bool:
     """Return whether something else than the run itself or a person ended it."""
     asked = stop_request(run)
-    by_a_person = asked is not None and not asked.warned and not asked.signalled
-    return not by_a_person and (
+    return (asked is None or not asked.by_a_person) and (
         state.state not in FINAL_STATES or state.code in _ENDED_FROM_OUTSIDE
     )
 
@@ -236,7 +204,7 @@ def _leave_queue(run: RunDirectory) -> None:
     with run_lock(run) as lock:
         state = read_state(run)
         if lock is not None and state.state == "queued":
-            write_state_even_if_full(run, left_queue(state))
+            write_state_even_if_full(run, left_queue(state, state.attempt))
 
 
 def supervise_in_job(run: RunDirectory, attempt: int) -> int:
@@ -259,17 +227,12 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
     admission.refuse_unknown_attempt(run, attempt)
     submission = read_submission(run, attempt)
     if submission is None:
-        message, remedy = "was not submitted with this job", "Start runs with `so-tui run`."
-        raise InputError(
-            [
-                Problem(
-                    code="not-submitted",
-                    field="--attempt",
-                    value=str(attempt),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "not-submitted",
+            "--attempt",
+            str(attempt),
+            "was not submitted with this job",
+            "Start runs with `so-tui run`.",
         )
     os.umask(umask_of(run.path))
     nodes = nodes_of_job(os.environ)
@@ -305,26 +268,27 @@ def _supervise_run(
         write_launch(run, attempt, launch)
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
-    continues = submitted.spec.slurm.continues
-
-    def warned() -> bool:
-        return _needs_successor(run, before, start_over=submitted.start_over)
+    spec, start_over = submitted.spec, submitted.start_over
 
     def requeued() -> bool:
-        return requeues(submitted.spec, load_site(submission.site))
+        return requeues(spec, load_site(submission.site))
 
     def ended() -> None:
         if (rate := read_network_rate(run, attempt)) is not None:
             keep_network(
                 submission.cluster, submission.partition, machine, rate, len(launch.plan.binding)
             )
-        if continues and warned() and not requeued():
+        warned = spec.slurm.continues and _needs_successor(run, before, start_over=start_over)
+        if warned and not requeued():
             _submit_successor(run, machine)
 
     code = supervise(run, attempt, nodes, ended)
     if (
-        continues
-        and (warned() or _lost_a_node(run, before, start_over=submitted.start_over))
+        spec.slurm.continues
+        and (
+            _needs_successor(run, before, start_over=start_over)
+            or _lost_a_node(run, before, start_over=start_over)
+        )
         and requeued()
     ):
         _put_back(run)  # last, for it ends what this job still does
@@ -361,9 +325,9 @@ def _needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) -
     state, asked = read_state(run), stop_request(run)
     return (
         state.state == "stopped"
-        and _saved_more(state, before, start_over=start_over)
         and asked is not None
         and asked.warned
+        and (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
     )
 
 
@@ -377,13 +341,9 @@ def _lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bo
     state = read_state(run)
     return (
         state.code == OutcomeCode.NODE_LOST
-        and _saved_more(state, before, start_over=start_over)
+        and (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
         and _may_continue(run, state)
     )
-
-
-def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
-    return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
 
 
 def _supervise_node(run: RunDirectory, attempt: int, machine: Machine, nodes: Nodes) -> int:
@@ -420,9 +380,8 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
                 before,
                 submitted,
             )
-            text = outcome_text(outcome, RunFacts(name=run.name, saved_step=before.saved_step))
             write_state_even_if_full(
-                run, ending.final_state(first, outcome, text, first.attempt_started or 0.0)
+                run, ending.final_state(first, outcome, first.attempt_started or 0.0)
             )
     return outcome.run_exit_code
 
@@ -437,4 +396,4 @@ def _submit_successor(run: RunDirectory, machine: Machine) -> None:
     try:
         resume(run, prepare_resume(run, machine))
     except (SoTuiError, OSError) as error:
-        print(f"so-tui: no job continues {run.name}: {error}", file=sys.stderr, flush=True)
+        log_line(f"so-tui: no job continues {run.name}: {error}")

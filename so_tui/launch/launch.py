@@ -22,7 +22,7 @@ from so_tui.runs.directory import (
     RunDirectory,
     missing_checkpoints,
     refuse_unless_own,
-    write_run_file,
+    write_run_json,
 )
 from so_tui.runs.lock import ended_state
 from so_tui.runs.records import OutcomeCode, RunState
@@ -37,6 +37,7 @@ from so_tui.spec import (
     parse_value,
     with_values,
 )
+from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import with_absolute_paths
 from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
 from so_tui.trust.files import read_bounded, read_own
@@ -50,8 +51,8 @@ from so_tui.units import thousands
 def write_launch(run: RunDirectory, attempt: int, launch: Launch, node: int = 0) -> None:
     """Write the launch of a node. Raises OSError."""
     if node == 0:
-        write_run_file(run, run.ds_config_path(attempt), indented(launch.ds_config))
-    write_run_file(run, run.launch_path(attempt, node), indented(launch))
+        write_run_json(run, run.ds_config_path(attempt), launch.ds_config, indented=True)
+    write_run_json(run, run.launch_path(attempt, node), launch, indented=True)
 
 
 def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
@@ -94,18 +95,13 @@ def read_launch(run: RunDirectory, attempt: int, *, own: bool = True) -> Launch:
     return decode_json(msgspec.json.encode(record | parts), Launch)
 
 
-def indented(value: object) -> bytes:
-    """Encode a value as JSON that people can read."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1)
-
-
 # What starts supervisors, and what it knows of their jobs.
 
 
 class SupervisorHandle(Protocol):
     """A supervisor that an executor has started on this machine."""
 
-    def exit_code(self) -> int | None:
+    def poll(self) -> int | None:
         """Return its exit code once it has ended; None while it runs."""
 
 
@@ -238,11 +234,11 @@ def launch_of(
     hidden = [rank.gpu for rank in plan.binding if rank.gpu is not None and rank.gpu not in visible]
     if hidden:
         variable = hiding_variable(machine.gpus, inherited) or "The environment"
-        message = (
+        raise refuse(
+            "gpu-not-visible",
             f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones "
-            "with gpus = [...]"
+            "with gpus = [...]",
         )
-        raise Refused([Refusal("gpu-not-visible", message)])
     plan = msgspec.structs.replace(plan, spec=with_absolute_paths(plan.spec))
     return Launch(
         plan=plan,
@@ -326,23 +322,19 @@ def prepare_resume(
         before = msgspec.structs.replace(before, saved_step=None)
     elif (missing := missing_checkpoints(run, spec, before)) is not None:
         raise Refused([missing])
-    if before.state == "finished" and not start_over and not _lengthens(values, before.total_steps):
-        longer, export = (
-            so_tui_command("resume", run.name, "--set", "train.steps=N"),
-            so_tui_command("export", run.name),
-        )
-        remedy = f"Train longer with `{longer}`, or export the model with `{export}`."
-        message = f"has finished all of its {thousands(before.total_steps)} steps"
-        raise InputError(
-            [
-                Problem(
-                    code="run-has-finished",
-                    field="run",
-                    value=run.name,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+    # Only the data decides how many steps an epoch has.
+    longer = (_given_steps(values) or 0) > before.total_steps or not values.keys().isdisjoint(
+        ("train.epochs", "train.tokens")
+    )
+    if before.state == "finished" and not start_over and not longer:
+        more = so_tui_command("resume", run.name, "--set", "train.steps=N")
+        export = so_tui_command("export", run.name)
+        raise reject(
+            "run-has-finished",
+            "run",
+            run.name,
+            f"has finished all of its {thousands(before.total_steps)} steps",
+            f"Train longer with `{more}`, or export the model with `{export}`.",
         )
     _refuse_trained_length(values, before)
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
@@ -372,11 +364,11 @@ def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
         return machine
     given = inherited[variable]
     if any(entry.strip().startswith("MIG-") for entry in given.split(",")):
-        message = (
+        raise refuse(
+            "mig-instance",
             "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a "
-            "whole GPU"
+            "whole GPU",
         )
-        raise Refused([Refusal("mig-instance", message)])
     visible, _ = visible_gpus(machine.gpus, given)
     return msgspec.structs.replace(machine, gpus=visible)
 
@@ -414,36 +406,14 @@ def _given_steps(values: Mapping[str, str]) -> int | None:
     return given if type(given) is int else None
 
 
-def _lengthens(values: Mapping[str, str], steps: int) -> bool:
-    """Return whether the changes may leave something to train after ``steps``. Only the data
-    decides how many steps an epoch has.
-    """
-    given = _given_steps(values)
-    return (
-        (given is not None and given > steps)
-        or "train.epochs" in values
-        or "train.tokens" in values
-    )
-
-
 def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
     given = _given_steps(values)
     if before.saved_step and given is not None and 0 < given <= before.saved_step:
-        message = (
+        raise reject(
+            "length-already-trained",
+            "train.steps",
+            values["train.steps"],
             f"the run would continue from step {thousands(before.saved_step)} and have nothing to "
-            "train"
-        )
-        remedy = (
-            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`."
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="length-already-trained",
-                    field="train.steps",
-                    value=values["train.steps"],
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+            "train",
+            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
         )

@@ -26,12 +26,10 @@ from so_tui.launch.executors import (
 from so_tui.launch.launch import Executor, JobPhase, JobStatus, SupervisorHandle, write_launch
 from so_tui.launch.supervisor.ending import (
     Outcome,
-    RunFacts,
+    final_state,
     left_queue,
-    outcome_text,
     request_stop,
 )
-from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
 from so_tui.runs import state as control
 from so_tui.runs.directory import (
@@ -44,7 +42,6 @@ from so_tui.runs.directory import (
 )
 from so_tui.runs.listing import create_run
 from so_tui.runs.liveness import (
-    EXIT_CODES,
     HeartbeatWatch,
     Liveness,
     concluded,
@@ -54,7 +51,8 @@ from so_tui.runs.liveness import (
 from so_tui.runs.lock import ended_state, record_end, run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
-from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.spec import InputError, SoTuiError
+from so_tui.spec.errors import reject
 from so_tui.trust.text import printable_line, so_tui_command
 
 # The state of a run with what its executor knows: why it waits, on which node it starts, and how
@@ -81,22 +79,14 @@ def current_state(run: RunDirectory, watch: HeartbeatWatch | None = None) -> Run
     forgotten = job.end is OutcomeCode.JOB_FORGOTTEN and recorded.state != "queued"
     if job.phase is JobPhase.ENDED and not forgotten:
         return _ended(run, attempt, job)
-    if recorded.state != "queued" and not _starts_again(run, recorded, job, watch):
+    # What the scheduler said may be older than the run's state.
+    if recorded.state != "queued" and (
+        job.phase is not JobPhase.QUEUED
+        or sighting(run, recorded, watch).liveness is Liveness.ALIVE
+    ):
         # The heartbeat of a suspended job stands still.
         return recorded if job.phase is JobPhase.RUNNING else state_with_truth(run, watch, recorded)
     return replace(recorded, state="queued", detail=_queue_text(job))
-
-
-def _starts_again(
-    run: RunDirectory, recorded: RunState, job: JobStatus, watch: HeartbeatWatch | None = None
-) -> bool:
-    """Return whether Slurm has put a run's job back into the queue. What the scheduler said may be
-    older than the run's state.
-    """
-    return (
-        job.phase is JobPhase.QUEUED
-        and sighting(run, recorded, watch).liveness is not Liveness.ALIVE
-    )
 
 
 def newest_attempt(run: RunDirectory, state: RunState) -> int:
@@ -237,18 +227,7 @@ def _with_end(state: RunState, job: JobStatus, *, unstarted: bool) -> RunState:
         job=job.job_id,
         node=job.nodes,
     )
-    text = outcome_text(outcome, RunFacts(name=state.name, saved_step=state.saved_step))
-    return replace(
-        state,
-        state=outcome.state,
-        detail="",
-        code=str(code),
-        reason=text.reason,
-        suggestion=text.suggestion,
-        ended=state.ended or time.time(),
-        exit_code=EXIT_CODES[outcome.state],
-        processes=(),
-    )
+    return final_state(state, outcome, state.ended or time.time())
 
 
 _LOG = logging.getLogger(__name__)
@@ -357,18 +336,13 @@ def stop(
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        message, remedy = (
+        raise reject(
+            "control-not-writable",
+            "run",
+            str(run.control_dir),
             f"the request to stop cannot be written: {error.strerror}",
             "Check the rights of this folder.",
-        )
-        problem = Problem(
-            code="control-not-writable",
-            field="run",
-            value=str(run.control_dir),
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+        ) from error
     ensure_supervised(run)
     deadline = time.monotonic() + grace_s + _AFTER_KILL_S
     watch = HeartbeatWatch()  # a run on another host may die while it is waited for
@@ -401,18 +375,14 @@ def _leave_queue(run: RunDirectory, state: RunState, *, assume_dead: bool) -> Ru
         executor_of_attempt(run, attempt).cancel(run, attempt)
     except SoTuiError as error:
         if not assume_dead:
-            remedy = (
+            raise reject(
+                "run-may-be-live",
+                "run",
+                run.name,
+                f"is in a queue: {error}",
                 "If you know that its job is gone, add --assume-dead. Should it start all the "
-                "same, it ends at once."
-            )
-            problem = Problem(
-                code="run-may-be-live",
-                field="run",
-                value=run.name,
-                message=f"is in a queue: {error}",
-                remedy=remedy,
-            )
-            raise InputError([problem]) from error
+                "same, it ends at once.",
+            ) from error
     with run_lock(run) as lock:
         recorded = read_state(run)
         alive = recorded.state != "queued" and sighting(run, recorded).liveness is Liveness.ALIVE
@@ -432,18 +402,13 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
         _LOG.info("%s starts attempt %d of %s", type(executor).__name__, attempt, run.path)
         handle = executor.start(run, attempt)
     except OSError as error:
-        message, remedy = (
+        raise reject(
+            "not-writable",
+            "--runs-dir",
+            str(run.path.parent),
             f"cannot be written: {error.strerror}",
             "Free some space there, or choose another folder with --runs-dir.",
-        )
-        problem = Problem(
-            code="not-writable",
-            field="--runs-dir",
-            value=str(run.path.parent),
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+        ) from error
     if handle is None:
         return
     try:
@@ -462,16 +427,16 @@ def _wait_for_supervisor(
     takes too long.
     """
     deadline = time.monotonic() + _READY_S
-    while read_state(run).attempt != attempt:
-        code = handle.exit_code()
-        if (
-            code == 0 and read_state(run).attempt != attempt
-        ):  # another supervisor holds the run's lock
+    while True:
+        code = handle.poll()  # before the state: it may have written that and ended
+        if read_state(run).attempt == attempt:
+            return
+        if code == 0:  # another supervisor holds the run's lock
             raise SoTuiError(
                 f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` "
                 "shows it"
             )
-        if code is not None and read_state(run).attempt != attempt:
+        if code is not None:
             raise SoTuiError(
                 f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}"
             )
@@ -497,26 +462,18 @@ def _check(
 ) -> None:
     """Refuse what cannot start. What this host lacks says nothing about another one."""
     if executor.here:
-        _refuse_other_host(launch.machine)
+        hostname = launch.machine.hostname
+        if hostname != socket.gethostname():
+            raise reject(
+                "not-this-machine",
+                "--machine",
+                hostname,
+                "is not this machine, and runs start here",
+                "Start it on that machine, or only show it with --dry-run.",
+            )
         quick_checks(launch, saved=saved, runs_dir=runs_dir)
     else:
         checks_elsewhere(launch, saved=saved, runs_dir=runs_dir)
-
-
-def _refuse_other_host(machine: Machine) -> None:
-    if machine.hostname != socket.gethostname():
-        message, remedy = (
-            "is not this machine, and runs start here",
-            "Start it on that machine, or only show it with --dry-run.",
-        )
-        problem = Problem(
-            code="not-this-machine",
-            field="--machine",
-            value=machine.hostname,
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem])
 
 
 def _last_lines(log: Path) -> str:

@@ -25,8 +25,8 @@ from so_tui.plan.rates import measured_network
 from so_tui.runs.samples import NetworkRate
 from so_tui.spec import Problem, Refusal, Refused, RunSpec
 from so_tui.spec.check import write_atomic
-from so_tui.trust.decoding import decode_json
-from so_tui.trust.files import private_folder, read_own
+from so_tui.trust.decoding import readable_json
+from so_tui.trust.files import private_folder
 from so_tui.trust.text import so_tui_command
 
 if TYPE_CHECKING:
@@ -75,10 +75,7 @@ def remember(cluster: str, partition: str, machine: Machine) -> None:
 
 def _seen_machine(cluster: str, partition: str) -> SeenMachine | None:
     """Return the machine of a cluster's partition; None if no job of this user has seen it."""
-    try:
-        return decode_json(read_own(_path(cluster, partition)), SeenMachine)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return readable_json(_path(cluster, partition), SeenMachine, own=True)
 
 
 def with_measured_network(cluster: str, partition: str, machine: Machine) -> Machine:

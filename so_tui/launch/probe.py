@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -122,6 +122,10 @@ _POLL_S, _ENDING_POLL_S = 0.5, 0.05
 """Between looks at a run; the second once its trainer has written the last record."""
 _GRACE_S = 20.0
 """What a run that is given up may take to stop before it is killed. It saves nothing."""
+
+_TIMES = ("step_s", "forward_s", "backward_s", "exposed_optimizer_s")
+_SIZES = ("gpu_reserved_bytes", "gpu_device_bytes", "host_bytes", "host_load_bytes")
+"""Figures in seconds and in bytes."""
 
 Data = Literal["random", "spec"]
 """What a probe trains on: random weights and rows made of the embedded ones, so that nothing is
@@ -251,10 +255,7 @@ def measured_of(run: RunDirectory, plan: Plan) -> Measured:
     before = [sample for sample in samples if sample.time < training]
     return Measured(
         figures=Figures(
-            step_s=median(step.step_s for step in counted),
-            forward_s=median(step.forward_s for step in counted),
-            backward_s=median(step.backward_s for step in counted),
-            exposed_optimizer_s=median(step.exposed_optimizer_s for step in counted),
+            **{name: median(getattr(step, name) for step in counted) for name in _TIMES},
             gpu_reserved_bytes=reserved,
             gpu_device_bytes=max(device, default=0) if reserved else 0,
             host_bytes=max(step.host_memory_bytes or 0 for step in steps),
@@ -311,9 +312,7 @@ def predicted_of(spec: RunSpec, machine: Machine, workload: Workload) -> tuple[P
     step = plan.step
     return plan, Figures(
         step_s=step.total_s if step else 0.0,
-        forward_s=step.forward_s if step else 0.0,
-        backward_s=step.backward_s if step else 0.0,
-        exposed_optimizer_s=step.exposed_optimizer_s if step else 0.0,
+        **{name: getattr(step, name) if step else 0.0 for name in _TIMES[1:]},
         gpu_reserved_bytes=plan.gpu_reserved_bytes,
         gpu_device_bytes=plan.gpu_bytes,
         host_bytes=steady_bytes(plan.breakdown, plan.gpus),
@@ -364,19 +363,9 @@ def _predicted_for(found: Measured, plan: Plan, machine: Machine) -> Figures:
     _, waiting = predicted_of(held_back, machine, found.workload)
     kept = found.steps - found.held_back_steps
 
-    def of_steps(name: str) -> float:
-        return float(
-            median(
-                [getattr(predicted, name)] * kept + [getattr(waiting, name)] * found.held_back_steps
-            )
-        )
-
+    taken = [predicted] * kept + [waiting] * found.held_back_steps
     return replace(
-        predicted,
-        **{
-            name: of_steps(name)
-            for name in ("step_s", "forward_s", "backward_s", "exposed_optimizer_s")
-        },
+        predicted, **{name: median(getattr(each, name) for each in taken) for name in _TIMES}
     )
 
 
@@ -392,62 +381,59 @@ def settings_text(plan: Plan) -> str:
     steps = (
         "" if spec.gradient_accumulation_steps == 1 else f" x {spec.gradient_accumulation_steps}"
     )
-    named = (f"{key} {value}" for key, value in _beside_the_first(spec) if value)
+    named = (
+        f"{key} {value}"
+        for key, value in _beside_the_first(spec).items()
+        if value not in _USUAL[key]
+    )
     micro_batch = (
         f"micro-batch {spec.train.micro_batch} x {thousands(spec.data.sequence_length)}{steps}"
     )
     return ", ".join((mode, micro_batch, spec.model.activation_checkpointing, *named))
 
 
-def _beside_the_first(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield the other settings that decide what a step does, by their keys; empty where they are
-    what most runs have.
-    """
+def _beside_the_first(spec: RunSpec) -> dict[str, str]:
+    """Return the other settings that decide what a step does, by their keys."""
     model, train, offload = spec.model, spec.train, spec.offload
-    yield "gradient_clipping", f"{train.gradient_clipping:g}" if train.gradient_clipping else ""
-    yield (
-        "speculation",
-        offload.speculation if train.gradient_clipping and offload.speculation != "auto" else "",
-    )
-    yield "sequence_parallel", str(train.sequence_parallel) if train.sequence_parallel > 1 else ""
-    yield (
-        "activation_offload",
-        model.activation_offload if model.activation_offload not in ("auto", "off") else "",
-    )
-    yield "tiled_mlp", model.tiled_mlp if model.tiled_mlp == "on" else ""
-    yield "attention", model.attention if model.attention != "auto" else ""
-    yield "kernels", model.kernels if model.kernels != "auto" else ""
-    yield "parameters", offload.parameters if offload.parameters == "cpu" else ""
-    yield "states", offload.states if offload.states != "fp32" else ""
-    yield "engine", offload.engine if offload.engine != "so-tui" else ""
+    return {
+        "gradient_clipping": f"{train.gradient_clipping:g}",
+        "speculation": offload.speculation if train.gradient_clipping else "auto",
+        "sequence_parallel": str(train.sequence_parallel),
+        "activation_offload": model.activation_offload,
+        "tiled_mlp": model.tiled_mlp,
+        "attention": model.attention,
+        "kernels": model.kernels,
+        "parameters": offload.parameters,
+        "states": offload.states,
+        "engine": offload.engine,
+    }
+
+
+_USUAL = {
+    "gradient_clipping": ("0",),
+    "speculation": ("auto",),
+    "sequence_parallel": ("1",),
+    "activation_offload": ("auto", "off"),
+    "tiled_mlp": ("auto", "off"),
+    "attention": ("auto",),
+    "kernels": ("auto",),
+    "parameters": ("auto", "none"),
+    "states": ("fp32",),
+    "engine": ("so-tui",),
+}
+"""What most runs have, which is left out."""
 
 
 def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:
     """Yield name, predicted, measured and relative error (predicted / measured - 1) of each figure
     that was measured.
     """
-    names: dict[str, Any] = {
-        "step_s": 1.0,
-        "forward_s": 1.0,
-        "backward_s": 1.0,
-        "exposed_optimizer_s": 1.0,
-        "gpu_reserved_bytes": 2.0**30,
-        "gpu_device_bytes": 2.0**30,
-        "host_bytes": 2.0**30,
-        "host_load_bytes": 2.0**30,
-    }
-    for name, unit in names.items():
-        predicted, actual = (
-            getattr(probe.predicted, name) / unit,
-            getattr(probe.actual, name) / unit,
-        )
+    for name in (*_TIMES, *_SIZES):
+        unit = 2.0**30 if name in _SIZES else 1.0
+        predicted, actual = (getattr(of, name) / unit for of in (probe.predicted, probe.actual))
         if actual:
-            yield (
-                name.replace("_bytes", "_gib"),
-                predicted,
-                actual,
-                predicted / actual - 1 if predicted else None,
-            )
+            error = predicted / actual - 1 if predicted else None
+            yield name.replace("_bytes", "_gib"), predicted, actual, error
 
 
 def _records_and_samples(run: RunDirectory) -> tuple[list[MetricRecord], list[Sample]]:

@@ -44,11 +44,36 @@ _OUTPUT = "output."
 _LOG = ".log"
 
 
+class _Entry:
+    """A file or folder with a fixed name in a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths of a run; reads nothing but folder listings."""
 
     path: Path
+
+    manifest_path = _Entry("run.json")
+    spec_path = _Entry("spec.json")
+    state_path = _Entry("state.json")
+    notes_path = _Entry("notes.json")
+    """The owner's note and tags."""
+    answers_path = _Entry("answers.json")
+    """What the model answered to the prompts of the spec."""
+    supervisor_lock_path = _Entry("supervisor.lock")
+    """Locked (flock) by the supervisor, so that there is only one."""
+    metrics_dir = _Entry("metrics")
+    control_dir = _Entry("control")
+    checkpoints_dir = _Entry("checkpoints")
+    """Default folder of checkpoints; ``spec.checkpoint.folder`` overrides it."""
+    attempts_dir = _Entry("attempts")
 
     def __init__(self, path: Path | str) -> None:
         object.__setattr__(self, "path", Path(path))
@@ -56,50 +81,6 @@ class RunDirectory:
     @property
     def name(self) -> str:
         return self.path.name
-
-    @property
-    def manifest_path(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def spec_path(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def state_path(self) -> Path:
-        return self.path / "state.json"
-
-    @property
-    def notes_path(self) -> Path:
-        """The owner's note and tags."""
-        return self.path / "notes.json"
-
-    @property
-    def answers_path(self) -> Path:
-        """What the model answered to the prompts of the spec."""
-        return self.path / "answers.json"
-
-    @property
-    def supervisor_lock_path(self) -> Path:
-        """Locked (flock) by the supervisor, so that there is only one."""
-        return self.path / "supervisor.lock"
-
-    @property
-    def metrics_dir(self) -> Path:
-        return self.path / "metrics"
-
-    @property
-    def control_dir(self) -> Path:
-        return self.path / "control"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """Default folder of checkpoints; ``spec.checkpoint.folder`` overrides it."""
-        return self.path / "checkpoints"
-
-    @property
-    def attempts_dir(self) -> Path:
-        return self.path / "attempts"
 
     def samples_dir(self, host: str) -> Path:
         return self.path / f"{_SAMPLES}{_in_name(host)}"
@@ -304,6 +285,14 @@ def write_run_file(run: RunDirectory, path: Path, content: bytes) -> None:
     write_atomic(path, content, mode=file_mode_of(run.path))
 
 
+def write_run_json(run: RunDirectory, path: Path, value: object, *, indented: bool = False) -> None:
+    """Replace a file of a run by a value as JSON, which people can read if it is ``indented``;
+    otherwise as ``write_run_file``.
+    """
+    content = msgspec.json.encode(value)
+    write_run_file(run, path, msgspec.json.format(content, indent=1) if indented else content)
+
+
 # Names in a folder that is polled: listed again only where they may have changed.
 
 
@@ -379,9 +368,7 @@ def new_manifest(run: RunDirectory) -> RunManifest:
 
 def write_manifest(run: RunDirectory, manifest: RunManifest) -> None:
     """Write ``run.json``. Raises OSError."""
-    write_run_file(
-        run, run.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    )
+    write_run_json(run, run.manifest_path, manifest, indented=True)
 
 
 def run_id(run: RunDirectory) -> str:
@@ -450,42 +437,37 @@ def refuse_another_users(run: RunDirectory) -> None:
 
 
 def _not_own(run: RunDirectory, attempt: int | None) -> Iterator[NotOwn]:
-    yield from _found(run.path, distrust_of_folder(run.path))
-    yield from _found(run.attempts_dir, distrust_of_folder(run.attempts_dir))
-    for file in (run.state_path, run.spec_path):
-        yield from _found(file, distrust_of_file(file))
-    for folder in (run.control_dir, run.metrics_dir):
-        yield from _if_there(folder, distrust_of_folder(folder))
-    for file in (run.manifest_path, run.supervisor_lock_path):
-        yield from _if_there(file, distrust_of_file(file))
+    for path, distrust_of, needed in (
+        (run.path, distrust_of_folder, True),
+        (run.attempts_dir, distrust_of_folder, True),
+        (run.state_path, distrust_of_file, True),
+        (run.spec_path, distrust_of_file, True),
+        (run.control_dir, distrust_of_folder, False),
+        (run.metrics_dir, distrust_of_folder, False),
+        (run.manifest_path, distrust_of_file, False),
+        (run.supervisor_lock_path, distrust_of_file, False),
+    ):
+        found = distrust_of(path)
+        if found is not None and (needed or found is not Distrust.MISSING):
+            yield NotOwn(path, found)
     if attempt is not None:
         yield from _attempt_not_own(run.attempt_dir(attempt))
 
 
 def _attempt_not_own(folder: Path) -> Iterator[NotOwn]:
-    distrust = distrust_of_folder(folder)
-    yield from _found(folder, distrust)
-    if distrust is None:
-        try:
-            entries = sorted(folder.iterdir())
-        except OSError:
-            yield NotOwn(folder, Distrust.UNREADABLE)
-            return
-        for entry in entries:
-            is_folder = entry.is_dir() and not entry.is_symlink()
-            yield from _if_there(
-                entry, distrust_of_folder(entry) if is_folder else distrust_of_file(entry)
-            )
-
-
-def _found(path: Path, distrust: Distrust | None) -> Iterator[NotOwn]:
-    if distrust is not None:
-        yield NotOwn(path, distrust)
-
-
-def _if_there(path: Path, distrust: Distrust | None) -> Iterator[NotOwn]:
-    """Yield unless the path is missing: it has not been made yet, or was a temporary file."""
-    yield from _found(path, None if distrust is Distrust.MISSING else distrust)
+    if (distrust := distrust_of_folder(folder)) is not None:
+        yield NotOwn(folder, distrust)
+        return
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        yield NotOwn(folder, Distrust.UNREADABLE)
+        return
+    for entry in entries:
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        found = distrust_of_folder(entry) if is_folder else distrust_of_file(entry)
+        if found is not None and found is not Distrust.MISSING:  # which was a temporary file
+            yield NotOwn(entry, found)
 
 
 def _refusal(run: RunDirectory, found: NotOwn) -> Refusal:

@@ -25,7 +25,7 @@ import msgspec
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec.check import exists
-from so_tui.spec.errors import InputError, Problem, shown
+from so_tui.spec.errors import reject, shown
 
 EVALUATION_LOSS = "evaluation_loss"
 COLUMNS = (*(field for field in StepRecord.__struct_fields__ if field != "v"), EVALUATION_LOSS)
@@ -59,15 +59,20 @@ def export_metrics(
         OSError: The run cannot be read.
     """
     if path.suffix not in FORMATS:
-        raise _problem(
+        raise reject(
             "unknown-format",
-            path,
+            "--to",
+            shown(str(path)),
             "is neither CSV nor Parquet",
             "Give a name that ends in .csv or .parquet.",
         )
     if reader.latest is None:
-        raise _problem(
-            "no-steps", path, "would be empty: the run has no steps yet", "Wait for its first step."
+        raise reject(
+            "no-steps",
+            "--to",
+            shown(str(path)),
+            "would be empty: the run has no steps yet",
+            "Wait for its first step.",
         )
     write = _write_csv if path.suffix == ".csv" else _parquet_writer(path)
     return _written(
@@ -86,22 +91,27 @@ def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ..
 
 def _written(path: Path, write: Callable[[Path], int]) -> int:
     """Have a new file written under another name, and give it its own once it is complete."""
+    taken = reject(
+        "file-exists",
+        "--to",
+        shown(str(path)),
+        "exists already",
+        "Choose another name, or remove it.",
+    )
     if exists(path):
-        raise _problem("file-exists", path, "exists already", "Choose another name, or remove it.")
+        raise taken
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         count = write(temporary)
-        os.link(
-            temporary, path
-        )  # unlike a rename, fails if another process took the name in the meantime
+        # Unlike a rename, this fails if another process took the name in the meantime.
+        os.link(temporary, path)
     except FileExistsError:
-        raise _problem(
-            "file-exists", path, "exists already", "Choose another name, or remove it."
-        ) from None
+        raise taken from None
     except OSError as error:
-        raise _problem(
+        raise reject(
             "not-writable",
-            path,
+            "--to",
+            shown(str(path)),
             f"cannot be written: {error.strerror or error}",
             "Choose another folder.",
         ) from None
@@ -168,9 +178,10 @@ def _parquet_writer(
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise _problem(
+        raise reject(
             "pyarrow-missing",
-            path,
+            "--to",
+            shown(str(path)),
             "needs pyarrow",
             "Install it (`pip install pyarrow`), or write .csv.",
         ) from None
@@ -199,9 +210,3 @@ def _parquet_writer(
         return count
 
     return write
-
-
-def _problem(code: str, path: Path, message: str, remedy: str) -> InputError:
-    return InputError(
-        [Problem(code=code, field="--to", value=shown(str(path)), message=message, remedy=remedy)]
-    )

@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -36,17 +35,17 @@ from so_tui.runs.directory import (
     new_manifest,
     refuse_another_users,
     write_manifest,
-    write_run_file,
+    write_run_json,
 )
 from so_tui.runs.liveness import host_of, identify, sees_processes_of, this_host
 from so_tui.runs.lock import ended_state, lock_held, run_lock
 from so_tui.runs.records import Process, RunState
 from so_tui.runs.state import read_state, write_spec, write_state
 from so_tui.spec.check import path_fault
-from so_tui.spec.errors import InputError, Problem, shown
+from so_tui.spec.errors import reject, shown
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import decode_json, prepare
-from so_tui.trust.files import GROUP, VARIABLE, is_shared, make_run_folder, read_bounded, wanted
+from so_tui.trust.decoding import prepare, readable_json
+from so_tui.trust.files import GROUP, VARIABLE, is_shared, make_run_folder, wanted
 from so_tui.trust.text import printable_line
 
 # Shared memory that ended processes of a run left in /dev/shm.
@@ -92,7 +91,7 @@ def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tu
     """
     ended = {process.pid: process for process in processes if identify(process.pid) is None}
     candidates = {}
-    for path in _entries(folder):
+    for path in folder.glob("*_*_*"):
         named = _NAMED_BY_PID.match(path.name)
         process = ended.get(int(named[1])) if named else None
         if process is not None and (file := _own_file(path, since=_started(process))) is not None:
@@ -101,13 +100,6 @@ def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tu
         return ()
     used = _files_in_use()
     return tuple(sorted(path for file, path in candidates.items() if file not in used))
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _own_file(path: Path, *, since: float) -> _File | None:
@@ -170,21 +162,13 @@ def checked_name(text: str) -> str:
         InputError: It cannot begin the name of a folder.
     """
     if not _NAME.fullmatch(text):
-        message = "is not a name for a run"
-        remedy = (
+        raise reject(
+            "invalid-run-name",
+            "name",
+            shown(text),
+            "is not a name for a run",
             f"Use up to {LONGEST_NAME} letters, digits, '.', '_' and '-', starting with a letter "
-            "or digit."
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="invalid-run-name",
-                    field="name",
-                    value=shown(text),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+            "or digit.",
         )
     return text
 
@@ -215,11 +199,17 @@ def create_run(
         run = _claim(folder, name) if name else _claim_new(folder, stem)
     except FileExistsError as error:
         message = f"a run named {name} exists already" if name else str(error)
-        raise _unusable("name-taken", folder, message, "Choose another name.") from error
+        raise reject(
+            "name-taken", "--runs-dir", str(folder), message, "Choose another name."
+        ) from error
     except OSError as error:
         message = f"a run cannot be created here: {error.strerror}"
-        raise _unusable(
-            "runs-dir-not-writable", folder, message, "Choose another folder with --runs-dir."
+        raise reject(
+            "runs-dir-not-writable",
+            "--runs-dir",
+            str(folder),
+            message,
+            "Choose another folder with --runs-dir.",
         ) from error
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
@@ -231,8 +221,12 @@ def create_run(
         with contextlib.suppress(OSError):
             _remove(run.path)
         remedy = "Free some space there, or choose another folder with --runs-dir."
-        raise _unusable(
-            "runs-dir-not-writable", folder, f"the run cannot be written: {error.strerror}", remedy
+        raise reject(
+            "runs-dir-not-writable",
+            "--runs-dir",
+            str(folder),
+            f"the run cannot be written: {error.strerror}",
+            remedy,
         ) from error
     if folder not in (default_runs_dir(), probes_dir()):
         _record_folder(folder)
@@ -257,8 +251,9 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
     """
     if "/" in run or run in (".", ".."):
         if fault := path_fault(run):
-            raise _not_found(
+            raise reject(
                 "invalid-path",
+                "run",
                 run,
                 fault,
                 "Give the folder of a run, or a name from `so-tui runs`.",
@@ -269,40 +264,42 @@ def find_run(run: str, runs_dir: Path | None = None) -> RunDirectory:
                 return directory
         except PermissionError:
             remedy = f"Ask its owner, who can share new runs with the group: {VARIABLE}={GROUP}."
-            raise _not_found(
-                "run-not-readable", run, "you may not read this folder", remedy
+            raise reject(
+                "run-not-readable", "run", run, "you may not read this folder", remedy
             ) from None
         except OSError as error:
             remedy = "Check that its file system is mounted and answers, then try again."
-            raise _not_found(
-                "run-not-readable", run, f"its folder cannot be read: {error.strerror}", remedy
+            raise reject(
+                "run-not-readable",
+                "run",
+                run,
+                f"its folder cannot be read: {error.strerror}",
+                remedy,
             ) from error
         remedy = "Give the folder that contains its spec.json, or a name from `so-tui runs`."
-        raise _not_found("not-a-run", run, "there is no run", remedy)
+        raise reject("not-a-run", "run", run, "there is no run", remedy)
     runs = list_runs(runs_dir)
     if run == LATEST and runs:
         return runs[0]
     named = [known for known in runs if known.name == run]
     if len(named) > 1:
         paths = ", ".join(str(known.path) for known in named)
-        raise _not_found(
-            "ambiguous-run", run, "several runs have this name", f"Give the path: {paths}."
+        raise reject(
+            "ambiguous-run", "run", run, "several runs have this name", f"Give the path: {paths}."
         )
     if named:
         return named[0]
     if not runs:
         remedy = "Start one with `so-tui run PRESET`, or give their folder with --runs-dir."
-        raise _not_found("no-runs", run, "there are no runs yet", remedy)
+        raise reject("no-runs", "run", run, "there are no runs yet", remedy)
     import difflib  # only for the message
 
-    near = difflib.get_close_matches(run, [known.name for known in runs], n=3, cutoff=0.6)
-    near += [known.name for known in runs if run and run in known.name and known.name not in near]
-    remedy = (
-        f"Did you mean {' or '.join(near[:3])}? `so-tui runs` lists them all."
-        if near
-        else "`so-tui runs` lists them all."
-    )
-    raise _not_found("unknown-run", run, "there is no such run", remedy)
+    names = [known.name for known in runs]
+    near = difflib.get_close_matches(run, names, n=3, cutoff=0.6)
+    near += [name for name in names if run and run in name and name not in near]
+    meant = f"Did you mean {' or '.join(near[:3])}? " if near else ""
+    remedy = f"{meant}`so-tui runs` lists them all."
+    raise reject("unknown-run", "run", run, "there is no such run", remedy)
 
 
 def _record_folder(folder: Path) -> None:
@@ -362,16 +359,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _unusable(code: str, folder: Path, message: str, remedy: str) -> InputError:
-    return InputError(
-        [Problem(code=code, field="--runs-dir", value=str(folder), message=message, remedy=remedy)]
-    )
-
-
-def _not_found(code: str, run: str, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code=code, field="run", value=run, message=message, remedy=remedy)])
-
-
 # Delete runs.
 #
 # Problem and refusal codes: run-is-live, run-may-be-live, not-your-run: see ``ended`` and ``own``.
@@ -405,17 +392,12 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
         if sees_processes_of(this_host(), host_of(state)):
             remove_leftovers(state.processes)
     except OSError as error:
-        message, remedy = f"cannot be deleted: {error.strerror}", "Check the owner of its folder."
-        raise InputError(
-            [
-                Problem(
-                    code="not-deletable",
-                    field="run",
-                    value=str(run.path),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "not-deletable",
+            "run",
+            str(run.path),
+            f"cannot be deleted: {error.strerror}",
+            "Check the owner of its folder.",
         ) from error
 
 
@@ -435,21 +417,13 @@ def _remove_run(run: RunDirectory) -> None:
     try:
         shutil.rmtree(hidden)
     except OSError as error:
-        message = (
+        raise reject(
+            "not-deletable",
+            "run",
+            str(hidden),
             f"is what is left of the run {printable_line(run.name)}, which is no longer listed: "
-            f"{error.strerror}"
-        )
-        remedy = "Remove this folder once nobody uses a file in it."
-        raise InputError(
-            [
-                Problem(
-                    code="not-deletable",
-                    field="run",
-                    value=str(hidden),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+            f"{error.strerror}",
+            "Remove this folder once nobody uses a file in it.",
         ) from error
 
 
@@ -481,10 +455,7 @@ def read_notes(run: RunDirectory) -> RunNotes:
     """Return the notes of a run; none if there is no such file, or it is damaged. Tags are checked,
     the note is any text.
     """
-    try:
-        found = decode_json(read_bounded(run.notes_path, _LARGEST_BYTES), RunNotes)
-    except (OSError, msgspec.DecodeError):
-        return RunNotes()
+    found = readable_json(run.notes_path, RunNotes, limit_bytes=_LARGEST_BYTES) or RunNotes()
     return RunNotes(
         note=found.note[:LONGEST_NOTE],
         tags=tuple(tag for tag in found.tags[:MOST_TAGS] if _TAG.fullmatch(tag)),
@@ -499,50 +470,30 @@ def write_notes(run: RunDirectory, notes: RunNotes) -> None:
         InputError: The note or a tag cannot be kept, or the file cannot be written.
     """
     if len(notes.note) > LONGEST_NOTE:
-        message, remedy = f"has more than {LONGEST_NOTE} characters", "Shorten it."
-        raise InputError(
-            [Problem(code="note-too-long", field="note", value="", message=message, remedy=remedy)]
+        raise reject(
+            "note-too-long", "note", "", f"has more than {LONGEST_NOTE} characters", "Shorten it."
         )
     if len(notes.tags) > MOST_TAGS:
-        message, remedy = f"are more than {MOST_TAGS}", "Remove some."
-        raise InputError(
-            [Problem(code="too-many-tags", field="tags", value="", message=message, remedy=remedy)]
-        )
+        raise reject("too-many-tags", "tags", "", f"are more than {MOST_TAGS}", "Remove some.")
     for tag in notes.tags:
         if not _TAG.fullmatch(tag):
-            message, remedy = (
+            raise reject(
+                "invalid-tag",
+                "tag",
+                shown(tag),
                 "is not a tag",
                 "Use up to 32 letters, digits, '.', '_' and '-', starting with a letter or digit.",
             )
-            raise InputError(
-                [
-                    Problem(
-                        code="invalid-tag",
-                        field="tag",
-                        value=shown(tag),
-                        message=message,
-                        remedy=remedy,
-                    )
-                ]
-            )
     refuse_another_users(run)
     try:
-        write_run_file(run, run.notes_path, msgspec.json.encode(notes))
+        write_run_json(run, run.notes_path, notes)
     except OSError as error:
-        message, remedy = (
+        raise reject(
+            "notes-not-writable",
+            "notes",
+            str(run.path),
             f"cannot be written: {error.strerror}",
             "Check the disk and the rights of the run's folder.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="notes-not-writable",
-                    field="notes",
-                    value=str(run.path),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         ) from None
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -32,7 +32,7 @@ from so_tui.runs.records import (
     decode_metric,
 )
 from so_tui.runs.state import read_state
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui.trust.files import UnfitFileError, distrust_of_folder, open_regular
 
 # Which host this is, exactly enough to know whether its processes can be seen from here.
@@ -167,9 +167,8 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
     saved = next((record for record in records if isinstance(record, CheckpointRecord)), None)
     if saved is not None:
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
-    if (
-        end := next((record for record in records if isinstance(record, EndRecord)), None)
-    ) is not None:
+    end = next((record for record in records if isinstance(record, EndRecord)), None)
+    if end is not None:
         return replace(
             state,
             state=end.state,
@@ -180,6 +179,9 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
             ended=end.time,
             exit_code=EXIT_CODES[end.state],
         )
+    times = [record.time for record in records]
+    with contextlib.suppress(OSError):
+        times.append(run.state_path.stat().st_mtime)
     return replace(
         state,
         state="lost",
@@ -191,19 +193,9 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
         ),
         suggestion=state.suggestion
         or "Read the end of its log; `so-tui resume` continues from the last checkpoint.",
-        ended=_last_alive(run, records),
+        ended=max(times, default=None),
         exit_code=EXIT_CODES["lost"],
     )
-
-
-def _last_alive(run: RunDirectory, records: Sequence[MetricRecord]) -> float | None:
-    """Return when the run was last known to be alive: the later of its last state and its last
-    record.
-    """
-    times = [record.time for record in records]
-    with contextlib.suppress(OSError):
-        times.append(run.state_path.stat().st_mtime)
-    return max(times, default=None)
 
 
 def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
@@ -220,18 +212,13 @@ def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
     except UnfitFileError:  # a pipe or a device is no segment
         return ()
     except OSError as error:
-        message, remedy = (
+        raise reject(
+            "unreadable-records",
+            "run",
+            str(run.metrics_dir),
             f"its records cannot be read: {error.strerror or error}",
             "Check the folder's rights, and that it is mounted.",
-        )
-        problem = Problem(
-            code="unreadable-records",
-            field="run",
-            value=str(run.metrics_dir),
-            message=message,
-            remedy=remedy,
-        )
-        raise InputError([problem]) from error
+        ) from error
     records = (decode_metric(line) for line in reversed(lines))
     return tuple(record for record in records if record is not None and record.attempt == attempt)
 
@@ -263,13 +250,8 @@ def identify(
 
 def alive(process: Process) -> bool:
     """Return whether this process still runs on this host."""
-    stat = read_stat(process.pid)
-    return stat is not None and stat.alive and stat.start_time == process.start_time
-
-
-def _living(processes: Iterable[Process]) -> tuple[Process, ...]:
-    """Return the processes that still run on this host."""
-    return tuple(process for process in processes if alive(process))
+    found = identify(process.pid)
+    return found is not None and found.start_time == process.start_time
 
 
 def supervised(state: RunState) -> bool:
@@ -348,7 +330,7 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
             liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True
         )
     if sees_processes_of(here, there):
-        if supervised(state) or _living(state.processes):
+        if supervised(state) or any(map(alive, state.processes)):
             return Sighting(liveness=Liveness.ALIVE, host=state.host, by_processes=True)
         if not _hidden_from_us(run):
             return Sighting(liveness=Liveness.GONE, host=state.host, by_processes=True)

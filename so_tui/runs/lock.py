@@ -38,7 +38,7 @@ from so_tui.runs.liveness import (
 )
 from so_tui.runs.records import FINAL_STATES, Process, RunState
 from so_tui.runs.state import FULL, overwrite, read_state, write_state_even_if_full
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import InputError, reject
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import read_bounded
 from so_tui.trust.text import printable_line, so_tui_command
@@ -245,14 +245,14 @@ def ended_state(run: RunDirectory, *, assume_dead: bool = False) -> RunState:
             f"Watch it with `{so_tui_command('watch', run.name)}`, or stop it first with "
             f"`{so_tui_command('stop', run.name)}`."
         )
-        raise _refused("run-is-live", run, f"is still running ({state.state})", remedy)
+        raise reject("run-is-live", "run", run.name, f"is still running ({state.state})", remedy)
     if assume_dead:
         return concluded(run, state)
     remedy = (
         f"It counts as lost {duration(OLD_S)} after its last sign of life. If you know that it has "
         "ended, add --assume-dead."
     )
-    raise _refused("run-may-be-live", run, evidence(state, seen), remedy)
+    raise reject("run-may-be-live", "run", run.name, evidence(state, seen), remedy)
 
 
 def record_end(run: RunDirectory) -> RunState:
@@ -283,9 +283,10 @@ def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
     state = read_state(run)
     seen = sighting(run, state)
     if seen.by_processes:
-        return _refused(
+        return reject(
             "run-is-live",
-            run,
+            "run",
+            run.name,
             "has a living supervisor",
             f"Stop it first: `{so_tui_command('stop', run.name)}`.",
         )
@@ -295,33 +296,26 @@ def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
             f"If it has ended, it can be taken over {duration(STALE_S)} after its last sign of "
             "life. Try again then."
         )
-        return _refused("run-is-live", run, message, remedy)
-    return _refused(
-        "run-may-be-live", run, message, "If you know that it has ended, add --assume-dead."
+        return reject("run-is-live", "run", run.name, message, remedy)
+    return reject(
+        "run-may-be-live",
+        "run",
+        run.name,
+        message,
+        "If you know that it has ended, add --assume-dead.",
     )
 
 
 def evidence(state: RunState, seen: Sighting) -> str:
     """Return what was seen of a run whose processes cannot be examined from here, as a clause."""
-    host = printable_line(seen.host)
-    age = _age(seen.heartbeat_age_s)
-    if seen.restarted:
-        return f"was {state.state} on {host} before that host restarted{age}"
-    return f"is {state.state} on {host}, whose processes cannot be seen from here{age}"
-
-
-def _age(age_s: float | None) -> str:
-    if age_s is None:
-        return ""
-    if age_s < -FRESH_S:
-        return (
+    host, age_s, age = printable_line(seen.host), seen.heartbeat_age_s, ""
+    if age_s is not None and age_s < -FRESH_S:
+        age = (
             f", and its last sign of life is dated {duration(-age_s)} ahead of this file system's "
             "clock"
         )
-    return f", and its last sign of life was {duration(max(0.0, age_s))} ago"
-
-
-def _refused(code: str, run: RunDirectory, message: str, remedy: str) -> InputError:
-    return InputError(
-        [Problem(code=code, field="run", value=run.name, message=message, remedy=remedy)]
-    )
+    elif age_s is not None:
+        age = f", and its last sign of life was {duration(max(0.0, age_s))} ago"
+    if seen.restarted:
+        return f"was {state.state} on {host} before that host restarted{age}"
+    return f"is {state.state} on {host}, whose processes cannot be seen from here{age}"

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.index import BLOCK_STEPS, block_end, read_span, segments, size_of, total
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EvaluationRecord, MetricRecord, StepRecord, decode_metric
@@ -79,7 +79,7 @@ def add_answers(run: RunDirectory, asked: Asked) -> None:
     """
     earlier = tuple(each for each in _read(run).asked if each.step < asked.step)
     kept = earlier if len(earlier) < MOST_ASKED else (earlier[0], *earlier[2 - MOST_ASKED :])
-    write_run_file(run, run.answers_path, msgspec.json.encode(Answers(asked=(*kept, asked))))
+    write_run_json(run, run.answers_path, Answers(asked=(*kept, asked)))
 
 
 def _read(run: RunDirectory) -> Answers:
@@ -239,19 +239,13 @@ def _figures(steps: Sequence[StepRecord], span: int) -> RunResults:
         if used
         else None,
         step_s=time_s / len(timed) if timed else None,
-        gpu_memory_bytes=max(
-            (
-                step.gpu_memory_peak_bytes
-                for step in steps
-                if step.gpu_memory_peak_bytes is not None
-            ),
-            default=None,
-        ),
-        host_memory_bytes=max(
-            (step.host_memory_bytes for step in steps if step.host_memory_bytes is not None),
-            default=None,
-        ),
+        gpu_memory_bytes=max(_measured(step.gpu_memory_peak_bytes for step in steps), default=None),
+        host_memory_bytes=max(_measured(step.host_memory_bytes for step in steps), default=None),
     )
+
+
+def _measured(values: Iterable[int | None]) -> list[int]:
+    return [value for value in values if value is not None]
 
 
 def read_all(run: RunDirectory) -> MetricsReader:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.index import (
     MEBIBYTE,
     PolledSegments,
@@ -37,8 +38,7 @@ from so_tui.runs.records import (
     decode_sample,
     encode_line,
 )
-from so_tui.trust.decoding import decode_json, prepare
-from so_tui.trust.files import read_own
+from so_tui.trust.decoding import prepare, readable_json
 
 # How fast the ranks of several nodes exchanged weights and gradients before they trained:
 # ``network.json``, which rank 0 writes.
@@ -61,17 +61,14 @@ prepare(NetworkRate)
 def write_network_rate(run: RunDirectory, attempt: int, nodes: int, bytes_per_s: float) -> None:
     """Record a measured rate. Raises OSError."""
     rate = NetworkRate(nodes=nodes, bytes_per_s=bytes_per_s, measured=time.time())
-    write_run_file(run, run.network_path(attempt), msgspec.json.encode(rate))
+    write_run_json(run, run.network_path(attempt), rate)
 
 
 def read_network_rate(run: RunDirectory, attempt: int) -> NetworkRate | None:
     """Return what an attempt measured; None if it measured nothing, or the file is damaged or not
     this user's own.
     """
-    try:
-        return decode_json(read_own(run.network_path(attempt)), NetworkRate)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return readable_json(run.network_path(attempt), NetworkRate, own=True)
 
 
 # Minimum and maximum of any range of a long series, at a cost that does not depend on its length.
@@ -197,6 +194,7 @@ _GPU_FIELDS = tuple(
     for field in msgspec.structs.fields(GpuSample)
     if field.name not in ("index", "throttling")
 )
+_CPU_SECONDS = ("run_cpu_s", "supervisor_cpu_s")
 MOST_FOREIGN = 3
 """Foreign processes of a sample."""
 
@@ -224,18 +222,15 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
         mean=msgspec.structs.replace(
             mean,
             interval_s=interval_s,
-            run_cpu_s=sum(sample.run_cpu_s for sample in means),
-            supervisor_cpu_s=sum(sample.supervisor_cpu_s for sample in means),
+            **{name: sum(getattr(sample, name) for sample in means) for name in _CPU_SECONDS},
         ),
         peak=msgspec.structs.replace(
             peak,
             interval_s=interval_s,
-            run_cpu_s=max(_share(sample.run_cpu_s, sample.interval_s) for sample in peaks)
-            * interval_s,
-            supervisor_cpu_s=max(
-                _share(sample.supervisor_cpu_s, sample.interval_s) for sample in peaks
-            )
-            * interval_s,
+            **{
+                name: interval_s * max(_share(sample, name) for sample in peaks)
+                for name in _CPU_SECONDS
+            },
         ),
     )
 
@@ -244,32 +239,17 @@ def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sa
     """Combine nodes, GPUs and memory, for the nodes and GPUs of the newest sample."""
     newest = samples[-1]
     weighted = list(zip(samples, weights, strict=True))
+    nodes: defaultdict[int, list[tuple[NodeSample, int]]] = defaultdict(list)
+    gpus: defaultdict[int, list[tuple[GpuSample, int]]] = defaultdict(list)
+    for sample, weight in weighted:
+        for node in sample.nodes:
+            nodes[node.id].append((node, weight))
+        for gpu in sample.gpus:
+            gpus[gpu.index].append((gpu, weight))
     return msgspec.structs.replace(
         newest,
-        nodes=tuple(
-            _node(
-                [
-                    (other, w)
-                    for sample, w in weighted
-                    for other in sample.nodes
-                    if other.id == node.id
-                ],
-                combine,
-            )
-            for node in newest.nodes
-        ),
-        gpus=tuple(
-            _gpu(
-                [
-                    (other, w)
-                    for sample, w in weighted
-                    for other in sample.gpus
-                    if other.index == gpu.index
-                ],
-                combine,
-            )
-            for gpu in newest.gpus
-        ),
+        nodes=tuple(_node(nodes[node.id], combine) for node in newest.nodes),
+        gpus=tuple(_gpu(gpus[gpu.index], combine) for gpu in newest.gpus),
         run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighted]),
         foreign=_busiest(process for sample in samples for process in sample.foreign),
         placement=(),  # it has no mean, and is of interest where it is now
@@ -323,8 +303,9 @@ def _peak(values: Weighted) -> Any:
     return max((value for value, _ in values if value is not None), default=None)
 
 
-def _share(cpu_s: float, interval_s: float) -> float:
-    return cpu_s / interval_s if interval_s > 0 else 0.0
+def _share(sample: Sample, name: str) -> float:
+    cpu_s: float = getattr(sample, name)
+    return cpu_s / sample.interval_s if sample.interval_s > 0 else 0.0
 
 
 _FIRST_LINE_BYTES = 1 << 13
@@ -358,8 +339,8 @@ class SampleWriter:
     ) -> None:
         """Create the folder. Raises OSError."""
         folder = run.samples_dir(host)
-        self._raw = _ResolutionWriter(folder, resolutions[0])
-        self._rollups = [_ResolutionWriter(folder, resolution) for resolution in resolutions[1:]]
+        self._raw, *self._rollups = (_pruned(folder, resolution) for resolution in resolutions)
+        self._resolutions = resolutions[1:]
         self._open: list[list[Rollup]] = [[] for _ in self._rollups]
 
     def append(self, sample: Sample) -> None:
@@ -381,7 +362,7 @@ class SampleWriter:
         """
         if level == len(self._rollups):
             return
-        parts, resolution = self._open[level], self._rollups[level].resolution
+        parts, resolution = self._open[level], self._resolutions[level]
         if parts and (
             _bucket(parts[0], resolution) != _bucket(part, resolution)
             or parts[0].mean.attempt != part.mean.attempt
@@ -396,36 +377,24 @@ class SampleWriter:
         self._fold(whole, level + 1)
 
 
-class _ResolutionWriter:
-    """Writes the segments of one resolution, and drops the oldest above its limit."""
+def _pruned(folder: Path, resolution: Resolution) -> SegmentWriter:
+    """Return a writer of the segments of one resolution that drops the oldest above its limit."""
 
-    def __init__(self, folder: Path, resolution: Resolution) -> None:
-        self.resolution = resolution
-        self._folder = folder
-        self._segments = SegmentWriter(
-            folder,
-            resolution.stem,
-            limit_bytes=resolution.segment_bytes,
-            on_closed=lambda _: self._prune(),
-        )
-        self._prune()
-
-    def append(self, line: bytes) -> None:
-        self._segments.append(line)
-
-    def close(self) -> None:
-        self._segments.close()
-
-    def _prune(self) -> None:
-        paths = list(segments(self._folder, self.resolution.stem).values())
+    def prune(_closed: object = None) -> None:
+        paths = list(segments(folder, resolution.stem).values())
         total = sum(path.stat().st_size for path in paths)
         for path in paths:
-            if (
-                total <= self.resolution.cap_bytes - self.resolution.segment_bytes
-            ):  # leaves room for the next segment
+            # Leaves room for the next segment.
+            if total <= resolution.cap_bytes - resolution.segment_bytes:
                 return
             total -= path.stat().st_size
             path.unlink()
+
+    writer = SegmentWriter(
+        folder, resolution.stem, limit_bytes=resolution.segment_bytes, on_closed=prune
+    )
+    prune()
+    return writer
 
 
 class SampleReader:

@@ -13,16 +13,16 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from so_tui.runs.directory import RunDirectory, refuse_another_users, write_run_file
+from so_tui.runs.directory import RunDirectory, refuse_another_users, write_run_json
 from so_tui.runs.records import RunState, is_count, is_time
 from so_tui.spec.check import exists
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import InputError, reject
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import prepare, read_json
+from so_tui.trust.decoding import prepare, read_json, readable_json
 
 # Requests of users to a run: small files in ``control/`` that rank 0 checks between steps.
 
@@ -46,41 +46,37 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     itself may continue, if it starts again.
     """
 
+    @property
+    def by_a_person(self) -> bool:
+        """Whether neither a scheduler nor a signal asks."""
+        return not self.warned and not self.signalled
+
 
 prepare(Request)
 
 
-def request(
-    run: RunDirectory,
-    action: Action,
-    *,
-    reason: str = "",
-    warned: bool = False,
-    signalled: bool = False,
-) -> None:
+def request(run: RunDirectory, action: Action, kind: type[Request] = Request, **given: Any) -> None:
     """Ask the run to stop (with a checkpoint) or to save a checkpoint. Neither a warning nor a
-    signal replaces a person's request.
+    signal replaces a person's request, and a warning no signal's.
+
+    Args:
+        run: The run.
+        action: What to do.
+        kind: The type of the request.
+        given: Its fields but author and time.
 
     Raises:
         Refused: It is another user's run (code ``not-your-run``).
         OSError: The folder cannot be written.
     """
     refuse_another_users(run)
-    if (
-        (warned or signalled)
-        and (before := details(run, action)) is not None
-        and not (before.warned or (signalled and before.signalled))
-    ):
+    by = f"{_user()}@{socket.gethostname()} pid {os.getpid()}"
+    asked = kind(by=by, time=time.time(), **given)
+    before = None if asked.by_a_person else details(run, action)
+    if before is not None and not (before.warned or (asked.signalled and before.signalled)):
         return
     run.control_dir.mkdir(exist_ok=True)
-    asked = Request(
-        by=f"{_user()}@{socket.gethostname()} pid {os.getpid()}",
-        time=time.time(),
-        reason=reason,
-        warned=warned,
-        signalled=signalled,
-    )
-    write_run_file(run, run.control_dir / action, msgspec.json.encode(asked))
+    write_run_json(run, run.control_dir / action, asked)
 
 
 def pending(run: RunDirectory) -> frozenset[Action]:
@@ -92,10 +88,7 @@ def pending(run: RunDirectory) -> frozenset[Action]:
 
 def details(run: RunDirectory, action: Action) -> Request | None:
     """Return who asked for an action; None if nobody did or the file cannot be read."""
-    try:
-        return read_json(run.control_dir / action, Request)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return readable_json(run.control_dir / action, Request)
 
 
 def clear(run: RunDirectory, action: Action) -> None:
@@ -119,7 +112,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def write_state(run: RunDirectory, state: RunState) -> None:
     """Replace ``state.json``. Raises OSError if the disk is full or the folder is gone."""
-    write_run_file(run, run.state_path, msgspec.json.encode(state))
+    write_run_json(run, run.state_path, state)
 
 
 def write_state_even_if_full(run: RunDirectory, state: RunState) -> None:
@@ -155,17 +148,12 @@ def read_state(run: RunDirectory) -> RunState:
     remedy = "Check that this is the folder of a run."
     state = _read(run.state_path, RunState, "unreadable-state", remedy)
     if not _plausible(state):
-        message = f"{run.state_path.name} holds a time or a number that no run can have"
-        raise InputError(
-            [
-                Problem(
-                    code="unreadable-state",
-                    field="run",
-                    value=str(run.path),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "unreadable-state",
+            "run",
+            str(run.path),
+            f"{run.state_path.name} holds a time or a number that no run can have",
+            remedy,
         )
     return state
 
@@ -195,7 +183,7 @@ def _plausible(state: RunState) -> bool:
 
 def write_spec(run: RunDirectory, spec: RunSpec) -> None:
     """Replace ``spec.json``. Raises OSError."""
-    write_run_file(run, run.spec_path, msgspec.json.format(msgspec.json.encode(spec), indent=1))
+    write_run_json(run, run.spec_path, spec, indented=True)
 
 
 def read_spec(run: RunDirectory) -> RunSpec:
@@ -219,11 +207,6 @@ def _read(path: Path, kind: type[T], code: str, remedy: str) -> T:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not exists(path.parent):
             code, remedy = "run-gone", "The folder of the run was deleted or moved."
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        message = f"{path.name} cannot be read: {reason}"
-        raise InputError(
-            [
-                Problem(
-                    code=code, field="run", value=str(path.parent), message=message, remedy=remedy
-                )
-            ]
+        raise reject(
+            code, "run", str(path.parent), f"{path.name} cannot be read: {reason}", remedy
         ) from error

@@ -134,6 +134,11 @@ class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit stat
         return tuple(refusal.code for refusal in self.refusals)
 
 
+def refuse(code: str, message: str, *, forceable: bool = False) -> Refused:
+    """Return the error of one refusal, to raise; see ``Refusal`` and ``Refused``."""
+    return Refused([Refusal(code, message)], forceable=forceable)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a third-party error, to quote in a message; the name of its type if
     it has no text.

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from so_tui.trust.files import read_bounded
+from so_tui.trust.files import read_bounded, read_own
 
 # Prepare structs for decoding in several threads.
 
@@ -73,6 +73,24 @@ def read_json(path: Path, kind: type[T]) -> T:
     return decode_json(read_bounded(path, LARGEST_FILE_BYTES), kind)
 
 
+def readable_json(
+    path: Path, kind: type[T], *, own: bool = False, limit_bytes: int = LARGEST_FILE_BYTES
+) -> T | None:
+    """Return the content of a JSON file; None if it is missing, damaged or cannot be read.
+
+    Args:
+        path: The file.
+        kind: The type of its content.
+        own: Read only a file of this user that others cannot write.
+        limit_bytes: The most that is read of another one.
+    """
+    try:
+        content = read_own(path) if own else read_bounded(path, limit_bytes)
+        return decode_json(content, kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
 def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
     """Return the value of a line. Raises msgspec.DecodeError, whatever is wrong with the line."""
     try:
@@ -101,13 +119,10 @@ def decode_toml(content: bytes) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:  # an integer of thousands of digits, a date that does not exist
-        raise tomllib.TOMLDecodeError(_first_words(error)) from None
+        words = str(error).partition(";")[0].partition(":")[0]
+        raise tomllib.TOMLDecodeError(words) from None
     _check_values(tree)
     return tree
-
-
-def _first_words(error: ValueError) -> str:
-    return str(error).partition(";")[0].partition(":")[0]
 
 
 def _check_depth(content: bytes) -> None:
@@ -127,14 +142,10 @@ def _check_values(tree: dict[str, Any]) -> None:
     """Raise for values that are nested too deeply, and for integers beyond the 64 bits of TOML."""
     level: list[Any] = [tree]
     for _ in range(DEEPEST):
-        level = [
-            item for value in level if isinstance(value, dict | list) for item in _items(value)
-        ]
+        tables = (value.values() for value in level if isinstance(value, dict))
+        lists = (value for value in level if isinstance(value, list))
+        level = [*chain.from_iterable(tables), *chain.from_iterable(lists)]
         if any(isinstance(value, int) and abs(value) > _LARGEST_INTEGER for value in level):
             raise tomllib.TOMLDecodeError("an integer has more than 64 bits")
     if any(isinstance(value, dict | list) for value in level):
         raise TooDeepError
-
-
-def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value

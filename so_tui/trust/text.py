@@ -4,6 +4,7 @@ character reorders a line.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -57,6 +58,11 @@ def brief_message(text: str) -> str:
     for line ends and runs of spaces.
     """
     return brief_line(" ".join(text[:_LONGEST_MESSAGE].split()), _LONGEST_MESSAGE // 2)
+
+
+def bounded(value: float | None) -> float:
+    """Return a number from a file of somebody else whose text is short, and at least 0."""
+    return min(max(value, 0.0), 1e15) if value is not None and math.isfinite(value) else 0.0
 
 
 def printable_source(text: str) -> str:
@@ -196,9 +202,5 @@ def recordable(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: without_credentials(environment[name])[:_LONGEST]
         for name in sorted(environment)
-        if _is_listed(name)
+        if name in _NAMES or (name.startswith(_PREFIXES) and not _SECRET_WORDS.search(name))
     }
-
-
-def _is_listed(name: str) -> bool:
-    return name in _NAMES or (name.startswith(_PREFIXES) and not _SECRET_WORDS.search(name))

@@ -219,54 +219,32 @@ def _published(report: Report) -> Speed | None:
 def _rates(rates: Rates, published: Speed | None) -> Iterator[_Row]:
     """Yield each rate in words, as measured, and as published."""
 
-    def row(
-        name: str,
-        measured: float | None,
-        assumed: float | None,
-        unit: str = "GB/s",
-        of: float = 1e9,
-    ) -> Iterator[tuple[str, str, str]]:
-        if measured:
-            yield (
-                f"{name}, {unit}",
-                significant(measured / of),
-                significant(assumed / of) if assumed else "—",
-            )
-
+    gigabytes, teraflops = ("GB/s", 1e9), ("TFLOPS", 1e12)
+    found: list[tuple[str, float | None, float | None, tuple[str, float]]] = []
     for cores, rate in rates.adam:
-        yield from row(
-            f"CPU Adam on {plural(cores, 'thread')}",
-            rate,
-            published.adam_bytes_per_s(cores, 1) if published else None,
-        )
+        assumed = published.adam_bytes_per_s(cores, 1) if published else None
+        found.append((f"CPU Adam on {plural(cores, 'thread')}", rate, assumed, gigabytes))
     for node, rate in rates.adam_remote:
-        yield from row(f"CPU Adam with its states on node {node}", rate, None)
+        found.append((f"CPU Adam with its states on node {node}", rate, None, gigabytes))
     for ranks, rate in rates.adam_together:
-        yield from row(f"CPU Adam of each of {ranks} ranks together", rate, None)
+        found.append((f"CPU Adam of each of {ranks} ranks together", rate, None, gigabytes))
     for node, rate in rates.node_bytes_per_s:
-        yield from row(
-            f"memory of node {node}", rate, published.node_bytes_per_s if published else None
-        )
+        assumed = published.node_bytes_per_s if published else None
+        found.append((f"memory of node {node}", rate, assumed, gigabytes))
     for field, name, unit, of in _RATES:
-        yield from row(name, getattr(rates, field), getattr(published, field, None), unit, of)
-    for backend, found in rates.attention:
-        for rate_at in found:
-            assumed_at = published.attention_at(backend, rate_at.document) if published else None
-            where = f"documents of {thousands(rate_at.document)} tokens"
-            yield from row(
-                f"{backend}, forward, {where}",
-                rate_at.forward,
-                assumed_at.forward if assumed_at else None,
-                "TFLOPS",
-                1e12,
-            )
-            yield from row(
-                f"{backend}, backward, {where}",
-                rate_at.backward,
-                assumed_at.backward if assumed_at else None,
-                "TFLOPS",
-                1e12,
-            )
+        assumed = getattr(published, field, None)
+        found.append((name, getattr(rates, field), assumed, (unit, of)))
+    for backend, measured_at in rates.attention:
+        for at in measured_at:
+            assumed_at = published.attention_at(backend, at.document) if published else None
+            for way in ("forward", "backward"):
+                name = f"{backend}, {way}, documents of {thousands(at.document)} tokens"
+                assumed = getattr(assumed_at, way, None)
+                found.append((name, getattr(at, way), assumed, teraflops))
+    for name, measured, assumed, (unit, of) in found:
+        if measured:
+            planned = significant(assumed / of) if assumed else "—"
+            yield f"{name}, {unit}", significant(measured / of), planned
 
 
 def _speeds(report: Report) -> Iterator[str]:

@@ -10,7 +10,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
@@ -27,7 +26,7 @@ from msgspec.structs import replace
 
 from so_tui import __version__
 from so_tui.folders import probes_dir
-from so_tui.launch.helper import Cancel, stream_tool
+from so_tui.launch.helper import Cancel, last_answer, stream_tool
 from so_tui.launch.helper_jobs import gpus_taken, measure_rates, request_of
 from so_tui.launch.launch import launch_of, usable_machine, visible_machine
 from so_tui.launch.probe import (
@@ -49,7 +48,6 @@ from so_tui.runs import delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
 from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec, find_preset, with_values
-from so_tui.spec import SoTuiError as spec_SoTuiError
 from so_tui.spec.errors import SoTuiError, first_line, reject
 from so_tui.spec.presets import EXAMPLE_SEQUENCES, as_published
 from so_tui.validation import report, show
@@ -85,18 +83,17 @@ class _CpuAdam:
     def __enter__(self) -> _CpuAdam:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._cancel()
         self._thread.shutdown()
 
-    def begin(self) -> None:
+    def begin(self) -> Future[object]:
         """Compile from now on, if that has not begun."""
-        self._begun()
+        if self._compiled is None:
+            self._compiled = self._thread.submit(
+                lambda: list(stream_tool("build_ops", {}, self._cancel))
+            )
+        return self._compiled
 
     def wait(self, limit_s: float) -> None:
         """Wait until it is compiled. What DeepSpeed says against its own kernel is said by the run
@@ -106,18 +103,11 @@ class _CpuAdam:
             SoTuiError: It takes longer, or the helper failed.
         """
         try:
-            self._begun().result(limit_s)
+            self.begin().result(limit_s)
         except FutureTimeout as error:
             raise SoTuiError(
                 f"DeepSpeed's CPU Adam is not compiled after {limit_s:,.0f} s"
             ) from error
-
-    def _begun(self) -> Future[object]:
-        if self._compiled is None:
-            self._compiled = self._thread.submit(
-                lambda: list(stream_tool("build_ops", {}, self._cancel))
-            )
-        return self._compiled
 
 
 # Runs measurements one after the other, as many as fit into the time, and writes the report after
@@ -345,13 +335,9 @@ def copies(
     """
     mine = visible_machine(machine, os.environ)
     gpus = [{"index": gpu.index, "node": gpu.numa_node} for gpu in mine.gpus]
-    answer: dict[str, Any] = {}
+    request = {"nodes": request_of(mine)["nodes"], "gpus": gpus} | more
     with gpus_taken(mine, "validate"):
-        for answer in stream_tool(
-            "copies", {"nodes": request_of(mine)["nodes"], "gpus": gpus} | more, timeout_s=limit_s
-        ):
-            if message := answer.get("message"):
-                tell(message)
+        answer = last_answer("copies", request, tell, timeout_s=limit_s)
     return CopiesFound(copies=msgspec.convert(answer["copies"], tuple[CopyRates, ...]))
 
 
@@ -375,35 +361,25 @@ def _phase_seconds(
         over: When nothing was left of it.
     """
     steps = [record.time for record in records if isinstance(record, StepRecord)]
-    stages = _stages(
-        [record for record in records if isinstance(record, PhaseRecord)],
-        steps[0] if steps else ended,
-    )
     first, last = (steps[0], steps[-1]) if steps else (ended, ended)
+    begins: dict[str, float] = {}
+    for record in records:
+        if isinstance(record, PhaseRecord):
+            begins.setdefault(record.stage or record.phase, record.time)
+    stages = {name: time for name, time in begins.items() if name in (*_STAGES, "training")}
+    ends = [*stages.values(), first][1:]
+    lengths = {
+        name: max(0.0, end - begin) for (name, begin), end in zip(stages.items(), ends, strict=True)
+    }
     return PhaseSeconds(
         preparation_s=max(0.0, started - begun),
-        launcher_s=max(0.0, min([*(start for start, _ in stages.values()), first]) - started),
-        **{f"{name}_s": _length(stages, name) for name in _STAGES},
-        first_step_s=_length(stages, "training"),
+        launcher_s=max(0.0, min([*stages.values(), first]) - started),
+        **{f"{name}_s": lengths.get(name, 0.0) for name in _STAGES},
+        first_step_s=lengths.get("training", 0.0),
         steps_s=last - first,
         end_s=max(0.0, ended - last),
         cleaning_s=max(0.0, over - ended),
     )
-
-
-def _stages(phases: Sequence[PhaseRecord], first_step: float) -> dict[str, tuple[float, float]]:
-    """Return begin and end of each stage before the first step."""
-    begins: dict[str, float] = {}
-    for record in phases:
-        if (name := record.stage or record.phase) in (*_STAGES, "training"):
-            begins.setdefault(name, record.time)
-    ends = [*begins.values(), first_step][1:]
-    return {name: (begin, end) for (name, begin), end in zip(begins.items(), ends, strict=True)}
-
-
-def _length(stages: Mapping[str, tuple[float, float]], name: str) -> float:
-    begin, end = stages.get(name, (0.0, 0.0))
-    return max(0.0, end - begin)
 
 
 # Training parts of a validation: short runs of one shape in different settings, beside what is
@@ -440,7 +416,7 @@ _ZEROOFFLOAD = {
 }
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class Part(Struct, frozen=True):
     """One run: a title, settings beside those of the shape, on how many ranks, bound how."""
 
     key: str
@@ -514,30 +490,27 @@ def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         machine: Where.
         gpus: The most GPUs that a run may have.
     """
-    yield from _parts(machine, gpus) if machine.gpus else _parts_without_gpus()
-
-
-def _parts_without_gpus() -> Iterator[Part]:
-    yield Part(key="ours", title="SuperOffload with our engine, without clipping", settings=_PLAIN)
-    yield Part(key="zerooffload", title="ZeRO-Offload", settings=_ZEROOFFLOAD)
-    yield Part(key="ours-clipped", title="our engine with clipping", settings=_CLIPPED)
+    if machine.gpus:
+        yield from _parts(machine, gpus)
+        return
+    yield Part("ours", "SuperOffload with our engine, without clipping", settings=_PLAIN)
+    yield Part("zerooffload", "ZeRO-Offload", settings=_ZEROOFFLOAD)
+    yield Part("ours-clipped", "our engine with clipping", settings=_CLIPPED)
 
 
 def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
     several = [ranks for ranks in (2, 4) if ranks <= gpus]
-    yield Part(key="gpu", title="no offload", settings=_ON_GPU)
+    yield Part("gpu", "no offload", settings=_ON_GPU)
     yield Part(
-        key="ours",
-        title="SuperOffload with our engine, ratio 0.9, without clipping",
+        "ours",
+        "SuperOffload with our engine, ratio 0.9, without clipping",
         settings=_PLAIN,
     )
-    yield Part(
-        key="unbound", title="our engine, ranks not bound", settings=_PLAIN, placed="unbound"
-    )
+    yield Part("unbound", "our engine, ranks not bound", settings=_PLAIN, placed="unbound")
     if len(_usable_nodes(machine)) > 1:
         yield Part(
-            key="wrong-node",
-            title="our engine, bound to the wrong NUMA node",
+            "wrong-node",
+            "our engine, bound to the wrong NUMA node",
             settings=_PLAIN,
             placed="wrong-node",
         )
@@ -545,29 +518,29 @@ def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
     for ranks in (1, *several):
         yield from _loss_parts(ranks)
     yield Part(
-        key="published",
-        title="DeepSpeed's SuperOffload as published, its default for clipping",
+        "published",
+        "DeepSpeed's SuperOffload as published, its default for clipping",
         published=True,
     )
-    yield Part(key="zerooffload", title="ZeRO-Offload", settings=_ZEROOFFLOAD)
+    yield Part("zerooffload", "ZeRO-Offload", settings=_ZEROOFFLOAD)
     for ranks in several:
         yield Part(
-            key=f"ours-{ranks}",
-            title=f"our engine on {ranks} GPUs, the same global batch",
+            f"ours-{ranks}",
+            f"our engine on {ranks} GPUs, the same global batch",
             settings=_PLAIN,
             ranks=ranks,
         )
         yield Part(
-            key=f"gpu-{ranks}",
-            title=f"no offload on {ranks} GPUs, the same global batch",
+            f"gpu-{ranks}",
+            f"no offload on {ranks} GPUs, the same global batch",
             settings=_ON_GPU,
             ranks=ranks,
         )
-    yield Part(key="ours-clipped", title="our engine with clipping", settings=_CLIPPED)
+    yield Part("ours-clipped", "our engine with clipping", settings=_CLIPPED)
     explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
     yield Part(
-        key="published-unclipped",
-        title="DeepSpeed's SuperOffload as published, clipping 0",
+        "published-unclipped",
+        "DeepSpeed's SuperOffload as published, clipping 0",
         settings=explicit,
         published=True,
     )
@@ -576,17 +549,17 @@ def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
             yield _published_losses(ranks)
     for ranks in several:
         title = f"DeepSpeed's SuperOffload as published on {ranks} GPUs"
-        yield Part(key=f"published-{ranks}", title=title, ranks=ranks, published=True)
+        yield Part(f"published-{ranks}", title, ranks=ranks, published=True)
     for ratio in ("0.5", "0.7", "1.0"):
         yield Part(
-            key=f"ours-{ratio}",
-            title=f"our engine, ratio {ratio}",
+            f"ours-{ratio}",
+            f"our engine, ratio {ratio}",
             settings=_PLAIN | {"offload.ratio": ratio},
         )
     for states in ("bf16-moments", "int8-moments"):
         yield Part(
-            key=f"ours-{states}",
-            title=f"our engine, {states}",
+            f"ours-{states}",
+            f"our engine, {states}",
             settings=_PLAIN | {"offload.states": states},
         )
 
@@ -599,14 +572,14 @@ def _loss_parts(ranks: int) -> Iterator[Part]:
     if ranks == 1:
         settings = _ON_GPU | {"train.gradient_clipping": "1"}
         yield Part(
-            key="losses-gpu",
-            title=f"tiny without offload {where}",
+            "losses-gpu",
+            f"tiny without offload {where}",
             settings=settings,
             losses_only=True,
         )
     yield Part(
-        key=f"losses-{ranks}",
-        title=f"tiny with our engine {where}",
+        f"losses-{ranks}",
+        f"tiny with our engine {where}",
         settings=_CLIPPED,
         ranks=ranks,
         losses_only=True,
@@ -620,8 +593,8 @@ def _published_losses(ranks: int) -> Part:
     settings = {"offload.config": "published-clipping", "train.gradient_clipping": "1"}
     title = f"tiny with DeepSpeed's SuperOffload on {ranks} GPU{'s' * (ranks > 1)}"
     return Part(
-        key=f"losses-published-{ranks}",
-        title=title,
+        f"losses-published-{ranks}",
+        title,
         settings=settings,
         ranks=ranks,
         published=True,
@@ -700,12 +673,12 @@ def _training_measurements(
 ) -> list[_Measurement]:
     """Return the measurements of these parts."""
 
-    def measure(part: Part) -> Measure:
-        return partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam)
-
     usable = usable_machine(machine, os.environ)
+    measure = partial(_measure, shape=shape, machine=machine, cpu_adam=cpu_adam)
     return [
-        _Measurement(part.key, part.title, _estimate_s(usable, shape, part), measure(part))
+        _Measurement(
+            part.key, part.title, _estimate_s(usable, shape, part), partial(measure, part=part)
+        )
         for part in parts
     ]
 
@@ -717,7 +690,7 @@ def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
         return _START_S + _LOSS_STEPS * _LOSS_STEP_S
     try:
         step_s = make_plan(_spec_of(shape, part), machine).step_s
-    except spec_SoTuiError:  # when it is measured, the report says why
+    except SoTuiError:  # when it is measured, the report says why
         step_s = None
     return _START_S + _STEPS * (step_s or 10.0)
 
@@ -776,6 +749,11 @@ def _measure(
     steps = [record for record in records if isinstance(record, StepRecord)]
     counted = [step for step in steps if step.step > WARMUP_STEPS] or steps
     seconds = sum(step.step_s for step in counted)
+
+    def mean_of(name: str) -> float:
+        total: float = sum(getattr(step, name) * step.step_s for step in counted)
+        return total / seconds
+
     return TrainingFound(
         settings=part.settings | ({"as-published": "true"} if part.published else {}),
         ranks=plan.gpus,
@@ -787,9 +765,8 @@ def _measure(
         predicted=found.predicted,
         workload=found.workload,
         useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
-        model_tflops_per_gpu=sum(step.model_tflops_per_gpu * step.step_s for step in counted)
-        / seconds,
-        example_tflops=sum(step.seed_tflops_total * step.step_s for step in counted) / seconds,
+        model_tflops_per_gpu=mean_of("model_tflops_per_gpu"),
+        example_tflops=mean_of("seed_tflops_total"),
         losses=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
         losses_only=part.losses_only,
         phases=phases,

@@ -34,7 +34,7 @@ class Interrupted(_LocalExecutor):
         self._run = run
         return self
 
-    def exit_code(self) -> int | None:
+    def poll(self) -> int | None:
         if self._too_late:
             supervisor = identify(os.getpid(), "supervisor")
             write_state(
@@ -63,7 +63,7 @@ class Recording(_LocalExecutor):
         )
         return self
 
-    def exit_code(self) -> int | None:
+    def poll(self) -> int | None:
         return None
 
 
@@ -76,7 +76,7 @@ class Unreadable(_LocalExecutor):
         run.state_path.write_bytes(self.written[:10])
         return self
 
-    def exit_code(self) -> int | None:
+    def poll(self) -> int | None:
         return None
 
 

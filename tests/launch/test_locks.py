@@ -54,13 +54,13 @@ def test_a_child_with_the_descriptor_keeps_the_lock(tmp_path: Path) -> None:
 def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> None:
     lock = host_check.take(tmp_path, "gpu-1", ME)
     os.utime(lock.path, (0, 0))
-    assert host_check.refreshed(lock, ME) is lock
+    lock.refresh()
     assert lock.path.stat().st_mtime > 1e9
     lock.path.unlink()
-    again = host_check.refreshed(lock, ME)
+    lock.refresh()
     with pytest.raises(host_check.LockTakenError):
         host_check.take(tmp_path, "gpu-1", ME)
-    again.release()
+    lock.release()
     host_check.take(tmp_path, "gpu-1", ME).release()
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from so_tui.launch.supervisor.ending import (
     Outcome,
-    _OutcomeText,
     final_state,
     first_state,
     last_alive,
@@ -90,9 +89,7 @@ def test_what_ends_is_not_said_to_save(tmp_path: Path) -> None:
     assert (ends.shown, ends.state, ends.saved_step) == ("ending", "saving", 60)
     assert state_after(tmp_path / "c", step, failed).shown == "ending"
     assert (
-        final_state(
-            ends, Outcome(state="finished", code=OutcomeCode.FINISHED), _OutcomeText("", ""), 14.0
-        ).shown
+        final_state(ends, Outcome(state="finished", code=OutcomeCode.FINISHED), 14.0).shown
         == "finished"
     )
 
@@ -166,6 +163,6 @@ def test_attempts_add_up_over_queues_and_waiting_does_not_count() -> None:
     )
     assert stopped.took_s == 100
     queued = queued_state(stopped)
-    assert left_queue(queued).took_s == pytest.approx(100)
+    assert left_queue(queued, 1).took_s == pytest.approx(100)
     again = first_state("r", 2, host, None, queued, launch_with(plan_of(spec_of())))
     assert again.earlier_s == 100

@@ -7,7 +7,7 @@ from so_tui.launch.supervisor.ending import Shutdown, StopRequest
 
 
 def test_the_trainers_processes_get_time_after_the_end_record() -> None:
-    shutdown = Shutdown(ended_at=100.0, broken_at=101.0)
+    shutdown = Shutdown(ended_at=100.0, broken=True)
     assert shutdown.next_action(102.0) == "wait"
     assert shutdown.next_action(100.0 + EXIT_GRACE_S) == "terminate"
     assert shutdown.next_action(100.0 + EXIT_GRACE_S + 1) == "wait"
@@ -15,7 +15,7 @@ def test_the_trainers_processes_get_time_after_the_end_record() -> None:
 
 
 def test_a_broken_run_is_ended_immediately_and_an_ignored_stop_when_it_is_overdue() -> None:
-    assert Shutdown(broken_at=5.0).next_action(5.0) == "terminate"
+    assert Shutdown(broken=True).next_action(5.0) == "terminate"
     stop = Shutdown(overdue_at=50.0)
     assert stop.next_action(49.0) == "wait"
     assert stop.next_action(50.0) == "terminate"

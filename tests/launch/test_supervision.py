@@ -12,7 +12,7 @@ import pytest
 from so_tui.launch.executors import supervisor_log
 from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor import run as supervision
-from so_tui.launch.supervisor.run import Supervisor, supervise
+from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import Machine
 from so_tui.runs import create_run, new_attempt
 from so_tui.runs.lock import RunLock
@@ -58,7 +58,7 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
 
     monkeypatch.setattr("so_tui.launch.supervisor.host.inspect_machine", fail)
     monkeypatch.setattr(RunLock, "release", away)
-    monkeypatch.setattr(Supervisor, "_install_signals", lambda _: None)
+    monkeypatch.setattr("so_tui.launch.supervisor.host.Host.install_signals", lambda _: None)
     monkeypatch.setattr(supervision, "become_subreaper", lambda: None)
     umask = os.umask(0o022)
     try:

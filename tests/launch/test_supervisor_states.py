@@ -42,7 +42,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the signals of the test process alone, and its children, which a supervisor in this
     process would take for the run's.
     """
-    monkeypatch.setattr(Supervisor, "_install_signals", lambda _: None)
+    monkeypatch.setattr("so_tui.launch.supervisor.host.Host.install_signals", lambda _: None)
     monkeypatch.setattr("so_tui.launch.supervisor.processes._pids", set)
 
 

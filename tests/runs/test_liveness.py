@@ -20,7 +20,7 @@ from so_tui.runs import (
     write_state,
 )
 from so_tui.runs import state as control
-from so_tui.runs.liveness import STALE_S, _living, _parse_stat, concluded, identify, supervised
+from so_tui.runs.liveness import STALE_S, _parse_stat, concluded, identify, supervised
 from so_tui.runs.records import EndRecord, OutcomeCode, Process, RunState, StepRecord
 
 Sleeper = subprocess.Popen[bytes]
@@ -80,7 +80,7 @@ def test_a_run_lives_while_any_of_its_processes_does(run: RunDirectory, sleeper:
     state = recorded(run, supervisor=dead, processes=(dead, known(sleeper.pid)))
     assert state_with_truth(run) == state
     assert not supervised(state)
-    assert _living(state.processes) == (known(sleeper.pid),)
+    assert [process for process in state.processes if alive(process)] == [known(sleeper.pid)]
     sleeper.kill()
     sleeper.wait()
     truth = state_with_truth(run)

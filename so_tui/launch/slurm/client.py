@@ -20,11 +20,11 @@ import msgspec
 from msgspec import Struct
 
 from so_tui.folders import cache_home
-from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
+from so_tui.spec import InputError, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
-from so_tui.spec.errors import nearest
-from so_tui.trust.decoding import decode_json
-from so_tui.trust.files import private_folder, read_own
+from so_tui.spec.errors import nearest, reject
+from so_tui.trust.decoding import readable_json
+from so_tui.trust.files import private_folder
 from so_tui.trust.text import brief_line, brief_message, quoted
 
 # A job as Slurm's commands list it.
@@ -149,15 +149,9 @@ class ClusterName:
         """Return the name. Raises SlurmError; Slurm is asked again after a minute."""
         if not self._name and self._clock() >= self._again_at:
             try:
-                lines = _call(("scontrol", "show", "config")).splitlines()
-                self._name = next(
-                    (
-                        line.partition("=")[2].strip()
-                        for line in lines
-                        if line.startswith("ClusterName")
-                    ),
-                    "",
-                )
+                config = _call(("scontrol", "show", "config"))
+                found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
+                self._name = found[1].strip() if found else ""
             except SlurmError as error:
                 self._error = error
             self._again_at = self._clock() + _AGAIN_S
@@ -334,10 +328,6 @@ class Queue(Struct, frozen=True, kw_only=True):
     error: str = ""
     """Why Slurm did not answer; the jobs are those of the answer before."""
 
-    def lists(self, job_id: str) -> bool:
-        """Return whether a job has this number."""
-        return any(job.id == job_id for job in self.jobs)
-
 
 def queue(cluster: str, interval_s: float) -> Queue | None:
     """Return the newest answer of this cluster, after asking again if it is older than
@@ -382,15 +372,9 @@ def _is_due(path: Path, interval_s: float) -> bool:
 
 def _found(path: Path) -> Queue | None:
     """Return the newest answer that this process or another one got."""
-    answers = [answer for answer in (_answers.get(path), _read(path)) if answer is not None]
+    read = readable_json(path, Queue, own=True)
+    answers = [answer for answer in (_answers.get(path), read) if answer is not None]
     return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
-
-
-def _read(path: Path) -> Queue | None:
-    try:
-        return decode_json(read_own(path), Queue)
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def _path(cluster: str) -> Path:
@@ -512,17 +496,7 @@ def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
         return error
     remedy = found.remedy or _partitions_remedy(spec.slurm.partition)
     value = _value(spec, found.field)
-    return InputError(
-        [
-            Problem(
-                code=found.code,
-                field=found.field,
-                value=value,
-                message=f"Slurm says: {brief_message(said)}",
-                remedy=remedy,
-            )
-        ]
-    )
+    return reject(found.code, found.field, value, f"Slurm says: {brief_message(said)}", remedy)
 
 
 def _value(spec: RunSpec, field: str) -> str:

@@ -33,7 +33,7 @@ from so_tui.launch.slurm.script import (
 )
 from so_tui.launch.supervisor.ending import queued_state
 from so_tui.plan.plan import Launch, Plan
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.reader import LogReader
@@ -41,8 +41,8 @@ from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_state
 from so_tui.spec import Problem, RunSpec, SoTuiError, resolve_source
 from so_tui.spec.check import exists
-from so_tui.trust.decoding import decode_json, read_json
-from so_tui.trust.files import read_bounded, read_own
+from so_tui.trust.decoding import readable_json
+from so_tui.trust.files import read_bounded
 from so_tui.trust.text import so_tui_command
 
 # What of a spec is in the local cache of the Hugging Face hub, by its files alone: a login node
@@ -110,31 +110,32 @@ def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> It
         environment: In which the nodes would look for it.
         where: Whose nodes have no internet, for the message.
     """
-    cache = _HubCache(environment)
-    for field, name in _models(spec):
+    cache, command = _HubCache(environment), so_tui_command("prepare", spec.name)
+    for field, name, missing in _absent(cache, spec):
+        yield Problem(
+            code="not-cached",
+            field=field,
+            value=name,
+            message=f"{missing}, and nodes of {where} have no internet",
+            remedy=f"Run `{command}` here first, with the same HF_HOME.",
+        )
+
+
+def _absent(cache: _HubCache, spec: RunSpec) -> Iterator[tuple[str, str, str]]:
+    """Yield field and name of what is on the hub and not in the cache, and what is missing."""
+    model, tokenizer = spec.model, spec.model.tokenizer or spec.model.id
+    wanted = []
+    if model.weights == "pretrained" and _on_hub(model.id):
+        wanted.append(("model.id", model.id))
+    if _on_hub(tokenizer) and (model.tokenizer or model.weights != "pretrained"):
+        wanted.append(("model.tokenizer" if model.tokenizer else "model.id", tokenizer))
+    for field, name in wanted:
         if (missing := _missing_of_model(cache, spec, field, name)) is not None:
-            yield _problem(spec, field, name, f"{missing} is not in {cache.hub}", where)
-    for field, name in _data(spec):
-        if not cache.has_data(name):
-            yield _problem(
-                spec, field, name, f"is neither in {cache.datasets} nor in {cache.hub}", where
-            )
-
-
-def _models(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    tokenizer = spec.model.tokenizer or spec.model.id
-    if spec.model.weights == "pretrained" and _on_hub(spec.model.id):
-        yield "model.id", spec.model.id
-    if _on_hub(tokenizer) and (spec.model.tokenizer or spec.model.weights != "pretrained"):
-        yield "model.tokenizer" if spec.model.tokenizer else "model.id", tokenizer
-
-
-def _data(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    for source in spec.data.sources:
-        if _on_hub(source.source):
-            yield "data.source", source.source
-    if spec.data.evaluation and _on_hub(spec.data.evaluation):
-        yield "data.evaluation", spec.data.evaluation
+            yield field, name, f"{missing} is not in {cache.hub}"
+    sources = [("data.source", part.source) for part in spec.data.sources]
+    for field, name in (*sources, ("data.evaluation", spec.data.evaluation)):
+        if name and _on_hub(name) and not cache.has_data(name):
+            yield field, name, f"is neither in {cache.datasets} nor in {cache.hub}"
 
 
 def _on_hub(text: str) -> bool:
@@ -161,32 +162,18 @@ def _missing_of_model(cache: _HubCache, spec: RunSpec, field: str, name: str) ->
 
 def _weights(folder: Path) -> tuple[str, ...]:
     """Return the names of the files that hold a model's weights."""
-    try:
-        index = read_json(folder / _INDEX, _Index)
-    except (OSError, msgspec.DecodeError):
-        return ("config.json", "model.safetensors")
-    return ("config.json", *sorted(set(index.weight_map.values())))
-
-
-def _problem(spec: RunSpec, field: str, value: str, message: str, where: str) -> Problem:
-    command = so_tui_command("prepare", spec.name)
-    remedy = f"Run `{command}` here first, with the same HF_HOME."
-    return Problem(
-        code="not-cached",
-        field=field,
-        value=value,
-        message=f"{message}, and nodes of {where} have no internet",
-        remedy=remedy,
-    )
+    index = readable_json(folder / _INDEX, _Index)
+    shards = sorted(set(index.weight_map.values())) if index else ["model.safetensors"]
+    return ("config.json", *shards)
 
 
 _FORGOTTEN_S = 60.0
 """An answer this much younger than a submission, without the job, means that Slurm has forgotten it
 or never had it. Clocks differ.
 """
-_RUNNING = frozenset(("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"))
+_RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"])
 _QUEUED = frozenset(
-    (
+    [
         "PENDING",
         "CONFIGURING",
         "REQUEUED",
@@ -194,7 +181,7 @@ _QUEUED = frozenset(
         "REQUEUE_FED",
         "SPECIAL_EXIT",
         "RESV_DEL_HOLD",
-    )
+    ]
 )
 _ENDS: dict[str, OutcomeCode | None] = {
     "COMPLETED": None,
@@ -260,7 +247,7 @@ class SlurmExecutor:
         """
         launch = read_launch(run, attempt)
         plan = launch.plan
-        name, site = _site_of(plan.spec)
+        name, site = named_site(plan.spec.slurm.site)
         cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
         script = self._edit(_script(plan, site, run.path, attempt, _checkpoint_s(run)))
         submission = Submission(
@@ -292,7 +279,7 @@ class SlurmExecutor:
         """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
         nodes have no internet.
         """
-        spec, site = launch.spec, _site_of(launch.spec)[1]
+        spec, site = launch.spec, named_site(launch.spec.slurm.site)[1]
         absent = (
             ()
             if site.internet
@@ -302,7 +289,7 @@ class SlurmExecutor:
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
-        return _script(launch.plan, _site_of(launch.spec)[1], Path("RUN"), 1, None)
+        return _script(launch.plan, named_site(launch.spec.slurm.site)[1], Path("RUN"), 1, None)
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
         """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the
@@ -318,14 +305,14 @@ class SlurmExecutor:
         if answer is None:
             return unknown
         if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
-            status = self._status(run, attempt, job)
+            status = _status(job)
             return (
                 unknown if answer.error and status.phase is JobPhase.RUNNING else status
             )  # it may have ended since
         if (
             answer.error
             or answer.asked < submission.submitted + _FORGOTTEN_S
-            or answer.lists(submission.job_id)
+            or any(job.id == submission.job_id for job in answer.jobs)
         ):
             return unknown
         recorded = (
@@ -337,7 +324,7 @@ class SlurmExecutor:
             recorded is not None
             and (job := _job_of(run, attempt, submission, (recorded,))) is not None
         ):
-            return self._status(run, attempt, job)
+            return _status(job)
         return JobStatus(
             job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN
         )
@@ -358,37 +345,33 @@ class SlurmExecutor:
         client.cancel(job.id)
         return True
 
-    def _status(self, run: RunDirectory, attempt: int, job: Job) -> JobStatus:
-        if job.state in _QUEUED:
-            return JobStatus(
-                job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
-            )
-        if job.state in _RUNNING:
-            return JobStatus(job_id=job.id, phase=JobPhase.RUNNING, nodes=job.nodes)
-        if job.state == "COMPLETING":
-            return JobStatus(job_id=job.id, phase=JobPhase.COMPLETING, nodes=job.nodes)
-        if job.state not in _ENDS:
-            return JobStatus(job_id=job.id, phase=JobPhase.UNKNOWN, nodes=job.nodes)
-        output = _last_lines(Path(job.folder), job.id) if job.state == "FAILED" else ""
+
+def _status(job: Job) -> JobStatus:
+    if job.state in _QUEUED:
         return JobStatus(
-            job_id=job.id,
-            phase=JobPhase.ENDED,
-            nodes=job.nodes,
-            end=_ENDS[job.state],
-            output=output,
+            job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
         )
-
-
-def _site_of(spec: RunSpec) -> tuple[str, Site]:
-    """Return the profile that a spec names or that names this cluster, with its name. Raises
-    InputError.
-    """
-    return named_site(spec.slurm.site)
+    phase = (
+        JobPhase.RUNNING
+        if job.state in _RUNNING
+        else JobPhase.COMPLETING
+        if job.state == "COMPLETING"
+        else JobPhase.ENDED
+        if job.state in _ENDS
+        else JobPhase.UNKNOWN
+    )
+    return JobStatus(
+        job_id=job.id,
+        phase=phase,
+        nodes=job.nodes,
+        end=_ENDS.get(job.state),
+        output=_last_lines(Path(job.folder), job.id) if job.state == "FAILED" else "",
+    )
 
 
 def named_site(given: str) -> tuple[str, Site]:
-    """Return the profile of this name, or if it is empty that of this cluster; otherwise as
-    ``_site_of``.
+    """Return the profile of this name, or if it is empty that of this cluster, with its name.
+    Raises InputError.
     """
     name = given or recognised_site(cluster_here())
     return name, load_site(name)
@@ -411,15 +394,12 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
     Another user's jobs are not in the queue that is asked for, and what their files say must not
     decide what Slurm is asked.
     """
-    try:
-        return decode_json(read_own(run.submission_path(attempt)), Submission)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return readable_json(run.submission_path(attempt), Submission, own=True)
 
 
 def _write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
-    write_run_file(run, run.submission_path(attempt), msgspec.json.encode(submission))
+    write_run_json(run, run.submission_path(attempt), submission)
 
 
 def _submitted(run: RunDirectory, attempt: int, spec: RunSpec) -> str:

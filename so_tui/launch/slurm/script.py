@@ -40,6 +40,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.reasons import DISK_BYTES_PER_S
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
 from so_tui.spec.check import write_atomic
+from so_tui.spec.errors import reject
 from so_tui.trust.decoding import decode_toml
 from so_tui.trust.files import NotOwnError, private_folder, read_own
 from so_tui.units import duration
@@ -248,17 +249,12 @@ def load_site(name: str) -> Site:
     own, builtin = _user_sites() / f"{name}.toml", _builtin_sites() / f"{name}.toml"
     path = own if own.is_file() else builtin
     if not path.is_file():
-        remedy = f"Choose one of {', '.join(_site_names())}, or write {own}."
-        raise InputError(
-            [
-                Problem(
-                    code="unknown-site",
-                    field="slurm.site",
-                    value=name,
-                    message="there is no such profile",
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "unknown-site",
+            "slurm.site",
+            name,
+            "there is no such profile",
+            f"Choose one of {', '.join(_site_names())}, or write {own}.",
         )
     try:
         content = read_own(path) if path == own else path.read_bytes()
@@ -321,18 +317,7 @@ def _clusters_of(name: str) -> tuple[str, ...]:
 
 
 def _invalid(path: Path, message: str, remedy: str) -> InputError:
-    return InputError(
-        [
-            Problem(
-                code="invalid-site",
-                field="slurm.site",
-                value=path.stem,
-                message=message,
-                remedy=remedy,
-                file=str(path),
-            )
-        ]
-    )
+    return reject("invalid-site", "slurm.site", path.stem, message, remedy, file=str(path))
 
 
 # The interpreter of a site's jobs, beside the nodes that they get.
@@ -389,42 +374,36 @@ _STEP_S = 60
 _RUN = re.compile(r"^so_tui_run=(.*)$", re.MULTILINE)
 _QUOTES = "'\""
 _RESERVED = frozenset(
-    (
-        *(
-            "--array",
-            "--chdir",
-            "--clusters",
-            "--error",
-            "--export",
-            "--export-file",
-            "--get-user-env",
-            "--input",
-            "--job-name",
-        ),
-        *(
-            "--nodes",
-            "--no-requeue",
-            "--ntasks",
-            "--ntasks-per-node",
-            "--open-mode",
-            "--output",
-            "--parsable",
-            "--partition",
-            "--requeue",
-        ),
-        *(
-            "--signal",
-            "--test-only",
-            "--time",
-            "--wait",
-            "--wrap",
-            "--account",
-            "--qos",
-            "--constraint",
-            "--uid",
-            "--gid",
-        ),
-    )
+    [
+        "--array",
+        "--chdir",
+        "--clusters",
+        "--error",
+        "--export",
+        "--export-file",
+        "--get-user-env",
+        "--input",
+        "--job-name",
+        "--nodes",
+        "--no-requeue",
+        "--ntasks",
+        "--ntasks-per-node",
+        "--open-mode",
+        "--output",
+        "--parsable",
+        "--partition",
+        "--requeue",
+        "--signal",
+        "--test-only",
+        "--time",
+        "--wait",
+        "--wrap",
+        "--account",
+        "--qos",
+        "--constraint",
+        "--uid",
+        "--gid",
+    ]
 )
 _REMEDY = (
     "so-tui: name an interpreter of the compute nodes, with so-tui and its training packages, in "
@@ -531,20 +510,12 @@ def for_run(script: str, generated: str) -> str:
     """
     named, other = _RUN.search(generated), _RUN.search(script)
     if named is None or other is None:
-        message, remedy = (
+        raise reject(
+            "script-without-run",
+            "--script",
+            "",
             "has no line `so_tui_run=...`, which names the run directory",
             "Keep it, and what uses it, as --edit shows them.",
-        )
-        raise InputError(
-            [
-                Problem(
-                    code="script-without-run",
-                    field="--script",
-                    value="",
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
         )
     moved = _RUN.sub(lambda _: named[0], script, count=1)
     return moved.replace(_name_option(other), _name_option(named), 1)

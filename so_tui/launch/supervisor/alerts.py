@@ -19,7 +19,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Alert, MetricRecord, RunState, Sample, StepRecord
 from so_tui.settings import ALERTS, AlertName, AlertSettings, Settings
 from so_tui.settings_file import Loaded, load_settings
-from so_tui.trust.text import brief_line
+from so_tui.trust.text import bounded, brief_line
 from so_tui.units import disk_size, duration, thousands
 
 # Sentences of alerts: fixed words, numbers, and names in which nothing acts on a terminal. Reasons
@@ -27,14 +27,13 @@ from so_tui.units import disk_size, duration, thousands
 
 
 LONGEST_NAME = 60
-_LARGEST = 1e15
 
 
 def known(alert: Alert) -> AlertName | None:
     """Return the kind of an alert; None for one that this version does not know, or that a
     stranger's state made up.
     """
-    return next((name for name in ALERTS if name == alert.kind), None)
+    return alert.kind if alert.kind in ALERTS else None
 
 
 def alert_text(alert: Alert, run_name: str, state: RunState) -> str:
@@ -57,7 +56,7 @@ def alert_text(alert: Alert, run_name: str, state: RunState) -> str:
             return f"so-tui: the loss or a gradient of {name} is not finite at step {step}"
         case "stall":
             return (
-                f"so-tui: {name} has taken no step for {duration(_bounded(alert.value))}, since "
+                f"so-tui: {name} has taken no step for {duration(bounded(alert.value))}, since "
                 f"step {step}"
             )
         case "loss":
@@ -66,15 +65,10 @@ def alert_text(alert: Alert, run_name: str, state: RunState) -> str:
                 f"{alert.bound or 0.0:.4g}"
             )
         case "disk":
-            left = int(_bounded(alert.value))
+            left = int(bounded(alert.value))
             return f"so-tui: {disk_size(left) if left else 'no'} disk space is left for {name}"
         case None:
             return ""
-
-
-def _bounded(value: float | None) -> float:
-    """Return a number whose text is short: anybody may have written the state."""
-    return min(max(value or 0.0, 0.0), _LARGEST)
 
 
 def run_name_text(name: str) -> str:

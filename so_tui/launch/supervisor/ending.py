@@ -9,28 +9,26 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
-from so_tui.launch.supervisor import host_check
-from so_tui.launch.supervisor.host_check import HostDiffersError
+from so_tui.launch.command import log_line
+from so_tui.launch.supervisor.host_check import HostDiffersError, LockTakenError
 from so_tui.machine.software import INSTALL_TRAINING
-from so_tui.plan.plan import GivenMemory, Launch
+from so_tui.plan.plan import Launch
 from so_tui.runs import state as control
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import EXIT_CODES, HostIdentity
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import ENDING, EndRecord, OutcomeCode, Process, RunState, State
-from so_tui.spec import RunSpec
 from so_tui.trust.decoding import read_json
 from so_tui.trust.text import so_tui_command
 from so_tui.units import thousands
@@ -431,7 +429,11 @@ def _reason_there(outcome: Outcome) -> str:
     if outcome.code in _LOST:
         if outcome.signal is None:
             return f"{_who(outcome)} (pid {outcome.pid}) disappeared during training: it was killed"
-        return f"{_who(outcome)} was ended by {_signal_name(outcome.signal)}"
+        try:
+            name = signal.Signals(outcome.signal).name
+        except ValueError:  # a real-time signal
+            name = f"signal {outcome.signal}"
+        return f"{_who(outcome)} was ended by {name}"
     if pattern := _REASONS.get(outcome.code):
         plural = "" if outcome.count == 1 else "es"
         return pattern.format(
@@ -473,13 +475,6 @@ def _who(outcome: Outcome) -> str:
     return "DeepSpeed's launcher" if outcome.who == "launcher" else "DeepSpeed's runner"
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
 def _resuming(run: RunFacts, settings: str) -> str:
     command = f"`{so_tui_command('resume', run.name)}{settings}`"
     if run.saved_step is None:
@@ -502,35 +497,34 @@ def failures_in(folder: Path) -> tuple[Failure, ...]:
     return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
 
 
-def with_advice(outcome: Outcome, spec: RunSpec, facts: RunFacts, given: GivenMemory) -> RunFacts:
-    """Add the plan's advice where the outcome calls for it. The final state does not depend on it:
-    without it, the advice is general.
+def facts_for(outcome: Outcome, launch: Launch, state: RunState) -> RunFacts:
+    """Return what the advice for an outcome refers to, with the plan's own where it calls for that.
+    The final state does not depend on it: without it, the advice is general.
     """
     from so_tui.plan.remedies import (  # heavy, and only for a run out of memory
         less_gpu_memory,
         less_host_memory,
     )
 
+    facts = RunFacts(name=state.name, saved_step=state.saved_step)
     if outcome.reported:
         return facts  # with the trainer's own advice
+    asked = launch.spec, launch.plan.given_memory
     try:
         match outcome.code:
             case OutcomeCode.OUT_OF_GPU_MEMORY:
-                return msgspec.structs.replace(facts, less_gpu_memory=less_gpu_memory(spec, given))
+                return replace(facts, less_gpu_memory=less_gpu_memory(*asked))
             case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
-                return msgspec.structs.replace(
-                    facts, less_host_memory=less_host_memory(spec, given)
-                )
+                return replace(facts, less_host_memory=less_host_memory(*asked))
     except Exception as error:  # noqa: BLE001 - the final state must be written in any case
-        print(
-            f"no advice from the plan: {type(error).__name__}: {error}", file=sys.stderr, flush=True
-        )
+        log_line(f"no advice from the plan: {type(error).__name__}: {error}")
     return facts
 
 
 def not_started(error: Exception) -> Outcome:
+    """Return the outcome of an attempt whose processes were not started."""
     code = OutcomeCode.NOT_STARTED
-    if isinstance(error, host_check.LockTakenError):
+    if isinstance(error, LockTakenError):
         code = OutcomeCode.GPU_IN_USE
     elif isinstance(error, HostDiffersError):
         code = OutcomeCode.HOST_DIFFERS
@@ -598,20 +592,14 @@ def queued_state(before: RunState) -> RunState:
     )
 
 
-def left_queue(queued: RunState, attempt: int | None = None) -> RunState:
-    """Return the final state of a run that waits for a job and will not get it; ``attempt`` if it
-    is another than the state's.
-    """
-    now, number = time.time(), queued.attempt if attempt is None else attempt
-    ended = replace(
-        queued,
-        state="stopped",
-        attempt=number,
-        detail="",
-        code=OutcomeCode.STOPPED,
-        exit_code=EXIT_CODES["stopped"],
+def left_queue(queued: RunState, attempt: int) -> RunState:
+    """Return the final state of a run that waits for a job of an attempt and will not get it."""
+    now = time.time()  # waiting is no part of its duration
+    return final_state(
+        replace(queued, attempt=attempt, attempt_started=now),
+        Outcome(state="stopped", code=OutcomeCode.STOPPED),
+        now,
     )
-    return replace(ended, attempt_started=now, ended=now)  # waiting is no part of its duration
 
 
 def _took_s(before: RunState) -> float:
@@ -621,8 +609,19 @@ def _took_s(before: RunState) -> float:
     return before.earlier_s if before.took_s is None else before.took_s
 
 
-def final_state(state: RunState, outcome: Outcome, text: _OutcomeText, ended: float) -> RunState:
-    """Return the state after the end of an attempt; ``ended`` in seconds since the epoch."""
+def final_state(
+    state: RunState, outcome: Outcome, ended: float, facts: RunFacts | None = None
+) -> RunState:
+    """Return the state after the end of an attempt.
+
+    Args:
+        state: The state before.
+        outcome: How it ended.
+        ended: When, in seconds since the epoch.
+        facts: What the advice refers to; by default what the state says.
+    """
+    facts = facts or RunFacts(name=state.name, saved_step=state.saved_step)
+    text = outcome_text(outcome, facts)
     return replace(
         state,
         state=outcome.state,
@@ -632,7 +631,6 @@ def final_state(state: RunState, outcome: Outcome, text: _OutcomeText, ended: fl
         reason=text.reason,
         suggestion=text.suggestion,
         ended=ended,
-        heartbeat=state.heartbeat + 1,
         exit_code=outcome.run_exit_code,
         processes=(),
     )
@@ -722,39 +720,11 @@ class StopRequest(control.Request, frozen=True, kw_only=True):
     grace_s: float = DEFAULT_GRACE_S
 
 
-def request_stop(
-    run: RunDirectory,
-    *,
-    grace_s: float = DEFAULT_GRACE_S,
-    reason: str = "",
-    warned: bool = False,
-    signalled: bool = False,
-) -> None:
-    """Ask the run to stop within ``grace_s`` seconds. A later request replaces an earlier one.
-
-    Args:
-        run: The run.
-        grace_s: After how many seconds it is killed.
-        reason: Why, in words.
-        warned: A scheduler's warning asks.
-        signalled: A signal to a supervisor asks.
-
-    Raises:
-        OSError: The run directory cannot be written.
+def request_stop(run: RunDirectory, **asked: Any) -> None:
+    """Ask the run to stop; ``asked`` are fields of ``StopRequest``. A later request replaces an
+    earlier one, but a scheduler's or a signal's does not replace a person's. Raises OSError.
     """
-    control.request(run, "stop", reason=reason, warned=warned, signalled=signalled)
-    asked = control.details(run, "stop")
-    if asked is not None and (asked.warned, asked.signalled) != (warned, signalled):
-        return  # a person's request stays
-    bounded = StopRequest(
-        by=asked.by if asked else "",
-        time=time.time(),
-        reason=reason,
-        grace_s=grace_s,
-        warned=warned,
-        signalled=signalled,
-    )
-    write_run_file(run, run.control_dir / "stop", msgspec.json.encode(bounded))
+    control.request(run, "stop", StopRequest, **asked)
 
 
 def stop_request(run: RunDirectory) -> StopRequest | None:
@@ -776,10 +746,8 @@ class Shutdown:
 
     ended_at: float | None = None
     """When the trainer's end record was seen."""
-    broken_at: float | None = None
-    """When the runner or the launcher was lost before that, or the launcher gave up because a rank
-    failed.
-    """
+    broken: bool = False
+    """The processes cannot go on, such as because the runner or the launcher was lost."""
     overdue_at: float | None = None
     """When a requested stop must have been carried out."""
     terminated_at: float | None = None
@@ -817,4 +785,4 @@ class Shutdown:
     def _due(self, now: float) -> bool:
         if self.ended_at is not None:
             return now >= self.ended_at + EXIT_GRACE_S
-        return self.broken_at is not None or self.stop_overdue(now)
+        return self.broken or self.stop_overdue(now)

@@ -1,6 +1,4 @@
-"""What the supervisors of all nodes of a run do alike: start the processes of their host, watch,
-sample and end them.
-"""
+"""The processes of a run on one host: how its supervisor starts, watches, samples and ends them."""
 
 from __future__ import annotations
 
@@ -10,21 +8,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from so_tui.launch import command
-from so_tui.launch.command import Placeholder
-from so_tui.launch.launch import indented
+from so_tui.launch.command import Placeholder, log_line
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
 from so_tui.launch.supervisor.host_check import refuse_different_host, software_differences
@@ -41,9 +35,10 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Launch, Plan, RankBinding
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import this_host
+from so_tui.runs.lock import RunLock
 from so_tui.runs.reader import LogReader, trim_log
 from so_tui.runs.records import Process, Sample
 from so_tui.runs.samples import SampleWriter
@@ -193,11 +188,6 @@ def init_method(meeting: Path) -> str:
     return f"file://{meeting / 'store'}"
 
 
-def _remove_rendezvous(meeting: Path) -> None:
-    """Remove a rendezvous after its ranks have ended; one that is gone already is no error."""
-    shutil.rmtree(meeting, ignore_errors=True)
-
-
 def _prefix(run: Path) -> str:
     return f"rendezvous-{hashlib.sha256(bytes(run)).hexdigest()[:16]}-"
 
@@ -322,12 +312,12 @@ class Job:
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""
-        return self._runner is not None and self._runner.poll() is None
+        return self._runner is not None and self.status() is None
 
     @property
     def runner_pid(self) -> int | None:
-        """Of DeepSpeed's runner, as far as it is our child."""
-        return None if self._runner is None else self._runner.pid
+        """The pid of DeepSpeed's runner, if it is our child."""
+        return self._runner.pid if self._runner else None
 
     def status(self) -> int | None:
         """Return the runner's exit status (below 0 for a signal); None while it runs or if it was
@@ -342,23 +332,19 @@ class Job:
             OSError: One was lost, such as to another run after its file had been removed. The
                 others are refreshed.
         """
-        holder = host_check.Holder(run=str(self._run.path), pid=os.getpid())
-        kept: list[host_check.Lock] = []
         lost: list[str] = []
         for lock in self._locks:
             try:
-                kept.append(host_check.refreshed(lock, holder))
+                lock.refresh()
             except (host_check.LockTakenError, OSError) as error:
-                kept.append(lock)
                 lost.append(str(error))
-        self._locks = tuple(kept)
         if lost:
             raise OSError("; ".join(lost))
 
     def release(self) -> None:
         """Release the locks and remove the rendezvous."""
         if self._rendezvous is not None:
-            _remove_rendezvous(self._rendezvous)
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
         for lock in self._locks:
             lock.release()
         self._locks = ()
@@ -369,7 +355,7 @@ class Job:
 
     def _write_command(self, launch: Launch) -> None:
         shown = command.shown(launch.environment)
-        record: dict[str, Any] = {
+        record = {
             "argv": launch.argv,
             "host": self._host,
             "started": time.time(),
@@ -379,9 +365,8 @@ class Job:
             ],
             "inherited": recordable(os.environ),
         }
-        write_run_file(
-            self._run, self._run.command_path(self._attempt, self._nodes.node), indented(record)
-        )
+        path = self._run.command_path(self._attempt, self._nodes.node)
+        write_run_json(self._run, path, record, indented=True)
 
 
 @contextlib.contextmanager
@@ -415,10 +400,19 @@ _GIVES_UP = "Killing subprocess"
 """What DeepSpeed's launcher logs when a rank has failed and it ends the others."""
 
 
-class HostSupervisor(ABC):
-    """Watches the processes of one attempt on this host. Subclasses say what becomes of the run."""
+class Host:
+    """The processes of one attempt on this host: starts, watches, samples and ends them for the
+    supervisor that owns it.
+    """
 
-    def __init__(self, run: RunDirectory, attempt: int, launch: Launch, nodes: Nodes) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: int,
+        launch: Launch,
+        nodes: Nodes,
+        lock: RunLock | None = None,
+    ) -> None:
         """Prepare to start a launch, or to watch what is left of it.
 
         Args:
@@ -426,192 +420,143 @@ class HostSupervisor(ABC):
             attempt: The attempt.
             launch: What was prepared for this host.
             nodes: This host among those of the run.
+            lock: The run's, if this host's supervisor holds it.
         """
         self._run = run
         self._attempt = attempt
-        self._here = this_host()
-        self._host = self._here.name
-        self._job = Job(run, attempt, self._host, launch, nodes)
-        self._tree = ProcessTree(
-            markers(run, attempt, nodes.node if nodes.count > 1 else None), os.getpid()
-        )
-        self._recorded: tuple[Process, ...] = ()
-        self._first_loss = FirstLoss(self._tree)
-        self._log = LogReader(run.log_path(attempt, self._host))
+        self._run_lock = lock
+        self.identity = this_host()
+        self.name = self.identity.name
+        self.job = Job(run, attempt, self.name, launch, nodes)
+        node = nodes.node if nodes.count > 1 else None
+        self.tree = ProcessTree(markers(run, attempt, node), os.getpid())
+        self.first_loss = FirstLoss(self.tree)
+        self.shutdown = Shutdown()
+        self.signal: signal.Signals | None = None
+        """The last one that this process received and nobody has acted upon."""
+        self.handed_over = False
+        """Whether another supervisor watches the same processes."""
+        self._log = LogReader(run.log_path(attempt, self.name))
         self._last_lines: deque[str] = deque(maxlen=LOG_LINES)
         self._network = NetworkWatch(os.environ)
-        self._shutdown = Shutdown()
         self._oom_kills_before = oom_kills()
-        self._signal: signal.Signals | None = None
         self._refresh_due = time.monotonic() + _REFRESH_S
         self._trim_due = 0.0
         self._trouble: dict[str, int | None] = {}
 
-    @abstractmethod
-    def watch(self) -> int:
-        """Run the attempt on this host from its start to its end. Return an exit code."""
+    def follow(self, tick: Callable[[], bool], take: Callable[[Sample], None]) -> None:
+        """Scan once a second, and whenever a process ends, until none is left.
 
-    @abstractmethod
-    def _look(self) -> bool:
-        """Look at what decides whether the processes go on. Return whether this supervisor still
-        acts for them.
+        Args:
+            tick: Acts after each scan; returns whether the host is still sampled.
+            take: Takes note of a sample, which has yet to be written.
         """
-
-    @abstractmethod
-    def _report(self) -> None:
-        """Record what was seen."""
-
-    @abstractmethod
-    def _sampled(self, sample: Sample) -> None:
-        """Take note of a sample, which has yet to be written."""
-
-    @property
-    def _acts(self) -> bool:
-        """Whether this supervisor still acts for the processes."""
-        return True
-
-    @property
-    def _watches(self) -> bool:
-        """Whether there is anything to watch."""
-        return bool(self._tree.alive) or self._job.running()
-
-    @property
-    def _started(self) -> set[int | None]:
-        """Pids of the children that this supervisor has started itself, and collects where they are
-        used.
-        """
-        return {self._job.runner_pid}
-
-    def _follow(self) -> None:
-        """Scan, record and act once a second, and whenever a process ends, until none is left."""
-        sampler = Sampler(self._job.launch.machine, self._tree, self._attempt)
+        sampler = Sampler(self.job.launch.machine, self.tree, self._attempt)
         samples: SampleWriter | None = None
         due = time.monotonic() + TICK_S
         try:
-            while self._watches:
-                self._tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
-                self._tick()
+            while not self.handed_over and (self.tree.alive or self.job.running()):
+                self.tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
+                self._scan()
+                acts = tick()
                 if time.monotonic() < due:
                     continue
                 due = time.monotonic() + TICK_S
-                if self._acts:
-                    with self._despite_errors_of("samples"):
+                if acts:
+                    with self.despite_errors_of("samples"):
                         sample = sampler.sample()
-                        self._sampled(sample)
-                        samples = samples or SampleWriter(self._run, self._host)
+                        take(sample)
+                        samples = samples or SampleWriter(self._run, self.name)
                         samples.append(sample)
         finally:
             sampler.close()
-            with self._despite_errors_of("samples"):
+            with self.despite_errors_of("samples"):
                 if samples is not None:
                     samples.close()
 
-    def _wait_s(self) -> float:
-        """Return how long to wait for a loss. Until all ranks are known it is short: one that dies
-        early must be seen to be cleaned up.
+    def reap(self, *kept: int | None) -> None:
+        """Collect ended orphans, but not the children ``kept``, whose owners collect them. Call it
+        after a scan, which reads their exit codes.
         """
-        seen = sum(process.role == "rank" for process in (*self._tree.alive, *self._tree.gone))
-        return TICK_S if seen >= len(self._job.launch.plan.binding) else _START_TICK_S
+        known = (process.pid for process in self.tree.alive)
+        reap_orphans({self.job.runner_pid, *kept, *known})
 
-    def _tick(self) -> None:
-        before = set(self._tree.alive)
-        # In this order, so that everything a process wrote is read after the process was seen to be
-        # gone.
-        self._tree.scan()
-        reap_orphans(
-            {*self._started, *(process.pid for process in self._tree.alive)}
-        )  # after the scan, which reads their exit codes
-        with self._despite_errors_of("records"):
-            self._read()
-        self._check_losses(before)
-        if not self._look():
-            return
-        self._act()
-        if time.monotonic() >= self._refresh_due:
-            self._refresh_due = time.monotonic() + _REFRESH_S
-            with self._despite_errors_of("locks"):
-                self._refresh_locks()
-        with self._despite_errors_of("log"):
-            self._trim()
-        self._report()
-
-    def _read(self) -> None:
-        self._take_lines(self._log.poll())
-
-    def _take_lines(self, lines: tuple[str, ...]) -> None:
-        self._last_lines.extend(lines)
-        if self._shutdown.terminated_at is None and any(_GIVES_UP in line for line in lines):
-            # The launcher has just sent SIGTERM to the ranks. A second one would interrupt their
-            # handling of the first.
-            self._shutdown.terminated_at = time.monotonic()
-        if self._network.missing(lines) and self._shutdown.broken_at is None:
-            self._shutdown.broken_at = time.monotonic()
-
-    def _check_losses(self, before: set[Process]) -> None:
-        lost = self._first_loss.update(before, ending=self._shutdown.terminated_at is not None)
-        if self._shutdown.broken_at is None and any(process.role != "rank" for process in lost):
-            self._shutdown.broken_at = time.monotonic()
-
-    def _refresh_locks(self) -> None:
-        self._job.refresh_locks()
-
-    def _act(self) -> None:
-        action = self._shutdown.next_action(time.monotonic())
+    def act(self) -> None:
+        """End the processes if it is time, show that the locks are in use, and keep the log
+        short.
+        """
+        now = time.monotonic()
+        action = self.shutdown.next_action(now)
         if action != "wait":
-            self._signal_all(signal.SIGTERM if action == "terminate" else signal.SIGKILL)
+            self.signal_all(signal.SIGTERM if action == "terminate" else signal.SIGKILL)
+        if now >= self._refresh_due:
+            self._refresh_due = now + _REFRESH_S
+            with self.despite_errors_of("locks"):
+                if self._run_lock is not None:
+                    self._run_lock.refresh()
+                self.job.refresh_locks()
+        if now >= self._trim_due:
+            with self.despite_errors_of("log"):
+                trim_log(self._run.log_path(self._attempt, self.name))
+                self._trim_due = now + _LOG_TRIM_S
 
-    def _signal_all(self, signum: signal.Signals) -> None:
-        with self._despite_errors_of("signals to processes"):
-            self._tree.signal(signum)
+    def read_tail(self) -> None:
+        """Read the last lines of a log that another supervisor may have begun."""
+        with self.despite_errors_of("log"):
+            self._take_lines(self._log.tail(LOG_LINES))
 
-    def _trim(self) -> None:
-        if time.monotonic() >= self._trim_due:
-            trim_log(self._run.log_path(self._attempt, self._host))
-            self._trim_due = time.monotonic() + _LOG_TRIM_S
+    def signal_all(self, signum: signal.Signals) -> None:
+        """Send a signal to every process of the run."""
+        with self.despite_errors_of("signals to processes"):
+            self.tree.signal(signum)
 
-    def _sweep(self) -> None:
-        """End marked processes that were missed, and remove the shared memory that killed processes
-        leave behind.
+    def sweep(self, recorded: tuple[Process, ...] = ()) -> None:
+        """End marked processes that were missed, remove the shared memory that killed processes
+        leave behind, and read the last lines of the log, which say why.
+
+        Args:
+            recorded: Processes that an earlier supervisor saw.
         """
         deadline = time.monotonic() + _SWEEP_S
-        self._tree.scan(thorough=True)
-        while self._tree.alive and time.monotonic() < deadline:
-            self._signal_all(signal.SIGKILL)
+        self.tree.scan(thorough=True)
+        while self.tree.alive and time.monotonic() < deadline:
+            self.signal_all(signal.SIGKILL)
             time.sleep(0.1)
-            self._tree.scan()
-        with self._despite_errors_of("shared memory"):
-            remove_leftovers({*self._tree.gone, *self._recorded})
-        with self._despite_errors_of("records"):
-            self._read()
-            deadline = (
-                time.monotonic() + _SWEEP_S
-            )  # a process that nobody could end may write without end
-            while self._log.behind and time.monotonic() < deadline:  # the last lines say why
+            self.tree.scan()
+        with self.despite_errors_of("shared memory"):
+            remove_leftovers({*self.tree.gone, *recorded})
+        with self.despite_errors_of("output"):
+            self._take_lines(self._log.poll())
+            # A process that nobody could end may write without end.
+            deadline = time.monotonic() + _SWEEP_S
+            while self._log.behind and time.monotonic() < deadline:
                 self._take_lines(self._log.poll())
 
-    def _evidence(self) -> Evidence:
+    def evidence(self) -> Evidence:
         """Return what this host alone shows."""
         return Evidence(
-            runner_status=self._job.status(),
-            first_lost=self._first_loss.process,
-            first_lost_code=self._first_loss.exit_code,
-            unprompted=self._first_loss.unprompted,
+            runner_status=self.job.status(),
+            first_lost=self.first_loss.process,
+            first_lost_code=self.first_loss.exit_code,
+            unprompted=self.first_loss.unprompted,
             missing_network=self._network.missing_name,
             oom_kills=oom_kills() - self._oom_kills_before,
-            disk_full=self._disk_full(),
+            disk_full=self.disk_full,
             log=tuple(self._last_lines),
         )
 
-    def _disk_full(self) -> bool:
+    @property
+    def disk_full(self) -> bool:
+        """Whether the disk of the run accepts nothing more."""
         return any(trouble in FULL for trouble in self._trouble.values())
 
-    def _install_signals(self) -> None:
+    def install_signals(self) -> None:
         """Note signals, so that the next tick can ask the run to stop, and the trainer saves and
         ends.
         """
 
         def ask(signum: int, _frame: FrameType | None) -> None:
-            self._signal = signal.Signals(signum)
+            self.signal = signal.Signals(signum)
 
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(signum, ask)
@@ -621,7 +566,7 @@ class HostSupervisor(ABC):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     @contextlib.contextmanager
-    def _despite_errors_of(self, what: str) -> Iterator[None]:
+    def despite_errors_of(self, what: str) -> Iterator[None]:
         """Report an error of a full or broken file system once and continue: giving up would leave
         the processes without supervision.
 
@@ -632,8 +577,35 @@ class HostSupervisor(ABC):
         except (OSError, Refused) as error:
             number = error.errno if isinstance(error, OSError) else None
             if what not in self._trouble or self._trouble[what] != number:
-                with contextlib.suppress(OSError):  # our log may be on the same full disk
-                    print(f"{what} of {self._run.path}: {error}", file=sys.stderr, flush=True)
+                log_line(f"{what} of {self._run.path}: {error}")
             self._trouble[what] = number
         else:
             self._trouble.pop(what, None)
+
+    def _wait_s(self) -> float:
+        """Return how long to wait for a loss. Until all ranks are known it is short: one that dies
+        early must be seen to be cleaned up.
+        """
+        seen = sum(process.role == "rank" for process in (*self.tree.alive, *self.tree.gone))
+        return TICK_S if seen >= len(self.job.launch.plan.binding) else _START_TICK_S
+
+    def _scan(self) -> None:
+        """Look at the processes, then at what they wrote: all of it is read after a process was
+        seen to be gone.
+        """
+        before = set(self.tree.alive)
+        self.tree.scan()
+        with self.despite_errors_of("output"):
+            self._take_lines(self._log.poll())
+        lost = self.first_loss.update(before, ending=self.shutdown.terminated_at is not None)
+        if any(process.role != "rank" for process in lost):
+            self.shutdown.broken = True
+
+    def _take_lines(self, lines: tuple[str, ...]) -> None:
+        self._last_lines.extend(lines)
+        if self.shutdown.terminated_at is None and any(_GIVES_UP in line for line in lines):
+            # The launcher has just sent SIGTERM to the ranks. A second one would interrupt their
+            # handling of the first.
+            self.shutdown.terminated_at = time.monotonic()
+        if self._network.missing(lines):
+            self.shutdown.broken = True

@@ -154,13 +154,31 @@ class Holder(Struct, frozen=True):
     pid: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lock:
-    """A lock that is held as long as any process has this descriptor, or a copy of it, open."""
+    """A lock that is held as long as any process has its descriptor, or a copy of it, open."""
 
-    name: str
-    descriptor: int
     path: Path
+    holder: Holder
+    descriptor: int
+
+    def refresh(self) -> None:
+        """Keep cleaners of old files away from the lock, and take it again if one has removed its
+        file.
+
+        Processes that inherited the old descriptor no longer hold anything then, but their
+        supervisor does.
+
+        Raises:
+            LockTakenError: Another process took it after its file had been removed.
+            OSError: It cannot be taken.
+        """
+        if _names(self.path, self.descriptor):
+            os.utime(self.descriptor)
+        else:
+            again = take(self.path.parent, self.path.stem, self.holder)
+            self.release()
+            self.descriptor = again.descriptor
 
     def release(self) -> None:
         """Close this process's descriptor."""
@@ -213,26 +231,7 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
         os.close(descriptor)  # a cleaner of old files removed it between the two calls
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.encode(holder), 0)
-    return Lock(name, descriptor, path)
-
-
-def refreshed(lock: Lock, holder: Holder) -> Lock:
-    """Keep cleaners of old files away from a lock, and take it again if one has removed its file.
-    Return the lock to hold from now on.
-
-    Processes that inherited the old descriptor no longer hold anything then, but their supervisor
-    does.
-
-    Raises:
-        LockTakenError: Another process took it after its file had been removed.
-        OSError: It cannot be taken.
-    """
-    if _names(lock.path, lock.descriptor):
-        os.utime(lock.descriptor)
-        return lock
-    again = take(lock.path.parent, lock.name, holder)
-    lock.release()
-    return again
+    return Lock(path, holder, descriptor)
 
 
 def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, ...]:

@@ -12,17 +12,19 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Outcome, conclude, not_started, request_stop
-from so_tui.launch.supervisor.host import HostSupervisor, Nodes
+from so_tui.launch.supervisor.host import Host, Nodes
+from so_tui.launch.supervisor.host_check import LockTakenError
 from so_tui.plan.plan import Launch
-from so_tui.runs.directory import RunDirectory, write_run_file
+from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.liveness import STALE_S, identify
-from so_tui.runs.records import FINAL_STATES, OutcomeCode, Process, Sample
+from so_tui.runs.records import FINAL_STATES, OutcomeCode, Process
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError, SoTuiError
 from so_tui.trust.decoding import decode_json
@@ -63,7 +65,7 @@ class NodeState(Struct, frozen=True, kw_only=True):
 
 def write_node_state(run: RunDirectory, attempt: int, node: int, state: NodeState) -> None:
     """Replace ``node<N>.json``. Raises OSError."""
-    write_run_file(run, run.node_path(attempt, node), msgspec.json.encode(state))
+    write_run_json(run, run.node_path(attempt, node), state)
 
 
 class OtherNodes:
@@ -107,9 +109,7 @@ class OtherNodes:
         """
         states = [state for state, _ in self._seen.values() if state is not None]
         found = [
-            msgspec.structs.replace(state.outcome, node=state.host)
-            for state in states
-            if state.outcome is not None
+            replace(state.outcome, node=state.host) for state in states if state.outcome is not None
         ]
         told = sorted(found, key=lambda outcome: outcome.code == OutcomeCode.UNEXPECTED)
         if told and told[0].code != OutcomeCode.UNEXPECTED:
@@ -163,13 +163,16 @@ def attributed(own: Outcome, others: Outcome | None, *, unprompted: bool) -> Out
     return others
 
 
-class NodeSupervisor(HostSupervisor):
+class NodeSupervisor:
     """Watches one attempt on another node than the first."""
 
     def __init__(self, run: RunDirectory, attempt: int, launch: Launch, nodes: Nodes) -> None:
-        super().__init__(run, attempt, launch, nodes)
+        self._run = run
+        self._attempt = attempt
+        self._host = Host(run, attempt, launch, nodes)
         self._node = nodes.node
-        self._state = NodeState(host=self._host, supervisor=identify(os.getpid(), "supervisor"))
+        supervisor = identify(os.getpid(), "supervisor")
+        self._state = NodeState(host=self._host.name, supervisor=supervisor)
         self._first_heartbeat = -1
         self._first_heard_at = time.monotonic()
         self._first_started = False
@@ -178,62 +181,52 @@ class NodeSupervisor(HostSupervisor):
         """Run the attempt on this node from its start to its end. Return 0 if it did not fail
         here.
         """
-        self._install_signals()
+        self._host.install_signals()
         self._write_state()
         try:
-            self._job.start()
-        except (host_check.LockTakenError, SoTuiError, OSError) as error:
+            self._host.job.start()
+        except (LockTakenError, SoTuiError, OSError) as error:
             return self._finish(not_started(error))
-        self._tree.scan()
-        self._follow()
-        self._sweep()
+        self._host.tree.scan()
+        # Alerts and causes of slowness are the first node's.
+        self._host.follow(self._tick, lambda _: None)
+        self._host.sweep()
         return self._finish(self._outcome())
 
-    def _look(self) -> bool:
-        with self._despite_errors_of("control"):
+    def _tick(self) -> bool:
+        self._host.reap()
+        self._check_launcher()
+        with self._host.despite_errors_of("control"):
             self._pass_on_signal()
         self._check_first_node()
+        self._host.act()
+        self._write_state(processes=self._host.tree.alive)
         return True
 
-    def _report(self) -> None:
-        self._state = msgspec.structs.replace(self._state, processes=self._tree.alive)
-        self._write_state()
-
-    def _sampled(self, sample: Sample) -> None:
-        pass  # alerts and causes of slowness are the first node's
-
-    def _check_losses(self, before: set[Process]) -> None:
-        super()._check_losses(before)
-        roles = {process.role for process in self._tree.alive}
-        if (
-            self._shutdown.ended_at is None
-            and "launcher" in roles
-            and "rank" not in roles
-            and self._first_loss.process is not None
-        ):
-            self._shutdown.ended_at = (
-                time.monotonic()
-            )  # the trainer's end record may come later: it is the first node's
+    def _check_launcher(self) -> None:
+        """Give the launcher its time to end once its ranks have: the trainer's end record may come
+        later, for it is the first node's.
+        """
+        shutdown, roles = self._host.shutdown, {process.role for process in self._host.tree.alive}
+        lost = self._host.first_loss.process is not None
+        if shutdown.ended_at is None and lost and "launcher" in roles and "rank" not in roles:
+            shutdown.ended_at = time.monotonic()
 
     def _pass_on_signal(self) -> None:
         """Ask the run to stop, on all nodes. A scheduler's warning reaches the first node, too,
         which asks for that.
         """
-        if self._signal not in (None, signal.SIGUSR1):
-            assert self._signal is not None
-            request_stop(
-                self._run,
-                reason=f"the supervisor on {self._host} received {self._signal.name}",
-                signalled=True,
-            )
-        self._signal = None
+        received = self._host.signal
+        if received is not None and received is not signal.SIGUSR1:
+            reason = f"the supervisor on {self._host.name} received {received.name}"
+            request_stop(self._run, reason=reason, signalled=True)
+        self._host.signal = None
 
     def _check_first_node(self) -> None:
         """End the processes here once the run has ended, or nobody is left to say that it has."""
         now, over = time.monotonic(), False
-        with contextlib.suppress(
-            InputError, OSError
-        ):  # deleted, or its file system is away: that is silence, too
+        # An error means deleted, or a file system that is away: that is silence, too.
+        with contextlib.suppress(InputError, OSError):
             found = read_state(self._run)
             if found.heartbeat != self._first_heartbeat:
                 self._first_heartbeat, self._first_heard_at = found.heartbeat, now
@@ -242,35 +235,29 @@ class NodeSupervisor(HostSupervisor):
                 found.attempt == self._attempt and found.state in FINAL_STATES
             )
         silent = now - self._first_heard_at > (STALE_S if self._first_started else FIRST_SIGN_S)
-        if (over or silent) and self._shutdown.broken_at is None:
-            self._shutdown.broken_at = now
+        if over or silent:
+            self._host.shutdown.broken = True
 
     def _outcome(self) -> Outcome | None:
         """Return why the processes failed here; None if they did not. What they did because others
         failed has no code of its own.
         """
-        ranks = {
-            self._tree.exit_code(process) for process in self._tree.gone if process.role == "rank"
-        }
-        if self._job.status() == 0 and ranks <= {
-            None,
-            0,
-        }:  # DeepSpeed's runner returns 0 after its launcher was killed, too
+        tree = self._host.tree
+        ranks = {tree.exit_code(process) for process in tree.gone if process.role == "rank"}
+        # DeepSpeed's runner returns 0 after its launcher was killed, too.
+        if self._host.job.status() == 0 and ranks <= {None, 0}:
             return None
-        evidence = self._evidence()
-        if self._first_loss.unprompted or evidence.missing_network:
+        evidence = self._host.evidence()
+        if evidence.unprompted or evidence.missing_network:
             return conclude(evidence)
         return Outcome(state="failed", code=OutcomeCode.UNEXPECTED)
 
     def _finish(self, outcome: Outcome | None) -> int:
-        self._state = msgspec.structs.replace(
-            self._state, processes=(), ended=True, outcome=outcome
-        )
-        self._write_state()
-        self._job.release()
+        self._write_state(processes=(), ended=True, outcome=outcome)
+        self._host.job.release()
         return 0 if outcome is None else outcome.run_exit_code
 
-    def _write_state(self) -> None:
-        self._state = msgspec.structs.replace(self._state, heartbeat=self._state.heartbeat + 1)
-        with self._despite_errors_of("state"):
+    def _write_state(self, **changes: Any) -> None:
+        self._state = replace(self._state, heartbeat=self._state.heartbeat + 1, **changes)
+        with self._host.despite_errors_of("state"):
             write_node_state(self._run, self._attempt, self._node, self._state)

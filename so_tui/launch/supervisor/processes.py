@@ -92,10 +92,13 @@ class ProcessLoads:
         }
         before, interval_s = self._before, max(now - self._clock, 1 / _TICKS_PER_S)
         self._before, self._clock = stats, now
-        return {
-            pid: ProcessLoad(stat, _ticks_since(before.get(pid), stat) / _TICKS_PER_S / interval_s)
-            for pid, stat in stats.items()
-        }
+        loads = {}
+        for pid, stat in stats.items():
+            then, ticks = before.get(pid), 0
+            if then is not None and then.start_time == stat.start_time:
+                ticks = stat.cpu_ticks - then.cpu_ticks
+            loads[pid] = ProcessLoad(stat, ticks / _TICKS_PER_S / interval_s)
+        return loads
 
     def read(self, *, without: Collection[int] = ()) -> tuple[ForeignProcess, ...]:
         """Return the processes that compute, the busiest first; none at the first reading.
@@ -118,15 +121,6 @@ class ProcessLoads:
             )
             for pid, load in sorted(computing, key=lambda pair: -pair[1].cores)
         )
-
-
-def _ticks_since(before: Stat | None, now: Stat) -> int:
-    """Return the clock ticks that a process computed since it was read before; 0 if it was not."""
-    return (
-        now.cpu_ticks - before.cpu_ticks
-        if before is not None and before.start_time == now.start_time
-        else 0
-    )
 
 
 def _pids() -> set[int]:
@@ -298,25 +292,14 @@ class ProcessTree:
             if stat is not None and stat.start_time == process.start_time and stat.alive:
                 self._stats[pid] = stat
                 if pid not in self._described or _age_ticks(stat) < _YOUNG_TICKS:
-                    self._describe_again(pid, stat)
+                    self._describe(pid, stat)
                 continue
             self._note_end(process, _exit_code(process, stat))
-            del self._living[pid]
             self._forget(pid)
             self._seen.discard(pid)  # another process may have it by now
 
-    def _describe_again(self, pid: int, stat: Stat) -> None:
-        """Record the role of a process that may have begun another program; the alert command is
-        none of ours as soon as it shows.
-        """
-        environ = _environ(pid)
-        if _is_alert_command(environ):
-            del self._living[pid]
-            self._forget(pid)
-        else:
-            self._describe(pid, stat, environ)
-
     def _forget(self, pid: int) -> None:
+        self._living.pop(pid, None)
         self._stats.pop(pid, None)
         self._described.discard(pid)
 
@@ -337,23 +320,24 @@ class ProcessTree:
             or not _is_own(pid)
         ):
             return
-        environ = _environ(pid)
-        if _is_alert_command(environ):
-            return
         if (
             stat.parent == self._supervisor_pid
             or stat.parent in self._living
-            or self._markers <= environ
+            or self._markers <= _environ(pid)
         ):
-            self._describe(pid, stat, environ)
-            self._stats[pid] = stat
+            self._describe(pid, stat)
 
-    def _describe(self, pid: int, stat: Stat, environ: frozenset[bytes]) -> None:
-        """Record the role. Repeated once after the process is no longer young, which a busy host
-        may notice many seconds later.
+    def _describe(self, pid: int, stat: Stat) -> None:
+        """Record the role, which another program changes that a process begins. Repeated once after
+        the process is no longer young, which a busy host may notice many seconds later.
 
-        A process without a command line is loading its program.
+        A process without a command line is loading its program. The alert command is none of ours
+        as soon as it shows.
         """
+        environ = _environ(pid)
+        if _is_alert_command(environ):
+            self._forget(pid)
+            return
         command = _command(pid)
         if any(command) and _age_ticks(stat) >= _YOUNG_TICKS:
             self._described.add(pid)
@@ -362,6 +346,7 @@ class ProcessTree:
         self._living[pid] = Process(
             pid=pid, start_time=stat.start_time, role=role, rank=_rank(environ)
         )
+        self._stats[pid] = stat
 
 
 class FirstLoss:

@@ -42,49 +42,58 @@ def _exposition(figures: Figures) -> str:
     )
 
 
+_OF_STATE = {
+    "attempt": "attempt",
+    "steps": "step",
+    "steps_planned": "total_steps",
+    "saved_step": "saved_step",
+}
+_OF_STEP = {
+    "step_time_seconds": "time",
+    "loss": "loss",
+    "gradient_norm": "gradient_norm",
+    "learning_rate": "learning_rate",
+    "useful_tokens_per_second": "useful_tokens_per_s_total",
+    "model_tflops_per_gpu": "model_tflops_per_gpu",
+    "mfu_ratio": "mfu",
+    "step_seconds": "step_s",
+    "gpu_memory_peak_bytes": "gpu_memory_peak_bytes",
+    "redone_steps": "redone_steps",
+    "skipped_steps": "skipped_steps",
+}
+"""Fields of the run's state and of its last step, by the names of their figures."""
+_OF_GPU = {
+    "gpu_busy_ratio": ("busy_percent", 0.01),
+    "gpu_memory_used_bytes": ("memory_used_bytes", 1),
+    "gpu_power_watts": ("power_w", 1),
+    "gpu_temperature_celsius": ("temperature_c", 1),
+    "gpu_clock_hertz": ("clock_mhz", 1e6),
+}
+"""Fields of a GPU's sample, and what makes one of the figure's unit of them."""
+
+
 def _figures(figures: Figures) -> Iterator[tuple[str, float | None, dict[str, str]]]:
     """Yield name, value and labels; a value that is None was not measured."""
     state, step, sample = figures.state, figures.step, figures.sample
     yield "state", 1, {"state": state.state}
-    yield "attempt", state.attempt, {}
-    yield "steps", state.step, {}
-    yield "steps_planned", state.total_steps, {}
-    yield "saved_step", state.saved_step, {}
+    for name, field in _OF_STATE.items():
+        yield name, getattr(state, field), {}
     if step is not None:
-        yield "step_time_seconds", step.time, {}
-        yield "loss", step.loss, {}
-        yield "gradient_norm", step.gradient_norm, {}
-        yield "learning_rate", step.learning_rate, {}
-        yield "useful_tokens_per_second", step.useful_tokens_per_s_total, {}
-        yield "model_tflops_per_gpu", step.model_tflops_per_gpu, {}
-        yield "mfu_ratio", step.mfu, {}
-        yield "step_seconds", step.step_s, {}
+        for name, field in _OF_STEP.items():
+            yield name, getattr(step, field), {}
         for part in ("data", "forward", "backward", "exposed_optimizer", "other"):
             yield "step_part_seconds", getattr(step, f"{part}_s"), {"part": part}
-        yield "gpu_memory_peak_bytes", step.gpu_memory_peak_bytes, {}
-        yield "redone_steps", step.redone_steps, {}
-        yield "skipped_steps", step.skipped_steps, {}
     if sample is not None:
         yield "run_memory_bytes", sample.run_memory_bytes, {}
         for node in sample.nodes:
             labels = {"node": str(node.id)}
+            busy = sum(node.cores) / (100 * len(node.cores)) if node.cores else None
             yield "node_memory_used_bytes", node.memory_used_bytes, labels
-            yield (
-                "node_cpu_busy_ratio",
-                sum(node.cores) / (100 * len(node.cores)) if node.cores else None,
-                labels,
-            )
+            yield "node_cpu_busy_ratio", busy, labels
         for gpu in sample.gpus:
-            labels = {"gpu": str(gpu.index)}
-            yield (
-                "gpu_busy_ratio",
-                None if gpu.busy_percent is None else gpu.busy_percent / 100,
-                labels,
-            )
-            yield "gpu_memory_used_bytes", gpu.memory_used_bytes, labels
-            yield "gpu_power_watts", gpu.power_w, labels
-            yield "gpu_temperature_celsius", gpu.temperature_c, labels
-            yield "gpu_clock_hertz", None if gpu.clock_mhz is None else gpu.clock_mhz * 1e6, labels
+            for name, (field, unit) in _OF_GPU.items():
+                value = getattr(gpu, field)
+                yield name, None if value is None else value * unit, {"gpu": str(gpu.index)}
 
 
 def _escaped(text: str) -> str:

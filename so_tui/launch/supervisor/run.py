@@ -11,29 +11,28 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
-import msgspec
+from msgspec.structs import replace
 
+from so_tui.launch.command import log_line
 from so_tui.launch.launch import read_launch
-from so_tui.launch.supervisor import ending, host_check
+from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor.alerts import Announcer, remembered
 from so_tui.launch.supervisor.ending import (
     Evidence,
     Outcome,
-    RunFacts,
     StopRequest,
     conclude,
+    facts_for,
     failures_in,
     not_started,
-    outcome_text,
     request_stop,
     stop_request,
-    with_advice,
 )
-from so_tui.launch.supervisor.host import ALONE, LOG_LINES, HostSupervisor, Nodes
+from so_tui.launch.supervisor.host import ALONE, Host, Nodes
+from so_tui.launch.supervisor.host_check import LockTakenError
 from so_tui.launch.supervisor.node import OtherNodes, attributed
 from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, markers
 from so_tui.launch.supervisor.slowness import SlowWatch
@@ -42,9 +41,10 @@ from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import STALE_S, host_of, identify, sees_processes_of, this_host
 from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import FINAL_STATES, Alert, MetricRecord, RunState, Sample
+from so_tui.runs.records import FINAL_STATES, Alert, EndRecord, MetricRecord, RunState, Sample
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
-from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.spec import InputError, SoTuiError
+from so_tui.spec.errors import reject
 from so_tui.trust.files import Distrust, distrust_of_file, umask_of
 
 # Whether a supervisor may act for an attempt: start it once, or attach to its living processes.
@@ -62,9 +62,10 @@ def refuse_unknown_attempt(run: RunDirectory, attempt: int) -> None:
         InputError, Refused: With the codes of this module and of ``so_tui.runs.directory``.
     """
     if attempt < 1 or distrust_of_file(run.launch_path(attempt)) is Distrust.MISSING:
-        raise _refused(
+        raise reject(
             "no-such-attempt",
-            attempt,
+            "--attempt",
+            str(attempt),
             f"{run.path} has no such attempt",
             "`so-tui resume` makes the next one.",
         )
@@ -78,9 +79,10 @@ def refuse_start(run: RunDirectory, attempt: int, state: RunState) -> None:
         InputError: With the codes of this module.
     """
     if state.attempt >= attempt:
-        raise _refused(
+        raise reject(
             "attempt-already-started",
-            attempt,
+            "--attempt",
+            str(attempt),
             f"attempt {state.attempt} of the run was started already",
             _BY_COMMAND,
         )
@@ -93,25 +95,24 @@ def _refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
         InputError: With the codes of this module.
     """
     if not sees_processes_of(this_host(), host_of(state)):
-        raise _refused(
+        raise reject(
             "not-this-host",
-            attempt,
+            "--attempt",
+            str(attempt),
             f"the attempt runs on {state.host or 'no host'}",
             "Supervise it there.",
         )
     if not OwnProcesses().carry(markers(run, attempt)):
-        raise _refused(
-            "no-living-process", attempt, "every process of the attempt has ended", _BY_COMMAND
+        raise reject(
+            "no-living-process",
+            "--attempt",
+            str(attempt),
+            "every process of the attempt has ended",
+            _BY_COMMAND,
         )
 
 
 _BY_COMMAND = "`so-tui run` and `so-tui resume` start attempts, each with a supervisor of its own."
-
-
-def _refused(code: str, attempt: int, message: str, remedy: str) -> InputError:
-    return InputError(
-        [Problem(code=code, field="--attempt", value=str(attempt), message=message, remedy=remedy)]
-    )
 
 
 _DELETED_S = 10.0
@@ -120,19 +121,17 @@ lose it for a moment.
 """
 
 
-class Supervisor(HostSupervisor):
+class Supervisor:
     """Watches one attempt, on the first node of a run, and concludes what became of it."""
 
     def __init__(
         self, run: RunDirectory, attempt: int, found: RunState, lock: RunLock, nodes: Nodes = ALONE
     ) -> None:
-        launch = read_launch(run, attempt)
-        super().__init__(
-            run, attempt, launch, msgspec.structs.replace(nodes, count=launch.spec.nodes)
-        )
-        self._lock = lock
+        self._run = run
+        self._attempt = attempt
+        self._launch = launch = read_launch(run, attempt)
+        self._host = Host(run, attempt, launch, replace(nodes, count=launch.spec.nodes), lock)
         self._superseded = False
-        self._handed_over = False
         # A state of this attempt: its supervisor has died, and the processes it started may still
         # be alive.
         self._takes_over = found.attempt == attempt
@@ -151,36 +150,38 @@ class Supervisor(HostSupervisor):
             found.step if self._takes_over and found.state not in ("starting", "loading") else 0
         )
         self._announcer = Announcer(
-            run, attempt, self._host, launch.spec.checkpoint.folder, told_step
+            run, attempt, self._host.name, launch.spec.checkpoint.folder, told_step
         )
 
     def watch(self) -> int:
         """Run the attempt from its start to its end. Return the run's exit code. ``finish``
         follows.
         """
-        self._install_signals()
+        host = self._host
+        host.install_signals()
         heartbeat_at = self._run.state_path.stat().st_mtime
         # On a full disk nothing is started, but what lives is watched.
         (write_state_even_if_full if self._takes_over else write_state)(self._run, self._state)
         if self._takes_over:
-            with self._despite_errors_of("locks"):  # what lives is watched, whoever has its locks
-                self._job.take_over()
+            with host.despite_errors_of("locks"):  # what lives is watched, whoever has its locks
+                host.job.take_over()
         else:
             try:
-                self._job.start()
-            except (host_check.LockTakenError, SoTuiError, OSError) as error:
+                host.job.start()
+            except (LockTakenError, SoTuiError, OSError) as error:
                 return self._finish(not_started(error))
-        self._tree.scan(thorough=self._takes_over)
-        self._gone_unseen = self._takes_over and not self._tree.alive
+        host.tree.scan(thorough=self._takes_over)
+        self._gone_unseen = self._takes_over and not host.tree.alive
         self._heartbeat_at = heartbeat_at if self._gone_unseen else None
-        with self._despite_errors_of("log"):
-            self._take_lines(self._log.tail(LOG_LINES))
-        self._follow()
-        if self._handed_over:
+        host.read_tail()
+        host.follow(self._tick, self._take)
+        if host.handed_over:
             return 0  # the other supervisor watches the same processes
-        self._sweep()
+        host.sweep(self._recorded)
+        with host.despite_errors_of("records"):
+            self._read()
         own, others = conclude(self._evidence()), None if self._superseded else self._others.wait()
-        return self._finish(attributed(own, others, unprompted=self._first_loss.unprompted))
+        return self._finish(attributed(own, others, unprompted=host.first_loss.unprompted))
 
     def finish(self) -> None:
         """Wait for the user's commands that tell of the end; the run may have been continued
@@ -188,58 +189,26 @@ class Supervisor(HostSupervisor):
         """
         self._announcer.finish()
 
-    def _look(self) -> bool:
+    def _tick(self) -> bool:
+        host = self._host
+        host.reap(self._announcer.command_pid)
+        with host.despite_errors_of("records"):
+            self._read()
         self._check_superseded()
         if self._superseded:
             return False
-        with self._despite_errors_of("control"):
+        with host.despite_errors_of("control"):
             self._check_stop_request()
         self._check_directory()
-        self._check_nodes()
+        # Processes would wait for those of another node that have failed.
+        with host.despite_errors_of("nodes"):
+            self._others.poll()
+        if self._others.cause(STALE_S) is not None:
+            host.shutdown.broken = True
         self._end_launchers()
+        host.act()
+        self._report()
         return True
-
-    def _report(self) -> None:
-        self._state = ending.observed(self._state, self._reader, self._attempt)
-        if self._stop is not None:
-            self._state = msgspec.structs.replace(
-                self._state, detail=self._state.detail or "asked to stop"
-            )
-        self._look_at_records()
-        beat, slowdown = self._state.heartbeat + 1, self._slow.found
-        self._state = msgspec.structs.replace(
-            self._state, heartbeat=beat, processes=self._tree.alive, slowdown=slowdown
-        )
-        self._write_state()
-
-    def _sampled(self, sample: Sample) -> None:
-        self._slow.sample(sample)
-        self._announcer.publish(self._state, self._reader.latest, sample)
-
-    @property
-    def _acts(self) -> bool:
-        return not self._superseded
-
-    @property
-    def _watches(self) -> bool:
-        return super()._watches and not self._handed_over
-
-    @property
-    def _started(self) -> set[int | None]:
-        return super()._started | {self._announcer.command_pid}
-
-    def _refresh_locks(self) -> None:
-        self._lock.refresh()
-        super()._refresh_locks()
-
-    def _look_at_records(self) -> None:
-        records, self._records = self._records, []
-        self._slow.take(records)
-        with self._despite_errors_of("alerts"):
-            new = self._announcer.tick(self._state, records, full=self._disk_full())
-            self._state = msgspec.structs.replace(
-                self._state, alerts=remembered(self._state.alerts, new)
-            )
 
     def _read(self) -> None:
         # Earlier segments are read on at each tick: a resumed run may have gigabytes of them, and
@@ -249,39 +218,60 @@ class Supervisor(HostSupervisor):
             progress = self._reader.poll(limit_records=10_000, limit_s=0.2)
             self._records += progress.records
             behind = progress.behind
-        super()._read()
-        if (
-            self._shutdown.ended_at is None
-            and ending.end_record(self._reader, self._attempt) is not None
-        ):
-            self._shutdown.ended_at = time.monotonic()
+        if self._host.shutdown.ended_at is None and self._end is not None:
+            self._host.shutdown.ended_at = time.monotonic()
+
+    @property
+    def _end(self) -> EndRecord | None:
+        """The trainer's end record of this attempt."""
+        return ending.end_record(self._reader, self._attempt)
+
+    def _report(self) -> None:
+        state = ending.observed(self._state, self._reader, self._attempt)
+        if self._stop is not None:
+            state = replace(state, detail=state.detail or "asked to stop")
+        records, self._records = self._records, []
+        self._slow.take(records)
+        self._state = replace(
+            state,
+            heartbeat=state.heartbeat + 1,
+            processes=self._host.tree.alive,
+            slowdown=self._slow.found,
+        )
+        with self._host.despite_errors_of("alerts"):
+            new = self._announcer.tick(self._state, records, full=self._host.disk_full)
+            self._remember(new)
+        self._write_state()
+
+    def _take(self, sample: Sample) -> None:
+        self._slow.sample(sample)
+        self._announcer.publish(self._state, self._reader.latest, sample)
+
+    def _remember(self, alerts: tuple[Alert, ...]) -> None:
+        self._state = replace(self._state, alerts=remembered(self._state.alerts, alerts))
 
     def _check_stop_request(self) -> None:
-        if self._signal:
-            warned = self._signal is signal.SIGUSR1
-            request_stop(
-                self._run,
-                reason=f"the supervisor received {self._signal.name}",
-                warned=warned,
-                signalled=not warned,
-            )
-            self._signal = None
+        if received := self._host.signal:
+            warned = received is signal.SIGUSR1
+            reason = f"the supervisor received {received.name}"
+            request_stop(self._run, reason=reason, warned=warned, signalled=not warned)
+            self._host.signal = None
         asked = stop_request(self._run)
         if asked is not None:
             self._stop = asked
             saved = self._reader.checkpoints[-1].step if self._reader.checkpoints else None
-            self._shutdown.stop(asked, saved, time.monotonic())
+            self._host.shutdown.stop(asked, saved, time.monotonic())
 
     def _check_directory(self) -> None:
         """End a run whose directory was deleted: it can be neither seen nor stopped, and would save
         into a folder that is no run.
         """
-        now = time.monotonic()
+        now, shutdown = time.monotonic(), self._host.shutdown
         if not deleted(self._run):
             self._directory_seen_at = now
-        elif self._shutdown.broken_at is None and now - self._directory_seen_at > _DELETED_S:
-            print(f"{self._run.path} has been deleted: ending its processes", file=sys.stderr)
-            self._shutdown.broken_at = now
+        elif not shutdown.broken and now - self._directory_seen_at > _DELETED_S:
+            log_line(f"{self._run.path} has been deleted: ending its processes")
+            shutdown.broken = True
 
     def _check_superseded(self) -> None:
         """Stop acting for a run that another supervisor has taken over because it counted as lost,
@@ -294,23 +284,14 @@ class Supervisor(HostSupervisor):
         if not ending.superseded(self._state, found):
             return
         if not self._superseded:
-            print(
+            log_line(
                 f"{self._run.path} is supervised by another process now: attempt {found.attempt} "
-                f"on {found.host}",
-                file=sys.stderr,
+                f"on {found.host}"
             )
-            self._superseded, self._handed_over = True, found.attempt == self._attempt
-        if not self._handed_over:
-            self._signal_all(signal.SIGKILL)
-
-    def _check_nodes(self) -> None:
-        """End the processes here once another node's have failed or its supervisor is gone: they
-        would wait for each other.
-        """
-        with self._despite_errors_of("nodes"):
-            self._others.poll()
-        if self._shutdown.broken_at is None and self._others.cause(STALE_S) is not None:
-            self._shutdown.broken_at = time.monotonic()
+            self._superseded = True
+            self._host.handed_over = found.attempt == self._attempt
+        if not self._host.handed_over:
+            self._host.signal_all(signal.SIGKILL)
 
     def _end_launchers(self) -> None:
         """End DeepSpeed's runner and launcher, which wait for ranks, once none is left and the
@@ -319,19 +300,17 @@ class Supervisor(HostSupervisor):
         By themselves they take seconds: the launcher looks once a second, and each takes its
         interpreter with torch apart.
         """
-        end, roles = (
-            ending.end_record(self._reader, self._attempt),
-            {process.role for process in self._tree.alive},
-        )
-        ended = any(process.role == "rank" for process in self._tree.gone)
+        tree, end = self._host.tree, self._end
+        roles = {process.role for process in tree.alive}
+        ended = any(process.role == "rank" for process in tree.gone)
         if end is not None and end.state != "failed" and ended and roles <= {"runner", "launcher"}:
-            self._signal_all(signal.SIGKILL)
+            self._host.signal_all(signal.SIGKILL)
 
     def _evidence(self) -> Evidence:
-        overdue = self._stop is not None and self._shutdown.stop_overdue(time.monotonic())
-        return msgspec.structs.replace(
-            super()._evidence(),
-            end=ending.end_record(self._reader, self._attempt),
+        overdue = self._stop is not None and self._host.shutdown.stop_overdue(time.monotonic())
+        return replace(
+            self._host.evidence(),
+            end=self._end,
             failures=failures_in(self._run.attempt_dir(self._attempt)),
             stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
             gone_unseen=self._gone_unseen,
@@ -339,57 +318,48 @@ class Supervisor(HostSupervisor):
 
     def _finish(self, outcome: Outcome) -> int:
         state = ending.observed(self._state, self._reader, self._attempt)
-        launch, known = self._job.launch, RunFacts(name=self._run.name, saved_step=state.saved_step)
-        facts = with_advice(outcome, launch.spec, known, launch.plan.given_memory)
         ended = (
             time.time()
             if self._heartbeat_at is None
             else ending.last_alive(self._reader, self._attempt, self._heartbeat_at)
         )
-        self._state = ending.final_state(state, outcome, outcome_text(outcome, facts), ended)
+        state = replace(state, heartbeat=state.heartbeat + 1)
+        facts = facts_for(outcome, self._launch, state)
+        self._state = ending.final_state(state, outcome, ended, facts)
         if not deleted(self._run) and not self._superseded:
             new: tuple[Alert, ...] = ()
-            with self._despite_errors_of("alerts"):
+            with self._host.despite_errors_of("alerts"):
                 new = self._announcer.end(self._state)
-                self._state = msgspec.structs.replace(
-                    self._state, alerts=remembered(self._state.alerts, new)
-                )
-            with self._despite_errors_of("state"):
+                self._remember(new)
+            with self._host.despite_errors_of("state"):
                 write_state_even_if_full(self._run, self._state)
-            with self._despite_errors_of(
-                "alerts"
-            ):  # last, because the command may look at the state
+            # Last, because the command may look at the state.
+            with self._host.despite_errors_of("alerts"):
                 self._announcer.tell(new, self._state)
-        self._job.release()
+        self._host.job.release()
         return outcome.run_exit_code
 
     def _first_state(self, found: RunState) -> RunState:
-        supervisor = identify(os.getpid(), "supervisor")
-        if self._takes_over:
-            here = self._here
-            return msgspec.structs.replace(
-                found,
-                supervisor=supervisor,
-                host=here.name,
-                boot_id=here.boot_id,
-                pid_namespace=here.pid_namespace,
-                heartbeat=found.heartbeat + 1,
+        supervisor, here = identify(os.getpid(), "supervisor"), self._host.identity
+        if not self._takes_over:
+            return ending.first_state(
+                self._run.name, self._attempt, here, supervisor, found, self._launch
             )
-        return ending.first_state(
-            self._run.name,
-            self._attempt,
-            self._here,
-            supervisor,
+        return replace(
             found,
-            self._job.launch,
+            supervisor=supervisor,
+            host=here.name,
+            boot_id=here.boot_id,
+            pid_namespace=here.pid_namespace,
+            heartbeat=found.heartbeat + 1,
         )
 
     def _write_state(self) -> None:
         """Write the state, except into a deleted run directory: that would look like a run, or
         prevent the deletion.
         """
-        if not deleted(self._run) and not self._superseded:
-            with self._despite_errors_of("state"):
+        if not deleted(self._run):
+            with self._host.despite_errors_of("state"):
                 try:
                     write_state(self._run, self._state)
                 except OSError:
@@ -459,5 +429,5 @@ def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> Run
         try:
             remove_leftovers(state.processes)
         except OSError as error:
-            print(f"shared memory of attempt {state.attempt}: {error}", file=sys.stderr, flush=True)
+            log_line(f"shared memory of attempt {state.attempt}: {error}")
     return state

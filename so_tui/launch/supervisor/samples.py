@@ -13,11 +13,13 @@ import pwd
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import psutil
 
 from so_tui.launch.supervisor.processes import ProcessLoad, ProcessLoads, ProcessTree
 from so_tui.machine.host import caught_up, sole_memory_node
@@ -78,9 +80,9 @@ class _AmdDevice:
             temperature_c=None if millidegrees is None else millidegrees // 1000,
         )
 
-    def processes(self) -> Iterator[tuple[int, int | None]]:
-        """Yield nothing: the driver has no such list for other users."""
-        return iter(())
+    def processes(self) -> list[tuple[int, int | None]]:
+        """Return nothing: the driver has no such list for other users."""
+        return []
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -107,7 +109,6 @@ _BUSY_CORES = 0.5
 """Cores that a process keeps busy from which on it is listed in any case."""
 _KERNEL = 2
 """Pid of the process that starts the kernel's own, all of which are bound."""
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +179,12 @@ class HostProcesses:
 def _process(
     pid: int, load: ProcessLoad, bound: tuple[int, ...], use: _GpuUse | None
 ) -> HostProcess:
-    return HostProcess(
-        pid, load.stat.name, _user(pid), load.cores, _resident_bytes(pid), bound, use
-    )
-
-
-def _user(pid: int) -> str:
-    try:
-        return _user_name(os.stat(f"/proc/{pid}").st_uid)  # noqa: PTH116 (as in process_loads)
-    except OSError:
-        return ""
+    user, memory_bytes = "", None
+    with contextlib.suppress(psutil.Error):  # it has ended
+        process = psutil.Process(pid)
+        user = _user_name(process.uids().effective)
+        memory_bytes = process.memory_info().rss
+    return HostProcess(pid, load.stat.name, user, load.cores, memory_bytes, bound, use)
 
 
 @cache
@@ -197,14 +194,6 @@ def _user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-def _resident_bytes(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123 (many a second)
-            return int(file.read().split()[1]) * _PAGE_BYTES
-    except (OSError, IndexError):
-        return None
 
 
 # Samples of the GPUs: NVIDIA's by NVML, AMD's from sysfs.
@@ -299,12 +288,11 @@ class _Device:
             **self._traffic.rates(),
         )
 
-    def processes(self) -> Iterator[tuple[int, int | None]]:
-        """Yield pid and memory in bytes of each process that computes."""
-        for process in (
-            _asked(self._nvml, self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or ()
-        ):
-            yield process.pid, process.usedGpuMemory
+    def processes(self) -> list[tuple[int, int | None]]:
+        """Return pid and memory in bytes of each process that computes."""
+        nvml = self._nvml
+        found = _asked(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or ()
+        return [(process.pid, process.usedGpuMemory) for process in found]
 
     def close(self) -> None:
         self._traffic.close()
@@ -319,15 +307,10 @@ class _Device:
             (nvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, scope),
         ]
         values = _asked(nvml, nvml.nvmlDeviceGetFieldValues, self._handle, wanted) or ()
-        power, limit = (
-            *(
-                _watts(value.value.uiVal or None) if value.nvmlReturn == 0 else None
-                for value in values
-            ),
-            None,
-            None,
-        )[:2]
-        return power, limit
+        watts = [
+            _watts(value.value.uiVal or None) if value.nvmlReturn == 0 else None for value in values
+        ]
+        return (watts[0], watts[1]) if len(watts) == 2 else (None, None)
 
 
 def throttling(reasons: int) -> tuple[str, ...]:
@@ -783,19 +766,13 @@ def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed for lack of memory, in this process's cgroup
     if counted there, else on the host.
     """
-    for name in _cgroup_event_files(root):
-        if (count := _counter(name, b"oom_kill")) is not None:
-            return count
-    return _counter(root / "proc/vmstat", b"oom_kill") or 0
-
-
-def _cgroup_event_files(root: Path) -> list[Path]:
-    try:
-        text = (root / "proc/self/cgroup").read_text()
-    except OSError:
-        return []
-    paths = [line[3:] for line in text.splitlines() if line.startswith("0::")]
-    return [root / "sys/fs/cgroup" / path.lstrip("/") / "memory.events" for path in paths]
+    count = None
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                folder = root / "sys/fs/cgroup" / line[3:].lstrip("/")
+                count = _counter(folder / "memory.events", b"oom_kill")
+    return (_counter(root / "proc/vmstat", b"oom_kill") or 0) if count is None else count
 
 
 def _counter(path: Path, name: bytes) -> int | None:

@@ -27,7 +27,7 @@ from so_tui.runs.records import (
     Slowdown,
     StepRecord,
 )
-from so_tui.trust.text import brief_line
+from so_tui.trust.text import bounded, brief_line
 from so_tui.units import bandwidth, duration, percent, plural, thousands
 
 # Which network NCCL uses between nodes, from what it logs, beside the one that the site profile
@@ -142,17 +142,6 @@ class Planned(Struct, frozen=True, kw_only=True):
         return self.step.total_s - self.step.data_s
 
 
-def _planned_of(plan: Plan) -> Planned | None:
-    """Return what a run is compared with; None where its plan does not know how long a step
-    takes.
-    """
-    return (
-        None
-        if plan.step is None
-        else Planned(step=plan.step, rates=plan.rates, binding=plan.binding)
-    )
-
-
 def _ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
     """Return what makes steps longer than planned, most likely first.
 
@@ -161,77 +150,86 @@ def _ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
     effects.
     """
     excess_s = measured.step_s - planned.step.total_s
-    found = [
-        cause
-        for cause in _causes(measured, planned)
-        if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0
-    ]
+    compute_excess_s = max(0.0, measured.compute_s - planned.compute_s)
+    found = []
+    for look in _LOOKS:
+        if (cause := look(measured, planned)) is not None:
+            if cause.code != "data":
+                cause = replace(cause, seconds=min(cause.seconds, compute_excess_s))
+            if cause.seconds >= _LEAST_SHARE * excess_s and cause.seconds > 0:
+                found.append(cause)
     most_s = max((cause.seconds for cause in found), default=0.0)
     return tuple(
         sorted(found, key=lambda cause: (cause.seconds < most_s / 2, _ORDER.index(cause.code)))
     )
 
 
-def _causes(measured: Measured, planned: Planned) -> Iterator[Cause]:
-    compute_excess_s = max(0.0, measured.compute_s - planned.compute_s)
-
-    def cause(
-        code: CauseCode, seconds: float, was: float, should: float, *, rank: int = 0
-    ) -> Cause:
-        return Cause(
-            code=code,
-            seconds=min(seconds, compute_excess_s),
-            measured=was,
-            planned=should,
-            rank=rank,
-        )
-
+def _placed(
+    measured: Measured, planned: Planned
+) -> Iterator[tuple[int, RankPlacement, RankBinding]]:
+    """Yield each rank with where it is and where it was planned to be."""
     bound = {binding.rank: binding for binding in planned.binding}
-    placed = [(place, bound[place.rank]) for place in measured.placement if place.rank in bound]
-    if elsewhere := [
-        place.rank for place, binding in placed if misplaced(place, binding.cpus, binding.main_cpus)
-    ]:
-        yield cause("binding", compute_excess_s, float(len(elsewhere)), 0.0, rank=elsewhere[0])
-    shares = [
-        (share, place.rank)
-        for place, binding in placed
-        if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None
+    for place in measured.placement:
+        if place.rank in bound:
+            yield place.rank, place, bound[place.rank]
+
+
+def _misbound(measured: Measured, planned: Planned) -> Cause | None:
+    elsewhere = [
+        rank
+        for rank, place, binding in _placed(measured, planned)
+        if misplaced(place, binding.cpus, binding.main_cpus)
     ]
-    if shares and (worst := min(shares))[0] < LEAST_OWN_SHARE:
-        yield cause("memory-node", compute_excess_s, worst[0], 1.0, rank=worst[1])
-    if (taken := measured.foreign_share) >= _LEAST_FOREIGN_SHARE:
-        nice = max((place.nice for place in measured.placement), default=0)
-        yield replace(
-            cause("foreign-load", measured.compute_s * taken, taken, 0.0),
-            nice=nice,
-            processes=measured.foreign,
-        )
-    if (clock := measured.clock) is not None and (
-        clock.throttled_share >= 0.5 or clock.mhz < _LOW_CLOCK * clock.max_mhz
-    ):
-        on_gpu_s = measured.forward_s + measured.backward_s
-        yield cause("clocks", on_gpu_s * (1 - clock.mhz / clock.max_mhz), clock.mhz, clock.max_mhz)
-    if (rates := planned.rates) is not None:
-        yield from _slow_copies(measured, rates, compute_excess_s)
-        rate, busy_s = measured.adam_bytes_per_s, measured.adam_busy_s
-        if (
-            rate is not None
-            and busy_s is not None
-            and rate < _LOW_ADAM_RATE * rates.adam_bytes_per_s
-        ):
-            yield cause(
-                "adam", busy_s * (1 - rate / rates.adam_bytes_per_s), rate, rates.adam_bytes_per_s
-            )
-    yield Cause(
-        code="data",
-        seconds=measured.data_s - planned.step.data_s,
-        measured=measured.data_s,
-        planned=planned.step.data_s,
+    if not elsewhere:
+        return None
+    return Cause(
+        code="binding", seconds=math.inf, measured=len(elsewhere), planned=0.0, rank=elsewhere[0]
     )
 
 
-def _slow_copies(measured: Measured, rates: PlannedRates, most_s: float) -> Iterator[Cause]:
-    """Yield the direction in which copies lose more time."""
+def _on_other_nodes(measured: Measured, planned: Planned) -> Cause | None:
+    shares = [
+        (share, rank)
+        for rank, place, binding in _placed(measured, planned)
+        if (share := share_on_nodes(place, binding.memory_policy.nodes)) is not None
+    ]
+    share, rank = min(shares, default=(1.0, 0))
+    if share >= LEAST_OWN_SHARE:
+        return None
+    return Cause(code="memory-node", seconds=math.inf, measured=share, planned=1.0, rank=rank)
+
+
+def _beside_others(measured: Measured, _planned: Planned) -> Cause | None:
+    taken = measured.foreign_share
+    if taken < _LEAST_FOREIGN_SHARE:
+        return None
+    return Cause(
+        code="foreign-load",
+        seconds=measured.compute_s * taken,
+        measured=taken,
+        planned=0.0,
+        nice=max((place.nice for place in measured.placement), default=0),
+        processes=measured.foreign,
+    )
+
+
+def _held_down(measured: Measured, _planned: Planned) -> Cause | None:
+    clock = measured.clock
+    if clock is None or (clock.throttled_share < 0.5 and clock.mhz >= _LOW_CLOCK * clock.max_mhz):
+        return None
+    on_gpu_s = measured.forward_s + measured.backward_s
+    return Cause(
+        code="clocks",
+        seconds=on_gpu_s * (1 - clock.mhz / clock.max_mhz),
+        measured=clock.mhz,
+        planned=clock.max_mhz,
+    )
+
+
+def _slow_copies(measured: Measured, planned: Planned) -> Cause | None:
+    """Return the direction in which copies lose more time."""
+    if (rates := planned.rates) is None:
+        return None
     directions = (
         (measured.d2h_bytes_per_s, rates.d2h_bytes_per_s, rates.d2h_bytes),
         (measured.h2d_bytes_per_s, rates.h2d_bytes_per_s, rates.h2d_bytes),
@@ -241,9 +239,36 @@ def _slow_copies(measured: Measured, rates: PlannedRates, most_s: float) -> Iter
         for was, should, size in directions
         if was and was < _LOW_COPY_RATE * should
     ]
-    if slow:
-        seconds, was, should = max(slow)
-        yield Cause(code="copies", seconds=min(seconds, most_s), measured=was, planned=should)
+    if not slow:
+        return None
+    seconds, was, should = max(slow)
+    return Cause(code="copies", seconds=seconds, measured=was, planned=should)
+
+
+def _slow_adam(measured: Measured, planned: Planned) -> Cause | None:
+    rate, busy_s, rates = measured.adam_bytes_per_s, measured.adam_busy_s, planned.rates
+    if rates is None or rate is None or busy_s is None:
+        return None
+    should = rates.adam_bytes_per_s
+    if rate >= _LOW_ADAM_RATE * should:
+        return None
+    return Cause(code="adam", seconds=busy_s * (1 - rate / should), measured=rate, planned=should)
+
+
+def _late_data(measured: Measured, planned: Planned) -> Cause | None:
+    was, should = measured.data_s, planned.step.data_s
+    return Cause(code="data", seconds=was - should, measured=was, planned=should)
+
+
+_LOOKS = (
+    _misbound,
+    _on_other_nodes,
+    _beside_others,
+    _held_down,
+    _slow_copies,
+    _slow_adam,
+    _late_data,
+)
 
 
 def _measured_of(
@@ -372,8 +397,8 @@ _REMEDIES = {
 def slowdown_text(found: Slowdown) -> str:
     """Return how slow a run is and why, the most likely cause first."""
     slower = (
-        f"slower than planned ({duration(_bounded(found.step_s))} a step, not "
-        f"{duration(_bounded(found.planned_s))})"
+        f"slower than planned ({duration(bounded(found.step_s))} a step, not "
+        f"{duration(bounded(found.planned_s))})"
     )
     causes = [text for cause in found.causes[:_MOST] if (text := _cause_text(cause))]
     if not causes:
@@ -389,15 +414,14 @@ def slowdown_remedy(found: Slowdown) -> str:
 
 def _cause_text(cause: Cause) -> str:
     """Return a cause in words; empty for one that this version does not know."""
-    measured, planned = _bounded(cause.measured), _bounded(cause.planned)
+    measured, planned = bounded(cause.measured), bounded(cause.planned)
+    rank = int(bounded(cause.rank))
     match cause.code:
         case "binding":
             more = f" and {plural(round(measured) - 1, 'more rank')}" if measured > 1 else ""
-            return f"rank {_rank(cause)}{more} may not run on the planned cores"
+            return f"rank {rank}{more} may not run on the planned cores"
         case "memory-node":
-            return (
-                f"only {percent(min(measured, 1.0))} of rank {_rank(cause)}'s memory is on its node"
-            )
+            return f"only {percent(min(measured, 1.0))} of rank {rank}'s memory is on its node"
         case "foreign-load":
             return " and ".join(_foreign_load(cause, measured))
         case "clocks":
@@ -428,15 +452,6 @@ def _foreign_load(cause: Cause, share: float) -> Iterator[str]:
         )
 
 
-def _rank(cause: Cause) -> int:
-    return int(_bounded(cause.rank))
-
-
-def _bounded(value: float) -> float:
-    """Return a number whose text is short: anybody may have written the state."""
-    return min(max(value, 0.0), 1e15) if math.isfinite(value) else 0.0
-
-
 # Notice that a run is slower than its plan for a while, and find out why. No file is read here.
 #
 # A moment in which the host is busy is none of it: both halves of the last minutes must be slow.
@@ -463,7 +478,11 @@ class SlowWatch:
     def __init__(
         self, plan: Plan, machine: Machine, attempt: int, *, window_s: float = WINDOW_S
     ) -> None:
-        self._planned = _planned_of(plan)
+        self._planned = (
+            None
+            if plan.step is None
+            else Planned(step=plan.step, rates=plan.rates, binding=plan.binding)
+        )
         self._machine = machine
         self._attempt = attempt
         self._window_s = window_s
@@ -519,11 +538,10 @@ class SlowWatch:
         ):
             return self.found
         bound_s = (SLOWER if self.found is None else _STILL_SLOWER) * planned.step.total_s
-        if not all(
-            _median_s(half) > bound_s
-            for half in (steps[: len(steps) // 2], steps[len(steps) // 2 :])
-        ):
-            return None
+        middle = len(steps) // 2
+        for half in (steps[:middle], steps[middle:]):
+            if statistics.median(step.step_s for step in half) <= bound_s:
+                return None
         measured = _measured_of(steps, tuple(self._samples), self._machine, planned.binding)
         causes = _ranked_causes(measured, planned)
         return Slowdown(
@@ -532,7 +550,3 @@ class SlowWatch:
             planned_s=planned.step.total_s,
             causes=causes,
         )
-
-
-def _median_s(steps: Sequence[StepRecord]) -> float:
-    return statistics.median(step.step_s for step in steps)
