@@ -306,11 +306,10 @@ def test_the_emulation_is_what_deepspeed_really_does(
         module, "check_for_numactl_pkg", lambda: True
     )  # asks the package manager, prints, and decides nothing
     found = [module.get_numactl_cmd(cores, ranks, rank) for rank in range(ranks)]
-    ours = _numactl_nodes(nodes)
-    assert found == [
-        (share, list(prefix))
+    ours = [
+        _numactl_prefix(_numactl_nodes(nodes), parse_cpus(cores), ranks, rank)
         for rank in range(ranks)
-        for share, prefix in [_numactl_prefix(ours, parse_cpus(cores), ranks, rank)]
     ]
+    assert [list(prefix) for _, prefix in ours] == [list(prefix) for _, prefix in found]
     assert [" ".join(prefix) for _, prefix in found] == [f"numactl {prefix}" for prefix in prefixes]
     assert all(share == len(parse_cpus(cores)) // ranks for share, _ in found)
