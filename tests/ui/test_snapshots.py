@@ -303,15 +303,23 @@ async def go_to(ui: Driver, picture: Picture) -> None:
         await ui.press("enter")
 
 
-@pytest.mark.parametrize(
-    "walk",
-    [
-        pytest.param(walk, id=walk.name, marks=[pytest.mark.slow] if walk.name in LOOKS else [])
-        for walk in WALKS
-    ],
-)
+def walks() -> Iterator[Any]:
+    """Yield each walk with the sizes in which its pictures are compared: the largest terminal, and
+    other colours and characters, in the slow tier.
+    """
+    for walk in WALKS:
+        slow = [pytest.mark.slow]
+        yield pytest.param(
+            walk, (SMALL, MEDIUM), id=walk.name, marks=slow if walk.name in LOOKS else []
+        )
+        if any(LARGE in picture.sizes for picture in walk.pictures):
+            yield pytest.param(walk, (LARGE,), id=f"{walk.name}, large", marks=slow)
+
+
+@pytest.mark.parametrize(("walk", "sizes"), walks())
 async def test_pictures(
     walk: Walk,
+    sizes: tuple[tuple[int, int], ...],
     snapshot: SnapshotAssertion,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -329,8 +337,10 @@ async def test_pictures(
         await ui.until(lambda: complete(ui))
         for picture in walk.pictures:
             await go_to(ui, picture)
-            for width, height in picture.sizes:
+            for width, height in picture.sizes:  # keys are pressed in the last of them
                 await ui.resize(width, height)
+                if (width, height) not in sizes:
+                    continue
                 await at_rest(ui)
                 name = f"{picture.name}-{width}x{height}"
                 if picture_of(ui.app) != snapshot(name=name, extension_class=SvgExtension):
