@@ -166,11 +166,19 @@ LOOKS = ("themes", "no colour", "ASCII")
 """Walks that show in other colours and characters what others show."""
 
 
+IN_LARGE = ", large"
+
+
 class SvgExtension(SingleFileSnapshotExtension):
     """One SVG file for each picture."""
 
     file_extension = "svg"
     _write_mode = WriteMode.TEXT
+
+    @classmethod
+    def get_snapshot_name(cls, **where: Any) -> str:
+        """Keep the pictures of a walk together, whatever their size."""
+        return super().get_snapshot_name(**where).replace(IN_LARGE, "")
 
 
 @pytest.fixture(scope="module")
@@ -313,10 +321,10 @@ def walks() -> Iterator[Any]:
             walk, (SMALL, MEDIUM), id=walk.name, marks=slow if walk.name in LOOKS else []
         )
         if any(LARGE in picture.sizes for picture in walk.pictures):
-            yield pytest.param(walk, (LARGE,), id=f"{walk.name}, large", marks=slow)
+            yield pytest.param(walk, (LARGE,), id=f"{walk.name}{IN_LARGE}", marks=slow)
 
 
-@pytest.mark.parametrize(("walk", "sizes"), walks())
+@pytest.mark.parametrize(("walk", "sizes"), list(walks()))
 async def test_pictures(
     walk: Walk,
     sizes: tuple[tuple[int, int], ...],
