@@ -30,9 +30,7 @@ from tests.support.schemas import valid
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured_and_remembered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_this_machine_is_measured_and_remembered(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--json"]) == 0
     answer = valid("calibrate", capsys.readouterr().out)
     rates = answer["calibration"]["rates"]

@@ -168,7 +168,7 @@ def test_a_shell_does_not_wait_long(line: str, tmp_path: Path) -> None:
     }
     environment["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "offered")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    runs = 5
+    runs = 3
     for _ in range(runs):
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", "so_tui"],

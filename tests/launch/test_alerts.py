@@ -164,8 +164,8 @@ SLEEP = f"sleep 98765.{os.getpid()}"
             "ended with exit code 3: no network",
             60.0,
         ),
-        (["/bin/sh", "-c", f"{SLEEP} & {SLEEP}"], "took too long", 1.0),
-        (["/bin/sh", "-c", "yes"], "took too long", 1.0),
+        (["/bin/sh", "-c", f"{SLEEP} & {SLEEP}"], "took too long", 0.3),
+        (["/bin/sh", "-c", "yes"], "took too long", 0.3),
         (["/bin/sh", "-c", "kill -9 $$"], "exit code -9", 60.0),
         (["/bin/sh", "-c", "printf '\\033]0;x\\007'; exit 1"], "\\x1b]0;x\\x07", 60.0),
     ],
@@ -295,7 +295,7 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(
 
 
 def test_settings_that_change_while_a_run_goes_on_take_effect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("so_tui.launch.supervisor.alerts._SETTINGS_S", 0.0)
     own = _OwnSettings()

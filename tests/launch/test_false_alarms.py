@@ -76,14 +76,7 @@ def said(usual_s: float, hours: int, seed: int) -> list[Slowdown]:
     return found
 
 
-def test_the_noise_is_that_of_real_hardware() -> None:
-    steps = [noise for run in RUNS for noise in run]
-    assert len(steps) > 150
-    assert max(steps) > 1.3
-    assert min(steps) < 0.8
-
-
-@pytest.mark.parametrize("off", [0.9, 1.0, 1.1])
+@pytest.mark.parametrize("off", [0.9, 1.1])
 def test_ten_hours_of_ordinary_noise_raise_no_alarm_though_the_plan_is_a_little_off(
     off: float,
 ) -> None:

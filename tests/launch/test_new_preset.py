@@ -402,6 +402,7 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     assert "has no `model_type`" in said("half")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_hub_id_without_a_network() -> None:
     assert "the hub cannot be reached" in refusal("owner/some-model")
 

@@ -122,10 +122,11 @@ def test_limits_of_other_hardware(
 
 
 def test_parts_of_a_mask_are_disjoint_and_whole(tmp_path: Path) -> None:
+    found = grace(tmp_path)
     for bits in range(4, 33):
         main, adam = (
             int(lines[1].partition("=")[2], 16)
-            for lines in schemata(replace(grace(tmp_path), caches={"L3": {1: 2**bits - 1}}))
+            for lines in schemata(replace(found, caches={"L3": {1: 2**bits - 1}}))
         )
         assert main & adam == 0
         assert main | adam == 2**bits - 1

@@ -20,7 +20,7 @@ from so_tui.launch.launch import (
     write_launch,
 )
 from so_tui.launch.show import shown_launch
-from so_tui.machine.types import Gpu, Software
+from so_tui.machine.types import Gpu
 from so_tui.runs import create_run, new_attempt
 from so_tui.spec import OffloadSpec, Refused, RunSpec, find_preset
 from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
@@ -227,9 +227,3 @@ def test_launch_files_of_the_first_version_are_read(tiny: RunSpec, tmp_path: Pat
         )
     run.launch_path(attempt).write_bytes(msgspec.json.encode(parts | {"v": 1}))
     assert msgspec.structs.replace(read_launch(run, attempt), v=launch.v) == launch
-
-
-def test_software_of_another_machine_decides_about_the_environment(tiny: RunSpec) -> None:
-    machine = quad_gh200(software=Software(torch="2.9.1", deepspeed="0.19.8"))
-    names = {variable.name for variable in prepare(tiny, machine, inherited={}).environment}
-    assert "PYTORCH_CUDA_ALLOC_CONF" in names

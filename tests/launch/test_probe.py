@@ -202,9 +202,7 @@ def test_a_probe_is_refused_for_another_machine(
 
 
 @pytest.mark.slow
-def test_a_probe_runs_the_whole_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_probe_runs_the_whole_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", "tiny", "--probe", "--gpus", "1", "--json", "--set", "data.held_out=400"])
         == 0

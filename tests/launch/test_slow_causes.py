@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import get_args
 
@@ -251,25 +250,6 @@ def test_a_moment_is_no_slowdown(moment_s: float) -> None:
             run_cpu_s=20.0,
         )
     )
-
-
-def test_an_hour_of_ordinary_noise_is_no_slowdown() -> None:
-    """Steps vary by a tenth, one of twenty takes three times as long, and twice the host is busy
-    for half a minute.
-    """
-    chance = random.Random(11)
-
-    def steps() -> Iterator[tuple[float, float]]:
-        now = 0.0
-        while now < 3600:
-            busy = 1000 < now < 1030 or 2500 < now < 2530
-            step_s = (
-                3.0 * chance.gauss(1.03, 0.1) * (3.0 if busy or chance.random() < 0.05 else 1.0)
-            )
-            now += step_s
-            yield now, step_s
-
-    assert not any(watch(steps(), run_cpu_s=40.0))
 
 
 def test_slow_first_steps_and_steps_beside_a_checkpoint_are_none() -> None:

@@ -414,7 +414,7 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     assert wait_for(two, ended).state == "stopped"
 
 
-def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs, tmp_path: Path) -> None:
+def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs) -> None:
     script = (
         "import msgspec, sys, time\n"
         "from so_tui.launch.lifecycle import start\n"

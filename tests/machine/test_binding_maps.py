@@ -7,8 +7,6 @@ pattern.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import psutil
 import pytest
@@ -158,10 +156,8 @@ def by_itself(bindings: tuple[RankBinding, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("host", "gpus", "right", "deepspeed"), [row[1:] for row in MAPS], ids=[row[0] for row in MAPS]
 )
-def test_every_map(
-    tmp_path: Path, host: Host, gpus: int, right: list[str], deepspeed: list[str]
-) -> None:
-    machine = host.machine(tmp_path)
+def test_every_map(host: Host, gpus: int, right: list[str], deepspeed: list[str]) -> None:
+    machine = host.machine()
     bindings = bind(machine, gpus)
     assert written(bindings) == right
     assert by_itself(bindings) == deepspeed
@@ -176,9 +172,9 @@ def test_every_map(
 
 @pytest.mark.parametrize(("host", "gpus"), [row[1:3] for row in MAPS], ids=[row[0] for row in MAPS])
 def test_our_core_list_has_deepspeed_bind_within_each_ranks_own_cores(
-    tmp_path: Path, host: Host, gpus: int
+    host: Host, gpus: int
 ) -> None:
-    bindings = bind(host.machine(tmp_path), gpus)
+    bindings = bind(host.machine(), gpus)
     assert all(set(one.deepspeed.cpus) <= set(one.cpus) for one in bindings)
     listed = parse_cpus(core_list(bindings))
     share = len(listed) // gpus
@@ -197,11 +193,11 @@ def job(machine: Machine, cpus: str, gpus: tuple[int, ...], **changes: object) -
     return msgspec.structs.replace(machine, allowed_cpus=parse_cpus(cpus), gpus=given, **changes)
 
 
-def test_one_superchip_of_a_shared_quad_node(tmp_path: Path) -> None:
+def test_one_superchip_of_a_shared_quad_node() -> None:
     """The GPU of the third superchip is number 0 in the job, with cores 144-215. DeepSpeed asks for
     cores of other jobs.
     """
-    bindings = bind(job(QUAD_GH200.machine(tmp_path), "144-215", (2,)), 1)
+    bindings = bind(job(QUAD_GH200.machine(), "144-215", (2,)), 1)
     assert written(bindings) == ["0 @ 144-215 / 2"]
     assert bindings[0].numa_node == 2
     assert by_itself(bindings) == ["fails: cores 0-143,216-287 may not be used"]
@@ -209,11 +205,11 @@ def test_one_superchip_of_a_shared_quad_node(tmp_path: Path) -> None:
     assert core_list(bindings) == "144-215"
 
 
-def test_two_superchips_with_a_part_of_the_cores(tmp_path: Path) -> None:
+def test_two_superchips_with_a_part_of_the_cores() -> None:
     """``--cpus-per-task`` smaller than a superchip: 16 cores of the second one, 32 of the
     fourth.
     """
-    bindings = bind(job(QUAD_GH200.machine(tmp_path), "72-87,216-247", (1, 3)), 2)
+    bindings = bind(job(QUAD_GH200.machine(), "72-87,216-247", (1, 3)), 2)
     assert written(bindings) == ["0 @ 72-87 / 1", "1 @ 216-247 / 3"]
     assert [deepspeed_text(one.deepspeed) for one in bindings] == [
         SAME,
@@ -222,25 +218,25 @@ def test_two_superchips_with_a_part_of_the_cores(tmp_path: Path) -> None:
     assert all(text.startswith("fails: cores") for text in by_itself(bindings))
 
 
-def test_a_task_mask_that_misses_the_gpus_node(tmp_path: Path) -> None:
+def test_a_task_mask_that_misses_the_gpus_node() -> None:
     """Without ``-c 72`` every task of some sites gets cores 0-7, whichever GPU it has: memory goes
     with the cores.
     """
-    bindings = bind(job(QUAD_GH200.machine(tmp_path), "0-7", (3,)), 1)
+    bindings = bind(job(QUAD_GH200.machine(), "0-7", (3,)), 1)
     assert written(bindings) == ["0 @ 0-7 / 0"]
 
 
-def test_half_a_socket_of_two_with_hyperthreads(tmp_path: Path) -> None:
-    bindings = bind(job(EIGHT_H200.machine(tmp_path), "28-55,140-167", (2, 3)), 2)
+def test_half_a_socket_of_two_with_hyperthreads() -> None:
+    bindings = bind(job(EIGHT_H200.machine(), "28-55,140-167", (2, 3)), 2)
     assert written(bindings) == ["0 @ 28-41,140-153 / 0", "1 @ 42-55,154-167 / 0"]
     assert [cpu_ranges(one.deepspeed.cpus) for one in bindings] == ["28-41", "42-55"]
 
 
-def test_memory_nodes_that_the_cpuset_forbids(tmp_path: Path) -> None:
+def test_memory_nodes_that_the_cpuset_forbids() -> None:
     """set_mempolicy fails for a node outside ``Mems_allowed``: better no policy than a rank that
     does not start.
     """
-    machine = job(QUAD_GH200.machine(tmp_path), "0-143", (0, 1), allowed_memory_nodes=(0,))
+    machine = job(QUAD_GH200.machine(), "0-143", (0, 1), allowed_memory_nodes=(0,))
     bindings = bind(machine, 2)
     assert [one.memory_policy.mode for one in bindings] == ["bind", "default"]
     assert not any(one.deepspeed.numactl for one in bindings), (
@@ -248,8 +244,8 @@ def test_memory_nodes_that_the_cpuset_forbids(tmp_path: Path) -> None:
     )
 
 
-def test_gpus_split_by_mig_take_no_rank(tmp_path: Path) -> None:
-    machine = ONE_GH200_MIG.machine(tmp_path / "one")
+def test_gpus_split_by_mig_take_no_rank() -> None:
+    machine = ONE_GH200_MIG.machine()
     assert [node.id for node in machine.numa_nodes if node.kind == "gpu-memory"] == [1, 2, 3]
     split = msgspec.structs.replace(
         machine, gpus=tuple(msgspec.structs.replace(gpu, mig=True) for gpu in machine.gpus)
@@ -257,7 +253,7 @@ def test_gpus_split_by_mig_take_no_rank(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no whole GPU; GPU 0 is split by MIG"):
         bind(split, 1)
     assert written(bind(machine, 1)) == ["0 @ 0-71 / 0"], "a slice's memory is never the host's"
-    four = NVL2.machine(tmp_path / "two")
+    four = NVL2.machine()
     half = msgspec.structs.replace(
         four, gpus=(msgspec.structs.replace(four.gpus[0], mig=True), four.gpus[1])
     )
@@ -266,7 +262,7 @@ def test_gpus_split_by_mig_take_no_rank(tmp_path: Path) -> None:
         bind(half, (0,))
 
 
-def test_threads_side_by_side_stay_together(tmp_path: Path) -> None:
+def test_threads_side_by_side_stay_together() -> None:
     """A guest whose kernel numbers the threads of a core 0 and 1: two ranks on one node never share
     a core.
     """
@@ -275,7 +271,7 @@ def test_threads_side_by_side_stay_together(tmp_path: Path) -> None:
         grace=False,
         smt=tuple((first, first + 1) for first in range(0, 12, 2)),
     )
-    machine = host.machine(tmp_path)
+    machine = host.machine()
     assert machine.smt_siblings == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
     bindings = bind(machine, 4)
     assert [cpu_ranges(one.cpus) for one in bindings] == ["0-1", "2-5", "6-7", "8-11"]

@@ -23,14 +23,12 @@ IN_MEMORY = ("warning", "checkpoints-in-memory")
 THEIRS = {"offload.engine": "deepspeed", "train.gradient_clipping": "0"}
 
 
-def test_a_plan_that_does_not_fit_blocks(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_blocks() -> None:
     short, mends = (
         ("host node 0 needs 300 GiB", "each GPU needs 99 GiB"),
         ("4 GPUs hold it", "a larger part would"),
     )
-    finding = only(
-        found(healthy(tmp_path), plan=Needs(fits=False, cause_texts=short, remedy_texts=mends))
-    )
+    finding = only(found(healthy(), plan=Needs(fits=False, cause_texts=short, remedy_texts=mends)))
     assert (finding.severity, finding.code, finding.evidence) == (
         "blocks",
         "plan-does-not-fit",
@@ -44,9 +42,9 @@ def test_a_plan_that_does_not_fit_blocks(tmp_path: Path) -> None:
     [(0.5, None), (0.95, ("warning", "memory-limit")), (1.5, ("blocks", "memory-limit-exceeded"))],
 )
 def test_a_memory_limit_against_what_the_run_needs(
-    tmp_path: Path, share: float, kind: tuple[str, str] | None
+    share: float, kind: tuple[str, str] | None
 ) -> None:
-    machine = healthy(tmp_path, memory_limit_bytes=100 * GIB)
+    machine = healthy(memory_limit_bytes=100 * GIB)
     results = found(
         machine,
         plan=Needs(host_bytes_per_node={0: int(60 * share * GIB), 1: int(40 * share * GIB)}),
@@ -60,7 +58,7 @@ def test_a_memory_limit_against_what_the_run_needs(
 
 def test_memory_that_others_hold(tmp_path: Path) -> None:
     files = {"/proc/meminfo": f"MemAvailable: {20 * GIB // 1024} kB\n"}
-    machine = healthy(tmp_path / "m")
+    machine = healthy()
     finding = only(
         found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB}))
     )
@@ -79,7 +77,7 @@ def test_memory_that_others_hold(tmp_path: Path) -> None:
 
 def test_room_for_checkpoints(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    machine = healthy(tmp_path / "m")
+    machine = healthy()
     absent = tmp_path / "runs" / "not yet there"
     too_large = found(machine, plan=Needs(disk_peak_bytes=free * 2), checkpoints=absent)
     assert kinds(too_large)[1:] in ([], [IN_MEMORY])
@@ -95,7 +93,7 @@ def test_room_for_checkpoints(tmp_path: Path) -> None:
 
 
 def test_checkpoints_in_a_folder_that_is_host_memory(tmp_path: Path) -> None:
-    machine, needs = healthy(tmp_path), Needs(disk_peak_bytes=1)
+    machine, needs = healthy(), Needs(disk_peak_bytes=1)
     assert kinds(found(machine, plan=needs, checkpoints=Path("/dev/shm/runs"))) == [IN_MEMORY]
     link = tmp_path / "link"
     link.symlink_to("/dev/shm")
@@ -104,12 +102,12 @@ def test_checkpoints_in_a_folder_that_is_host_memory(tmp_path: Path) -> None:
 
 
 def test_the_largest_processes_are_named_where_memory_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run, "_LARGE_BYTES", 0)
     needs = Needs(host_bytes_per_node={0: 1 << 60})
     (finding,) = run._check_memory_now(
-        CheckContext(machine=healthy(tmp_path), plan=needs, files=SystemFiles())
+        CheckContext(machine=healthy(), plan=needs, files=SystemFiles())
     )
     assert finding.code == "memory-in-use"
     assert finding.evidence.count("(process ") == 3
@@ -130,10 +128,10 @@ ENGINE_TRAPS: list[tuple[dict[str, str], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("settings", "changes", "code"), ENGINE_TRAPS)
 def test_traps_of_deepspeeds_engine_that_ours_does_not_have(
-    tmp_path: Path, settings: dict[str, str], changes: dict[str, Any], code: str
+    settings: dict[str, str], changes: dict[str, Any], code: str
 ) -> None:
     def codes(engine: str) -> list[str]:
-        machine: Machine = healthy(tmp_path / engine, ONE_GH200)
+        machine: Machine = healthy(ONE_GH200)
         if "compute_mode" in changes:
             machine = with_gpu(machine, compute_mode=changes["compute_mode"])
         if "allowed_cpus" in changes:
@@ -150,13 +148,13 @@ def test_traps_of_deepspeeds_engine_that_ours_does_not_have(
 
 def test_what_deepspeeds_adam_is_compiled_with(tmp_path: Path) -> None:
     plan = Needs(mode="zerooffload")
-    without = with_software(healthy(tmp_path / "m"), ninja=None, cuda_toolkit="13.0")
+    without = with_software(healthy(), ninja=None, cuda_toolkit="13.0")
     assert kinds(found(without, plan=plan)) == [("blocks", "no-ninja")]
-    other = with_software(healthy(tmp_path / "n"), cuda_toolkit="12.8")
+    other = with_software(healthy(), cuda_toolkit="12.8")
     assert only(found(other, plan=plan)).code == "cuda-toolkit-mismatch"
     assert found(other, plan=plan, environment={"DS_SKIP_CUDA_CHECK": "1"}) == ()
     assert found(other, plan=Needs()) == (), "our own Adam needs no toolkit"
-    same = with_software(healthy(tmp_path / "o"), cuda_toolkit="13.0")
+    same = with_software(healthy(), cuda_toolkit="13.0")
     home = {"HOME": "/home/a"}
     assert (
         only(found(same, {}, tmp_path / "t", plan=plan, environment=home)).code
@@ -176,17 +174,17 @@ def test_what_deepspeeds_adam_is_compiled_with(tmp_path: Path) -> None:
     ],
 )
 def test_the_time_limit_of_a_job(
-    tmp_path: Path, left_s: int, settings: dict[str, str], step_s: float | None, code: str | None
+    left_s: int, settings: dict[str, str], step_s: float | None, code: str | None
 ) -> None:
     plan = Needs(changes=settings, step_s=step_s)
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(1_000_000 + left_s)}
-    results = found(healthy(tmp_path), plan=plan, environment=environment, now=1_000_000.0)
+    results = found(healthy(), plan=plan, environment=environment, now=1_000_000.0)
     assert kinds(results) == ([("warning", code)] if code else [])
 
 
 def test_the_command_checks_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = tmp_path / "machine.json"
-    host = ONE_GH200.machine(tmp_path / "root")
+    host = ONE_GH200.machine()
     machine.write_bytes(msgspec.json.encode(host))
     assert main(["doctor", "--machine", str(machine)]) == 0
     capsys.readouterr()

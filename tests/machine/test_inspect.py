@@ -40,7 +40,7 @@ def places(machine: Machine) -> list[tuple[int | None, int | None]]:
 
 
 def test_one_gh200(tmp_path: Path) -> None:
-    machine = ONE_GH200.machine(tmp_path)
+    machine = ONE_GH200.inspected(tmp_path)
     assert kinds(machine) == {"cpu": [0], "gpu-memory": [1], "empty": [2, 3, 4, 5, 6, 7, 8]}
     assert places(machine) == [(0, 1)]
     assert machine.cpu_name == "NVIDIA Grace (Neoverse V2)"
@@ -57,7 +57,7 @@ def test_one_gh200(tmp_path: Path) -> None:
 
 
 def test_quad_gh200(tmp_path: Path) -> None:
-    machine = QUAD_GH200.machine(tmp_path)
+    machine = QUAD_GH200.inspected(tmp_path)
     assert kinds(machine)["cpu"] == [0, 1, 2, 3]
     assert kinds(machine)["gpu-memory"] == [4, 12, 20, 28]
     assert len(kinds(machine)["empty"]) == 28
@@ -67,7 +67,7 @@ def test_quad_gh200(tmp_path: Path) -> None:
 
 
 def test_gb200_gives_each_gpu_the_memory_near_its_own_cpu_node(tmp_path: Path) -> None:
-    machine = GB200.machine(tmp_path)
+    machine = GB200.inspected(tmp_path)
     assert kinds(machine)["cpu"] == [0, 1]
     assert kinds(machine)["gpu-memory"] == [2, 10, 18, 26]
     assert places(machine) == [(0, 2), (0, 10), (1, 18), (1, 26)]
@@ -77,8 +77,8 @@ def test_memory_nodes_follow_the_distances_and_not_the_pci_order(tmp_path: Path)
     swapped = dataclasses.replace(
         NVL2, gpus=(("0009:01:00.0", 0x2348, 1), ("0019:01:00.0", 0x2348, 0))
     )
-    assert places(NVL2.machine(tmp_path / "a")) == [(0, 2), (1, 10)]
-    assert places(swapped.machine(tmp_path / "b")) == [(1, 10), (0, 2)]
+    assert places(NVL2.inspected(tmp_path / "a")) == [(0, 2), (1, 10)]
+    assert places(swapped.inspected(tmp_path / "b")) == [(1, 10), (0, 2)]
 
 
 def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_path: Path) -> None:
@@ -87,14 +87,14 @@ def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_pa
         hbm={node: memory for node, memory in GB200.hbm.items() if node != 2},
         empty=(2, *GB200.empty),
     )
-    assert places(host.machine(tmp_path)) == [(0, None), (0, None), (1, 18), (1, 26)]
+    assert places(host.inspected(tmp_path)) == [(0, None), (0, None), (1, 18), (1, 26)]
 
 
 @pytest.mark.parametrize(
     ("host", "node"), [(ONE_GH200_CDMM, None), (ONE_GH200_HBM_ONLY, 1), (fake_numa(4), 4)]
 )
 def test_other_maps_of_one_gh200(tmp_path: Path, host: object, node: int | None) -> None:
-    machine = host.machine(tmp_path)  # type: ignore[attr-defined]
+    machine = host.inspected(tmp_path)  # type: ignore[attr-defined]
     assert places(machine) == [(0, node)]
     assert machine.gpus[0].memory_total_bytes == 97280 * MIB, (
         "the published size, if no node has it"
@@ -103,15 +103,15 @@ def test_other_maps_of_one_gh200(tmp_path: Path, host: object, node: int | None)
 
 
 def test_memory_that_mig_cut_up_is_not_taken_for_the_whole_part(tmp_path: Path) -> None:
-    assert [gpu.memory_total_bytes for gpu in ONE_GH200_MIG.machine(tmp_path).gpus] == [None]
+    assert [gpu.memory_total_bytes for gpu in ONE_GH200_MIG.inspected(tmp_path).gpus] == [None]
 
 
 def test_gb200_without_memory_nodes(tmp_path: Path) -> None:
-    assert places(GB200_CDMM.machine(tmp_path)) == [(0, None), (0, None), (1, None), (1, None)]
+    assert places(GB200_CDMM.inspected(tmp_path)) == [(0, None), (0, None), (1, None), (1, None)]
 
 
 def test_x86_with_eight_gpus(tmp_path: Path) -> None:
-    machine = EIGHT_H100.machine(tmp_path)
+    machine = EIGHT_H100.inspected(tmp_path)
     assert machine.architecture == "x86_64"
     assert machine.cpu_name == "Intel(R) Xeon(R) Platinum 8480+"
     assert places(machine) == [(0, None)] * 4 + [(1, None)] * 4
@@ -121,7 +121,7 @@ def test_x86_with_eight_gpus(tmp_path: Path) -> None:
 
 def test_memory_expanders_of_x86_are_nobodys_gpu_memory(tmp_path: Path) -> None:
     host = dataclasses.replace(EIGHT_H100, gpus=EIGHT_H100.gpus[:1], hbm={2: (262144, 0)})
-    machine = host.machine(tmp_path)
+    machine = host.inspected(tmp_path)
     assert kinds(machine)["gpu-memory"] == [2]
     assert places(machine) == [(0, None)]
     assert machine.host_memory_bytes == (1031000 + 1032000) * MIB
@@ -132,9 +132,9 @@ def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
         EIGHT_H100, cpu={0: ("0-15", 131072)}, gpus=(("0000:18:00.0", 0x2335, -1),)
     )
     two = dataclasses.replace(EIGHT_H100, gpus=(("0000:18:00.0", 0x2335, -1),))
-    assert places(one.machine(tmp_path / "one")) == [(0, None)]
-    assert one.machine(tmp_path / "one").gpus[0].cpus == tuple(range(16))
-    assert places(two.machine(tmp_path / "two")) == [(None, None)]
+    assert places(one.inspected(tmp_path / "one")) == [(0, None)]
+    assert one.inspected(tmp_path / "one").gpus[0].cpus == tuple(range(16))
+    assert places(two.inspected(tmp_path / "two")) == [(None, None)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
 def test_memory_out_of_reach_is_noted(
     tmp_path: Path, allowed: tuple[int, ...] | None, said: str
 ) -> None:
-    notes = memory_allowance_notes(QUAD_GH200.machine(tmp_path).numa_nodes, allowed)
+    notes = memory_allowance_notes(QUAD_GH200.inspected(tmp_path).numa_nodes, allowed)
     assert [said in note for note in notes] == ([True] if said else [])
 
 
@@ -152,7 +152,7 @@ def test_a_copied_tree_is_inspected_without_live_queries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    machine = QUAD_GH200.machine(tmp_path)
+    machine = QUAD_GH200.inspected(tmp_path)
     assert not machine.live
     assert len(machine.gpus) == 4
     assert machine.hostname == "unknown"
@@ -188,7 +188,7 @@ def test_total_memory_that_includes_gpu_memory_is_noted_and_not_counted(tmp_path
     host = dataclasses.replace(
         ONE_GH200, extra={"/proc/meminfo": f"MemTotal: {(490037 + 97280) * 1024} kB\n"}
     )
-    machine = host.machine(tmp_path)
+    machine = host.inspected(tmp_path)
     assert machine.host_memory_bytes == 490037 * MIB
     assert any("includes GPU memory" in note for note in machine.notes)
 
@@ -202,7 +202,7 @@ def test_node_accounting_that_lags_behind_is_corrected_where_there_is_one_node(
         gpus=(),
         extra={"/proc/meminfo": "MemTotal: 25165824 kB\nMemFree: 1024 kB\n"},
     )
-    assert host.machine(tmp_path).host_memory_bytes == 24 << 30
+    assert host.inspected(tmp_path).host_memory_bytes == 24 << 30
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
@@ -240,6 +240,6 @@ MPAM_TABLE = {"/sys/firmware/acpi/tables/MPAM": ""}
     ],
 )
 def test_mpam_states(tmp_path: Path, files: dict[str, str], state: str) -> None:
-    machine = dataclasses.replace(ONE_GH200, extra=files).machine(tmp_path)
+    machine = dataclasses.replace(ONE_GH200, extra=files).inspected(tmp_path)
     assert machine.mpam.state == state
     assert machine.mpam.evidence

@@ -22,7 +22,7 @@ SIZES = [mib for _, mib in QUAD_MI300A.cpu.values()]
 
 
 def test_four_apus(tmp_path: Path) -> None:
-    machine = QUAD_MI300A.machine(tmp_path)
+    machine = QUAD_MI300A.inspected(tmp_path)
     assert machine.cpu_name == "AMD Instinct MI300A Accelerator"
     assert [node.kind for node in machine.numa_nodes] == ["cpu"] * 4
     assert [
@@ -32,12 +32,12 @@ def test_four_apus(tmp_path: Path) -> None:
     assert [gpu.memory_total_bytes for gpu in machine.gpus] == [mib * MIB for mib in SIZES]
     assert machine.gpus[0].uuid == "GPU-6cdb410c2f219ac0"
     assert machine.host_memory_bytes == sum(SIZES) * MIB  # once, not once more for the GPUs
-    assert not any(gpu.shares_memory for gpu in QUAD_GH200.machine(tmp_path / "other").gpus)
+    assert not any(gpu.shares_memory for gpu in QUAD_GH200.inspected(tmp_path / "other").gpus)
 
 
 def test_each_rank_is_bound_to_its_apu(tmp_path: Path) -> None:
     ranks = bind_ranks(
-        QUAD_MI300A.machine(tmp_path), 4, mode="superoffload", cpu_adam_cores_fraction=0.8
+        QUAD_MI300A.inspected(tmp_path), 4, mode="superoffload", cpu_adam_cores_fraction=0.8
     )
     assert [rank.numa_node for rank in ranks] == [0, 1, 2, 3]
     assert [len(rank.cpus) for rank in ranks] == [48] * 4
@@ -137,14 +137,16 @@ def test_pipes_and_odd_names_are_passed_by(tmp_path: Path) -> None:
 def test_what_schedulers_hide(
     tmp_path: Path, environment: dict[str, str], variable: str | None, shown: list[int] | None
 ) -> None:
-    gpus = QUAD_MI300A.machine(tmp_path).gpus
+    gpus = QUAD_MI300A.inspected(tmp_path).gpus
     assert hiding_variable(gpus, environment) == variable
     if variable is not None:
         assert [gpu.index for gpu in visible_gpus(gpus, environment[variable])[0]] == shown
 
 
 def test_rocm_variables_hide_nothing_of_nvidia(tmp_path: Path) -> None:
-    assert hiding_variable(QUAD_GH200.machine(tmp_path).gpus, {"ROCR_VISIBLE_DEVICES": "0"}) is None
+    assert (
+        hiding_variable(QUAD_GH200.inspected(tmp_path).gpus, {"ROCR_VISIBLE_DEVICES": "0"}) is None
+    )
 
 
 ASIC = (

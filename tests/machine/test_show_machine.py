@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 from rich.console import Console, RenderableType
 
@@ -22,8 +20,8 @@ def shown(renderable: RenderableType) -> str:
     return text
 
 
-def test_gpus_are_below_their_node_with_their_own_memory(tmp_path: Path) -> None:
-    lines = [line.strip("│├└─ ") for line in shown(render(GB200.machine(tmp_path))).splitlines()]
+def test_gpus_are_below_their_node_with_their_own_memory() -> None:
+    lines = [line.strip("│├└─ ") for line in shown(render(GB200.machine())).splitlines()]
     order = [line.split("  ")[0] for line in lines if line.startswith(("node", "GPU"))]
     assert order == [
         "node 0",
@@ -40,8 +38,8 @@ def test_gpus_are_below_their_node_with_their_own_memory(tmp_path: Path) -> None
     assert any("28 empty nodes" in line for line in lines)
 
 
-def test_facts_of_a_machine(tmp_path: Path) -> None:
-    text = shown(render(QUAD_GH200.machine(tmp_path)))
+def test_facts_of_a_machine() -> None:
+    text = shown(render(QUAD_GH200.machine()))
     for fact in (
         "NVIDIA Grace",
         "288 cores",
@@ -54,8 +52,8 @@ def test_facts_of_a_machine(tmp_path: Path) -> None:
         assert fact in text
 
 
-def test_forbidden_cores_are_shown(tmp_path: Path) -> None:
-    machine = msgspec.structs.replace(EIGHT_H100.machine(tmp_path), allowed_cpus=tuple(range(8)))
+def test_forbidden_cores_are_shown() -> None:
+    machine = msgspec.structs.replace(EIGHT_H100.machine(), allowed_cpus=tuple(range(8)))
     text = shown(render(machine))
     assert "may use 0-7" in text
     assert "may use none" in text

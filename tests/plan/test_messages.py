@@ -10,18 +10,10 @@ import pytest
 from so_tui.machine.types import Network
 from so_tui.plan.notes import (
     AnyFact,
-    AutoMode,
     Change,
     Fact,
     FasterRatio,
-    FitsHere,
-    LargerHostFits,
-    MemoryAdvice,
-    MemoryNeeded,
-    MemorySaving,
-    MicroBatchChosen,
     NextBest,
-    NodeNeed,
     Note,
     RemoteCode,
     Shortage,
@@ -47,66 +39,6 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
         (
             Shortage(pool="gpu", needs=90 * GIB, has=95 * GIB, fatal=False),
             "each GPU needs 90.0 GiB of 95.0 GiB: little is left for what is not predicted exactly",
-        ),
-        (
-            MemoryNeeded(
-                gpu_bytes=10 * GIB,
-                gpu_capacity_bytes=95 * GIB,
-                hosts=(NodeNeed((0,), 20 * GIB, 111 * GIB),),
-            ),
-            "needs 10.0 GiB of 95.0 GiB on each GPU; 20.0 GiB of 111 GiB on host node 0",
-        ),
-        (
-            TooFewGpus(machine="n1", asked=8, present=4),
-            "gpus = 8: n1 has 4 GPUs. Ask for 4 or fewer",
-        ),
-        (
-            FitsHere(
-                changes=(
-                    Change("train.micro_batch", 4, 2),
-                    Change("train.gradient_accumulation", 1, 2),
-                )
-            ),
-            "train.micro_batch = 2 with train.gradient_accumulation = 2 fits here",
-        ),
-        (
-            LargerHostFits(gpus=4, host_bytes=480 * 10**9, needs_bytes=330 * GIB, micro_batch=2),
-            (
-                "4 x GH200 with 480 GB of host memory each would fit the run with "
-                "train.micro_batch = 2 (330 GiB needed per node)"
-            ),
-        ),
-        (
-            AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=SHORT),
-            (
-                "auto is superoffload here: without offload each of host nodes 0, 1 needs 200 GiB, "
-                "has 111 GiB"
-            ),
-        ),
-        (
-            MicroBatchChosen(
-                micro_batch=8, accumulation=2, given_micro_batch=4, given_slower=0.071
-            ),
-            (
-                "micro-batch 8 with accumulation 2 keeps the tokens of a step; micro-batch 4 would "
-                "be 7.1% slower"
-            ),
-        ),
-        (
-            NextBest(
-                mode="superoffload", ratio=0.35, micro_batch=4, policy="selective", slower=0.072
-            ),
-            (
-                "next best: superoffload at ratio 0.35, micro-batch 4, activation checkpointing "
-                "selective, 7.2% slower"
-            ),
-        ),
-        (
-            NextBest(mode="gpu", ratio=0.9, micro_batch=4, policy="none", slower=0.004, alike=True),
-            (
-                "about as fast as no offload, micro-batch 4, activation checkpointing none "
-                "(planned 0.4% slower, less than plans are off)"
-            ),
         ),
         (
             NextBest(
@@ -140,38 +72,12 @@ SHORT = Shortage(pool="node", nodes=(0, 1), needs=200 * GIB, has=111 * GIB, fata
             ),
         ),
         (
-            FasterRatio(
-                ratio=0.9,
-                step_s=3.0,
-                smallest_ratio=0.7,
-                smallest_step_s=3.6,
-                more_gpu_bytes=24 * GIB,
-            ),
-            (
-                "ratio 0.90: 0.70 would fit too, but the GPU would step more itself; 3.00 s a step "
-                "instead of 3.60 s"
-            ),
-        ),
-        (
-            MemoryAdvice(
-                pool="gpu",
-                savings=(
-                    MemorySaving(changes=(Change("offload.ratio", 0.6, 0.8),), saves_bytes=3 * GIB),
-                ),
-            ),
-            (
-                "offload.ratio 0.6 -> 0.8 needs 3.0 GiB less on each GPU (predicted). `so-tui "
-                "plan` shows the rest"
-            ),
-        ),
-        (
             RemoteCode(model="/models/a\x1bb", revision=""),
             (
                 "model.trust_remote_code is on: Python code of the folder /models/a\\x1bb runs "
                 "with your rights; launch it only if you have read that code"
             ),
         ),
-        (Note(text="as the machine says"), "as the machine says"),
     ],
 )
 def test_words(fact: Fact, text: str) -> None:

@@ -101,7 +101,7 @@ def steps_by_ratio(plan: Plan, machine: Machine) -> dict[float, float]:
     ("preset", "machine", "micro_batch"),
     [("qwen3-14b", "h200-8", "2"), ("phi-4", "gh200-480", "4"), ("llama-3.1-8b", "h200-8", "8")],
 )
-def test_the_recommended_ratio_is_the_fastest_and_leaves_adam_some_time_where_its_rate_is_another_hosts(  # noqa: E501
+def test_the_recommended_ratio_is_the_fastest_or_leaves_adam_time(
     preset: str, machine: str, micro_batch: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too small, and the GPU steps more itself; too large, and backward no longer hides Adam."""
@@ -158,8 +158,8 @@ def test_a_recommendation_explains_each_choice_and_prices_the_next_best() -> Non
 @pytest.mark.parametrize("name", list(CATALOG.presets))
 @pytest.mark.parametrize(
     "machine",
-    [QUAD, BIG, x86("NVIDIA H200"), x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)],
-    ids=["quad", "big", "h200", "h100"],
+    [QUAD, x86("NVIDIA H100 80GB HBM3", gpu_mib=81_559)],
+    ids=["quad", "h100"],
 )
 def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: Machine) -> None:
     plan = recommend(CATALOG.presets[name].spec, machine, 1)
@@ -178,7 +178,7 @@ def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: 
 
 
 @pytest.mark.parametrize("name", list(CATALOG.presets))
-@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("gpus", [1, 4])
 def test_what_is_recommended_is_as_fast_as_the_preset_as_published(name: str, gpus: int) -> None:
     published = {
         "offload__mode": "superoffload",
@@ -279,9 +279,7 @@ def test_waiting_for_the_optimizer_is_priced_in_tokens_of_a_step() -> None:
 
 @pytest.mark.parametrize("name", list(CATALOG.presets))
 @pytest.mark.parametrize("machine", [QUAD, FOUR_H100], ids=["quad", "h100"])
-def test_what_is_recommended_is_about_as_fast_as_the_fastest_and_simpler_where_it_is_not_that(
-    name: str, machine: Machine
-) -> None:
+def test_what_is_recommended_is_about_as_fast_as_the_fastest(name: str, machine: Machine) -> None:
     for gpus in (1, 4):
         spec = replace(CATALOG.presets[name].spec, gpus=gpus)
         chosen, tried, _ = best_settings(spec, target_of(spec, machine))

@@ -570,28 +570,16 @@ def named(row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("row", LONG, ids=named)
-def test_gpu_memory_of_long_sequences_is_planned(row: dict[str, Any]) -> None:
-    """As torch reserved it. Nothing is planned too small by more than 1 %, and where weights are on
-    the GPU too large by more than 5 %.
+def test_memory_and_steps_of_long_sequences_are_planned(row: dict[str, Any]) -> None:
+    """Memory as torch reserved it: nothing is planned too small by more than 1 %, and where weights
+    are on the GPU too large by more than 5 %. Each part of a step is within 5 % of the step, but
+    for one row, whose Adam was 14 % slower than that of the same model with other documents; where
+    two GPUs share a sequence, within 6 %.
     """
     plan, measured = planned_row(row), row["gpu_reserved_gib"] * 2**30
-    on_host = plan.spec.offload.parameters == "cpu"
-    assert (
-        -0.01 * measured
-        < plan.gpu_reserved_bytes - measured
-        < (0.12 if on_host else 0.05) * measured
-    )
-
-
-@pytest.mark.parametrize("row", LONG, ids=named)
-def test_each_part_of_a_long_sequences_step_is_planned_within_5_percent_of_the_step(
-    row: dict[str, Any],
-) -> None:
-    """But for one row, whose Adam was 14 % slower than that of the same model with other documents.
-
-    Where two GPUs share a sequence, within 6 %.
-    """
-    step, measured_s = planned_row(row).step, row["step_s"]
+    more = 0.12 if plan.spec.offload.parameters == "cpu" else 0.05
+    assert -0.01 * measured < plan.gpu_reserved_bytes - measured < more * measured
+    step, measured_s = plan.step, row["step_s"]
     assert step is not None
     parts = {
         "forward": step.forward_s - row["forward_s"],

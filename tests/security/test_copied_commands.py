@@ -51,7 +51,7 @@ def test_the_names_of_shared_memory_that_doctor_says_to_remove_are_quoted(
     (tmp_path / "t/dev/shm").mkdir(parents=True)
     with (tmp_path / "t" / left[1:]).open("wb") as file:
         file.truncate(40 << 20)
-    finding = only(found(healthy(tmp_path / "m"), {}, tmp_path / "t"))
+    finding = only(found(healthy(), {}, tmp_path / "t"))
     assert finding.evidence.isprintable()
     (tmp_path / "shell").mkdir()
     assert arguments_of(offered(finding.remedy), tmp_path / "shell") == [left]
@@ -60,7 +60,7 @@ def test_the_names_of_shared_memory_that_doctor_says_to_remove_are_quoted(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
 def test_another_users_link_in_shared_memory_is_not_reported_as_ones_own(tmp_path: Path) -> None:
     files = {"/home/me/large": "x" * (40 << 20), "/dev/shm/sem.mp-abc": "x"}
-    machine = healthy(tmp_path / "m")
+    machine = healthy()
     assert found(machine, files, tmp_path / "t") == ()
     link = tmp_path / "t" / "dev/shm" / f"torch_4711_99_{INJECTION.replace('/', '|')}"
     link.symlink_to(tmp_path / "t" / "home/me/large")

@@ -36,7 +36,7 @@ from tests.support.mutations import harmed_bytes, harmed_json, harmed_lines, har
 LIMIT_S = 2.0
 LIMIT_BYTES = 200 << 20
 LONG_S = float(os.environ.get("SO_TUI_FUZZ_S", "0"))
-EXAMPLES = 60
+EXAMPLES = 30
 TARGETS = 6
 """Tests in this file that share the time of a long run."""
 

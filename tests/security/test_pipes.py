@@ -39,24 +39,27 @@ def run(tmp_path: Path) -> RunDirectory:
     return made
 
 
+STATE = ("state.json",)
+RECORDS = ("metrics/000001.jsonl", "metrics/000001.index", "attempts/001/output.here.log")
+"""What is read only if the state could be."""
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
-@pytest.mark.parametrize(
-    "name",
-    ["state.json", "metrics/000001.jsonl", "metrics/000001.index", "attempts/001/output.here.log"],
-)
+@pytest.mark.parametrize("names", [STATE, RECORDS], ids=["state", "records"])
 def test_no_file_of_a_run_makes_commands_hang_or_fill_the_memory(
-    run: RunDirectory, name: str, kind: str
+    run: RunDirectory, names: tuple[str, ...], kind: str
 ) -> None:
-    path = run.path / name
-    path.unlink(missing_ok=True)
-    match kind:
-        case "pipe":
-            os.mkfifo(path)
-        case "device":
-            path.symlink_to("/dev/zero")
-        case _:
-            with path.open("wb") as file:
-                file.truncate(8 << 30)
+    for name in names:
+        path = run.path / name
+        path.unlink(missing_ok=True)
+        match kind:
+            case "pipe":
+                os.mkfifo(path)
+            case "device":
+                path.symlink_to("/dev/zero")
+            case _:
+                with path.open("wb") as file:
+                    file.truncate(8 << 30)
     for command in (("runs", "--runs-dir", str(run.path.parent)), ("logs", str(run.path))):
         limited = [
             "/bin/sh",
@@ -73,12 +76,10 @@ def test_no_file_of_a_run_makes_commands_hang_or_fill_the_memory(
         assert done.returncode in (0, 2)
 
 
-@pytest.mark.parametrize("name", ["²", "٣", "-1", "1" * 200])
-def test_no_name_of_a_file_is_an_attempt_or_segment_that_it_is_not(
-    run: RunDirectory, name: str
-) -> None:
-    (run.attempts_dir / name).mkdir()
-    (run.metrics_dir / f"{name}.jsonl").touch()
+def test_no_name_of_a_file_is_an_attempt_or_segment_that_it_is_not(run: RunDirectory) -> None:
+    for name in ("²", "٣", "-1", "1" * 200):
+        (run.attempts_dir / name).mkdir()
+        (run.metrics_dir / f"{name}.jsonl").touch()
     done = subprocess.run(
         [sys.executable, "-m", "so_tui", "runs", "--runs-dir", str(run.path.parent)],
         capture_output=True,

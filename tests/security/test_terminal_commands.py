@@ -64,7 +64,6 @@ COMMANDS: dict[str, list[list[str]]] = {
     "data": [
         ["data", "hostile"],
         ["data", "hostile", "--json"],
-        ["data", "hostile", "--set", f"data.columns.text={HOSTILE}"],
     ],
     "fetch": [["fetch", HOSTILE]],
     "prepare": [["prepare", HOSTILE]],
@@ -256,7 +255,7 @@ def test_json_and_toml_still_say_what_was_written(
     assert (listed["name"], listed["reason"]) == (IN_A_NAME, HOSTILE)
 
 
-def test_a_traceback_and_bytes_that_are_no_text_are_printed_safely(tmp_path: Path) -> None:
+def test_a_traceback_and_bytes_that_are_no_text_are_printed_safely() -> None:
     code = (
         "import sys; from so_tui.trust.streams import guard_output; guard_output(); "
         "print(sys.argv[1]); raise OSError(sys.argv[1])"

@@ -92,7 +92,6 @@ async def test_screens_show_only_printable_characters(
         for name, keys in WAYS.items():
             for key in keys:
                 await driver.press(key)
-                await driver.pilot.pause(0.1)
             await driver.until(
                 lambda name=name: (  # type: ignore[misc]
                     len(driver.app.screen_stack) == 2 if name in DIALOGS else "x1b" in driver.text()
@@ -104,8 +103,8 @@ async def test_screens_show_only_printable_characters(
                 await driver.until(lambda: len(driver.app.screen_stack) == 1)
 
 
-async def test_notifications_questions_and_notices_show_only_printable_characters(
-    world: HostileWorld,
+async def test_what_is_copied_notified_and_asked_is_text(
+    world: HostileWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(world.runs_dir, machine=world.machine) as driver:
         driver.app.notify(HOSTILE + SURROGATE, title=HOSTILE, markup=False, timeout=60)
@@ -118,6 +117,14 @@ async def test_notifications_questions_and_notices_show_only_printable_character
         driver.app.call_later(driver.app.push_screen, Question(HOSTILE, (HOSTILE,), yes=HOSTILE))
         await driver.until(lambda: isinstance(driver.screen, Question))
         assert_only_text(driver)
+        written: list[str] = []
+        assert driver.app._driver is not None
+        monkeypatch.setattr(driver.app._driver, "write", written.append)
+        driver.app.copy_to_clipboard(HOSTILE + SURROGATE)
+        (copied,) = [text for text in written if text.startswith("\x1b]52")]
+        text = base64.b64decode(re.fullmatch("\x1b]52;c;([A-Za-z0-9+/=]*)\x07", copied)[1]).decode()  # type: ignore[index]
+        plain = text.replace("\n", "").replace("\t", "")
+        assert printable_line(plain) == plain
 
 
 class Widgets(FixedApp[None]):
@@ -135,19 +142,6 @@ class Widgets(FixedApp[None]):
         table = self.query_one(DataTable)
         table.add_column(RichText(HOSTILE), width=30)
         table.add_row(RichText(HOSTILE + SURROGATE), label=RichText(HOSTILE))
-
-
-async def test_what_is_copied_is_text(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(world.runs_dir, machine=world.machine) as driver:
-        written: list[str] = []
-        assert driver.app._driver is not None
-        monkeypatch.setattr(driver.app._driver, "write", written.append)
-        driver.app.copy_to_clipboard(HOSTILE + SURROGATE)
-        (copied,) = [text for text in written if text.startswith("\x1b]52")]
-        text = base64.b64decode(re.fullmatch("\x1b]52;c;([A-Za-z0-9+/=]*)\x07", copied)[1]).decode()  # type: ignore[index]
-        assert printable_line(text.replace("\n", "").replace("\t", "")) == text.replace(
-            "\n", ""
-        ).replace("\t", "")
 
 
 def test_a_copied_path_of_a_run_is_quoted(

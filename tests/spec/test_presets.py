@@ -231,6 +231,7 @@ def test_a_shape_that_was_changed_below_its_table_is_told_and_mended_by_the_gene
     assert load_catalog(tmp_path).problems == ()
 
 
+@pytest.mark.repository
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
     pytest.importorskip("transformers")

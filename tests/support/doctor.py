@@ -53,9 +53,9 @@ class Needs:
         return with_values(find_preset("tiny").spec, self.changes)
 
 
-def healthy(folder: Path, host: Host = QUAD_GH200, **changes: Any) -> Machine:
+def healthy(host: Host = QUAD_GH200, **changes: Any) -> Machine:
     """Return a live machine without findings, with some attributes changed."""
-    machine = host.machine(folder)
+    machine = host.machine()
     gpus = tuple(
         msgspec.structs.replace(gpu, uuid=f"GPU-{gpu.index}", compute_mode="Default", mig=False)
         for gpu in machine.gpus

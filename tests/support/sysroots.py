@@ -5,6 +5,7 @@ NUMA ids, CPU ranges and sizes follow published listings; distances follow the p
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,9 @@ def build_files(files: dict[str, str], folder: Path) -> Path:
         "\n".join(f"{name}\t{content}".replace("\n", "\\n") for name, content in files.items()),
         folder,
     )
+
+
+_inspected: dict[str, Machine] = {}
 
 
 @dataclass(frozen=True)
@@ -146,9 +150,16 @@ class Host:
         owner = self._gpu(node)
         return self.hbm[owner][1] if owner is not None else None
 
-    def machine(self, folder: Path) -> Machine:
+    def inspected(self, folder: Path) -> Machine:
         """Inspect the machine, with its files below ``folder``."""
         return inspect_machine(build_sysroot(self.listing(), folder))
+
+    def machine(self) -> Machine:
+        """Inspect the machine, once in a session."""
+        if repr(self) not in _inspected:
+            with tempfile.TemporaryDirectory() as folder:
+                _inspected[repr(self)] = self.inspected(Path(folder))
+        return _inspected[repr(self)]
 
 
 def _partitions(hbm: Iterable[int]) -> tuple[int, ...]:

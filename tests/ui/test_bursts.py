@@ -36,57 +36,37 @@ async def value(ui: Driver, selector: str, expected: str) -> None:
     await ui.until(lambda: ui.screen.query(selector) and ui.find(selector, Input).value == expected)
 
 
-async def test_a_name_typed_after_find_in_configure(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.configure()
-        burst(
-            ui, "slash", *typed("micro batch"), "enter", *typed("3")
-        )  # a field is selected when it is entered
-        await value(ui, "#field-train-micro_batch Input", "3")
-
-
-async def test_a_filter_typed_at_once(runs_dir: Path) -> None:
-    write_run(runs_dir, steps=5, seconds_of_samples=2)
-    async with opened(runs_dir) as ui:
-        await ui.presets()
-        burst(
-            ui, "slash", *typed("qlo")
-        )  # letters that are commands otherwise, one of them to leave
-        await value(ui, "#filter", "qlo")
-        await ui.press("escape")
-        await ui.until(lambda: ui.app.runs)
-        burst(ui, "4", "slash", *typed("qD"))
-        await value(ui, "RunsScreen #filter", "qD")
-
-
-async def test_a_search_in_the_log_typed_at_once(runs_dir: Path) -> None:
+async def test_bursts_in_log_presets_and_runs(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=2)
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("training")
         burst(ui, "slash", *typed("sc"))
         await value(ui, "#search", "sc")
-
-
-async def test_a_screen_that_was_never_open_takes_its_keys(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
+        await ui.press("escape", "1")
         await ui.presets()
-        burst(ui, "2", "slash", *typed("micro"))
-        await value(ui, "ConfigureScreen #find", "micro")
-
-
-async def test_a_dialog_takes_what_is_typed_while_it_opens(runs_dir: Path) -> None:
-    write_run(runs_dir, steps=5, seconds_of_samples=2)
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
-        await ui.until(lambda: ui.app.runs)
+        # Letters that are commands otherwise, one of them to leave.
+        burst(ui, "slash", *typed("qlo"))
+        await value(ui, "#filter", "qlo")
+        await ui.press("escape")
+        burst(ui, "4", "slash", *typed("qD"))
+        await value(ui, "RunsScreen #filter", "qD")
+        await ui.press("escape")
         burst(ui, "T", *typed("short #q"))
         await ui.until(lambda: isinstance(ui.screen, AskText))
         await value(ui, "AskText Input", "short #q")
 
 
-async def test_moves_in_the_form_are_all_made(runs_dir: Path) -> None:
+async def test_bursts_in_configure(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
+        await ui.presets()
+        burst(ui, "2", "slash", *typed("micro"))  # the screen was never open
+        await value(ui, "ConfigureScreen #find", "micro")
+        await ui.press("escape")
         await ui.configure()
         rows = ui.find("FormPanel", FormPanel).rows
         burst(ui, "down", "down", "down", "up")
         await ui.until(lambda: rows[1].has_focus_within)
+        await ui.press("escape")
+        # A field is selected when it is entered.
+        burst(ui, "slash", *typed("micro batch"), "enter", *typed("3"))
+        await value(ui, "#field-train-micro_batch Input", "3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 from textual.widgets import Input
 
 from so_tui.launch.helper_jobs import named_model
-from so_tui.runs import RunDirectory, create_run
-from so_tui.spec.generation import LoadModel, Sampling, Turn
+from so_tui.runs import create_run
+from so_tui.spec.errors import reject
+from so_tui.spec.generation import Event, LoadModel, Sampling, Turn
 from so_tui.ui.chat.screen import ChatScreen, Column, _Conversation, _read_sampling, _sampling_text
 from tests.support.launching import tiny
+from tests.support.pictured import FixedModel
 from tests.support.problems import refusal
 from tests.support.screen import Driver, opened
 
@@ -51,17 +54,15 @@ async def talk(ui: Driver, load: LoadModel) -> ChatScreen:
     return screen
 
 
-@pytest.mark.parametrize("size", [(80, 24)])
-async def test_both_models_answer_side_by_side(
-    size: tuple[int, int], runs_dir: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.export import _export_run
     from tests.support.model_checkpoints import run_with_checkpoints
 
     run = run_with_checkpoints(runs_dir, 5)
     list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
-    async with opened(runs_dir, size) as ui:
+    async with opened(runs_dir, (80, 24)) as ui:
         screen = await talk(
             ui, named_model(str(run.path), base=str(tmp_path / "model"), device="cpu")
         )
@@ -95,14 +96,23 @@ async def test_both_models_answer_side_by_side(
         assert ui.screen is not screen
 
 
-async def test_why_a_run_cannot_be_asked_is_shown(runs_dir: Path) -> None:
-    pytest.importorskip("transformers")
-    run: RunDirectory = create_run(tiny(), runs_dir)
+class Refusing(FixedModel):
+    """Stands in for a helper process that refuses to load the model."""
+
+    def events(self) -> Iterator[Event]:
+        """Refuse."""
+        raise reject("checkpoint-missing", "run", "one", "has no checkpoint yet", "Train it.")
+
+
+async def test_why_a_run_cannot_be_asked_is_shown(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("so_tui.launch.helper_jobs.ModelProcess", Refusing)
+    create_run(tiny(), runs_dir)
     async with opened(runs_dir) as ui:
         await ui.until(lambda: ui.app.runs)
         await ui.press("4", "C")
-        await ui.until(lambda: "has no checkpoint yet" in ui.text(), SLOW_S)
-        assert run.name in ui.text()
+        await ui.until(lambda: "has no checkpoint yet" in ui.text())
         await ui.press("escape")
         await ui.until(
             lambda: ui.app.current_mode == "runs" and not isinstance(ui.screen, ChatScreen)

@@ -18,41 +18,21 @@ from tests.support.screen import Driver, opened
 pytestmark = pytest.mark.usefixtures("_short_form")
 
 
-async def test_a_wrong_field_is_marked_and_nothing_can_be_launched(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.configure()
-        button = ui.find("#launch", Button)
-        assert not button.disabled
-        row = await ui.edit("offload.ratio", "1.5")
-        await ui.until(lambda: row.has_class("-wrong"))
-        assert button.disabled
-        await ui.press("escape", "f5")
-        assert ui.screen.focused is row.query_one(Input)
-        await ui.type_text("0.5", replace=True)
-        await ui.until(lambda: not row.has_class("-wrong") and not button.disabled)
-        assert row.has_class("-changed")
-        assert "was 0.9" in str(row.query_one(".field-note", Static).content)
-        gpus = await ui.edit("gpus", "9")
-        await ui.until(lambda: button.disabled)
-        assert gpus.has_class("-wrong"), "there are four"
-
-
-async def test_a_field_that_is_as_it_was_says_nothing_of_its_change(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.configure()
-        row = await ui.edit("data.split", "other")
-        note = row.query_one(".field-note", Static)
-        await ui.until(lambda: row.has_class("-changed") and "was" in str(note.content))
-        await ui.type_text("train", replace=True)
-        await ui.until(lambda: not row.has_class("-changed"))
-        assert not str(note.content), "as before: there is nothing to say of it"
-
-
-async def test_a_refused_launch_is_said_where_the_wrong_field_is_described_and_nothing_covers_it(
-    runs_dir: Path,
+async def test_a_wrong_field_is_marked_and_nothing_is_launched(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[Launch] = []
     async with opened(runs_dir) as ui:
+        monkeypatch.setattr(
+            "so_tui.ui.preset_actions.ask_to_launch", lambda app, launch: asked.append(launch)
+        )
         await ui.configure()
+        assert ui.find("#field-slurm-partition", FieldRow).disabled
+        assert not [
+            row
+            for row in ui.screen.query(FieldRow)
+            if row.path.startswith("slurm.") and row.path != "slurm.partition"
+        ]
         await ui.press("slash")
         prompt = ui.find("#find", Input)
         await ui.until(lambda: len(prompt.placeholder) < prompt.content_size.width)  # it is not cut
@@ -67,23 +47,67 @@ async def test_a_refused_launch_is_said_where_the_wrong_field_is_described_and_n
         await ui.type_text("1e-5", replace=True)
         await ui.until(lambda: not row.has_class("-wrong"))
         assert "not launched" not in ui.shown("#about")
-
-
-async def test_launching_right_after_a_key_press_uses_the_new_value(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Launch] = []
-    async with opened(runs_dir) as ui:
-        monkeypatch.setattr(
-            "so_tui.ui.preset_actions.ask_to_launch", lambda app, launch: asked.append(launch)
-        )
-        await ui.configure()
+        await ui.press("escape", "u", "y")
+        button = ui.find("#launch", Button)
+        assert not button.disabled
+        row = await ui.edit("offload.ratio", "1.5")
+        await ui.until(lambda: row.has_class("-wrong"))
+        assert button.disabled
+        await ui.press("escape", "f5")
+        assert ui.screen.focused is row.query_one(Input)
+        await ui.type_text("0.5", replace=True)
+        await ui.until(lambda: not row.has_class("-wrong") and not button.disabled)
+        assert row.has_class("-changed")
+        assert "was 0.9" in str(row.query_one(".field-note", Static).content)
+        gpus = await ui.edit("gpus", "9")
+        await ui.until(lambda: button.disabled)
+        assert gpus.has_class("-wrong"), "there are four"
+        await ui.press("escape", "u", "y")
+        await ui.until(lambda: not button.disabled)
         row = await ui.edit("train.warmup_ratio", "0.0")
         await ui.until(lambda: row.has_class("-changed"))
         for key, character in (("7", "7"), ("f5", None)):
             ui.app.post_message(events.Key(key, character))
         await ui.until(lambda: asked)
         assert [launch.plan.spec.train.warmup_ratio for launch in asked] == [0.07]
+
+
+async def test_a_field_that_is_as_it_was_says_no_change_and_keys_reach_it(runs_dir: Path) -> None:
+    async with opened(runs_dir, (120, 60)) as ui:
+        await ui.configure()
+        await ui.press("tab")
+        field = ui.app.focused
+        assert isinstance(field, Input)
+        for key, character in [("backspace", "\x7f")] * 4 + [
+            ("3", "3"),
+            ("4", "4"),
+            ("left", ""),
+            ("1", "1"),
+        ]:
+            ui.app.post_message(events.Key(key, character or None))
+        await ui.until(lambda: field.value == "314")
+        await ui.press("tab", "tab")
+        third = ui.app.focused
+        await ui.press("tab", "escape")
+        assert ui.app.focused is None
+        await ui.press("shift+tab")
+        assert ui.app.focused is third
+        await ui.press("escape", "tab", "escape", "shift+tab")
+        assert ui.app.focused is third
+        await ui.press("escape", "u", "y")
+        await ui.until(titled(ui, "no changes"))
+        row = await ui.edit("data.split", "other")
+        note = row.query_one(".field-note", Static)
+        await ui.until(lambda: row.has_class("-changed") and "was" in str(note.content))
+        await ui.type_text("train", replace=True)
+        await ui.until(lambda: not row.has_class("-changed"))
+        assert not str(note.content), "as before: there is nothing to say of it"
+        await ui.press("escape")
+        boxes = set(re.findall("▐(.)▌ +(yes|no)", ui.text()))
+        ui.find("#field-data-packing", FieldRow).focus_control()
+        await ui.press("space")
+        await ui.until(lambda: "1 change" in ui.shown("#form-title"))
+        assert boxes | set(re.findall("▐(.)▌ +(yes|no)", ui.text())) == {("X", "yes"), (" ", "no")}
 
 
 async def test_edits_survive_other_screens_and_are_saved_as_a_preset(
@@ -183,23 +207,16 @@ async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(
         )  # what was typed over it before is gone as well
 
 
-async def test_the_exact_command_is_shown_and_copied(
+async def test_the_plan_follows_the_width_and_its_command_is_copied(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    async with opened(runs_dir, (200, 50)) as ui:
-        monkeypatch.setattr(ui.app, "copy_to_clipboard", copied.append)
-        await ui.configure()
-        await ui.press("y")
-        assert "--include localhost:0,1" in copied[0]
-        assert copied[0] in ui.shown("#plan-text")
 
-
-async def test_the_plan_follows_the_width_of_the_terminal(runs_dir: Path) -> None:
     def bars() -> list[str]:
         return [line for line in ui.shown("#plan-text").splitlines() if "━" in line or "─" in line]
 
     async with opened(runs_dir, (200, 50)) as ui:
+        monkeypatch.setattr(ui.app, "copy_to_clipboard", copied.append)
         await ui.presets()
         await ui.press("enter")
         await ui.until(lambda: "fits" in ui.shown("#verdict"))
@@ -209,51 +226,6 @@ async def test_the_plan_follows_the_width_of_the_terminal(runs_dir: Path) -> Non
         assert max(map(len, bars())) <= ui.screen.query_one("#plan-pane").content_size.width
         await ui.resize(200, 50)
         await ui.until(lambda: bars() == wide)
-
-
-async def test_keys_reach_fields_in_order_and_tab_goes_on_from_the_field_that_was_left(
-    runs_dir: Path,
-) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.configure()
-        await ui.press("tab")
-        field = ui.app.focused
-        assert isinstance(field, Input)
-        for key, character in [("backspace", "\x7f")] * 4 + [
-            ("3", "3"),
-            ("4", "4"),
-            ("left", ""),
-            ("1", "1"),
-        ]:
-            ui.app.post_message(events.Key(key, character or None))
-        await ui.until(lambda: field.value == "314")
-        await ui.press("tab", "tab")
-        third = ui.app.focused
-        await ui.press("tab", "escape")
-        assert ui.app.focused is None
-        await ui.press("shift+tab")
-        assert ui.app.focused is third
-        await ui.press("escape", "tab", "escape", "shift+tab")
-        assert ui.app.focused is third
-
-
-async def test_a_box_that_is_off_looks_off_without_colour(runs_dir: Path) -> None:
-    async with opened(runs_dir, (120, 60)) as ui:
-        await ui.configure()
-        boxes = set(re.findall("▐(.)▌ +(yes|no)", ui.text()))
-        ui.find("#field-data-packing", FieldRow).focus_control()
-        await ui.press("space")
-        await ui.until(lambda: "1 change" in ui.shown("#form-title"))
-        assert boxes | set(re.findall("▐(.)▌ +(yes|no)", ui.text())) == {("X", "yes"), (" ", "no")}
-
-
-async def test_without_slurm_one_greyed_line_says_so(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.press("2")
-        await ui.until(lambda: "no Slurm here" in ui.text())
-        assert ui.find("#field-slurm-partition", FieldRow).disabled
-        assert not [
-            row
-            for row in ui.screen.query(FieldRow)
-            if row.path.startswith("slurm.") and row.path != "slurm.partition"
-        ]
+        await ui.press("y")
+        assert "--include localhost:0" in copied[0]
+        assert copied[0] in ui.shown("#plan-text")

@@ -109,7 +109,7 @@ def test_a_position_is_a_step_and_a_time_on_either_axis(run: RunDirectory) -> No
     assert Axis("time", 0, 1).position(0.5) == (0.0, 0.5)
 
 
-@pytest.mark.parametrize("size", [*SIZES, (200, 50)])
+@pytest.mark.parametrize("size", SIZES)
 async def test_everything_follows_the_cursor_and_comes_back(
     runs_dir: Path, size: tuple[int, int]
 ) -> None:

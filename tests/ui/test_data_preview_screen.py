@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from textual.widgets import Button, Static
 
 from so_tui.launch import helper_jobs
 from so_tui.launch.helper import Cancel
-from so_tui.launch.helper_jobs import DataPreview, Progress
-from so_tui.spec import RunSpec, find_preset
+from so_tui.launch.helper_jobs import DataPreview
+from so_tui.spec import RunSpec
 from so_tui.ui.data_preview import FIRST_ROWS, MORE, DataPreviewScreen, _legend
 from so_tui.ui.dialogs import CloseButton
+from tests.support import pictured
 from tests.support.screen import Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
 SLOW_S = 120
 """A helper process imports transformers, which takes its time on a busy machine."""
-Answer = Progress | DataPreview
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +28,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
-    """What the real helper process answers about the data of ``tiny``, asked once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return list(helper_jobs.preview_data(find_preset("tiny").spec, FIRST_ROWS, Cancel()))
-
-
 @pytest.fixture
-def asked(recorded: list[Answer], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Replay the recorded answer; the numbers of rows that were asked for."""
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replay an answer about the data of ``tiny``; the numbers of rows that were asked for."""
     rows_asked: list[int] = []
 
-    def replay(_: RunSpec, rows: int, __: Cancel) -> Iterator[Answer]:
+    def replay(_: RunSpec, rows: int, __: Cancel) -> Iterator[DataPreview]:
         rows_asked.append(rows)
-        yield from recorded
+        samples = pictured.DATA.samples
+        yield replace(pictured.DATA, samples=samples * (rows // len(samples)))
 
     monkeypatch.setattr(helper_jobs, "preview_data", replay)
     return rows_asked
@@ -90,21 +83,11 @@ async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(
         await ui.until(lambda: ui.screen is not screen)
 
 
-async def test_what_is_wrong_with_the_data_is_shown_with_the_remedy(
+async def test_the_helper_ends_on_leaving_and_says_what_is_wrong(
     runs_dir: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"instruction": "Add.", "output": ["5"]}')
-    async with opened(runs_dir) as ui:
-        screen = await look(ui, str(path))
-        assert "esc cancels" in ui.text()
-        await ui.until(lambda: done(screen), SLOW_S)
-        text = " ".join(ui.text().split())
-        for part in ("✗", "bad.jsonl, row 1", "column output"):
-            assert part in text
-
-
-async def test_leaving_ends_the_helper_process(runs_dir: Path, tmp_path: Path) -> None:
     async with opened(runs_dir) as ui:
         screen = await look(ui)
         cancel = screen._cancel
@@ -113,10 +96,14 @@ async def test_leaving_ends_the_helper_process(runs_dir: Path, tmp_path: Path) -
         process = cancel._process
         assert process is not None
         await ui.press("escape")
-        began = time.monotonic()
-        await ui.until(lambda: process.poll() is not None, SLOW_S)
-        assert time.monotonic() - began < SLOW_S / 2
+        await ui.until(lambda: process.poll() is not None, SLOW_S / 2)
         assert not list((tmp_path / "cache").rglob("*.partial-*"))
+        screen = await look(ui, str(path))
+        assert "esc cancels" in ui.text()
+        await ui.until(lambda: done(screen), SLOW_S)
+        text = " ".join(ui.text().split())
+        for part in ("✗", "bad.jsonl, row 1", "column output"):
+            assert part in text
 
 
 @pytest.mark.usefixtures("asked")

@@ -148,6 +148,7 @@ def test_every_record_is_drawn(
     try_run(tmp_path, monkeypatch, made)
 
 
+@pytest.mark.slow
 @given(LARGE)
 @settings(
     max_examples=3, deadline=None, suppress_health_check=CHECKS, derandomize=True, phases=PHASES
@@ -223,6 +224,7 @@ def _try(
     assert same(followed.series, fresh(run, cache, span))
 
 
+@pytest.mark.slow
 def test_every_record_of_a_million_is_drawn_and_opening_them_takes_less_than_a_second(
     run: RunDirectory, tmp_path: Path
 ) -> None:
@@ -303,7 +305,7 @@ def test_a_run_looks_the_same_at_every_time_live_and_opened_again(
     writer.close()
 
 
-@pytest.mark.parametrize("ema", [EMAS[1], EMAS[3], EMAS[-1]])
+@pytest.mark.parametrize("ema", [EMAS[1], pytest.param(EMAS[-1], marks=pytest.mark.slow)])
 def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(
     run: RunDirectory, tmp_path: Path, ema: float
 ) -> None:

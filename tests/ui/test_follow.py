@@ -9,7 +9,6 @@ import random
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +28,7 @@ from so_tui.spec import with_values
 from so_tui.ui.chart_metrics import Wanted
 from so_tui.ui.charts.drawing import value_at
 from so_tui.ui.dashboard.follow import RunFollower
-from so_tui.ui.dashboard.view import Overlays, View, axis_of, extent_of, rows_for
+from so_tui.ui.dashboard.view import Overlays, View, axis_of, extent_of
 from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import step_record
@@ -169,24 +168,6 @@ def test_zoom_keeps_the_newest_in_sight_and_stays_inside_the_run() -> None:
     assert narrow.window == (15.0, 25.0)
 
 
-def test_rows_are_shared_so_that_everything_fits() -> None:
-    for height, nodes, gpus in (
-        (21, 1, 0),
-        (21, 1, 1),
-        (21, 4, 2),
-        (33, 4, 4),
-        (33, 1, 1),
-        (47, 4, 4),
-        (47, 8, 8),
-    ):
-        fixed = 3 if nodes > 3 and height < 24 else 4
-        rows = rows_for(height, nodes, gpus, fixed)
-        used = fixed + rows.charts + rows.log + nodes * (2 + rows.plot) + gpus
-        assert used <= height, (height, nodes, gpus)
-        assert rows.charts >= 6
-        assert rows.log >= 2
-
-
 def test_a_mean_covers_a_share_of_the_run() -> None:
     assert [mean_steps(total) for total in (0, 60, 249, 250, 625, 1250, 10**6)] == [
         5,
@@ -208,10 +189,6 @@ def test_a_run_that_is_laid_over_has_the_means_of_its_own_page(runs_dir: Path) -
     assert own.span == mean_steps(600, 20) == 100
     (laid,) = Overlays().read([run], Wanted(("loss",), ("loss",), None), 0.0)
     assert laid.steps.span == own.span
-
-
-def test_machine_of_the_fixture_is_what_it_says() -> None:
-    assert len(quad_machine().cpu_nodes) == 4
 
 
 def test_a_run_that_has_ended_shows_what_its_host_did_while_it_trained(runs_dir: Path) -> None:
@@ -299,44 +276,6 @@ def test_the_cursor_stands_on_a_recorded_step_so_that_number_and_value_agree() -
     assert view.cursor == 56.0
     assert view.pointed(-1, (1.0, 60.0), 100).cursor == 55.0
     assert View("time").at(5.5, (0.0, 10.0)).cursor == 5.5
-
-
-@pytest.mark.parametrize("seconds_a_look", [0.0, 0.02, 0.06])
-def test_every_step_is_drawn_however_slowly_the_run_is_read(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, seconds_a_look: float
-) -> None:
-    """On a busy host, or from a slow disk, one poll reads a part of the segments that have an
-    index. The next ones read the others.
-    """
-    run = write_run(runs_dir, steps=0, seconds_of_samples=0)
-    writer = MetricsWriter(run, 1, segment_bytes=64_000)
-    steps = 9_000
-    for step in range(1, steps + 1):
-        writer.append(step_record(step, loss=float(step)))
-    writer.close()
-    clock = itertools.count()
-    monkeypatch.setattr(
-        "so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: next(clock) * seconds_a_look)
-    )
-
-    follower, reading = RunFollower(run), True
-    while reading:
-        snapshot = follower.poll()
-        reading = (
-            snapshot.latest is None or snapshot.latest.step < steps or snapshot.unread_share > 0
-        )
-        if not snapshot.length:
-            continue
-        drawn = snapshot.steps[: snapshot.length]
-        loss = snapshot.series["loss"]
-        first = snapshot.whole.begin[0]
-        assert first == 1 or snapshot.unread_share, "what is missing is said"
-        assert (
-            max(after - before for before, after in itertools.pairwise(drawn)) <= 50
-        )  # steps of a block
-        assert loss.extremes(0, snapshot.length) == (first, drawn[-1])
-        assert not loss.has_gap(0, snapshot.length)
-    assert snapshot.steps[snapshot.length - 1] == steps
 
 
 def test_records_of_a_poll_that_failed_later_are_drawn_by_the_next(

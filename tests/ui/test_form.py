@@ -18,9 +18,9 @@ from textual.widgets import Input, Select, Static
 from so_tui.machine.types import Machine
 from so_tui.spec import Problem, field_index
 from so_tui.ui.configure.form import FieldRow, FormPanel, Stepper
-from so_tui.ui.configure.plan_pane import WhatIf, _figures, _strip_lines
+from so_tui.ui.configure.plan_pane import WhatIf, _figures
 from so_tui.ui.configure.screen import ConfigureScreen
-from so_tui.ui.form import CORES, LENGTH, RATIO, Choice, Strip, problem_text, strips_for
+from so_tui.ui.form import CORES, LENGTH, RATIO, Strip, problem_text, strips_for
 from so_tui.ui.widgets import FindField
 from tests.support.make_run import plan_for, quad_machine, write_run
 from tests.support.screen import Driver, opened
@@ -40,40 +40,8 @@ def in_view(form: FormPanel, row: FieldRow) -> bool:
     return form.fields.region.contains_region(row.region)
 
 
-async def test_going_on_styles_two_fields_and_not_the_whole_form(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    styled: set[DOMNode] = set()
-    apply = Stylesheet.apply
-
-    def noted(sheet: Stylesheet, node: DOMNode, **options: Any) -> None:
-        styled.add(node)
-        apply(sheet, node, **options)
-
-    async with opened(runs_dir) as ui:
-        await ui.configure()
-        form = ui.find("FormPanel", FormPanel)
-        await ui.press("down")
-        in_form, left = form.styles.border_top, focused_row(ui)
-        monkeypatch.setattr(Stylesheet, "apply", noted)
-        await ui.press("down")
-        rows = {
-            row.path
-            for node in styled
-            for row in node.ancestors_with_self
-            if isinstance(row, FieldRow)
-        }
-        assert rows == {left, focused_row(ui)}
-        assert form.styles.border_top == in_form
-        await ui.press("escape")
-        assert form.styles.border_top != in_form, "a panel without the focus looks so"
-
-
-@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_up_and_down_move_between_fields_and_keep_them_in_view(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
-    async with opened(runs_dir, size) as ui:
+async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Path) -> None:
+    async with opened(runs_dir, (80, 24)) as ui:
         await ui.configure()
         form = ui.find("FormPanel", FormPanel)
         paths = [row.path for row in form.rows]
@@ -94,14 +62,98 @@ async def test_up_and_down_move_between_fields_and_keep_them_in_view(
         assert focused_row(ui) == paths[-1]
         await ui.press("up")
         await ui.until(lambda: focused_row(ui) == paths[-2])
+        await ui.press("escape")
+        page = ui.screen
+        assert isinstance(page, ConfigureScreen)
+        page.edit("qwen3-14b")
+        await ui.until(lambda: "preset qwen3-14b" in ui.shown("#form-title"))
+        strips = ui.find("WhatIf", WhatIf)
+        await ui.until(lambda: [strip.path for strip in strips.strips] == [RATIO, CORES])
+        before = strips.strips[0].present
+        await ui.press("k")
+        await ui.until(lambda: strips.has_focus)
+        await ui.until(lambda: "left and right step the value" in ui.text())
+        await ui.press("left")
+        await ui.until(lambda: strips.strips and strips.strips[0].present < before)
+        await ui.until(lambda: f"ratio {strips.strips[0].present:.2f}" in ui.shown("#verdict"))
+        assert page.unsaved()["qwen3-14b"] >= 1
 
 
-async def test_a_field_is_found_by_its_name_and_described(runs_dir: Path) -> None:
+async def test_a_field_is_stepped_styled_found_and_described(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    styled: set[DOMNode] = set()
+    apply = Stylesheet.apply
+
+    def noted(sheet: Stylesheet, node: DOMNode, **options: Any) -> None:
+        styled.add(node)
+        apply(sheet, node, **options)
+
     async with opened(runs_dir) as ui:
         await ui.configure()
+        form = ui.find("FormPanel", FormPanel)
+        await ui.press("down")
+        in_form, left = form.styles.border_top, focused_row(ui)
+        with monkeypatch.context() as patched:
+            patched.setattr(Stylesheet, "apply", noted)
+            await ui.press("down")
+        rows = {
+            row.path
+            for node in styled
+            for row in node.ancestors_with_self
+            if isinstance(row, FieldRow)
+        }
+        assert rows == {left, focused_row(ui)}, "and not the whole form"
+        assert form.styles.border_top == in_form
+        await ui.press("escape")
+        assert form.styles.border_top != in_form, "a panel without the focus looks so"
+        await ui.until(lambda: "fits" in ui.shown("#verdict"))
+        row = ui.find("#field-offload-cpu_adam_cores_fraction", FieldRow)
+        note = row.query_one(".field-note", Static)
+        row.show_status(was=None, preset="0.9", problem="", note="Adam 64, main 8 on each")
+        assert str(note.content) == "★ preset: 0.9"
+        row.focus_control()
+        await ui.until(lambda: str(note.content) == "★ preset: 0.9 · Adam 64, main 8 on each")
+        await ui.press("escape")
+        await ui.until(lambda: str(note.content) == "★ preset: 0.9")
+        page = ui.screen
+        assert isinstance(page, ConfigureScreen)
+        row = ui.find("#field-train-micro_batch", FieldRow)
+        row.scroll_visible(animate=False)
+        await ui.pilot.pause()
+        assert not any(stepper.region for stepper in row.query(Stepper)), (
+            "only on the selected field"
+        )
+        await ui.pilot.click(row.query_one(".field-name"))
+        await ui.until(
+            lambda: row.has_focus_within and all(stepper.region for stepper in row.query(Stepper))
+        )
+        number = row.query_one(Input)
+        before = int(number.value)
+        await clicked(ui, row, 1, 2)
+        assert int(number.value) == before * 4
+        await clicked(ui, row, 0)
+        await ui.press("shift+down")
+        assert int(number.value) == before
+        assert row.has_focus_within
+        assert not page.unsaved()
+        number.value = "4,096"
+        await clicked(ui, row, 1)
+        assert number.value == "4,096", "the limit"
+        for path in ("offload.cpu_adam_cores_fraction", "train.gradient_accumulation", "gpus"):
+            row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
+            row.show_status(
+                was="a value of before",
+                problem="",
+                note="a note that is longer than what is left of the row beside it",
+            )
+            row.focus_control()
+            await ui.until(partial(reached, ui, path))
+            await ui.until(partial(is_whole, row.query_one(".field-note")))
+            assert ui.find("FormPanel", FormPanel).fields.region.contains_region(row.region)
+        await ui.press("escape", "u", "y")
         await ui.press("slash")
         await ui.type_text("learning rate")
-        form = ui.find("FormPanel", FormPanel)
         await ui.until(lambda: 1 <= len(form.rows) <= 8)
         assert "Batch" not in ui.text()
         await ui.press("enter")
@@ -156,66 +208,6 @@ async def clicked(ui: Driver, row: FieldRow, at: int, times: int = 1) -> None:
         await ui.pilot.click(list(row.query(Stepper))[at])
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_the_mouse_steps_a_number(runs_dir: Path, size: tuple[int, int]) -> None:
-    async with opened(runs_dir, size) as ui:
-        await ui.configure()
-        form = ui.screen
-        assert isinstance(form, ConfigureScreen)
-        row = ui.find("#field-train-micro_batch", FieldRow)
-        row.scroll_visible(animate=False)
-        await ui.pilot.pause()
-        assert not any(stepper.region for stepper in row.query(Stepper)), (
-            "only on the selected field"
-        )
-        await ui.pilot.click(row.query_one(".field-name"))
-        await ui.until(
-            lambda: row.has_focus_within and all(stepper.region for stepper in row.query(Stepper))
-        )
-        number = row.query_one(Input)
-        before = int(number.value)
-        await clicked(ui, row, 1, 2)
-        assert int(number.value) == before * 4
-        await clicked(ui, row, 0)
-        await ui.press("shift+down")
-        assert int(number.value) == before
-        assert row.has_focus_within
-        assert not form.unsaved()
-        number.value = "4,096"
-        await clicked(ui, row, 1)
-        assert number.value == "4,096", "the limit"
-
-
-async def test_the_note_of_the_selected_field_is_whole(runs_dir: Path) -> None:
-    async with opened(runs_dir, (120, 36)) as ui:
-        await ui.configure()
-        for path in ("offload.cpu_adam_cores_fraction", "train.gradient_accumulation", "gpus"):
-            row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
-            row.show_status(
-                was="a value of before",
-                problem="",
-                note="a note that is longer than what is left of the row beside it",
-            )
-            row.focus_control()
-            await ui.until(partial(reached, ui, path))
-            await ui.until(partial(is_whole, row.query_one(".field-note")))
-            assert ui.find("FormPanel", FormPanel).fields.region.contains_region(row.region)
-
-
-async def test_a_note_without_room_ends_with_a_whole_word(runs_dir: Path) -> None:
-    async with opened(runs_dir, (120, 36)) as ui:
-        await ui.configure()
-        await ui.until(lambda: "fits" in ui.shown("#verdict"))
-        row = ui.find("#field-offload-cpu_adam_cores_fraction", FieldRow)
-        note = row.query_one(".field-note", Static)
-        row.show_status(was=None, preset="0.9", problem="", note="Adam 64, main 8 on each")
-        assert str(note.content) == "★ preset: 0.9"
-        row.focus_control()
-        await ui.until(lambda: str(note.content) == "★ preset: 0.9 · Adam 64, main 8 on each")
-        await ui.press("escape")
-        await ui.until(lambda: str(note.content) == "★ preset: 0.9")
-
-
 def test_a_description_writes_numbers_as_the_row_does() -> None:
     numbers = {
         path: FieldRow(path, info, path, "").about
@@ -224,28 +216,6 @@ def test_a_description_writes_numbers_as_the_row_does() -> None:
     }
     assert numbers["train.micro_batch"].endswith("from 1 to 4,096 sequences.")
     assert not [about for about in numbers.values() if re.search(r"\d_\d", about)]
-
-
-@pytest.mark.parametrize("size", [(80, 24), (160, 45)])
-async def test_left_and_right_step_what_the_plan_is_compared_with(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
-    async with opened(runs_dir, size) as ui:
-        await ui.configure()
-        form = ui.screen
-        assert isinstance(form, ConfigureScreen)
-        form.edit("qwen3-14b")
-        await ui.until(lambda: "preset qwen3-14b" in ui.shown("#form-title"))
-        strips = ui.find("WhatIf", WhatIf)
-        await ui.until(lambda: [strip.path for strip in strips.strips] == [RATIO, CORES])
-        before = strips.strips[0].present
-        await ui.press("k")
-        await ui.until(lambda: strips.has_focus)
-        await ui.until(lambda: "left and right step the value" in ui.text())
-        await ui.press("left")
-        await ui.until(lambda: strips.strips and strips.strips[0].present < before)
-        await ui.until(lambda: f"ratio {strips.strips[0].present:.2f}" in ui.shown("#verdict"))
-        assert form.unsaved()["qwen3-14b"] >= 1
 
 
 def test_strips_say_what_other_values_cost(quad: Machine) -> None:
@@ -267,17 +237,6 @@ def test_strips_say_what_other_values_cost(quad: Machine) -> None:
     assert strips_for(plan, quad, lambda: True) is None
     assert "host" in _figures(ratio.choices[ratio.at], 80).plain
     assert _figures(ratio.choices[ratio.at], 46).cell_length <= 46
-
-
-def test_a_strip_marks_the_present_value_and_what_does_not_fit() -> None:
-    choices = tuple(
-        Choice(value, step, 10, 20, 5, verdict)
-        for value, step, verdict in ((0.0, 2.0, "does not fit"), (0.5, 1.0, "fits"))
-    )
-    line, below = _strip_lines(Strip(RATIO, choices, 0.5), 80, marked=True)
-    assert "✗▸" in line.plain
-    assert line.plain.startswith("▸ ratio")
-    assert "✓ step 1.00 s" in below.plain
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> N
         }
 
 
-async def test_the_help_begins_with_what_a_screen_is_for(runs_dir: Path) -> None:
+async def test_help_key_line_and_mouse_name_what_a_screen_is_for(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         await ui.configure()
         names = [name for _, name, _ in dict(_key_groups(ui.screen))["This screen"]]
@@ -61,6 +61,21 @@ async def test_the_help_begins_with_what_a_screen_is_for(runs_dir: Path) -> None
             if command.title == "Go to Runs"
         )
         assert to_runs.help == "key 4", "its title says the rest"
+        await ui.press("tab")
+        keys = "esc Leave the field F5 Launch ^s Save ^p commands"
+        assert " ".join(ui.key_line.split()) == keys
+        await ui.press("escape", "1")
+        await ui.presets()
+        await ui.press("slash")
+        assert " ".join(ui.key_line.split()) == "enter Go there esc Clear F5 Launch ^p commands"
+        await ui.press("escape")
+        tabs = ui.lines()[1]
+        await ui.pilot.click(offset=(tabs.index("4 Runs") + 2, 1))
+        await ui.until(lambda: ui.app.current_mode == "runs")
+        await ui.pilot.click(offset=(tabs.index("Presets") + 2, 1))
+        await ui.until(lambda: ui.app.current_mode == "presets")
+        await ui.pilot.click(offset=(ui.key_line.index("Filter") + 1, 35))
+        await ui.until(lambda: ui.screen.query_one("#filter").display)
 
 
 async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir: Path) -> None:
@@ -84,56 +99,7 @@ async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir:
         await ui.press("1")
         await ui.presets()
         assert "/ Filter" in ui.key_line, "the line of keys uses its room"
-
-
-@pytest.mark.parametrize("width", [40, 60, 80])
-async def test_every_screen_and_the_help_are_named_however_narrow(
-    runs_dir: Path, width: int
-) -> None:
-    async with opened(runs_dir, (width, 20)) as ui:
         await ui.press("5")
-        await ui.until(lambda: re.search("1.* 2.* 3.* 4.* 5 Mach.* [?] help", ui.lines()[1]))
-
-
-async def test_a_text_field_shows_no_keys_that_it_would_type(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.presets()
-        await ui.press("slash")
-        assert ui.key_line.split() == [
-            "enter",
-            "Go",
-            "there",
-            "esc",
-            "Clear",
-            "F5",
-            "Launch",
-            "^p",
-            "commands",
-        ]
-        await ui.press("escape")
-        await ui.configure()
-        await ui.press("tab")
-        assert ui.key_line.split() == [
-            "esc",
-            "Leave",
-            "the",
-            "field",
-            "F5",
-            "Launch",
-            "^s",
-            "Save",
-            "^p",
-            "commands",
-        ]
-
-
-async def test_the_mouse_reaches_screens_and_keys(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.presets()
-        tabs = ui.lines()[1]
-        await ui.pilot.click(offset=(tabs.index("4 Runs") + 2, 1))
-        await ui.until(lambda: ui.app.current_mode == "runs")
-        await ui.pilot.click(offset=(tabs.index("Presets") + 2, 1))
-        await ui.until(lambda: ui.app.current_mode == "presets")
-        await ui.pilot.click(offset=(ui.key_line.index("Filter") + 1, 35))
-        await ui.until(lambda: ui.screen.query_one("#filter").display)
+        for width in (80, 60, 40):
+            await ui.resize(width, 20)
+            await ui.until(lambda: re.search("1.* 2.* 3.* 4.* 5 Mach.* [?] help", ui.lines()[1]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Vertical
 from textual.widgets import Static
 
 from so_tui.launch.supervisor.samples import HostProcess, _GpuUse
@@ -38,21 +38,6 @@ async def test_the_tree_shows_what_belongs_together(runs_dir: Path, size: tuple[
         await ui.until(lambda: ui.app.findings is not None)
         assert "deepspeed 0.19.8" in ui.shown("#software")
         assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
-
-
-async def test_findings_about_another_host_stand_beside_it_where_there_is_room(
-    runs_dir: Path,
-) -> None:
-    async with opened(runs_dir, (120, 36)) as ui:
-        await ui.press("5")
-        await ui.until(lambda: ui.app.findings)
-        machine, doctor = ui.find("#machine", VerticalScroll), ui.find("#doctor", Vertical)
-        assert doctor.region.y >= machine.region.bottom
-        assert doctor.region.x == 0
-        await ui.resize(160, 36)
-        await ui.until(lambda: doctor.region.x >= machine.region.right)
-        assert doctor.region.y == machine.region.y
-        assert doctor.region.right == 160
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +72,7 @@ def rows(nodes: NumaNodes) -> list[str]:
     return [nodes.render_line(y).text for y in range(nodes.size.height)]
 
 
-@pytest.mark.parametrize("size", [*SIZES, (200, 50)])
+@pytest.mark.parametrize("size", [*SIZES, pytest.param((200, 50), marks=pytest.mark.slow)])
 async def test_this_host_is_sampled_while_it_is_shown(
     runs_dir: Path, size: tuple[int, int], bound_child: tuple[int, int]
 ) -> None:

@@ -18,8 +18,8 @@ from tests.support.make_run import quad_machine, write_run
 from tests.support.screen import SIZES, opened
 
 
-@pytest.mark.parametrize("cores", [1, 3, 72, 144, 288])
-@pytest.mark.parametrize("height", [1, 2, 3, 7, 40, 300])
+@pytest.mark.parametrize("cores", [1, 72, 288])
+@pytest.mark.parametrize("height", [1, 2, 7, 300])
 def test_every_core_is_in_one_row_and_groups_do_not_mix(cores: int, height: int) -> None:
     adam, main = frozenset(range(cores - cores // 8)), frozenset(range(cores - cores // 8, cores))
     cpus = range(1000, 1000 + cores)
@@ -76,7 +76,7 @@ def shown(nodes: NumaNodes) -> list[str]:
     return [nodes.render_line(y).text for y in range(nodes.size.height)]
 
 
-@pytest.mark.parametrize("size", [*SIZES, (200, 50)])
+@pytest.mark.parametrize("size", SIZES)
 async def test_one_key_goes_through_load_heat_and_memory(
     runs_dir: Path, size: tuple[int, int]
 ) -> None:
@@ -114,16 +114,7 @@ async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -
         heading = nodes.render_line(0).text
         assert "of another user 1.5 cores on core 66" in heading
         assert "\x1b" not in heading
-
-
-async def test_no_figure_of_a_node_is_cut(runs_dir: Path) -> None:
-    machine = quad_machine(nodes=1)
-    run = write_run(runs_dir, machine=machine, gpus=1, steps=20, seconds_of_samples=5)
-    _add_foreign(run, machine.hostname)
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown("training")
-        nodes = ui.find("#nodes", NumaNodes)
-        await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.foreign)
+        await ui.resize(80, 24)
         heading = nodes.render_line(0).text.rstrip()
         assert re.search(r"  ! \S+ 1\.5 cores on 66(  \d+ of \d+ GiB)?$", heading), heading
 

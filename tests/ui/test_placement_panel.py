@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -41,14 +42,21 @@ def write_placement(run: RunDirectory, *placement: RankPlacement) -> None:
     writer.close()
 
 
-async def panel_of(run: RunDirectory, runs_dir: Path, size: tuple[int, int]) -> list[str]:
-    """Return the lines of the panel; none while it is hidden."""
-    async with opened(runs_dir, size, open_run=run) as ui:
+SIZES = ((200, 50), (120, 36), (80, 24))
+
+
+async def panels_of(
+    run: RunDirectory, runs_dir: Path, *sizes: tuple[int, int]
+) -> AsyncIterator[list[str]]:
+    """Yield the lines of the panel in each size; none while it is hidden."""
+    async with opened(runs_dir, sizes[0], open_run=run) as ui:
         await ui.state_shown("training")
-        await ui.until(lambda: "node 3" in ui.text() or size[1] < 30)
-        panel = ui.screen.query_one(PlacementPanel)
-        ui.lines()
-        return str(panel.content).splitlines() if panel.display else []
+        for size in sizes:
+            await ui.resize(*size)
+            await ui.until(lambda: "node 3" in ui.text() or ui.app.size.height < 30)
+            panel = ui.screen.query_one(PlacementPanel)
+            ui.lines()
+            yield str(panel.content).splitlines() if panel.display else []
 
 
 @pytest.fixture
@@ -59,10 +67,9 @@ def run(runs_dir: Path) -> RunDirectory:
 async def test_ranks_in_their_places_have_a_line_each_where_there_is_room(
     run: RunDirectory, runs_dir: Path
 ) -> None:
-    assert await panel_of(run, runs_dir, (80, 24)) == []
-    (line,) = await panel_of(run, runs_dir, (120, 36))
+    lines, (line,), none = [found async for found in panels_of(run, runs_dir, *SIZES)]
+    assert none == []
     assert line.startswith("✓ 4 ranks")
-    lines = await panel_of(run, runs_dir, (200, 50))
     assert [line.partition("  ")[0] for line in lines] == [
         f"✓ rank {rank} · GPU {rank}" for rank in range(4)
     ]
@@ -83,8 +90,7 @@ async def test_ranks_elsewhere_are_named_first_however_small_the_screen(
         placed(third, node_bytes={2: 20 * GIB, 3: 60 * GIB}),
         placed(fourth),
     )
-    for size in ((80, 24), (120, 36), (200, 50)):
-        lines = await panel_of(run, runs_dir, size)
+    async for lines in panels_of(run, runs_dir, *reversed(SIZES)):
         assert lines[0].startswith("✗ rank 1")
         assert "0-1" in lines[0]
         assert "72-143" in lines[0]
@@ -114,23 +120,18 @@ def write_report(run: RunDirectory, rank: int, host: str, problem: str = "") -> 
     writer.close()
 
 
-async def test_a_binding_that_failed_is_shown_before_the_first_sample_of_it(
+async def test_bindings_that_failed_and_of_other_hosts_are_shown(
     run: RunDirectory, runs_dir: Path
 ) -> None:
     write_report(run, 3, MACHINE.hostname, f"cannot run on cores 216-287 {HOSTILE}")
-    lines = await panel_of(run, runs_dir, (120, 36))
-    assert lines[0].startswith("✗ rank 3")
+    (lines,) = [found async for found in panels_of(run, runs_dir, (120, 36))]
+    assert lines[0].startswith("✗ rank 3"), "before the first sample of it"
     assert not unsafe(lines[0])
-
-
-async def test_ranks_of_other_hosts_should_stay_where_they_were_bound(
-    run: RunDirectory, runs_dir: Path
-) -> None:
     write_report(run, 7, "another")
     write_placement(
         run, *map(placed, PLAN.binding), RankPlacement(rank=7, cpus=(0,), adam_cpus=(1,))
     )
-    lines = await panel_of(run, runs_dir, (120, 36))
+    (lines,) = [found async for found in panels_of(run, runs_dir, (120, 36))]
     assert lines[0].startswith("✗ rank 7 · GPU 3")
     assert "0-3" in lines[0]
     assert lines[1].startswith("✓ 4 ranks")

@@ -280,11 +280,8 @@ async def test_models_that_need_gpus_are_one_line_on_a_machine_without(runs_dir:
         assert not ui.find("#folded", Static).display
 
 
-@pytest.mark.parametrize("memory_gib", [16, 512])
-async def test_what_fits_in_memory_but_would_take_hours_a_step_needs_gpus_too(
-    runs_dir: Path, memory_gib: int
-) -> None:
-    async with opened(runs_dir, machine=x86(cores=64, memory_mib=memory_gib * 1024)) as ui:
+async def test_what_would_take_hours_a_step_needs_gpus_too(runs_dir: Path) -> None:
+    async with opened(runs_dir, machine=x86(cores=64, memory_mib=512 * 1024)) as ui:
         table = await ui.presets()
         assert [row.key.value for row in table.ordered_rows] == ["tiny"]
 

@@ -38,6 +38,10 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: names(ui) == ["b", "a", "c"])
+        table = ui.find("#table", DataTable)
+        before = table.cursor_row
+        await ui.press("j", "k", "k")
+        assert table.cursor_row == before, "without vim's keys they do nothing"
         await ui.press("S")
         await ui.until(lambda: names(ui) == ["a", "b", "c"])
         await ui.press("V", "V", "V")

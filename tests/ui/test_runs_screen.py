@@ -121,14 +121,6 @@ async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_d
     assert len(list(run.attempts_dir.iterdir())) == 1
 
 
-async def test_an_empty_dashboard_and_an_empty_list_say_how_to_begin(runs_dir: Path) -> None:
-    async with opened(runs_dir) as ui:
-        await ui.press("3")
-        await ui.until(lambda: "Press 1 and then l" in ui.text())
-        await ui.press("4")
-        await ui.until(lambda: "No runs yet" in ui.text())
-
-
 @pytest.mark.parametrize("answer", ["n", "y"])
 async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(
     runs_dir: Path, answer: str

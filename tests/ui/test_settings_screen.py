@@ -150,17 +150,6 @@ async def test_vims_keys_move_and_keys_of_ones_own_replace_others(runs_dir: Path
         )
 
 
-async def test_without_vims_keys_they_do_nothing(runs_dir: Path) -> None:
-    for name in ("one", "two"):
-        write_run(runs_dir, steps=3, seconds_of_samples=1, state="finished", name=name)
-    async with opened(runs_dir) as ui:
-        await ui.press("4")
-        table = ui.find("#table", DataTable)
-        await ui.until(lambda: table.row_count == 2)
-        await ui.press("j")
-        assert table.cursor_row == 0
-
-
 def contrast(one: str, two: str) -> float:
     """Return the contrast of two colours by WCAG 2.2, 1 to 21."""
     lights = sorted(

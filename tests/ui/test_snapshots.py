@@ -166,11 +166,19 @@ LOOKS = ("themes", "no colour", "ASCII")
 """Walks that show in other colours and characters what others show."""
 
 
+IN_LARGE = ", large"
+
+
 class SvgExtension(SingleFileSnapshotExtension):
     """One SVG file for each picture."""
 
     file_extension = "svg"
     _write_mode = WriteMode.TEXT
+
+    @classmethod
+    def get_snapshot_name(cls, **where: Any) -> str:
+        """Keep the pictures of a walk together, whatever their size."""
+        return super().get_snapshot_name(**where).replace(IN_LARGE, "")
 
 
 @pytest.fixture(scope="module")
@@ -303,15 +311,23 @@ async def go_to(ui: Driver, picture: Picture) -> None:
         await ui.press("enter")
 
 
-@pytest.mark.parametrize(
-    "walk",
-    [
-        pytest.param(walk, id=walk.name, marks=[pytest.mark.slow] if walk.name in LOOKS else [])
-        for walk in WALKS
-    ],
-)
+def walks() -> Iterator[Any]:
+    """Yield each walk with the sizes in which its pictures are compared: the largest terminal, and
+    other colours and characters, in the slow tier.
+    """
+    for walk in WALKS:
+        slow = [pytest.mark.slow]
+        yield pytest.param(
+            walk, (SMALL, MEDIUM), id=walk.name, marks=slow if walk.name in LOOKS else []
+        )
+        if any(LARGE in picture.sizes for picture in walk.pictures):
+            yield pytest.param(walk, (LARGE,), id=f"{walk.name}{IN_LARGE}", marks=slow)
+
+
+@pytest.mark.parametrize(("walk", "sizes"), list(walks()))
 async def test_pictures(
     walk: Walk,
+    sizes: tuple[tuple[int, int], ...],
     snapshot: SnapshotAssertion,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -329,8 +345,10 @@ async def test_pictures(
         await ui.until(lambda: complete(ui))
         for picture in walk.pictures:
             await go_to(ui, picture)
-            for width, height in picture.sizes:
+            for width, height in picture.sizes:  # keys are pressed in the last of them
                 await ui.resize(width, height)
+                if (width, height) not in sizes:
+                    continue
                 await at_rest(ui)
                 name = f"{picture.name}-{width}x{height}"
                 if picture_of(ui.app) != snapshot(name=name, extension_class=SvgExtension):

@@ -90,6 +90,8 @@ async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(
         await ui.until(lambda: ui.app.current_mode == "dashboard")
         await ui.state_shown("training")
         (run,) = (RunDirectory(path) for path in runs_dir.iterdir())
+        await ui.press("s", "enter")
+        assert not pending(run), "no is the default"
         await ui.press("s", "y")
         await ui.until(lambda: "stop" in pending(run))
         write_state(run, replace(read_state(run), state="stopped"))

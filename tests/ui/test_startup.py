@@ -74,16 +74,6 @@ def test_first_paint_costs_little_more_than_an_empty_application(runs_dir: Path)
     assert min(ours) - min(empty) <= budget_s, (empty, ours)
 
 
-def test_the_first_screen_imports_no_planner_and_no_inspection() -> None:
-    code = (
-        "import sys; import so_tui.ui.app, so_tui.ui.presets.screen; heavy = "
-        "tuple(f'so_tui.{name}' for name in ('spec', 'machine', 'plan', 'runs', 'launch')) + "
-        "('psutil',); print([name for name in sys.modules if name.startswith(heavy)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def imports_own_modules(package: Path) -> bool:
     """Return whether importing a package imports modules of it."""
     name = str(package.relative_to(ROOT)).replace("/", ".")
@@ -107,11 +97,13 @@ def test_packages_that_import_their_own_modules_are_known() -> None:
     assert eager == set(PACKAGES)
 
 
-@pytest.mark.parametrize("opened", [False, True])
-def test_such_packages_are_imported_before_a_worker_starts(opened: bool, tmp_path: Path) -> None:
-    code = f"""
-import asyncio, sys
+CHECKED = """
+import sys
+import so_tui.ui.app, so_tui.ui.presets.screen
+print([name for name in sys.modules if name.startswith(HEAVY)])
+import asyncio
 from textual.worker import Worker
+from so_tui.runs.directory import RunDirectory
 from so_tui.ui.app import PACKAGES, SoTuiApp
 
 missing = []
@@ -122,59 +114,48 @@ def checked(worker, app, done_callback=None):
     start(worker, app, done_callback)
 
 Worker._start = checked
-run = None
-if {opened}:
-    from so_tui.runs.directory import RunDirectory
-    run = RunDirectory(sys.argv[1])
 
 async def main():
-    async with SoTuiApp(runs_dir=sys.argv[2], open_run=run).run_test() as pilot:
+    run = RunDirectory(sys.argv[1]) if OPENED else None
+    app = SoTuiApp(runs_dir=sys.argv[2], open_run=run)
+    async with app.run_test() as pilot:
+        if OPENED:
+            async with asyncio.timeout(60):
+                while not app.runs:
+                    await asyncio.sleep(0.02)
         await pilot.pause()
+        if OPENED:
+            print([name for name in OTHERS if name in sys.modules], app.machine)
+            await pilot.press("1")
+            async with asyncio.timeout(60):
+                while app.machine is None:
+                    await asyncio.sleep(0.02)
+            print(app.catalog is not None)
 
 asyncio.run(main())
 print(bool(missing), [name for name, packages in missing if packages])
 """
-    run = create_run(tiny(), tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run.path), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "True []"
-
-
-def test_looking_at_a_run_imports_neither_planner_nor_driver_until_another_screen_needs_them(
-    tmp_path: Path,
-) -> None:
-    code = """
-import asyncio, sys
-from so_tui.runs.directory import RunDirectory
-from so_tui.ui.app import SoTuiApp
-
+HEAVY = (
+    *(f"so_tui.{name}" for name in ("spec", "machine", "plan", "runs", "launch")),
+    "psutil",
+)
 OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "superoffload")
 
-async def main():
-    app = SoTuiApp(runs_dir=sys.argv[2], open_run=RunDirectory(sys.argv[1]))
-    async with app.run_test() as pilot:
-        async with asyncio.timeout(60):
-            while not app.runs:
-                await asyncio.sleep(0.02)
-        await pilot.pause()
-        print([name for name in OTHERS if name in sys.modules], app.machine)
-        await pilot.press("1")
-        async with asyncio.timeout(60):
-            while app.machine is None:
-                await asyncio.sleep(0.02)
-        print(app.catalog is not None)
 
-asyncio.run(main())
-"""
+@pytest.mark.parametrize("opened", [False, True])
+def test_only_what_a_screen_needs_is_imported_and_before_its_workers(
+    opened: bool, tmp_path: Path
+) -> None:
+    """The first screen imports no planner and no inspection; looking at a run, nothing of another
+    screen, until that one is opened.
+    """
     run = create_run(tiny(), tmp_path)
+    code = f"HEAVY, OTHERS, OPENED = {HEAVY}, {OTHERS}, {opened}\n{CHECKED}"
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.path), str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.split("\n")[:2] == ["[] None", "True"]
+    seen = ["[] None", "True"] if opened else []
+    assert done.stdout.splitlines() == ["[]", *seen, "True []"]

@@ -24,12 +24,13 @@ def filtered(ui: Driver) -> list[Strip]:
     ]
 
 
-async def test_without_colour_only_shades_of_grey_are_used(
+async def test_without_colour_and_unicode_all_is_grey_and_plain(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
     monkeypatch.setenv("NO_COLOR", "1")
     run = write_run(runs_dir, steps=20, seconds_of_samples=3)
-    async with opened(runs_dir, open_run=run) as ui:
+    async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.state_shown("● training")
         colours = [
             segment.style.color
@@ -44,15 +45,12 @@ async def test_without_colour_only_shades_of_grey_are_used(
         ]
         assert triplets
         assert all(len(set(triplet)) == 1 for triplet in triplets)
-
-
-async def test_plain_characters_where_the_locale_has_no_others(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
-    run = write_run(runs_dir, steps=20, seconds_of_samples=3)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+        await ui.until(lambda: "forward" in ui.shown("StepPanel"))
+        (row,) = [strip.text for strip in filtered(ui) if " backward " in strip.text]
+        (bar,) = re.findall(r"s +([dfbxo]{8,})", row)
+        assert re.fullmatch("d+f+b+x+o*", bar)
+        for letter, name in (("f", "forward"), ("b", "backward"), ("x", "exposed")):
+            assert f"{letter} {name} " in row
         for number in "31245":
             await ui.press(number)
             if number == "1":
@@ -61,27 +59,11 @@ async def test_plain_characters_where_the_locale_has_no_others(
                 assert strip.text.isascii(), strip.text
 
 
-async def test_parts_of_a_step_differ_without_colour_and_unicode(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
-    monkeypatch.setenv("NO_COLOR", "1")
-    run = write_run(runs_dir, steps=20, seconds_of_samples=3)
-    async with opened(runs_dir, (120, 36), open_run=run) as ui:
-        await ui.state_shown("training")
-        await ui.until(lambda: "forward" in ui.shown("StepPanel"))
-        (row,) = [strip.text for strip in filtered(ui) if " backward " in strip.text]
-        (bar,) = re.findall(r"s +([dfbxo]{8,})", row)
-        assert re.fullmatch("d+f+b+x+o*", bar)
-        for letter, name in (("f", "forward"), ("b", "backward"), ("x", "exposed")):
-            assert f"{letter} {name} " in row
-
-
-async def test_every_theme_has_the_colours_of_every_screen(runs_dir: Path) -> None:
+async def test_foreign_themes_have_the_colours_of_every_screen(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=3)
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("training")
-        for theme in ("so-tui-light", "textual-dark", "ansi-dark"):
+        for theme in ("textual-dark", "ansi-dark"):
             ui.app.theme = theme
             for number in "12345":
                 await ui.press(number)

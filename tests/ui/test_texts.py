@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import cast
 
 import msgspec
 import pytest
 from rich.cells import cell_len
-from rich.text import Text
-from textual.content import Span
-from textual.scrollbar import ScrollBarRender
 
 from so_tui.machine.doctor import Finding
 from so_tui.machine.known import named_machine
 from so_tui.plan.planner import make_plan
-from so_tui.runs import RunDirectory
 from so_tui.spec import field_index, find_preset, with_values
 from so_tui.ui import plan_view
-from so_tui.ui.dashboard.panels import _thumb_top
-from so_tui.ui.dialogs import _key_lines
 from so_tui.ui.form import (
     GROUPS,
     HINTS,
@@ -36,11 +27,9 @@ from so_tui.ui.form import (
     values_of,
     with_edit,
 )
-from so_tui.ui.lines import Part, _pieces, cells_of, fill, stacked
+from so_tui.ui.lines import Part, cells_of, fill, stacked
 from so_tui.ui.numa_nodes import _group_cores, _heat_cells
-from so_tui.ui.run_rows import LossCurve
-from so_tui.ui.runs.preview import _Comparison, drawn_looks
-from so_tui.ui.runs.table import COLUMNS, _fitted, _with_room
+from so_tui.ui.runs.preview import _Comparison
 from so_tui.ui.text import Content, chosen_glyphs, distinct, finding_content, shorten_path
 from so_tui.ui.widgets import machine_facts
 from so_tui.units import count, duration, mark_duration, memory_of, rate, significant, thousands
@@ -95,24 +84,6 @@ def test_bars_fill_their_width_and_hide_no_part() -> None:
     assert cells_of([0.0, 0.0], 10) == [0, 0]
     bar = stacked([Part("a", 1, "1", "$accent"), Part("b", 1, "1", "$accent")], 10).plain
     assert len(set(bar)) == 2, "parts differ without colour"
-
-
-def test_pieces_of_a_content_have_the_styles_of_each_of_their_characters() -> None:
-    chance = random.Random(4)
-    for _ in range(200):
-        content = Content("".join(chance.choice("ab\n") for _ in range(chance.randrange(12))))
-        for style in ("bold", "$accent", "$faint", "italic")[: chance.randrange(5)]:
-            start = chance.randrange(13)
-            content = Content(
-                content.plain, [*content.spans, Span(start, start + chance.randrange(6), style)]
-            )
-        expected = [
-            (character, tuple(span.style for span in content.spans if span.start <= at < span.end))
-            for at, character in enumerate(content.plain)
-        ]
-        assert [
-            (character, styles) for text, styles in _pieces(content) for character in text
-        ] == expected
 
 
 def test_cores_are_grouped_by_what_they_do_and_folded_where_there_is_no_room() -> None:
@@ -232,18 +203,6 @@ def test_a_plan_says_what_states_second_states_and_copies_take_of_the_hosts_memo
         assert shown.cell_length <= width
         assert f"states {memory(parts['states'])}" in shown.plain
     assert f"copies {memory(parts['copies'])}" in shown.plain
-
-
-def test_what_a_key_does_stands_beside_it_on_every_line() -> None:
-    rows = [
-        ("s", "Stop", "Save and stop the run"),
-        ("shift+tab", "Back", "The panel before this one, in the order of the screen"),
-    ]
-    lines = _key_lines(rows, 40).plain.splitlines()
-    assert max(map(len, lines)) <= 40
-    assert lines[0] == "  s          Stop  Save and stop the run"
-    assert lines[1].startswith("  shift+tab  Back  The panel")
-    assert all(line[:13].isspace() and line[13].isalpha() for line in lines[2:])
 
 
 @pytest.mark.parametrize("width", range(40, 125, 3))
@@ -396,59 +355,6 @@ def test_a_megabyte_of_a_name_is_shortened_at_once() -> None:
     assert len(set(distinct(names, 30))) == 2
 
 
-def test_marked_runs_have_the_colours_of_their_lines() -> None:
-    runs = [RunDirectory(Path(name)) for name in "abcdef"]
-    curves = dict.fromkeys(runs[1:], cast("LossCurve", None))
-    for coloured in (True, False):
-        looks = drawn_looks(runs, curves, coloured=coloured)
-        assert list(looks) == runs[1:5], "as many as are drawn, of those that are read"
-        assert len({look.role if coloured else look.sign for look in looks.values()}) == 4
-
-
-def test_columns_of_the_list_of_runs_are_whole_or_absent() -> None:
-    widths = {
-        "state": 10,
-        "name": 21,
-        "model": 15,
-        "step": 13,
-        "mean loss": 9,
-        " ": 12,
-        "tokens/s": 8,
-        "MFU": 6,
-        "age": 4,
-        "host": 10,
-    }
-    widths |= {"GPU memory": 10, "evaluation loss": 15}
-    rows = [{name: Text("x" * widths.get(name, 1)) for name in COLUMNS}]
-    whole = sum(widths.values()) + 1 + 2 * len(COLUMNS)
-    assert _with_room(rows, whole, 1) == list(COLUMNS)
-    assert _with_room(rows, whole - 1, 1) == [name for name in COLUMNS if name != "host"]
-    assert _with_room(rows, 80, 1) == ["", "state", "name", "step", "mean loss", "age"]
-    assert _with_room(rows, 88, 1, kept="MFU") == [
-        "",
-        "state",
-        "name",
-        "step",
-        "mean loss",
-        "MFU",
-        "age",
-    ], "what it is sorted by"
-    for row in rows:
-        row["MFU"] = Text("")
-    assert "MFU" not in _with_room(rows, whole, 1)
-
-
-def test_a_curve_without_room_for_all_of_it_is_half_as_wide() -> None:
-    row = {name: Text("x") for name in COLUMNS} | {" ": Text("▁▂▃▄▅▆▇█▇▆▅▄")}
-    columns, (whole,) = _fitted([row], 200, 1)
-    assert (columns, whole[" "].plain) == (list(COLUMNS), "▁▂▃▄▅▆▇█▇▆▅▄")
-    least = sum(max(1, len(name)) + 2 for name in _with_room([row], 0, 1))
-    columns, (half,) = _fitted([row], least + 8, 1)
-    assert " " in columns
-    assert half[" "].plain == "▁▃▅▇▇▅"
-    assert " " not in _fitted([row], least + 7, 1)[0]
-
-
 @pytest.mark.parametrize("width", [50, 71, 140])
 def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int) -> None:
     folder = "/data/rows/of/many/kinds/"
@@ -463,22 +369,6 @@ def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int)
     assert max(map(len, lines)) <= width
     assert ["one" in line or "two" in line for line in lines].count(True) == 1
     assert compared.title == "2 runs: 1 setting that differs"
-
-
-def test_the_thumb_of_a_log_that_is_followed_is_where_textual_draws_it() -> None:
-    def drawn(rows: int, lines: int) -> tuple[str, ...]:
-        bar = ScrollBarRender.render_bar(
-            size=rows, virtual_size=lines, window_size=rows, position=lines - rows
-        )
-        return tuple(f"{segment.text} {segment.style}" for segment in bar.segments)
-
-    for rows in (3, 5, 17):
-        for lines in range(rows + 1, 400):
-            same = _thumb_top(rows, lines) == _thumb_top(rows, lines + 1)
-            assert not same or drawn(rows, lines) == drawn(rows, lines + 1), (rows, lines)
-    assert len({_thumb_top(5, lines) for lines in range(1000, 2000)}) == 1, (
-        "a long log's hardly ever moves"
-    )
 
 
 @pytest.mark.parametrize(

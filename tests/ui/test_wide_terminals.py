@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 from textual.containers import Container
@@ -12,12 +11,10 @@ from so_tui.settings_file import load_settings
 from so_tui.ui.configure.form import FormPanel
 from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.panels import LogView, StepDetails
-from so_tui.ui.dashboard.view import LEAST_MAIN, SIDE_FROM, Rows, _plot_rows, rows_for, side_columns
+from so_tui.ui.dashboard.view import side_columns
 from so_tui.ui.lines import StyledLines
-from so_tui.ui.numa_nodes import NumaNodes, _node_rows
-from so_tui.ui.plan_view import _beside_each_other
+from so_tui.ui.numa_nodes import NumaNodes
 from so_tui.ui.runs.preview import RunPreview
-from so_tui.ui.text import Content
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
 
@@ -111,43 +108,3 @@ async def test_panels_are_resized_by_keys_and_mouse_kept_and_reset(runs_dir: Pat
         await ui.press("vertical_line")
         await ui.until(lambda: kept("form") is None and form.size.width == columns)
         assert kept("run") == rows + 2, "sizes of other screens stay"
-
-
-def test_rows_that_are_not_chosen_are_used_by_the_other_panels() -> None:
-    for height, nodes, log in itertools.product((30, 45, 60), (1, 2, 4), (True, False)):
-        rows = rows_for(height, nodes, 4, 6, log=log)
-        total = rows.charts + _plot_rows(rows.plot, nodes) + rows.log
-        assert rows.resized(nodes, None, None) == rows
-        for charts, plot in itertools.product((None, 8, 12), (None, 0, 1)):
-            changed = rows.resized(nodes, charts, plot)
-            assert changed.charts == charts or charts is None
-            assert changed.plot == plot or plot is None
-            if log and charts is not None:
-                assert max(2, total - charts - _plot_rows(changed.plot, nodes)) == changed.log
-            assert not changed.log or log
-    assert rows_for(50, 2, 4, 6, log=False).log == 0
-    assert Rows(12, 2, 8).resized(2, 12, 2) == Rows(12, 2, 8)
-
-
-def test_columns_go_to_what_has_room_for_them() -> None:
-    assert side_columns(SIDE_FROM - 1) == 0
-    assert side_columns(SIDE_FROM, 400) == SIDE_FROM - LEAST_MAIN
-    assert [_node_rows(3, width) for width in (80, 160)] == [3, 2]
-    assert _node_rows(1, 300) == 1
-
-
-def test_sections_stand_beside_each_other_only_if_they_are_whole() -> None:
-    sections = {"left": [Content("a" * 20), Content("b" * 10)], "right": [Content("c" * 30)]}
-    assert _beside_each_other(sections, 52) == list(sections.items())
-    [(title, lines)] = _beside_each_other(sections, 53)
-    assert title == ""
-    assert [line.plain.split() for line in lines] == [
-        [],
-        ["left", "right"],
-        ["a" * 20, "c" * 30],
-        ["b" * 10],
-    ]
-    assert _beside_each_other({"left": [Content("a")], "right": []}, 99) == [
-        ("left", [Content("a")]),
-        ("right", []),
-    ]
