@@ -68,7 +68,17 @@ def _shape(kind: str, *parameters: str, **parts: str) -> Shape:
 
 
 _SHAPES = {
-    "Problem": _shape("Problem", code="code", message="message", remedy="remedy"),
+    "Problem": _shape(
+        "Problem",
+        "code",
+        "field",
+        "value",
+        "message",
+        "remedy",
+        code="code",
+        message="message",
+        remedy="remedy",
+    ),
     "Refusal": _shape("Problem", "code", "message", code="code", message="message"),
     "Finding": _shape(
         "Finding", code="code", message="title", remedy="remedy", severity="severity", cost="cost"
