@@ -36,9 +36,8 @@ def plan(arguments: argparse.Namespace) -> int:
     from so_tui.plan.show import command_of, plans_json, render_plan, render_table, settings_of
 
     if arguments.probe and (arguments.machine or not arguments.preset):
-        code = "not-this-machine" if arguments.machine else "preset-needed"
         raise reject(
-            code,
+            "not-this-machine" if arguments.machine else "preset-needed",
             "--probe",
             arguments.probe,
             "a probe trains on this machine" if arguments.machine else "a probe needs a preset",

@@ -439,13 +439,28 @@ def read_gpus(
     if nvml.answered:
         gpus = tuple(_from_nvml(gpu, on_bus) for gpu in nvml.gpus)
     else:
-        usable = tuple(gpu for gpu in on_bus if not files.live or _driver_loaded(files, gpu.vendor))
+        usable = tuple(
+            gpu
+            for gpu in on_bus
+            if not files.live
+            or files.exists("/proc/driver/nvidia/version" if gpu.vendor == "nvidia" else "/dev/kfd")
+        )
         if len(usable) < len(on_bus):
             notes.append(
                 f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left "
                 "out."
             )
-        gpus = _from_pci(usable)
+        gpus = tuple(
+            Gpu(
+                index=index,
+                name=gpu.name,
+                pci_bus_id=gpu.bus_id,
+                numa_node=gpu.numa_node,
+                cpus=gpu.cpus,
+                vendor=gpu.vendor,
+            )
+            for index, gpu in enumerate(usable)
+        )
     if any(gpu.vendor == "amd" for gpu in gpus) and (amd := _kfd_gpus(files, nodes)) is not None:
         gpus = _with_kfd(gpus, {gpu.bus_id: gpu for gpu in amd})
     if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
@@ -509,24 +524,6 @@ def _driver_name(files: SystemFiles, bus_id: str) -> str | None:
         if line.startswith("Model:"):
             return line.partition(":")[2].strip()
     return None
-
-
-def _driver_loaded(files: SystemFiles, vendor: str) -> bool:
-    return files.exists("/proc/driver/nvidia/version" if vendor == "nvidia" else "/dev/kfd")
-
-
-def _from_pci(found: Iterable[_PciGpu]) -> tuple[Gpu, ...]:
-    return tuple(
-        Gpu(
-            index=index,
-            name=gpu.name,
-            pci_bus_id=gpu.bus_id,
-            numa_node=gpu.numa_node,
-            cpus=gpu.cpus,
-            vendor=gpu.vendor,
-        )
-        for index, gpu in enumerate(found)
-    )
 
 
 def _with_kfd(gpus: tuple[Gpu, ...], amd: dict[str, KfdGpu]) -> tuple[Gpu, ...]:

@@ -177,8 +177,8 @@ def _folders(files: SystemFiles, controller: str) -> Iterator[str]:
             yield f"{mount}{folder}".rstrip("/")
 
 
-_ARM_IMPLEMENTER = 0x41
-_NEOVERSE_V2_PART = 0xD4F
+_NEOVERSE_V2 = (0x41, 0xD4F)
+"""Implementer and part."""
 GRACE = "NVIDIA Grace (Neoverse V2)"
 
 
@@ -292,10 +292,10 @@ def processor(files: SystemFiles) -> Processor:
         else "unknown"
     )
     return Processor(
-        name=_grace(arm)
+        name=(GRACE if arm == _NEOVERSE_V2 else "")
         or fields.get("model name")
         or _slow_name(files)
-        or _arm_name(arm)
+        or (f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else "")
         or "unknown",
         architecture=architecture,
     )
@@ -325,14 +325,6 @@ def _arm_core(fields: dict[str, str], files: SystemFiles) -> tuple[int, int] | N
     except (KeyError, ValueError):
         midr = files.integer("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1")
         return None if midr is None else (midr >> 24 & 0xFF, midr >> 4 & 0xFFF)
-
-
-def _grace(arm: tuple[int, int] | None) -> str | None:
-    return GRACE if arm == (_ARM_IMPLEMENTER, _NEOVERSE_V2_PART) else None
-
-
-def _arm_name(arm: tuple[int, int] | None) -> str | None:
-    return f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else None
 
 
 def _slow_name(files: SystemFiles) -> str | None:

@@ -38,13 +38,6 @@ class Copies(Struct, frozen=True):
         return MemoryTerm(TermKind.COPIES, "node", self.bytes, "exact", formula)
 
 
-def _makes_copies(spec: RunSpec) -> bool:
-    """Return whether a run that trains with these settings writes checkpoints behind its
-    training.
-    """
-    return own_engine(spec) and spec.checkpoint.background and spec.checkpoint.repeats
-
-
 def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
     """Return which copies the sub-groups of one rank have; None for a run that makes none.
 
@@ -53,7 +46,7 @@ def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
         room: Returns the bytes of host memory that each rank may still take.
     """
     spec = placement.spec
-    if not _makes_copies(spec):
+    if not (own_engine(spec) and spec.checkpoint.background and spec.checkpoint.repeats):
         return None
     states = spec.offload.states
     sizes = [

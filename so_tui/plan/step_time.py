@@ -85,18 +85,6 @@ def exposed_adam_s(states: OffloadedStates, adam_bytes_per_s: float, backward_s:
     return waits + states.on_cpu * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
 
 
-def _clipped_adam_s(states: OffloadedStates, adam_bytes_per_s: float, waited_bytes: float) -> float:
-    """Return how long a step with clipping takes for Adam, sub-group by sub-group.
-
-    Args:
-        states: What to step.
-        adam_bytes_per_s: Host memory traffic of the worker.
-        waited_bytes: Host memory traffic per parameter that takes as long as the worker and both
-            ways to it.
-    """
-    return states.on_cpu * (UNSCALE_BYTES + waited_bytes) / adam_bytes_per_s
-
-
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward pass over those of its forward pass: five products instead of
 two.
@@ -547,7 +535,7 @@ class _OptimizerModel:
     def _deepspeed_adam_s(self) -> float:
         states, rate = self._offloaded, self._adam_bytes_per_s
         if self.placement.spec.train.gradient_clipping > 0:
-            return _clipped_adam_s(states, rate, self.use.deepspeed_clipped_adam_bytes)
+            return states.on_cpu * (UNSCALE_BYTES + self.use.deepspeed_clipped_adam_bytes) / rate
         backward_s = self.one_pass.backward_s + self.use.deepspeed_copies * _gradient_copies_s(
             states, self.speed
         )
