@@ -54,7 +54,7 @@ from so_tui.plan.search import (
     with_policy,
 )
 from so_tui.plan.step_time import can_speculate, second_states_bytes
-from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
+from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import Mode, Preset, RunSpec
@@ -365,9 +365,9 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
 def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
     if not offloaded_bytes(found.target.profile.architecture, found.spec.model):
         return
-    kinds = (TermKind.OFFLOADED_INPUTS, TermKind.OFFLOADED_RESULTS)
+    kinds = ("offloaded-inputs", "offloaded-results")
     inputs, results = (
-        sum(term.bytes for term in found.terms if term.kind is kind) for kind in kinds
+        sum(term.bytes for term in found.terms if term.kind == kind) for kind in kinds
     )
     fact = InputsOnHost(bytes=inputs, results_bytes=results)
     if (model := pass_model(found.placement, found.target)) is None:
@@ -406,7 +406,7 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
 
 
 def _second_states_bytes(found: Assessment) -> int:
-    return sum(term.bytes for term in found.terms if term.kind is TermKind.SECOND_STATES)
+    return sum(term.bytes for term in found.terms if term.kind == "second-states")
 
 
 def _named(term: MemoryTerm) -> MemoryTerm:
