@@ -228,6 +228,14 @@ class _Asker:
             nvml.NVML_ERROR_INVALID_ARGUMENT,
         }
 
+    def find(self, index: int) -> tuple[Any, str] | None:
+        """Return the handle and the bus id of a GPU; None if it does not respond."""
+        handle = self.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
+        if handle is None:
+            return None
+        bus_id = self.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
+        return None if bus_id is None else (handle, bus_id)
+
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
         """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py
         does not have it.
@@ -286,14 +294,9 @@ def query_health() -> tuple[GpuHealth, ...]:
 
 
 def _health(asker: _Asker, nvml: Any, index: int) -> GpuHealth | None:
-    handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
-    bus_id = (
-        None
-        if handle is None
-        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
-    )
-    if bus_id is None:
+    if (found := asker.find(index)) is None:
         return None
+    handle, bus_id = found
     remapped = asker.ask(
         "nvmlDeviceGetRemappedRows", handle, read=lambda rows: (bool(rows[2]), bool(rows[3]))
     )
@@ -319,15 +322,10 @@ def _health(asker: _Asker, nvml: Any, index: int) -> GpuHealth | None:
 
 
 def _query_gpu(asker: _Asker, index: int) -> NvmlGpu | None:
-    handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
-    bus_id = (
-        None
-        if handle is None
-        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
-    )
-    if bus_id is None:
+    if (found := asker.find(index)) is None:
         asker.errors.append(f"GPU {index} does not respond and is left out.")
         return None
+    handle, bus_id = found
     memory = asker.ask(
         "nvmlDeviceGetMemoryInfo", handle, read=lambda info: (int(info.total), int(info.used))
     )

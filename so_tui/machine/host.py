@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -65,6 +65,7 @@ def cpus_or_empty(text: str | None) -> tuple[int, ...]:
 # None means no limit.
 
 
+_Number = TypeVar("_Number", int, float)
 _ROOT = "/sys/fs/cgroup"
 _UNLIMITED_BYTES = 1 << 60
 """Larger values mean no limit: cgroup v1 writes a number just below 2^63."""
@@ -82,43 +83,34 @@ def _cpuset(files: SystemFiles) -> set[int] | None:
 
 def cpu_quota(files: SystemFiles) -> float | None:
     """Return the smallest limit on CPU time of the group and its ancestors, in CPUs."""
-    quotas = [
-        quota for folder in _folders(files, "cpu") if (quota := _quota(files, folder)) is not None
-    ]
-    return min(quotas, default=None)
+    return _least(_quota(files, folder) for folder in _folders(files, "cpu"))
 
 
 def _memory_limit_bytes(files: SystemFiles) -> int | None:
     """Return the smallest memory limit of the group and its ancestors."""
-    limits = []
-    for folder in _folders(files, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = files.integer(f"{folder}/{name}")
-            if limit is not None and limit < _UNLIMITED_BYTES:
-                limits.append(limit)
-    return min(limits, default=None)
+    limit = _least(
+        files.integer(f"{folder}/{name}")
+        for folder in _folders(files, "memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    )
+    return limit if limit is not None and limit < _UNLIMITED_BYTES else None
 
 
 def _memory_left_bytes(files: SystemFiles) -> int | None:
     """Return the smallest distance of the group and its ancestors from their memory limits. File
     cache counts as free.
     """
-    left = [
-        room
-        for folder in _folders(files, "memory")
-        if (room := _memory_left(files, folder)) is not None
-    ]
-    return min(left, default=None)
+    return _least(_memory_left(files, folder) for folder in _folders(files, "memory"))
 
 
 def process_limit(files: SystemFiles) -> int | None:
     """Return the smallest limit on processes and threads of the group and its ancestors."""
-    limits = [
-        limit
-        for folder in _folders(files, "pids")
-        if (limit := files.integer(f"{folder}/pids.max")) is not None
-    ]
-    return min(limits, default=None)
+    return _least(files.integer(f"{folder}/pids.max") for folder in _folders(files, "pids"))
+
+
+def _least(limits: Iterable[_Number | None]) -> _Number | None:
+    """Return the smallest of the limits that are set."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _memory_left(files: SystemFiles, folder: str) -> int | None:
@@ -414,11 +406,9 @@ def available_bytes(files: SystemFiles) -> int | None:
     """Return the bytes that this control group can allocate without swapping or being killed; None
     if unknown.
     """
-    sizes = (
-        meminfo(files.text("/proc/meminfo")).get("MemAvailable"),
-        _memory_left_bytes(files),
+    return _least(
+        (meminfo(files.text("/proc/meminfo")).get("MemAvailable"), _memory_left_bytes(files))
     )
-    return min((size for size in sizes if size is not None), default=None)
 
 
 def sole_memory_node(nodes: tuple[NumaNode, ...]) -> int | None:
@@ -439,17 +429,16 @@ def caught_up(sizes: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
 
 
 def _caught_up_nodes(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tuple[NumaNode, ...]:
-    sole = sole_memory_node(nodes)
-    return tuple(_caught_up_node(node, whole) if node.id == sole else node for node in nodes)
-
-
-def _caught_up_node(node: NumaNode, whole: dict[str, int]) -> NumaNode:
-    sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
-    return msgspec.structs.replace(
-        node,
-        memory_total_bytes=sizes["MemTotal"],
-        memory_free_bytes=sizes.get("MemFree", node.memory_free_bytes),
-    )
+    sole, found = sole_memory_node(nodes), []
+    for node in nodes:
+        if node.id == sole:
+            sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
+            free = sizes.get("MemFree", node.memory_free_bytes)
+            node = msgspec.structs.replace(
+                node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=free
+            )
+        found.append(node)
+    return tuple(found)
 
 
 def _gpu_memory_note(

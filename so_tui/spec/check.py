@@ -186,7 +186,21 @@ def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterat
         )
 
 
-def _nothing_to_offload(offload: Any, policy: Any) -> Iterator[Problem]:
+def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
+    config = _section(model, "config")
+    if model.get("weights") == "random" and not config.get("model_type"):
+        yield Problem(
+            "missing-architecture",
+            "model.config",
+            "",
+            'weights = "random" needs the architecture of the model',
+            "Write [model.config] with `model_type` and the keys of the model's config.json, "
+            'or use weights = "pretrained".',
+        )
+    offload, policy = (
+        model.get("activation_offload"),
+        model.get("activation_checkpointing", "auto"),
+    )
     if offload in ("on", "inputs") and policy == "none":
         yield Problem(
             "nothing-to-offload",
@@ -207,22 +221,6 @@ def _nothing_to_offload(offload: Any, policy: Any) -> Iterator[Problem]:
             'Set model.activation_checkpointing to "attention", or model.activation_offload to '
             '"inputs" or "auto".',
         )
-
-
-def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
-    config = _section(model, "config")
-    if model.get("weights") == "random" and not config.get("model_type"):
-        yield Problem(
-            "missing-architecture",
-            "model.config",
-            "",
-            'weights = "random" needs the architecture of the model',
-            "Write [model.config] with `model_type` and the keys of the model's config.json, "
-            'or use weights = "pretrained".',
-        )
-    yield from _nothing_to_offload(
-        model.get("activation_offload"), model.get("activation_checkpointing", "auto")
-    )
     if model.get("tiled_mlp") == "on" and (
         model.get("activation_checkpointing") in ("selective", "none") or _EXPERTS & config.keys()
     ):
