@@ -33,9 +33,9 @@ PLAIN = {
 
 def state_bytes(plan: Plan) -> dict[str, int]:
     return {
-        term.kind.name: term.bytes
+        term.kind: term.bytes
         for term in plan.breakdown
-        if term.kind.name in ("WEIGHTS", "MASTER_WEIGHTS", "MOMENTS")
+        if term.kind in ("weights", "master-weights", "moments")
     }
 
 
