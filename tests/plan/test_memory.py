@@ -114,7 +114,7 @@ def test_our_engine_needs_fourteen_bytes_where_deepspeeds_needs_sixteen() -> Non
 def test_the_gpu_mode_holds_sixteen_bytes_a_parameter_on_the_gpu() -> None:
     spec = spec_of("llama-3.1-8b", mode="gpu")
     sizes = {term.kind: term.bytes for term in terms_of(spec, 1) if term.location == "gpu"}
-    kinds = ("weights", "master-weights", "moments", "gradients")
+    kinds: tuple[TermKind, ...] = ("weights", "master-weights", "moments", "gradients")
     assert sum(sizes[kind] for kind in kinds) == 16 * state_layout(spec, 1).numel
 
 
