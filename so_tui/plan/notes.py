@@ -492,9 +492,7 @@ class FasterRatio(Fact, frozen=True):
     smallest_ratio: float
     smallest_step_s: float
     alike: bool = False
-    """Whether the two are about as fast: the difference is smaller than the error of such
-    predictions.
-    """
+    """Whether predictions are not exact enough to tell which of the two is faster."""
     more_gpu_bytes: int = 0
     """Memory of each GPU that it leaves beyond what the smallest does."""
 
@@ -604,9 +602,7 @@ class NextBest(Fact, frozen=True):
     slower: float
     """How much longer its step takes, as a share; negative where it is the shorter one."""
     alike: bool = False
-    """Whether the two are about as fast: the difference is smaller than the error of such
-    predictions.
-    """
+    """Whether predictions are not exact enough to tell which of the two is faster."""
     chosen_for: Preference | None = None
     """Where both are, why the chosen ones are preferred; None where that is their speed."""
     more_gpu_bytes: int = 0
