@@ -67,15 +67,16 @@ def _shape(kind: str, *parameters: str, **parts: str) -> Shape:
     )
 
 
+_PROBLEM = _shape(
+    "Problem",
+    *("code", "field", "value", "message", "remedy"),
+    code="code",
+    message="message",
+    remedy="remedy",
+)
 _SHAPES = {
-    "Problem": _shape("Problem", code="code", message="message", remedy="remedy"),
-    "reject": _shape(
-        "Problem",
-        *("code", "field", "value", "message", "remedy"),
-        code="code",
-        message="message",
-        remedy="remedy",
-    ),
+    "Problem": _PROBLEM,
+    "reject": _PROBLEM,
     "Refusal": _shape("Problem", "code", "message", code="code", message="message"),
     "refuse": _shape("Problem", "code", "message", code="code", message="message"),
     "Finding": _shape(

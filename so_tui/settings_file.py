@@ -279,9 +279,7 @@ def _converted(key: str, given: Any, kind: Any) -> Any:
 
 
 def _problem(code: str, message: str, remedy: str, path: Path) -> Problem:
-    return Problem(
-        code=code, field="settings", value="", message=message, remedy=remedy, file=str(path)
-    )
+    return Problem(code, "settings", "", message, remedy, file=str(path))
 
 
 def _not_toml(path: Path, error: Exception) -> Problem:
@@ -293,34 +291,26 @@ def _not_toml(path: Path, error: Exception) -> Problem:
 
 
 def _unknown(key: str, value: Any, known: tuple[str, ...], path: Path) -> Problem:
-    remedy = (
-        f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} "
-        f"{some(known)}."
-    )
-    code, message = "unknown-setting", "there is no such setting"
     return Problem(
-        code=code,
-        field=key,
-        value=shown(value),
-        message=message,
-        remedy=remedy,
+        "unknown-setting",
+        key,
+        shown(value),
+        "there is no such setting",
+        f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} "
+        f"{some(known)}.",
         file=str(path),
     )
 
 
 def _invalid(key: str, value: Any, message: str, path: Path) -> Problem:
     setting = next((setting for setting in all_settings() if setting.key == key), None)
-    remedy = (
+    return Problem(
+        "invalid-setting",
+        key,
+        shown(value),
+        message.rstrip("."),
         f"{setting.description[:1].upper()}{setting.description[1:]}."
         if setting
-        else "Write it as a table of its own."
-    )
-    code = "invalid-setting"
-    return Problem(
-        code=code,
-        field=key,
-        value=shown(value),
-        message=message.rstrip("."),
-        remedy=remedy,
+        else "Write it as a table of its own.",
         file=str(path),
     )

@@ -55,16 +55,7 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
     bad = [change for change in arguments.set if "=" not in change]
     if bad:
         raise InputError(
-            [
-                Problem(
-                    code="no-equals-sign",
-                    field="--set",
-                    value=change,
-                    message="has no `=`",
-                    remedy=remedy,
-                )
-                for change in bad
-            ]
+            [Problem("no-equals-sign", "--set", change, "has no `=`", remedy) for change in bad]
         )
     changes = {
         key.strip(): value.strip()

@@ -117,13 +117,12 @@ def _inspected(arguments: argparse.Namespace) -> Machine:
 
     sysroot = Path(arguments.sysroot) if arguments.sysroot else None
     if sysroot is not None and not is_folder(sysroot / "sys"):
-        remedy = "Give a folder with copies of /sys and /proc."
         problem = Problem(
-            code="no-sysroot",
-            field="--sysroot",
-            value=str(sysroot),
-            message="has no folder named sys",
-            remedy=remedy,
+            "no-sysroot",
+            "--sysroot",
+            str(sysroot),
+            "has no folder named sys",
+            "Give a folder with copies of /sys and /proc.",
         )
         raise InputError([problem])
     if arguments.hostname and sysroot is None:

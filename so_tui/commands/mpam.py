@@ -108,7 +108,14 @@ def print_mpam_script(machine: Machine, plan: Plan | None, files: SystemFiles | 
                 "the kernel has no resctrl file system",
                 "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD).",
             )
-        print(_mount_script(machine.label))
+        print(
+            _script(
+                machine.label,
+                "mounts resctrl",
+                [_NOT_MOUNTED.format(mount=MOUNT)],
+                [f"umount {MOUNT}"],
+            )
+        )
         return 0
     bindings = plan.binding if plan is not None else _on_all_gpus(machine)
     wanted = _partitions(found, bindings, machine.label)
@@ -270,11 +277,6 @@ def _cut(mask: int, least_bits: int) -> tuple[int, int]:
         return mask, mask
     adam = ((1 << low) - 1) * first
     return mask & ~adam, adam
-
-
-def _mount_script(host: str) -> str:
-    """Return a script that mounts resctrl, whose limits are only known then."""
-    return _script(host, "mounts resctrl", [_NOT_MOUNTED.format(mount=MOUNT)], [f"umount {MOUNT}"])
 
 
 def _partition_script(host: str, found: Resctrl, wanted: Sequence[Partition]) -> str:

@@ -26,19 +26,9 @@ from so_tui.units import plural, rate, thousands
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print the table of models and GPU counts of a machine, or one plan with all its figures."""
-    from so_tui.plan.planner import (
-        best_number_of_gpus,
-        make_plan,
-        plan_table,
-        recommend,
-        unplannable,
-    )
-    from so_tui.plan.show import command_of, plans_json, render_plan, render_table, settings_of
-
     if arguments.probe and (arguments.machine or not arguments.preset):
-        code = "not-this-machine" if arguments.machine else "preset-needed"
         raise reject(
-            code,
+            "not-this-machine" if arguments.machine else "preset-needed",
             "--probe",
             arguments.probe,
             "a probe trains on this machine" if arguments.machine else "a probe needs a preset",
@@ -46,41 +36,58 @@ def plan(arguments: argparse.Namespace) -> int:
             if arguments.machine
             else "Name one: so-tui plan PRESET --probe.",
         )
-    if arguments.preset:
-        spec = chosen_spec(arguments)
-        machine = machine_for(spec, arguments)
-        changes = chosen_changes(arguments)
-        fixed = arguments.as_given or bool(settings_of(spec).keys() & changes.keys())
-        chosen = make_plan(spec, machine) if fixed else recommend(spec, machine)
-        if arguments.probe:
-            return _probe(arguments, chosen, machine)
-        if arguments.json:
-            print_json(plans_json([chosen]))
-        else:
-            note_place(arguments, machine, spec.slurm.partition, site=spec.slurm.site)
-            print_rich(render_plan(chosen, machine))
-            if chosen.recommended:
-                # On one line, so that it can be copied.
-                others = {key: value for key, value in changes.items() if key != "gpus"}
-                given = find_preset(arguments.preset).spec
-                print_note(arguments, "")
-                print_note(
-                    arguments,
-                    f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}",
-                )
-                if "gpus" not in changes and spec.nodes == 1:
-                    _note_other_number(
-                        arguments, chosen, best_number_of_gpus(spec, machine), changes
-                    )
-            elif fixed:
-                print_note(arguments, "")
-                print_note(
-                    arguments,
-                    "This is the plan as given. To search for better settings, leave out "
-                    "--as-given and --set of what a plan chooses.",
-                )
-        return 0 if chosen.fits else 3
-    machine = _machine_of_table(arguments)
+    return _plan_one(arguments) if arguments.preset else _plan_table(arguments)
+
+
+def _plan_one(arguments: argparse.Namespace) -> int:
+    """Print the plan of a preset, or probe it."""
+    from so_tui.plan.planner import best_number_of_gpus, make_plan, recommend
+    from so_tui.plan.show import command_of, plans_json, render_plan, settings_of
+
+    spec = chosen_spec(arguments)
+    machine = machine_for(spec, arguments)
+    changes = chosen_changes(arguments)
+    fixed = arguments.as_given or bool(settings_of(spec).keys() & changes.keys())
+    chosen = make_plan(spec, machine) if fixed else recommend(spec, machine)
+    if arguments.probe:
+        return _probe(arguments, chosen, machine)
+    if arguments.json:
+        print_json(plans_json([chosen]))
+    else:
+        note_place(arguments, machine, spec.slurm.partition, site=spec.slurm.site)
+        print_rich(render_plan(chosen, machine))
+        if chosen.recommended:
+            # On one line, so that it can be copied.
+            others = {key: value for key, value in changes.items() if key != "gpus"}
+            given = find_preset(arguments.preset).spec
+            print_note(arguments, "")
+            print_note(
+                arguments,
+                f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}",
+            )
+            if "gpus" not in changes and spec.nodes == 1:
+                _note_other_number(arguments, chosen, best_number_of_gpus(spec, machine), changes)
+        elif fixed:
+            print_note(arguments, "")
+            print_note(
+                arguments,
+                "This is the plan as given. To search for better settings, leave out "
+                "--as-given and --set of what a plan chooses.",
+            )
+    return 0 if chosen.fits else 3
+
+
+def _plan_table(arguments: argparse.Namespace) -> int:
+    """Print the table of models and GPU counts."""
+    from so_tui.launch.places import machine_of_partition
+    from so_tui.plan.planner import plan_table, unplannable
+    from so_tui.plan.show import plans_json, render_table
+
+    machine = (
+        machine_of_partition(arguments.partition)
+        if arguments.partition and not arguments.machine
+        else chosen_machine(arguments)
+    )
     counts, nodes = _counts(arguments), _nodes(arguments)
     catalog = load_catalog()
     rows = plan_table(list(catalog.presets.values()), machine, counts, nodes)
@@ -113,16 +120,6 @@ def _note_other_number(
         f"would train {rate(best.useful_tokens_per_s_total or 0.0)}, more or as many per {unit} "
         "(★ in the table of all presets): "
         f"{so_tui_command('plan', arguments.preset, '--gpus', str(best.gpus), *same)}",
-    )
-
-
-def _machine_of_table(arguments: argparse.Namespace) -> Machine:
-    from so_tui.launch.places import machine_of_partition
-
-    return (
-        machine_of_partition(arguments.partition)
-        if arguments.partition and not arguments.machine
-        else chosen_machine(arguments)
     )
 
 

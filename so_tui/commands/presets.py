@@ -137,13 +137,7 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
         ("--gpus", "" if arguments.preset else arguments.gpus, of_one),
     ]
     problems = [
-        Problem(
-            code=code,
-            field=field,
-            value="" if value is True else shown(value),
-            message=message,
-            remedy=remedy,
-        )
+        Problem(code, field, "" if value is True else shown(value), message, remedy)
         for field, value, (code, message, remedy) in given
         if value
     ]

@@ -7,22 +7,21 @@ from __future__ import annotations
 import json
 
 from so_tui.machine.known import MACHINES
-from so_tui.spec.keys import FieldInfo, fields
+from so_tui.spec.keys import fields
 
 
 def _words() -> str:
     """Return ``words.json``."""
     keys = {
-        info.path: {"description": info.description, "values": _values(info)}
+        info.path: {
+            "description": info.description,
+            "values": (("true", "false") if info.type_name == "boolean" else info.choices),
+        }
         for info in fields()
         if info.type_name != "table"
     }
     machines = {name: machine.title for name, machine in MACHINES.items()}
     return json.dumps({"keys": keys, "machines": machines}, indent=1) + "\n"
-
-
-def _values(info: FieldInfo) -> tuple[str, ...]:
-    return ("true", "false") if info.type_name == "boolean" else info.choices
 
 
 if __name__ == "__main__":

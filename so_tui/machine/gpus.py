@@ -228,6 +228,14 @@ class _Asker:
             nvml.NVML_ERROR_INVALID_ARGUMENT,
         }
 
+    def find(self, index: int) -> tuple[Any, str] | None:
+        """Return the handle and the bus id of a GPU; None if it does not respond."""
+        handle = self.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
+        if handle is None:
+            return None
+        bus_id = self.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
+        return None if bus_id is None else (handle, bus_id)
+
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
         """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py
         does not have it.
@@ -286,14 +294,9 @@ def query_health() -> tuple[GpuHealth, ...]:
 
 
 def _health(asker: _Asker, nvml: Any, index: int) -> GpuHealth | None:
-    handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
-    bus_id = (
-        None
-        if handle is None
-        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
-    )
-    if bus_id is None:
+    if (found := asker.find(index)) is None:
         return None
+    handle, bus_id = found
     remapped = asker.ask(
         "nvmlDeviceGetRemappedRows", handle, read=lambda rows: (bool(rows[2]), bool(rows[3]))
     )
@@ -319,15 +322,10 @@ def _health(asker: _Asker, nvml: Any, index: int) -> GpuHealth | None:
 
 
 def _query_gpu(asker: _Asker, index: int) -> NvmlGpu | None:
-    handle = asker.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
-    bus_id = (
-        None
-        if handle is None
-        else asker.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
-    )
-    if bus_id is None:
+    if (found := asker.find(index)) is None:
         asker.errors.append(f"GPU {index} does not respond and is left out.")
         return None
+    handle, bus_id = found
     memory = asker.ask(
         "nvmlDeviceGetMemoryInfo", handle, read=lambda info: (int(info.total), int(info.used))
     )
@@ -439,13 +437,28 @@ def read_gpus(
     if nvml.answered:
         gpus = tuple(_from_nvml(gpu, on_bus) for gpu in nvml.gpus)
     else:
-        usable = tuple(gpu for gpu in on_bus if not files.live or _driver_loaded(files, gpu.vendor))
+        usable = tuple(
+            gpu
+            for gpu in on_bus
+            if not files.live
+            or files.exists("/proc/driver/nvidia/version" if gpu.vendor == "nvidia" else "/dev/kfd")
+        )
         if len(usable) < len(on_bus):
             notes.append(
                 f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left "
                 "out."
             )
-        gpus = _from_pci(usable)
+        gpus = tuple(
+            Gpu(
+                index=index,
+                name=gpu.name,
+                pci_bus_id=gpu.bus_id,
+                numa_node=gpu.numa_node,
+                cpus=gpu.cpus,
+                vendor=gpu.vendor,
+            )
+            for index, gpu in enumerate(usable)
+        )
     if any(gpu.vendor == "amd" for gpu in gpus) and (amd := _kfd_gpus(files, nodes)) is not None:
         gpus = _with_kfd(gpus, {gpu.bus_id: gpu for gpu in amd})
     if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
@@ -509,24 +522,6 @@ def _driver_name(files: SystemFiles, bus_id: str) -> str | None:
         if line.startswith("Model:"):
             return line.partition(":")[2].strip()
     return None
-
-
-def _driver_loaded(files: SystemFiles, vendor: str) -> bool:
-    return files.exists("/proc/driver/nvidia/version" if vendor == "nvidia" else "/dev/kfd")
-
-
-def _from_pci(found: Iterable[_PciGpu]) -> tuple[Gpu, ...]:
-    return tuple(
-        Gpu(
-            index=index,
-            name=gpu.name,
-            pci_bus_id=gpu.bus_id,
-            numa_node=gpu.numa_node,
-            cpus=gpu.cpus,
-            vendor=gpu.vendor,
-        )
-        for index, gpu in enumerate(found)
-    )
 
 
 def _with_kfd(gpus: tuple[Gpu, ...], amd: dict[str, KfdGpu]) -> tuple[Gpu, ...]:

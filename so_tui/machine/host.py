@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -65,6 +65,7 @@ def cpus_or_empty(text: str | None) -> tuple[int, ...]:
 # None means no limit.
 
 
+_Number = TypeVar("_Number", int, float)
 _ROOT = "/sys/fs/cgroup"
 _UNLIMITED_BYTES = 1 << 60
 """Larger values mean no limit: cgroup v1 writes a number just below 2^63."""
@@ -82,43 +83,34 @@ def _cpuset(files: SystemFiles) -> set[int] | None:
 
 def cpu_quota(files: SystemFiles) -> float | None:
     """Return the smallest limit on CPU time of the group and its ancestors, in CPUs."""
-    quotas = [
-        quota for folder in _folders(files, "cpu") if (quota := _quota(files, folder)) is not None
-    ]
-    return min(quotas, default=None)
+    return _least(_quota(files, folder) for folder in _folders(files, "cpu"))
 
 
 def _memory_limit_bytes(files: SystemFiles) -> int | None:
     """Return the smallest memory limit of the group and its ancestors."""
-    limits = []
-    for folder in _folders(files, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            limit = files.integer(f"{folder}/{name}")
-            if limit is not None and limit < _UNLIMITED_BYTES:
-                limits.append(limit)
-    return min(limits, default=None)
+    limit = _least(
+        files.integer(f"{folder}/{name}")
+        for folder in _folders(files, "memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    )
+    return limit if limit is not None and limit < _UNLIMITED_BYTES else None
 
 
 def _memory_left_bytes(files: SystemFiles) -> int | None:
     """Return the smallest distance of the group and its ancestors from their memory limits. File
     cache counts as free.
     """
-    left = [
-        room
-        for folder in _folders(files, "memory")
-        if (room := _memory_left(files, folder)) is not None
-    ]
-    return min(left, default=None)
+    return _least(_memory_left(files, folder) for folder in _folders(files, "memory"))
 
 
 def process_limit(files: SystemFiles) -> int | None:
     """Return the smallest limit on processes and threads of the group and its ancestors."""
-    limits = [
-        limit
-        for folder in _folders(files, "pids")
-        if (limit := files.integer(f"{folder}/pids.max")) is not None
-    ]
-    return min(limits, default=None)
+    return _least(files.integer(f"{folder}/pids.max") for folder in _folders(files, "pids"))
+
+
+def _least(limits: Iterable[_Number | None]) -> _Number | None:
+    """Return the smallest of the limits that are set."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _memory_left(files: SystemFiles, folder: str) -> int | None:
@@ -177,8 +169,8 @@ def _folders(files: SystemFiles, controller: str) -> Iterator[str]:
             yield f"{mount}{folder}".rstrip("/")
 
 
-_ARM_IMPLEMENTER = 0x41
-_NEOVERSE_V2_PART = 0xD4F
+_NEOVERSE_V2 = (0x41, 0xD4F)
+"""Implementer and part."""
 GRACE = "NVIDIA Grace (Neoverse V2)"
 
 
@@ -292,10 +284,10 @@ def processor(files: SystemFiles) -> Processor:
         else "unknown"
     )
     return Processor(
-        name=_grace(arm)
+        name=(GRACE if arm == _NEOVERSE_V2 else "")
         or fields.get("model name")
         or _slow_name(files)
-        or _arm_name(arm)
+        or (f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else "")
         or "unknown",
         architecture=architecture,
     )
@@ -325,14 +317,6 @@ def _arm_core(fields: dict[str, str], files: SystemFiles) -> tuple[int, int] | N
     except (KeyError, ValueError):
         midr = files.integer("/sys/devices/system/cpu/cpu0/regs/identification/midr_el1")
         return None if midr is None else (midr >> 24 & 0xFF, midr >> 4 & 0xFFF)
-
-
-def _grace(arm: tuple[int, int] | None) -> str | None:
-    return GRACE if arm == (_ARM_IMPLEMENTER, _NEOVERSE_V2_PART) else None
-
-
-def _arm_name(arm: tuple[int, int] | None) -> str | None:
-    return f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else None
 
 
 def _slow_name(files: SystemFiles) -> str | None:
@@ -422,11 +406,9 @@ def available_bytes(files: SystemFiles) -> int | None:
     """Return the bytes that this control group can allocate without swapping or being killed; None
     if unknown.
     """
-    sizes = (
-        meminfo(files.text("/proc/meminfo")).get("MemAvailable"),
-        _memory_left_bytes(files),
+    return _least(
+        (meminfo(files.text("/proc/meminfo")).get("MemAvailable"), _memory_left_bytes(files))
     )
-    return min((size for size in sizes if size is not None), default=None)
 
 
 def sole_memory_node(nodes: tuple[NumaNode, ...]) -> int | None:
@@ -447,17 +429,16 @@ def caught_up(sizes: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
 
 
 def _caught_up_nodes(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tuple[NumaNode, ...]:
-    sole = sole_memory_node(nodes)
-    return tuple(_caught_up_node(node, whole) if node.id == sole else node for node in nodes)
-
-
-def _caught_up_node(node: NumaNode, whole: dict[str, int]) -> NumaNode:
-    sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
-    return msgspec.structs.replace(
-        node,
-        memory_total_bytes=sizes["MemTotal"],
-        memory_free_bytes=sizes.get("MemFree", node.memory_free_bytes),
-    )
+    sole, found = sole_memory_node(nodes), []
+    for node in nodes:
+        if node.id == sole:
+            sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
+            free = sizes.get("MemFree", node.memory_free_bytes)
+            node = msgspec.structs.replace(
+                node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=free
+            )
+        found.append(node)
+    return tuple(found)
 
 
 def _gpu_memory_note(

@@ -25,7 +25,7 @@ from so_tui.machine.resctrl import read_mpam
 from so_tui.machine.software import read_software
 from so_tui.machine.system_files import SystemFiles, read_network
 from so_tui.machine.types import SCHEMA, UNKNOWN, Machine
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import InputError, Problem, reject
 from so_tui.trust.decoding import NotTextError, TooDeepError, read_json
 from so_tui.trust.files import UnfitFileError
 from so_tui.units import thousands
@@ -46,7 +46,13 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
     cpu = processor(files)
     nodes = read_nodes(files, online)
     if not any(node.kind == "cpu" for node in nodes):
-        raise InputError([_no_cpus(files.root)])
+        raise reject(
+            "no-cpus",
+            "--sysroot",
+            str(files.root),
+            "contains no /sys or /proc with CPUs",
+            "Give the folder that contains `sys/devices/system/node` of the other machine.",
+        )
     online = online or tuple(sorted({cpu for node in nodes for cpu in node.cpus}))
     allowed = allowed_cpus(files, online)
     memory = host_memory(files, nodes)
@@ -86,16 +92,6 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
         hidden_gpus=found.hidden,
         nvml_errors=nvml.errors,
         memory_grows=memory.grows,
-    )
-
-
-def _no_cpus(root: Path) -> Problem:
-    return Problem(
-        code="no-cpus",
-        field="--sysroot",
-        value=str(root),
-        message="contains no /sys or /proc with CPUs",
-        remedy="Give the folder that contains `sys/devices/system/node` of the other machine.",
     )
 
 
@@ -200,6 +196,4 @@ def _too_large(machine: Machine) -> str | None:
 
 
 def _problem(code: str, path: Path | str, message: str) -> InputError:
-    return InputError(
-        [Problem(code=code, field="--machine", value=str(path), message=message, remedy=_REMEDY)]
-    )
+    return InputError([Problem(code, "--machine", str(path), message, _REMEDY)])

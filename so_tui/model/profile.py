@@ -27,7 +27,7 @@ from so_tui.model.shape import (
     trainable,
 )
 from so_tui.model.sharding import PERSISTENCE_THRESHOLD
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import reject
 from so_tui.spec.run_spec import ModelSpec, OffloadSpec, ParameterBlock
 
 # Bytes that a forward pass stores for backward, per token, by what is recomputed. Pure numbers.
@@ -209,7 +209,12 @@ def _block_bytes(shape: Architecture, *, fused: bool) -> int:
         _expert_peak_bytes(shape, fused=fused) if shape.experts else _mlp_bytes(shape, fused=fused)
     )
     sinks = 2 * shape.query_width if shape.model_type in SINKS else 0
-    return _bytes_beside_mlp(shape, fused=fused) + feed_forward + sinks
+    return (
+        (10 if fused else 24) * shape.hidden
+        + _head_bytes(shape, fused=fused)
+        + feed_forward
+        + sinks
+    )
 
 
 def _mlp_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -239,10 +244,6 @@ def tile_bytes(shape: Architecture, *, fused: bool) -> int:
     return max(_mlp_bytes(shape, fused=fused), 0 if fused else 28 * shape.hidden)
 
 
-def _bytes_beside_mlp(shape: Architecture, *, fused: bool) -> int:
-    return (10 if fused else 24) * shape.hidden + _head_bytes(shape, fused=fused)
-
-
 def _head_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return the part of ``_block_bytes`` that queries, keys and values take."""
     q, kv = shape.query_width, shape.key_value_width
@@ -267,18 +268,6 @@ def norm_bytes(shape: Architecture, *, fused: bool) -> int:
     without fused kernels.
     """
     return (8 if fused else 68) * shape.hidden
-
-
-def _fused_kernels(model: ModelSpec) -> bool:
-    """Return whether norms, rotary positions and gates are one kernel each."""
-    return model.kernels == "auto"
-
-
-def _score_bytes(shape: Architecture, sequence_length: int, sequences: int) -> int:
-    """Return the bytes of one layer's attention scores with eager attention: 6 bytes per head and
-    pair of tokens.
-    """
-    return 6 * shape.heads * sequence_length**2 * sequences
 
 
 _K = TypeVar("_K")
@@ -400,7 +389,7 @@ class ModelProfile:
         else 0.
         """
         return (
-            _score_bytes(self.architecture, sequence_length, sequences)
+            6 * self.architecture.heads * sequence_length**2 * sequences
             if self.eager_attention
             else 0
         )
@@ -476,24 +465,18 @@ def profile_of(model: ModelSpec) -> ModelProfile:
             not described (see ``architecture``).
     """
     if not model.parameters:
-        raise InputError(
-            [
-                Problem(
-                    code="missing-parameter-table",
-                    field="model.parameters",
-                    value="",
-                    message="the ordered parameter list of this model is not known",
-                    remedy=(
-                        "`python -m so_tui_trainer.tools.presets FILE` writes it from "
-                        "`[model.config]`; built-in presets have it"
-                    ),
-                )
-            ]
+        raise reject(
+            "missing-parameter-table",
+            "model.parameters",
+            "",
+            "the ordered parameter list of this model is not known",
+            "`python -m so_tui_trainer.tools.presets FILE` writes it from "
+            "`[model.config]`; built-in presets have it",
         )
     return _profile(
         model.parameters,
         architecture(model.config),
-        _fused_kernels(model),
+        model.kernels == "auto",
         model.attention == "eager",
     )
 

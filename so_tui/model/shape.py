@@ -195,9 +195,12 @@ def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
 
 
 def _problem(code: str, key: str, value: str, message: str) -> Problem:
-    remedy = "copy the keys of the model's config.json, or extend a preset"
     return Problem(
-        code=code, field=f"model.config.{key}", value=value, message=message, remedy=remedy
+        code,
+        f"model.config.{key}",
+        value,
+        message,
+        "copy the keys of the model's config.json, or extend a preset",
     )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from so_tui.machine.host import contiguous_runs, cpu_ranges
 from so_tui.machine.types import Gpu, Machine, NumaNode
 from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, RankBinding
-from so_tui.spec.errors import InputError, Problem
+from so_tui.spec.errors import reject
 
 # Emulates what DeepSpeed 0.19.8's launcher decides for ``--bind_cores_to_rank --bind_core_list``,
 # as a pure function.
@@ -211,14 +211,14 @@ def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, 
         if amd
         else "Switch MIG off (`nvidia-smi -mig 0`"
     )
-    remedy = (
+    raise reject(
+        code,
+        "gpus",
+        str(gpus) if isinstance(gpus, int) else str(list(gpus)),
+        message,
         f"Ask for at most {len(available)}, each once."
         if available
-        else f"{whole_again}, as root)."
-    )
-    value = str(gpus) if isinstance(gpus, int) else str(list(gpus))
-    raise InputError(
-        [Problem(code=code, field="gpus", value=value, message=message, remedy=remedy)]
+        else f"{whole_again}, as root).",
     )
 
 
@@ -233,18 +233,12 @@ def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:
     ]
     usable = tuple(group for group in groups if group.cpus)
     if not usable:
-        remedy = "Start so-tui where it may use CPUs of this machine."
-        message = "none of the CPUs that may be used belongs to a NUMA node"
-        raise InputError(
-            [
-                Problem(
-                    code="no-usable-cpu",
-                    field="allowed_cpus",
-                    value=cpu_ranges(allowed),
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
+        raise reject(
+            "no-usable-cpu",
+            "allowed_cpus",
+            cpu_ranges(allowed),
+            "none of the CPUs that may be used belongs to a NUMA node",
+            "Start so-tui where it may use CPUs of this machine.",
         )
     return usable
 

@@ -162,12 +162,13 @@ def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
     for node, needs in sorted(demand.node_bytes.items()):
         has = supply.node_bytes.get(node, 0)
         groups.setdefault((memory_size(needs), memory_size(has)), []).append((node, needs, has))
-    return tuple(_node_need(group) for group in groups.values())
-
-
-def _node_need(group: Sequence[tuple[int, int, int]]) -> NodeNeed:
-    _, needs, has = max(group, key=lambda found: found[1] / max(1, found[2]))
-    return NodeNeed(tuple(node for node, _, _ in group), needs, has)
+    fullest = (
+        max(group, key=lambda found: found[1] / max(1, found[2])) for group in groups.values()
+    )
+    return tuple(
+        NodeNeed(tuple(node for node, _, _ in group), needs, has)
+        for group, (_, needs, has) in zip(groups.values(), fullest, strict=True)
+    )
 
 
 def _short(
@@ -224,23 +225,17 @@ def target_of(
     profile = profile_of(spec.model)
     resources = resources_of(machine, spec.gpus, spec.offload.cpu_adam_cores_fraction)
     known = resources.calibration.probes if resources.calibration and probed else ()
-    probes = tuple(probe for probe in known if _corrects(probe, profile.key))
+    # Those of the same model that measured the error of today's predictions, and tell fetching
+    # weights apart from computing.
+    probes = tuple(
+        probe
+        for probe in known
+        if (probe.model, probe.constants, probe.step_parts) == (profile.key, digest(), STEP_PARTS)
+        and (not probe.host_weights or probe.computing is not None)
+    )
     found = workload or (probes[-1].workload if probes else Workload())
     return Target(
         profile=profile, resources=resources, hosts=spec.nodes, probes=probes, workload=found
-    )
-
-
-def _corrects(probe: Probe, key: str) -> bool:
-    """Return whether a probe is of the model with this key, and measured the error of today's
-    predictions.
-    """
-    tells_fetching_apart = not probe.host_weights or probe.computing is not None
-    return (
-        probe.model == key
-        and probe.constants == digest()
-        and probe.step_parts == STEP_PARTS
-        and tells_fetching_apart
     )
 
 

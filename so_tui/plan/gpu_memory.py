@@ -75,7 +75,7 @@ def _communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
     )
     ranks, layer = layout.ranks, profile.largest_layer
     yield MemoryTerm(
-        TermKind.REDUCE_BUCKET,
+        "reduce-bucket",
         gpu,
         2 * bucket,
         "exact",
@@ -84,32 +84,40 @@ def _communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
     yield _in_reduction(placement)
     if ranks > 1:
         small = 0 if own_engine(placement.spec) else profile.small_parameters
-        formula = Formula("2 B x {} (below {})", (small, PERSISTENCE_THRESHOLD))
-        yield MemoryTerm(TermKind.SMALL_PARAMETERS, gpu, 2 * small, "exact", formula)
+        yield MemoryTerm(
+            "small-parameters",
+            gpu,
+            2 * small,
+            "exact",
+            Formula("2 B x {} (below {})", (small, PERSISTENCE_THRESHOLD)),
+        )
         # Several parameters arrive in one flat buffer from which each is copied, the embedding and
         # the head included.
         in_use = max(live_parameters(layer, ranks) + layer, 2 * layout.largest_parameter)
         live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
         yield MemoryTerm(
-            TermKind.GATHERED_PARAMETERS,
+            "gathered-parameters",
             gpu,
             2 * live,
             "estimate",
             Formula("2 B x {} (ahead, in use, and being copied)", (live,)),
         )
         pools = constants().memory.stream_pool_share
-        formula = Formula(
-            "{:.1f} x the all-gathered parameters, on streams whose memory others cannot use",
-            (pools,),
-        )
         yield MemoryTerm(
-            TermKind.ALL_GATHER_POOLS, gpu, int(pools * 2 * live), "calibrated", formula
+            "all-gather-pools",
+            gpu,
+            int(pools * 2 * live),
+            "calibrated",
+            Formula(
+                "{:.1f} x the all-gathered parameters, on streams whose memory others cannot use",
+                (pools,),
+            ),
         )
     yield from _fetched_weights(placement)
     # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward
     # is over.
     yield MemoryTerm(
-        TermKind.GRADIENTS_IN_FLIGHT,
+        "gradients-in-flight",
         gpu,
         2 * layer,
         "estimate",
@@ -120,11 +128,15 @@ def _communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
     # The norm of the largest gradient is computed before the first sub-group's gradients are cast.
     cast = 4 * layout.largest_sub_group if placement.spec.offload.mode == "gpu" else 0
     temporaries = max(0, 2 * layout.largest_parameter + 6 * share - cast)
-    formula = Formula(
-        "2 B x {} + (2 + 4) B x {}, beyond what comes after", (layout.largest_parameter, share)
-    )
     yield MemoryTerm(
-        TermKind.LARGEST_PARAMETER, gpu, temporaries, "estimate", formula, phase="optimizer"
+        "largest-parameter",
+        gpu,
+        temporaries,
+        "estimate",
+        Formula(
+            "2 B x {} + (2 + 4) B x {}, beyond what comes after", (layout.largest_parameter, share)
+        ),
+        phase="optimizer",
     )
 
 
@@ -150,7 +162,7 @@ def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
         )
     pools = constants().memory.stream_pool_share
     yield MemoryTerm(
-        TermKind.FETCHED_WEIGHTS,
+        "fetched-weights",
         placement.gpu,
         int((1 + pools) * 2 * numel),
         "estimate",
@@ -178,8 +190,13 @@ def _in_reduction(placement: Placement) -> MemoryTerm:
             text, values, size = text + " + 8 B x {} for a norm", [*values, chunk], size + 8 * chunk
         else:
             text, values, size = text + " + 4 B x {} for a cast", [*values, share], size + 4 * share
-    formula = Formula(text + ", on a stream that shares no memory", tuple(values))
-    return MemoryTerm(TermKind.BUCKETS_IN_REDUCTION, placement.gpu, size, "estimate", formula)
+    return MemoryTerm(
+        "buckets-in-reduction",
+        placement.gpu,
+        size,
+        "estimate",
+        Formula(text + ", on a stream that shares no memory", tuple(values)),
+    )
 
 
 def _gradients_waiting_bytes(placement: Placement, layer_bytes: int, working_bytes: int) -> int:
@@ -276,7 +293,7 @@ def _states(placement: Placement) -> Iterator[MemoryTerm]:
     moved = placement.host_weights
     if moved < whole:
         yield MemoryTerm(
-            TermKind.WEIGHTS,
+            "weights",
             gpu,
             2 * (whole - moved),
             "exact",
@@ -284,30 +301,33 @@ def _states(placement: Placement) -> Iterator[MemoryTerm]:
         )
     if moved:
         yield MemoryTerm(
-            TermKind.HOST_WEIGHTS,
+            "host-weights",
             "node",
             2 * moved,
             "exact",
             Formula("2 B x {} parameters (bf16), pinned", (moved,)),
         )
     if spec.offload.mode == "gpu":
-        weights = Formula("4 B x {} (fp32 weights)", (on_gpu,))
         yield MemoryTerm(
-            TermKind.MASTER_WEIGHTS, gpu, layout.master_weights_bytes("gpu"), "exact", weights
+            "master-weights",
+            gpu,
+            layout.master_weights_bytes("gpu"),
+            "exact",
+            Formula("4 B x {} (fp32 weights)", (on_gpu,)),
         )
         yield MemoryTerm(
-            TermKind.MOMENTS,
+            "moments",
             gpu,
             layout.moments_bytes("gpu"),
             "exact",
             Formula("8 B x {} (two fp32 moments)", (on_gpu,)),
         )
         yield MemoryTerm(
-            TermKind.GRADIENTS, gpu, buffer * whole, "exact", Formula("{} B x {}", (buffer, whole))
+            "gradients", gpu, buffer * whole, "exact", Formula("{} B x {}", (buffer, whole))
         )
         largest = layout.largest_sub_group
         yield MemoryTerm(
-            TermKind.SUB_GROUP_GRADIENTS,
+            "sub-group-gradients",
             gpu,
             4 * largest,
             "exact",
@@ -316,49 +336,66 @@ def _states(placement: Placement) -> Iterator[MemoryTerm]:
         )
         return
     if on_gpu:
-        formula = Formula("16 B x {} (fp32 weights, gradients, two moments)", (on_gpu,))
-        yield MemoryTerm(TermKind.STATES_ON_GPU, gpu, 16 * on_gpu, "exact", formula)
+        yield MemoryTerm(
+            "states-on-gpu",
+            gpu,
+            16 * on_gpu,
+            "exact",
+            Formula("16 B x {} (fp32 weights, gradients, two moments)", (on_gpu,)),
+        )
     yield from _offloaded_states(placement)
 
 
 def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
     layout, moved, buffer = placement.layout, placement.layout.cpu_numel, placement.gradient_bytes
-    weights = Formula("4 B x {} (fp32 weights)", (moved,))
     yield MemoryTerm(
-        TermKind.MASTER_WEIGHTS, "node", layout.master_weights_bytes("cpu"), "exact", weights
+        "master-weights",
+        "node",
+        layout.master_weights_bytes("cpu"),
+        "exact",
+        Formula("4 B x {} (fp32 weights)", (moved,)),
     )
     if own_engine(placement.spec):
-        text = (
-            "2 B x {} (bf16 gradients)"
-            if placement.host_weights
-            else "2 B x {} (bf16 gradients, then weights)"
-        )
         yield MemoryTerm(
-            TermKind.STAGING_BUFFER, "node", 2 * moved, "exact", Formula(text, (moved,))
+            "staging-buffer",
+            "node",
+            2 * moved,
+            "exact",
+            Formula(
+                (
+                    "2 B x {} (bf16 gradients)"
+                    if placement.host_weights
+                    else "2 B x {} (bf16 gradients, then weights)"
+                ),
+                (moved,),
+            ),
         )
         if placement.spec.gradient_accumulation_steps > 1:
             yield MemoryTerm(
-                TermKind.ACCUMULATED_GRADIENTS,
+                "accumulated-gradients",
                 "node",
                 layout.gradients_bytes("cpu"),
                 "exact",
                 Formula("4 B x {} (fp32)", (moved,)),
             )
         states = placement.spec.offload.states
-        formula = Formula("{} B x {} ({})", (f"{moments_bytes(states):g}", moved, _MOMENTS[states]))
         yield MemoryTerm(
-            TermKind.MOMENTS, "node", int(moments_bytes(states) * moved), "exact", formula
+            "moments",
+            "node",
+            int(moments_bytes(states) * moved),
+            "exact",
+            Formula("{} B x {} ({})", (f"{moments_bytes(states):g}", moved, _MOMENTS[states])),
         )
         return
     yield MemoryTerm(
-        TermKind.GRADIENTS,
+        "gradients",
         "node",
         layout.gradients_bytes("cpu"),
         "exact",
         Formula("4 B x {} (fp32), pinned", (moved,)),
     )
     yield MemoryTerm(
-        TermKind.MOMENTS,
+        "moments",
         "node",
         layout.moments_bytes("cpu"),
         "exact",
@@ -366,7 +403,7 @@ def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
     )
     partition = buffer * layout.numel
     yield MemoryTerm(
-        TermKind.GRADIENT_PARTITION,
+        "gradient-partition",
         "node",
         partition,
         "exact",
@@ -383,7 +420,7 @@ def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
             ]
         lost = sum(power_of_two(piece) - piece for piece in pieces)
         yield MemoryTerm(
-            TermKind.PINNED_ROUNDING,
+            "pinned-rounding",
             "node",
             lost,
             "exact",
@@ -405,19 +442,15 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
     )
     whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
     if inputs:
-        yield from _on_host(
-            placement, inputs, shape.layers, TermKind.OFFLOADED_INPUTS, TermKind.LAYER_INPUTS
-        )
+        yield from _on_host(placement, inputs, shape.layers, "offloaded-inputs", "layer-inputs")
     if results:
         attending = shape.layers - shape.other_layers
-        yield from _on_host(
-            placement, results, attending, TermKind.OFFLOADED_RESULTS, TermKind.ATTENTION_RESULTS
-        )
+        yield from _on_host(placement, results, attending, "offloaded-results", "attention-results")
     for phase in _STORED_PHASES if whole else ():
         if policy == "full" and not inputs:
-            yield MemoryTerm(TermKind.LAYER_INPUTS, gpu, whole, "exact", formula, phase=phase)
+            yield MemoryTerm("layer-inputs", gpu, whole, "exact", formula, phase=phase)
         else:
-            yield MemoryTerm(TermKind.ACTIVATIONS, gpu, whole, "estimate", formula, phase=phase)
+            yield MemoryTerm("activations", gpu, whole, "estimate", formula, phase=phase)
     working = _working_set(placement, sizes.stored if policy != "full" else 0)
     yield working
     if scores:
@@ -425,21 +458,23 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
             "6 B x {} heads x {}^2 tokens x {} (eager attention)",
             (shape.heads, str(spec.data.sequence_length), spec.train.micro_batch),
         )
-        yield MemoryTerm(
-            TermKind.ATTENTION_SCORES, gpu, scores, "estimate", formula, phase="backward"
-        )
+        yield MemoryTerm("attention-scores", gpu, scores, "estimate", formula, phase="backward")
     waiting = _gradients_waiting_bytes(placement, tokens * kept, working.bytes)
     if waiting:
-        text = "full buckets, less the activations of layers that are done"
         yield MemoryTerm(
-            TermKind.GRADIENTS_WAITING, gpu, waiting, "estimate", text, phase="backward"
+            "gradients-waiting",
+            gpu,
+            waiting,
+            "estimate",
+            "full buckets, less the activations of layers that are done",
+            phase="backward",
         )
     if spec.train.sequence_parallel > 1:
         formula = Formula(
             "2 x 2 B x {} tokens x {}, sent and received", (tokens, shape.query_width)
         )
         yield MemoryTerm(
-            TermKind.SEQUENCE_EXCHANGE,
+            "sequence-exchange",
             gpu,
             4 * tokens * shape.query_width,
             "estimate",
@@ -459,10 +494,13 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
     shape, fused = profile.architecture, profile.fused
     if not placement.tiled:
         block = profile.activations[policy_of(placement.spec.model)].block
-        formula = Formula("{} tokens x {} B", (tokens, block))
-        size = int(share * tokens * max(0, block - stored))
         return MemoryTerm(
-            TermKind.BLOCK_WORKING_SET, placement.gpu, size, "calibrated", formula, phase="backward"
+            "block-working-set",
+            placement.gpu,
+            int(share * tokens * max(0, block - stored)),
+            "calibrated",
+            Formula("{} tokens x {} B", (tokens, block)),
+            phase="backward",
         )
     block, tile, weights = (
         tiled_block_bytes(shape, fused=fused),
@@ -470,15 +508,16 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
         3 * shape.hidden * shape.intermediate,
     )
     values = (tokens, block, MLP_TILE_TOKENS, tile, GRADIENT_SUM_BYTES, weights)
-    formula = Formula(
-        "{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles", values
-    )
-    size = (
-        int(share * (tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile))
-        + GRADIENT_SUM_BYTES * weights
-    )
     return MemoryTerm(
-        TermKind.BLOCK_WORKING_SET, placement.gpu, size, "estimate", formula, phase="backward"
+        "block-working-set",
+        placement.gpu,
+        (
+            int(share * (tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile))
+            + GRADIENT_SUM_BYTES * weights
+        ),
+        "estimate",
+        Formula("{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles", values),
+        phase="backward",
     )
 
 
@@ -489,15 +528,26 @@ def _on_host(
     meanwhile.
     """
     tokens = placement.tokens
-    formula = Formula("{} tokens x {} B x {} layers, pinned", (tokens, each, layers))
-    yield MemoryTerm(on_host, "node", tokens * each * layers, "exact", formula)
+    yield MemoryTerm(
+        on_host,
+        "node",
+        tokens * each * layers,
+        "exact",
+        Formula("{} tokens x {} B x {} layers, pinned", (tokens, each, layers)),
+    )
     for phase in _STORED_PHASES:
         held = min(layers, HELD[phase])
-        formula = Formula(
-            "{} tokens x {} B x {} of {} layers, the others on the host",
-            (tokens, each, held, layers),
+        yield MemoryTerm(
+            on_gpu,
+            placement.gpu,
+            tokens * each * held,
+            "exact",
+            Formula(
+                "{} tokens x {} B x {} of {} layers, the others on the host",
+                (tokens, each, held, layers),
+            ),
+            phase=phase,
         )
-        yield MemoryTerm(on_gpu, placement.gpu, tokens * each * held, "exact", formula, phase=phase)
 
 
 def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
@@ -508,9 +558,7 @@ def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
         (LOST_EXPERT_TENSORS, largest),
     )
     lost = LOST_EXPERT_TENSORS * 2 * largest
-    yield MemoryTerm(
-        TermKind.EXPERT_FRAGMENTATION, gpu, lost, "calibrated", formula, phase="backward"
-    )
+    yield MemoryTerm("expert-fragmentation", gpu, lost, "calibrated", formula, phase="backward")
     if placement.spec.train.router_loss_coefficient:
         size = 2 * placement.tokens * shape.experts * shape.layers
         formula = Formula(
@@ -518,17 +566,21 @@ def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
             (placement.tokens, shape.experts, shape.layers),
         )
         for phase in _STORED_PHASES:
-            yield MemoryTerm(TermKind.ROUTER_LOGITS, gpu, size, "exact", formula, phase=phase)
+            yield MemoryTerm("router-logits", gpu, size, "exact", formula, phase=phase)
 
 
 def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
     shape, gpu, tokens = placement.profile.architecture, placement.gpu, placement.tokens
-    formula = Formula(
-        "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}",
-        (LOSS_KEPT_LOGITS, LOSS_BLOCK_LOGITS, str(shape.hidden)),
-    )
     yield MemoryTerm(
-        TermKind.LOSS, gpu, placement.profile.loss_bytes(tokens), "estimate", formula, phase="loss"
+        "loss",
+        gpu,
+        placement.profile.loss_bytes(tokens),
+        "estimate",
+        Formula(
+            "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}",
+            (LOSS_KEPT_LOGITS, LOSS_BLOCK_LOGITS, str(shape.hidden)),
+        ),
+        phase="loss",
     )
     head = shape.vocabulary * shape.hidden
     # On one GPU the head's gradient is one of the buckets that wait; on several there are fewer of
@@ -540,11 +592,21 @@ def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
     )
     for phase in _STORED_PHASES:
         if phase == "loss" or beside_buckets:
-            formula = Formula("2 B x {}, from the loss until it is reduced", (head,))
-            yield MemoryTerm(TermKind.HEAD_GRADIENT, gpu, 2 * head, "exact", formula, phase=phase)
-        formula = Formula("2 x 2 B x {} x {}", (tokens, str(shape.hidden)))
+            yield MemoryTerm(
+                "head-gradient",
+                gpu,
+                2 * head,
+                "exact",
+                Formula("2 B x {}, from the loss until it is reduced", (head,)),
+                phase=phase,
+            )
         yield MemoryTerm(
-            TermKind.HIDDEN_STATES, gpu, 4 * tokens * shape.hidden, "exact", formula, phase=phase
+            "hidden-states",
+            gpu,
+            4 * tokens * shape.hidden,
+            "exact",
+            Formula("2 x 2 B x {} x {}", (tokens, str(shape.hidden))),
+            phase=phase,
         )
 
 
@@ -560,26 +622,28 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterato
     offloads = offload.mode == "superoffload" and layout.cpu_numel > 0
     context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
     yield MemoryTerm(
-        TermKind.CUDA_CONTEXT, gpu, context, "calibrated", "driver, context, kernels, libraries"
+        "cuda-context", gpu, context, "calibrated", "driver, context, kernels, libraries"
     )
     if layout.ranks > 1:
         groups = 1 if placement.spec.train.sequence_parallel == 1 else 2
-        formula = (
-            Formula("channels between the GPUs, of {} groups of ranks", (groups,))
-            if groups > 1
-            else "channels between the GPUs"
-        )
         yield MemoryTerm(
-            TermKind.NCCL_BUFFERS, gpu, groups * memory.nccl_bytes, "calibrated", formula
+            "nccl-buffers",
+            gpu,
+            groups * memory.nccl_bytes,
+            "calibrated",
+            (
+                Formula("channels between the GPUs, of {} groups of ranks", (groups,))
+                if groups > 1
+                else "channels between the GPUs"
+            ),
         )
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
-        text = "pinned memory of each rank's worker opens a context on the first GPU"
         yield MemoryTerm(
-            TermKind.WORKER_CONTEXT,
+            "worker-context",
             gpu,
             memory.second_context_bytes * layout.ranks,
             "calibrated",
-            text,
+            "pinned memory of each rank's worker opens a context on the first GPU",
         )
     changing = max(
         _phase_bytes(
@@ -587,9 +651,12 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterato
         ).values(),
         default=0,
     )
-    formula = Formula("{:.1%} of what is allocated and freed within a layer", (memory.slack_share,))
     yield MemoryTerm(
-        TermKind.ALLOCATOR_SLACK, gpu, int(memory.slack_share * changing), "calibrated", formula
+        "allocator-slack",
+        gpu,
+        int(memory.slack_share * changing),
+        "calibrated",
+        Formula("{:.1%} of what is allocated and freed within a layer", (memory.slack_share,)),
     )
     if policy_of(placement.spec.model) == "attention":
         shape = placement.profile.architecture
@@ -601,7 +668,7 @@ def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterato
         kept = placement.tokens * attention_bytes(shape) * layers
         lost = min(int(LOST_BETWEEN_RESULTS * kept), MOST_LOST_BETWEEN_RESULTS_BYTES)
         yield MemoryTerm(
-            TermKind.RESULT_FRAGMENTATION,
+            "result-fragmentation",
             gpu,
             lost,
             "calibrated",

@@ -34,15 +34,13 @@ class Copies(Struct, frozen=True):
 
     @property
     def term(self) -> MemoryTerm:
-        formula = Formula("of {:.0%} of the states, second states included", (self.share,))
-        return MemoryTerm(TermKind.COPIES, "node", self.bytes, "exact", formula)
-
-
-def _makes_copies(spec: RunSpec) -> bool:
-    """Return whether a run that trains with these settings writes checkpoints behind its
-    training.
-    """
-    return own_engine(spec) and spec.checkpoint.background and spec.checkpoint.repeats
+        return MemoryTerm(
+            "copies",
+            "node",
+            self.bytes,
+            "exact",
+            Formula("of {:.0%} of the states, second states included", (self.share,)),
+        )
 
 
 def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
@@ -53,7 +51,7 @@ def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
         room: Returns the bytes of host memory that each rank may still take.
     """
     spec = placement.spec
-    if not _makes_copies(spec):
+    if not (own_engine(spec) and spec.checkpoint.background and spec.checkpoint.repeats):
         return None
     states = spec.offload.states
     sizes = [
@@ -82,7 +80,7 @@ def steady_bytes(terms: Sequence[MemoryTerm], ranks: int) -> int:
     """
     node = [found for found in terms if found.location == "node"]
     each = sum(found.bytes for found in node if found.rank is None and found.kind not in NOT_STEADY)
-    return each * ranks + sum(found.bytes for found in node if found.kind is TermKind.LIBRARIES)
+    return each * ranks + sum(found.bytes for found in node if found.kind == "libraries")
 
 
 def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
@@ -94,18 +92,14 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     """
     node = [found for found in terms if found.location == "node"]
     kinds = {found.kind for found in node}
-    partition = sum(found.bytes for found in node if found.kind is TermKind.GRADIENT_PARTITION)
-    later = {TermKind.SAVING, TermKind.NCCL_ON_HOST}
+    partition = sum(found.bytes for found in node if found.kind == "gradient-partition")
+    later = {"saving", "nccl-on-host"}
     if not own_engine(spec):
-        later |= {TermKind.MOMENTS, *({TermKind.LOADING} if partition else ())}
+        later |= {"moments", *({"loading"} if partition else ())}
     allocating = 0
-    if (
-        partition and TermKind.LIBRARIES in kinds
-    ):  # without CUDA nothing is copied into pinned memory
+    if partition and "libraries" in kinds:  # without CUDA nothing is copied into pinned memory
         layout = profile_of(spec.model).layout(ranks, spec.offload)
-        allocating = _gradient_blocks(
-            layout, partition, TermKind.PINNED_ROUNDING in kinds
-        ).allocating
+        allocating = _gradient_blocks(layout, partition, "pinned-rounding" in kinds).allocating
     each = sum(
         found.bytes * (ranks if found.rank is None else 1)
         for found in node
@@ -165,20 +159,18 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[M
     libraries = memory.shared_libraries_bytes if has_gpu else 0
     process = (memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes) - libraries
     yield MemoryTerm(
-        TermKind.TRAINING_PROCESS, "node", process, "calibrated", "Python, torch, DeepSpeed, data"
+        "training-process", "node", process, "calibrated", "Python, torch, DeepSpeed, data"
     )
     if libraries:
         yield MemoryTerm(
-            TermKind.LIBRARIES, "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0
+            "libraries", "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0
         )
     if has_gpu and layout.ranks > 1:
         channels = memory.nccl_host_bytes + memory.nccl_peer_host_bytes * (layout.ranks - 2)
         yield MemoryTerm(
-            TermKind.NCCL_ON_HOST, "node", channels, "calibrated", "channels between the GPUs"
+            "nccl-on-host", "node", channels, "calibrated", "channels between the GPUs"
         )
-    yield MemoryTerm(
-        TermKind.LAUNCHER, "node", memory.launcher_bytes, "calibrated", "once a host", rank=0
-    )
+    yield MemoryTerm("launcher", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
     yield from _worker_terms(placement)
     if placement.spec.checkpoint.saves:
         largest = max(
@@ -202,19 +194,17 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[M
                     (decoded,),
                 ),
             )
-        yield MemoryTerm(TermKind.SAVING, "node", 4 * largest, "estimate", formula)
+        yield MemoryTerm("saving", "node", 4 * largest, "estimate", formula)
     later = (
         {found.kind: found.bytes for found in states if found.location == "node"} if has_gpu else {}
     )
     allocating = 0
-    if TermKind.GRADIENT_PARTITION in later:
-        blocks = _gradient_blocks(
-            layout, later[TermKind.GRADIENT_PARTITION], placement.pinned_rounded
-        )
-        allocating, later[TermKind.UNUSED_PINNED_BLOCKS] = blocks.allocating, blocks.unused
+    if "gradient-partition" in later:
+        blocks = _gradient_blocks(layout, later["gradient-partition"], placement.pinned_rounded)
+        allocating, later["unused-pinned-blocks"] = blocks.allocating, blocks.unused
         if blocks.unused:
             moved = "gradients of sub-groups that moved on to the GPU"
-            yield MemoryTerm(TermKind.UNUSED_PINNED_BLOCKS, "node", blocks.unused, "exact", moved)
+            yield MemoryTerm("unused-pinned-blocks", "node", blocks.unused, "exact", moved)
     yield from _loading(
         layout, later, allocating, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0
     )
@@ -224,7 +214,7 @@ def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
     memory, largest = constants().memory, placement.layout.largest_sub_group
     if own_engine(placement.spec):
         yield MemoryTerm(
-            TermKind.ADAM_WORKER,
+            "adam-worker",
             "node",
             memory.own_worker_bytes,
             "calibrated",
@@ -232,14 +222,14 @@ def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
         )
     elif placement.spec.offload.mode == "superoffload":
         yield MemoryTerm(
-            TermKind.ADAM_WORKER,
+            "adam-worker",
             "node",
             memory.deepspeed_worker_bytes,
             "calibrated",
             "a second process with torch",
         )
         yield MemoryTerm(
-            TermKind.WORKER_GRADIENT_COPY,
+            "worker-gradient-copy",
             "node",
             4 * largest,
             "exact",
@@ -248,7 +238,7 @@ def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
         if placement.pinned_rounded:
             lost = power_of_two(4 * largest) - 4 * largest
             yield MemoryTerm(
-                TermKind.WORKER_ROUNDING,
+                "worker-rounding",
                 "node",
                 lost,
                 "exact",
@@ -257,9 +247,12 @@ def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
         # The first step sends them to the worker, which copies each into shared memory; torch
         # retains its pinned block.
         cpu_numel = placement.layout.cpu_numel
-        formula = Formula("4 B x {} (gradients, which moved into shared memory)", (cpu_numel,))
         yield MemoryTerm(
-            TermKind.UNUSED_PINNED_BLOCKS, "node", 4 * cpu_numel, "calibrated", formula
+            "unused-pinned-blocks",
+            "node",
+            4 * cpu_numel,
+            "calibrated",
+            Formula("4 B x {} (gradients, which moved into shared memory)", (cpu_numel,)),
         )
 
 
@@ -276,7 +269,7 @@ def _loading(
         process_later: Bytes by which the process is smaller while it loads.
     """
     weights = 2 * layout.numel + _READING_BYTES - sum(later.values()) - process_later
-    gradients = allocating - later.get(TermKind.MOMENTS, 0)
+    gradients = allocating - later.get("moments", 0)
     if max(weights, gradients) > 0:
         less = ", less what its process allocates only later" if process_later else ""
         formula: Formula | str = Formula(
@@ -286,23 +279,26 @@ def _loading(
             formula = (
                 "gradients on their way into pinned memory, less the moments that come after them"
             )
-        yield MemoryTerm(TermKind.LOADING, "node", max(weights, gradients), "estimate", formula)
+        yield MemoryTerm("loading", "node", max(weights, gradients), "estimate", formula)
 
 
 def shared_terms(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield what is in /dev/shm."""
     offload, layout, local_ranks = placement.spec.offload, placement.layout, placement.local_ranks
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
-        formula = Formula(
-            "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)",
-            (layout.cpu_numel, local_ranks),
-        )
         yield MemoryTerm(
-            TermKind.SHARED_STATES, "shm", 8 * layout.cpu_numel * local_ranks, "exact", formula
+            "shared-states",
+            "shm",
+            8 * layout.cpu_numel * local_ranks,
+            "exact",
+            Formula(
+                "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)",
+                (layout.cpu_numel, local_ranks),
+            ),
         )
     if local_ranks > 1:
         yield MemoryTerm(
-            TermKind.RANK_MESSAGES,
+            "rank-messages",
             "shm",
             _MESSAGES_SHM_BYTES * local_ranks,
             "estimate",
@@ -314,14 +310,19 @@ def disk_terms(placement: Placement) -> Iterator[MemoryTerm]:
     """Yield what one checkpoint takes on disk, and its export where one is asked for."""
     layout = placement.layout
     states = STATE_BYTES * layout.numel * layout.ranks
-    formula = Formula(
-        "{} B x {} x {} ranks (fp32 weights, two moments)",
-        (STATE_BYTES, layout.numel, layout.ranks),
+    yield MemoryTerm(
+        "checkpoint",
+        "disk",
+        states,
+        "exact",
+        Formula(
+            "{} B x {} x {} ranks (fp32 weights, two moments)",
+            (STATE_BYTES, layout.numel, layout.ranks),
+        ),
     )
-    yield MemoryTerm(TermKind.CHECKPOINT, "disk", states, "exact", formula)
     if placement.spec.checkpoint.export:
         yield MemoryTerm(
-            TermKind.EXPORT,
+            "export",
             "disk",
             2 * layout.parameters,
             "exact",

@@ -25,7 +25,7 @@ from so_tui.model.profile import profile_of
 from so_tui.plan import workload as state_files
 from so_tui.plan.plan import StepTime
 from so_tui.plan.rates import JSON_NAMES, AttentionRates, Calibrated, Speed, published_speed
-from so_tui.plan.terms import MemoryTerm, TermKind
+from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import AttentionBackend
 from so_tui.spec.run_spec import Mode, ModelSpec
@@ -469,7 +469,7 @@ def corrected_terms(
         return (
             *terms,
             *(
-                [MemoryTerm(TermKind.PROBE_EXCESS, "gpu", shared, "estimate", formula)]
+                [MemoryTerm("probe-excess", "gpu", shared, "estimate", formula)]
                 if shared > 0
                 else []
             ),
@@ -486,9 +486,7 @@ def corrected_terms(
     found = [_corrected(each, more, outside) for each in terms]
     if more > 0:
         found.append(
-            MemoryTerm(
-                TermKind.PROBE_EXCESS, "gpu", more, "calibrated", "by a probe of this model here"
-            )
+            MemoryTerm("probe-excess", "gpu", more, "calibrated", "by a probe of this model here")
         )
     return tuple(found)
 
@@ -506,12 +504,12 @@ def _by_mode(probes: Sequence[Probe]) -> dict[Mode, list[Probe]]:
 
 
 def _corrected(found: MemoryTerm, more: int, outside: int) -> MemoryTerm:
-    if found.kind is TermKind.ALLOCATOR_SLACK and more < 0:
+    if found.kind == "allocator-slack" and more < 0:
         return replace(
             found, bytes=max(0, found.bytes + more), formula=f"{found.formula}, less by a probe"
         )
-    if found.kind is TermKind.CUDA_CONTEXT and outside:
+    if found.kind == "cuda-context" and outside:
         return replace(found, bytes=outside, formula="driver, kernels, NCCL, by a probe")
-    if found.kind is TermKind.NCCL_BUFFERS and outside:
+    if found.kind == "nccl-buffers" and outside:
         return replace(found, bytes=0, formula="counted with the context")
     return found

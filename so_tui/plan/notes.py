@@ -8,8 +8,9 @@ change that, why settings were chosen, and what is worth knowing.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from string import Formatter
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -30,10 +31,49 @@ def _code(name: str) -> str:
 class Fact(Struct, frozen=True, tag_field="code", tag=_code):
     """A fact of a plan; its ``code`` is the class's name in kebab case."""
 
+    words = ""
+    """The fact in words, with a remedy where there is one: fields in braces, each with its unit."""
+
+    def say(self, words: str) -> str:
+        """Return a text with this fact's fields in it, as ``words``."""
+        return _WORDING.format(words, self)
+
     @property
     def message(self) -> str:
-        """The fact in words, with a remedy where there is one."""
-        raise NotImplementedError
+        """The fact in words."""
+        return self.say(self.words)
+
+
+class _Wording(Formatter):
+    """Formats the fields of a fact, as units or as Python does."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(args[0], str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        unit = _UNITS.get(format_spec)
+        return unit(value) if unit else str(super().format_field(value, format_spec))
+
+
+_WORDING = _Wording()
+_UNITS: dict[str, Callable[[Any], str]] = {
+    "memory": lambda size: memory_size(size),  # in the units that the process shows
+    "gb": lambda size: f"{size / 1e9:.0f} GB",
+    "millions": lambda number: f"{number / 1e6:.1f} M",
+    "billions": lambda number: f"{number / 1e9:.1f} B",
+    "thousands": thousands,
+    "duration": duration,
+    "line": printable_line,
+    "network": network_rate_text,
+    "gpus": lambda number: f"{number} GPU" + ("s" if number > 1 else ""),
+    "or_fewer": lambda number: "1" if number == 1 else f"{number} or fewer",
+    "micro_batch": lambda size: "" if size is None else f" with train.micro_batch = {size}",
+    "slower": lambda share: f"{share:.1%} slower" if share > ALIKE else "about as fast",
+    "obstacle": lambda obstacle: OBSTACLES[obstacle],
+    "recomputes": lambda policy: _RECOMPUTES[policy],
+    "price": lambda states: _PRICE.format(_MANTISSA_BITS[states], _MANTISSA_BITS["fp32"]),
+}
+"""How a value is written, by the name behind its colon."""
 
 
 # What memory a plan needs, and where it runs short
@@ -68,11 +108,11 @@ class Shortage(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        needs, has = memory_size(self.needs), memory_size(self.has)
         if self.fatal:
-            return f"{self.place} needs {needs}, has {has}"
-        return (
-            f"{self.place} needs {needs} of {has}: little is left for what is not predicted exactly"
+            return self.say("{place} needs {needs:memory}, has {has:memory}")
+        return self.say(
+            "{place} needs {needs:memory} of {has:memory}: little is left for what is not "
+            "predicted exactly"
         )
 
 
@@ -123,12 +163,10 @@ class AmdGpu(Fact, frozen=True):
     gpu: int
     name: str
 
-    @property
-    def message(self) -> str:
-        return (
-            f"GPU {self.gpu} ({self.name}) is an AMD GPU, and of these so-tui plans for MI300A "
-            "only. Use a machine with NVIDIA GPUs"
-        )
+    words = (
+        "GPU {gpu} ({name}) is an AMD GPU, and of these so-tui plans for MI300A only. Use a "
+        "machine with NVIDIA GPUs"
+    )
 
 
 class ModeNeedsGpu(Fact, frozen=True):
@@ -136,22 +174,16 @@ class ModeNeedsGpu(Fact, frozen=True):
 
     machine: str
 
-    @property
-    def message(self) -> str:
-        return (
-            f"offload.mode = gpu needs a GPU, and {self.machine} has none. Use offload.mode = auto"
-        )
+    words = "offload.mode = gpu needs a GPU, and {machine} has none. Use offload.mode = auto"
 
 
 class EngineNeedsGpu(Fact, frozen=True):
     """DeepSpeed's SuperOffload on a machine without GPUs."""
 
-    @property
-    def message(self) -> str:
-        return (
-            "DeepSpeed's SuperOffload needs a CUDA GPU, and this machine has none. Use "
-            "offload.engine = so-tui"
-        )
+    words = (
+        "DeepSpeed's SuperOffload needs a CUDA GPU, and this machine has none. Use offload.engine"
+        " = so-tui"
+    )
 
 
 class TooFewGpus(Fact, frozen=True):
@@ -159,10 +191,7 @@ class TooFewGpus(Fact, frozen=True):
     asked: int
     present: int
 
-    @property
-    def message(self) -> str:
-        most = "1" if self.present == 1 else f"{self.present} or fewer"
-        return f"gpus = {self.asked}: {_has(self.machine, self.present)}. Ask for {most}"
+    words = "gpus = {asked}: {machine} has {present:gpus}. Ask for {present:or_fewer}"
 
 
 class NoSuchGpu(Fact, frozen=True):
@@ -173,15 +202,11 @@ class NoSuchGpu(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        there = _has(self.machine, len(self.present))
+        there = f"{self.machine} has {_UNITS['gpus'](len(self.present))}"
         return (
             f"gpus = {list(self.asked)}: there is no GPU {self.missing}, {there}. Choose from "
             f"{list(self.present)}"
         )
-
-
-def _has(machine: str, gpus: int) -> str:
-    return f"{machine} has {gpus} GPU" + ("s" if gpus > 1 else "")
 
 
 class SequencesNotShareable(Fact, frozen=True):
@@ -197,15 +222,13 @@ class SequencesNotShareable(Fact, frozen=True):
     @property
     def message(self) -> str:
         if self.backend in MASKED_BACKENDS:
-            return (
-                f"train.sequence_parallel = {self.ranks} needs attention that takes document "
-                f"boundaries, and {self.backend} takes a mask. Set it to 1, or run on GPUs with "
-                "another backend"
+            return self.say(
+                "train.sequence_parallel = {ranks} needs attention that takes document boundaries, "
+                "and {backend} takes a mask. Set it to 1, or run on GPUs with another backend"
             )
-        heads = f"{self.heads} heads and {self.key_heads} key heads"
-        return (
-            f"train.sequence_parallel = {self.ranks} cannot divide the model's {heads}. Choose a "
-            "divisor of both"
+        return self.say(
+            "train.sequence_parallel = {ranks} cannot divide the model's {heads} heads and "
+            "{key_heads} key heads. Choose a divisor of both"
         )
 
 
@@ -266,22 +289,17 @@ class CompactStatesFit(Fact, frozen=True):
     saved_bytes: int
     """Of host memory, on all ranks of this machine."""
 
-    @property
-    def message(self) -> str:
-        saved = f"{memory_size(self.saved_bytes)} less host memory"
-        return (
-            f'offload.states = "{self.states}" fits here: {saved}; its price: {_price(self.states)}'
-        )
+    words = (
+        'offload.states = "{states}" fits here: {saved_bytes:memory} less host memory; its price:'
+        " {states:price}"
+    )
 
 
 _MANTISSA_BITS: dict[StatesFormat, int] = {"fp32": 24, "bf16-moments": 8, "int8-moments": 4}
 """Of a moment; those of 8 bits share a scale in each block."""
 
 
-def _price(states: StatesFormat) -> str:
-    """Return what a format of the moments costs in exactness."""
-    bits = f"{_MANTISSA_BITS[states]} bits of mantissa (fp32: {_MANTISSA_BITS['fp32']})"
-    return f"moments have {bits}, rounded at random, so losses differ slightly"
+_PRICE = "moments have {} bits of mantissa (fp32: {}), rounded at random, so losses differ slightly"
 
 
 class MoreGpusFit(Fact, frozen=True):
@@ -289,9 +307,7 @@ class MoreGpusFit(Fact, frozen=True):
     micro_batch: int | None = None
     """The smaller micro-batch that it takes there; None where the given one fits."""
 
-    @property
-    def message(self) -> str:
-        return f"{self.gpus} GPUs of this machine fit the run{_with_micro_batch(self.micro_batch)}"
+    words = "{gpus} GPUs of this machine fit the run{micro_batch:micro_batch}"
 
 
 class LargerHostFits(Fact, frozen=True):
@@ -303,11 +319,10 @@ class LargerHostFits(Fact, frozen=True):
     """On the fullest node."""
     micro_batch: int | None = None
 
-    @property
-    def message(self) -> str:
-        parts = f"{self.gpus} x GH200 with {self.host_bytes / 1e9:.0f} GB of host memory each"
-        needed = f"{memory_size(self.needs_bytes)} needed per node"
-        return f"{parts} would fit the run{_with_micro_batch(self.micro_batch)} ({needed})"
+    words = (
+        "{gpus} x GH200 with {host_bytes:gb} of host memory each would fit the "
+        "run{micro_batch:micro_batch} ({needs_bytes:memory} needed per node)"
+    )
 
 
 class MoreMachinesFit(Fact, frozen=True):
@@ -315,25 +330,16 @@ class MoreMachinesFit(Fact, frozen=True):
     gpus: int
     micro_batch: int | None = None
 
-    @property
-    def message(self) -> str:
-        machines = f"{self.machines} hosts like this one ({self.gpus} GPUs)"
-        return (
-            f"{machines} would fit the run{_with_micro_batch(self.micro_batch)}; --nodes "
-            f"{self.machines} plans for them"
-        )
-
-
-def _with_micro_batch(micro_batch: int | None) -> str:
-    return "" if micro_batch is None else f" with train.micro_batch = {micro_batch}"
+    words = (
+        "{machines} hosts like this one ({gpus} GPUs) would fit the run{micro_batch:micro_batch};"
+        " --nodes {machines} plans for them"
+    )
 
 
 class OtherMachineNeeded(Fact, frozen=True):
     """On a machine without GPUs, where no setting fits."""
 
-    @property
-    def message(self) -> str:
-        return "use a machine with a GPU, a smaller model, or fewer ranks"
+    words = "use a machine with a GPU, a smaller model, or fewer ranks"
 
 
 Remedy = (
@@ -403,10 +409,6 @@ _RECOMPUTES: dict[Policy, str] = {
 }
 
 
-def _slower(share: float) -> str:
-    return f"{share:.1%} slower" if share > ALIKE else "about as fast"
-
-
 class ModeWithoutGpu(Fact, frozen=True):
     mode: Mode
 
@@ -417,30 +419,27 @@ class ModeWithoutGpu(Fact, frozen=True):
                 "superoffload: on a machine without GPUs the optimizer runs beside the model, on "
                 "cores of its own"
             )
-        own = "with offload.engine = so-tui the optimizer would have cores of its own"
-        return f"{self.mode}: DeepSpeed's SuperOffload needs a GPU; {own}"
+        return self.say(
+            "{mode}: DeepSpeed's SuperOffload needs a GPU; with offload.engine = so-tui the "
+            "optimizer would have cores of its own"
+        )
 
 
 class AllOnGpu(Fact, frozen=True):
     """Mode ``gpu`` was recommended."""
 
-    @property
-    def message(self) -> str:
-        return (
-            "gpu: everything fits on the GPU, and offloading would not make steps noticeably "
-            "shorter"
-        )
+    words = (
+        "gpu: everything fits on the GPU, and offloading would not make steps noticeably shorter"
+    )
 
 
 class NothingOffloaded(Fact, frozen=True):
     """SuperOffload at ratio 0 was recommended."""
 
-    @property
-    def message(self) -> str:
-        return (
-            "ratio 0.00: everything stays on the GPU; SuperOffload needs less of it than mode gpu "
-            "with its bf16 gradients"
-        )
+    words = (
+        "ratio 0.00: everything stays on the GPU; SuperOffload needs less of it than mode gpu "
+        "with its bf16 gradients"
+    )
 
 
 class LeastGpuMemory(Fact, frozen=True):
@@ -448,9 +447,7 @@ class LeastGpuMemory(Fact, frozen=True):
 
     ratio: float
 
-    @property
-    def message(self) -> str:
-        return f"ratio {self.ratio:.2f} takes the least of the GPU, whose memory is not known"
+    words = "ratio {ratio:.2f} takes the least of the GPU, whose memory is not known"
 
 
 class SmallestRatio(Fact, frozen=True):
@@ -474,14 +471,13 @@ class SmallestRatio(Fact, frozen=True):
             "recomputation"
         )
         if self.given_shortage is not None:
-            return (
-                f"{text}; the given {self.given_ratio:.2f} would not fit: "
-                f"{self.given_shortage.message}"
+            text += self.say(
+                "; the given {given_ratio:.2f} would not fit: {given_shortage.message}"
             )
-        if self.given_step_s is not None:
-            return (
-                f"{text}; the given {self.given_ratio:.2f} would take {self.given_step_s:.2f} s a "
-                f"step instead of {self.step_s:.2f} s"
+        elif self.given_step_s is not None:
+            text += self.say(
+                "; the given {given_ratio:.2f} would take {given_step_s:.2f} s a step instead of "
+                "{step_s:.2f} s"
             )
         return text
 
@@ -496,24 +492,21 @@ class FasterRatio(Fact, frozen=True):
     smallest_ratio: float
     smallest_step_s: float
     alike: bool = False
-    """Whether the two are about as fast: the difference is smaller than the error of such
-    predictions.
-    """
+    """Whether predictions are not exact enough to tell which of the two is faster."""
     more_gpu_bytes: int = 0
     """Memory of each GPU that it leaves beyond what the smallest does."""
 
     @property
     def message(self) -> str:
-        both = f"{self.step_s:.2f} s a step instead of {self.smallest_step_s:.2f} s"
+        both = "{step_s:.2f} s a step instead of {smallest_step_s:.2f} s"
         if self.alike and self.more_gpu_bytes > 0:
-            alike = f"about as fast as {self.smallest_ratio:.2f}, which would fit too ({both})"
-            return (
-                f"ratio {self.ratio:.2f}: {alike}, and leaves {memory_size(self.more_gpu_bytes)} "
-                "more of each GPU"
+            return self.say(
+                "ratio {ratio:.2f}: about as fast as {smallest_ratio:.2f}, which would fit too "
+                f"({both}), and leaves {{more_gpu_bytes:memory}} more of each GPU"
             )
-        return (
-            f"ratio {self.ratio:.2f}: {self.smallest_ratio:.2f} would fit too, but the GPU would "
-            f"step more itself; {both}"
+        return self.say(
+            "ratio {ratio:.2f}: {smallest_ratio:.2f} would fit too, but the GPU would step more "
+            f"itself; {both}"
         )
 
 
@@ -525,12 +518,12 @@ class CheckpointingChosen(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        text = f"activation checkpointing {self.policy}: {_RECOMPUTES[self.policy]}"
+        text = self.say("activation checkpointing {policy}: {policy:recomputes}")
         if self.step_s is None or self.full_step_s is None:
             return text
-        return (
-            f"{text}; recomputing whole layers would take {self.full_step_s:.2f} s a step instead "
-            f"of {self.step_s:.2f} s"
+        return text + self.say(
+            "; recomputing whole layers would take {full_step_s:.2f} s a step instead of "
+            "{step_s:.2f} s"
         )
 
 
@@ -544,19 +537,13 @@ class MicroBatchChosen(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        text = (
-            f"micro-batch {self.micro_batch} with accumulation {self.accumulation} keeps the "
-            "tokens of a step"
+        text = self.say(
+            "micro-batch {micro_batch} with accumulation {accumulation} keeps the tokens of a step"
         )
         if self.given_shortage is not None:
-            return (
-                f"{text}; with micro-batch {self.given_micro_batch} {self.given_shortage.message}"
-            )
-        if self.given_slower is not None:
-            return (
-                f"{text}; micro-batch {self.given_micro_batch} would be "
-                f"{_slower(self.given_slower)}"
-            )
+            text += self.say("; with micro-batch {given_micro_batch} {given_shortage.message}")
+        elif self.given_slower is not None:
+            text += self.say("; micro-batch {given_micro_batch} would be {given_slower:slower}")
         return text
 
 
@@ -569,16 +556,14 @@ class AdamCoresChosen(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        cores = (
-            f"{self.adam_cores} of {self.cores} cores a rank run CPU Adam (fraction "
-            f"{self.fraction:.2f})"
-        )
-        if self.raised:
-            return f"{cores}: a step waits for Adam"
-        return (
-            f"{cores}: more would not make it faster, because a step waits for the node's memory "
-            "or the GPU"
-        )
+        why = "a step waits for Adam"
+        if not self.raised:
+            why = (
+                "more would not make it faster, because a step waits for the node's memory or the "
+                "GPU"
+            )
+        cores = "{adam_cores} of {cores} cores a rank run CPU Adam (fraction {fraction:.2f}): "
+        return self.say(cores) + why
 
 
 class SequencesShared(Fact, frozen=True):
@@ -587,20 +572,15 @@ class SequencesShared(Fact, frozen=True):
     ranks: int
     given: int
 
-    @property
-    def message(self) -> str:
-        return (
-            f"{self.ranks} ranks share each sequence: with train.sequence_parallel = {self.given} "
-            "it would not fit"
-        )
+    words = (
+        "{ranks} ranks share each sequence: with train.sequence_parallel = {given} it would not fit"
+    )
 
 
 class SpeedUnknown(Fact, frozen=True):
     """No settings were compared, because no speed is known."""
 
-    @property
-    def message(self) -> str:
-        return "the speed of this machine is not known, so settings were not compared"
+    words = "the speed of this machine is not known, so settings were not compared"
 
 
 Preference = Literal["no-offload", "given-micro-batch", "memory"]
@@ -622,9 +602,7 @@ class NextBest(Fact, frozen=True):
     slower: float
     """How much longer its step takes, as a share; negative where it is the shorter one."""
     alike: bool = False
-    """Whether the two are about as fast: the difference is smaller than the error of such
-    predictions.
-    """
+    """Whether predictions are not exact enough to tell which of the two is faster."""
     chosen_for: Preference | None = None
     """Where both are, why the chosen ones are preferred; None where that is their speed."""
     more_gpu_bytes: int = 0
@@ -644,7 +622,7 @@ class NextBest(Fact, frozen=True):
             f"{self.policy}{on_host}"
         )
         if not self.alike:
-            return f"next best: {settings}, {_slower(self.slower)}"
+            return self.say(f"next best: {settings}, {{slower:slower}}")
         difference = (
             f"planned {abs(self.slower):.1%} {'slower' if self.slower > 0 else 'faster'}, less "
             "than plans are off"
@@ -663,10 +641,8 @@ class NoNextBest(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        return (
-            f"next best: none; {'no other' if self.fits else 'no'} checkpointing policy or "
-            "micro-batch leaves the margin"
-        )
+        other = "no other" if self.fits else "no"
+        return f"next best: none; {other} checkpointing policy or micro-batch leaves the margin"
 
 
 # What became of what any spec leaves open, and what follows from it
@@ -682,6 +658,8 @@ AutoReason = Literal[
     "gpu-does-not-fit",
 ]
 _WHY_MODE: dict[AutoReason, str] = {
+    "offload-does-not-fit": "at ratio {ratio:.2f} {short}",
+    "gpu-does-not-fit": "without offload {short}",
     "gpu-memory-unknown": "the GPU's memory is not known",
     "weights-on-host": 'offload.parameters = "cpu" needs an optimizer in host memory',
     "fits-on-gpu": (
@@ -707,15 +685,13 @@ class AutoMode(Fact, frozen=True):
     @property
     def message(self) -> str:
         if self.why == "no-gpu":
-            return f"auto is {self.mode} on a machine without GPUs"
-        short = self.shortage.message if self.shortage else "it fits"
-        if self.why == "offload-does-not-fit":
-            why = f"at ratio {self.ratio:.2f} {short}"
-        elif self.why == "gpu-does-not-fit":
-            why = f"without offload {short}"
-        else:
-            why = _WHY_MODE[self.why]
-        return f"auto is {self.mode} here: {why}"
+            return self.say("auto is {mode} on a machine without GPUs")
+        return self.say("auto is {mode} here: " + _WHY_MODE[self.why])
+
+    @property
+    def short(self) -> str:
+        """The shortage of the alternative, in words."""
+        return self.shortage.message if self.shortage else "it fits"
 
 
 class AutoCheckpointing(Fact, frozen=True):
@@ -723,9 +699,7 @@ class AutoCheckpointing(Fact, frozen=True):
 
     policy: Policy
 
-    @property
-    def message(self) -> str:
-        return f"activation checkpointing auto is {self.policy} here: {_RECOMPUTES[self.policy]}"
+    words = "activation checkpointing auto is {policy} here: {policy:recomputes}"
 
 
 class TokensReached(Fact, frozen=True):
@@ -736,16 +710,10 @@ class TokensReached(Fact, frozen=True):
     tokens: int
     tokens_per_pass: int
 
-    @property
-    def message(self) -> str:
-        each = (
-            f"{thousands(self.tokens)}, {thousands(self.tokens_per_pass)} in each micro-batch of "
-            "all ranks"
-        )
-        return (
-            f"accumulation {self.accumulation} comes nearest to {thousands(self.target)} tokens a "
-            f"step: {each}"
-        )
+    words = (
+        "accumulation {accumulation} comes nearest to {target:thousands} tokens a step: "
+        "{tokens:thousands}, {tokens_per_pass:thousands} in each micro-batch of all ranks"
+    )
 
 
 class OneMemory(Fact, frozen=True):
@@ -753,12 +721,10 @@ class OneMemory(Fact, frozen=True):
     none.
     """
 
-    @property
-    def message(self) -> str:
-        return (
-            "CPU and GPU have one memory: states count once wherever they are stepped, and "
-            "offloading frees none"
-        )
+    words = (
+        "CPU and GPU have one memory: states count once wherever they are stepped, and offloading"
+        " frees none"
+    )
 
 
 _WHY_NOTHING_EARLY = {
@@ -785,18 +751,17 @@ class StepsEarly(Fact, frozen=True):
     @property
     def message(self) -> str:
         if not self.share:
-            return (
-                f"clipping: Adam waits for the gradient norm; {_WHY_NOTHING_EARLY[self.why_none]}"
-            )
+            why = _WHY_NOTHING_EARLY[self.why_none]
+            return f"clipping: Adam waits for the gradient norm; {why}"
         share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
         of = "" if self.share == 1 else f" for {share} of what is offloaded"
         text = (
             f"clipping: Adam does not wait{of} for the gradient norm; second states take "
             f"{memory_size(self.bytes)} a rank"
         )
-        if not self.held_back_step_s:
-            return text
-        return f"{text}. Steps above the limit take {self.held_back_step_s:.2f} s"
+        if self.held_back_step_s:
+            text += self.say(". Steps above the limit take {held_back_step_s:.2f} s")
+        return text
 
 
 class SavesBehind(Fact, frozen=True):
@@ -818,10 +783,10 @@ class SavesBehind(Fact, frozen=True):
         if self.share != 1:
             much = f"{self.share:.0%} of the states"
             rest = f". Training waits until the other {1 - self.share:.0%} are written"
-        copies = "second states hold the copies"
-        if self.bytes:
-            copies = f"copies take {memory_size(self.bytes)} a rank"
-        return f"checkpoints: {much} are written while training goes on; {copies}{rest}"
+        copies = (
+            "copies take {bytes:memory} a rank" if self.bytes else "second states hold the copies"
+        )
+        return self.say(f"checkpoints: {much} are written while training goes on; {copies}{rest}")
 
 
 class MlpTiled(Fact, frozen=True):
@@ -829,9 +794,7 @@ class MlpTiled(Fact, frozen=True):
 
     tile_tokens: int
 
-    @property
-    def message(self) -> str:
-        return f"feed-forward blocks compute {thousands(self.tile_tokens)} tokens at a time"
+    words = "feed-forward blocks compute {tile_tokens:thousands} tokens at a time"
 
 
 class InputsOnHost(Fact, frozen=True):
@@ -862,10 +825,10 @@ class InputsOnHost(Fact, frozen=True):
             return text
         hidden = "beside the computation"
         if self.exposed_s:
-            hidden = f"which makes a step {duration(self.exposed_s)} longer"
-        return (
-            f"{text}. Copying them takes {duration(self.out_s)} in forward and "
-            f"{duration(self.back_s)} in backward, {hidden}"
+            hidden = "which makes a step {exposed_s:duration} longer"
+        return text + self.say(
+            ". Copying them takes {out_s:duration} in forward and {back_s:duration} in backward, "
+            + hidden
         )
 
 
@@ -881,14 +844,12 @@ class WeightsOnHost(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        text = f"weights are in host memory: {memory_size(self.bytes)} a rank"
+        text = self.say("weights are in host memory: {bytes:memory} a rank")
         if self.fetched_s is None or self.pass_s is None:
             return text
         hidden = ", which hides it" if self.fetched_s < self.pass_s else ""
-        return (
-            f"{text}. Copying them takes {duration(self.fetched_s)} of the {duration(self.pass_s)} "
-            f"of each pass{hidden}"
-        )
+        took = ". Copying them takes {fetched_s:duration} of the {pass_s:duration} of each pass"
+        return text + self.say(took) + hidden
 
 
 class AttentionFallsBack(Fact, frozen=True):
@@ -898,9 +859,7 @@ class AttentionFallsBack(Fact, frozen=True):
     fastest: AttentionBackend
     obstacle: Obstacle
 
-    @property
-    def message(self) -> str:
-        return f"attention runs on {self.backend}: {self.fastest} {OBSTACLES[self.obstacle]}"
+    words = "attention runs on {backend}: {fastest} {obstacle:obstacle}"
 
 
 class AcrossHosts(Fact, frozen=True):
@@ -921,20 +880,17 @@ class AcrossHosts(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        spread = (
-            f"{self.machines} hosts: weights, gradients and optimizer states are sharded over all "
-            f"{self.ranks} GPUs"
+        text = (
+            "{machines} hosts: weights, gradients and optimizer states are sharded over all "
+            "{ranks} GPUs; {bytes_per_step:gb} enter and leave each host in a step, over a network "
+            "of {network:network}"
         )
-        moved = (
-            f"{self.bytes_per_step / 1e9:.0f} GB enter and leave each host in a step, over a "
-            f"network of {network_rate_text(self.network)}"
-        )
-        if self.seconds is None or self.longer_s is None:
-            return f"{spread}; {moved}"
-        return (
-            f"{spread}; {moved}: {self.seconds:.1f} s, which makes the step {self.longer_s:.1f} s "
-            "longer than if the GPUs were in one"
-        )
+        if self.seconds is not None and self.longer_s is not None:
+            text += (
+                ": {seconds:.1f} s, which makes the step {longer_s:.1f} s longer than if the GPUs "
+                "were in one"
+            )
+        return self.say(text)
 
 
 class CheckpointInterval(Fact, frozen=True):
@@ -1009,21 +965,19 @@ class NeverRun(Fact, frozen=True):
 
     name: str
 
-    @property
-    def message(self) -> str:
-        known = "speeds follow from publications, and memory from runs on NVIDIA GPUs"
-        return f"planned, never run: so-tui has not run on {self.name} yet; {known}"
+    words = (
+        "planned, never run: so-tui has not run on {name} yet; speeds follow from publications, "
+        "and memory from runs on NVIDIA GPUs"
+    )
 
 
 class DeepSpeedNvidiaOnly(Fact, frozen=True):
     """DeepSpeed's own SuperOffload on a GPU of another vendor."""
 
-    @property
-    def message(self) -> str:
-        return (
-            "DeepSpeed says of its SuperOffload that it supports NVIDIA GPUs only; offload.engine "
-            "= so-tui makes no such demand"
-        )
+    words = (
+        "DeepSpeed says of its SuperOffload that it supports NVIDIA GPUs only; offload.engine = "
+        "so-tui makes no such demand"
+    )
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -1038,10 +992,12 @@ class RemoteCode(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        where = f"the folder {printable_line(self.model)}"
-        if self.revision:
-            where = f"{printable_line(self.model)}, revision {printable_line(self.revision)},"
-        text = (
+        where = (
+            "{model:line}, revision {revision:line},"
+            if self.revision
+            else "the folder {model:line}"
+        )
+        text = self.say(
             f"model.trust_remote_code is on: Python code of {where} runs with your rights; launch "
             "it only if you have read that code"
         )
@@ -1057,17 +1013,12 @@ class BeyondPositions(Fact, frozen=True):
     positions: int
     """Of the model (``max_position_embeddings``), times ``model.rope_factor``."""
 
-    @property
-    def message(self) -> str:
-        longest = (
-            f"documents of more than {thousands(self.positions)} tokens are longer than the model "
-            "was made for"
-        )
-        remedy = (
-            "its rotary positions are not scaled for them, so quality may suffer; "
-            "model.rope_scaling = yarn scales them"
-        )
-        return f"sequences of {thousands(self.sequence_length)} tokens: {longest}; {remedy}"
+    words = (
+        "sequences of {sequence_length:thousands} tokens: documents of more than "
+        "{positions:thousands} tokens are longer than the model was made for; its rotary "
+        "positions are not scaled for them, so quality may suffer; model.rope_scaling = yarn "
+        "scales them"
+    )
 
 
 class IndexersUntrained(Fact, frozen=True):
@@ -1075,16 +1026,10 @@ class IndexersUntrained(Fact, frozen=True):
 
     parameters: int
 
-    @property
-    def message(self) -> str:
-        size = (
-            f"{self.parameters / 1e6:.1f} M parameters of the indexers, which choose what "
-            "attention reads"
-        )
-        return (
-            f"{size}, get no gradient: they stay as they are, without weight decay, and are "
-            "exported so"
-        )
+    words = (
+        "{parameters:millions} parameters of the indexers, which choose what attention reads, get "
+        "no gradient: they stay as they are, without weight decay, and are exported so"
+    )
 
 
 class ClippingWaits(Fact, frozen=True):
@@ -1095,11 +1040,10 @@ class ClippingWaits(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        waits = "" if self.seconds is None else f" (about {self.seconds:.1f} s a step)"
-        return (
+        waits = "" if self.seconds is None else " (about {seconds:.1f} s a step)"
+        return self.say(
             "gradient_clipping above 0 makes DeepSpeed's SuperOffload wait for the norm: nothing "
-            "overlaps with backward"
-            f"{waits}. offload.engine = so-tui clips exactly"
+            f"overlaps with backward{waits}. offload.engine = so-tui clips exactly"
         )
 
 
@@ -1113,10 +1057,9 @@ class FasterOffload(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        what = "offload.mode = gpu" if self.mode == "gpu" else f"offload.ratio = {self.ratio:.2f}"
-        return (
-            f"{what} fits too and would take {self.step_s:.2f} s a step instead of "
-            f"{self.given_step_s:.2f} s"
+        what = "offload.mode = gpu" if self.mode == "gpu" else "offload.ratio = {ratio:.2f}"
+        return self.say(
+            what + " fits too and would take {step_s:.2f} s a step instead of {given_step_s:.2f} s"
         )
 
 
@@ -1134,17 +1077,12 @@ class FasterStates(Fact, frozen=True):
     """
     given_early_share: float
 
-    @property
-    def message(self) -> str:
-        steps = f"{self.step_s:.2f} s a step instead of {self.given_step_s:.2f} s (predicted)"
-        early = (
-            f"{self.early_share:.0%} of what is offloaded, not {self.given_early_share:.0%}, is "
-            "stepped before the gradient norm is known"
-        )
-        return (
-            f'offload.states = "{self.states}" would take {steps}, since {early}; its price: '
-            f"{_price(self.states)}"
-        )
+    words = (
+        'offload.states = "{states}" would take {step_s:.2f} s a step instead of '
+        "{given_step_s:.2f} s (predicted), since {early_share:.0%} of what is offloaded, not "
+        "{given_early_share:.0%}, is stepped before the gradient norm is known; its price: "
+        "{states:price}"
+    )
 
 
 class FasterAttention(Fact, frozen=True):
@@ -1155,26 +1093,22 @@ class FasterAttention(Fact, frozen=True):
     step_s: float
     given_step_s: float
 
-    @property
-    def message(self) -> str:
-        steps = f"{self.step_s:.2f} s a step instead of {self.given_step_s:.2f} s (predicted)"
-        return f"attention runs on {self.used}; with {self.backend} installed it would take {steps}"
+    words = (
+        "attention runs on {used}; with {backend} installed it would take {step_s:.2f} s a step "
+        "instead of {given_step_s:.2f} s (predicted)"
+    )
 
 
 class PcieOffload(Fact, frozen=True):
     """The GPU is connected by PCIe, where offloading gains less."""
 
-    @property
-    def message(self) -> str:
-        return "the GPU is connected by PCIe: offloading gains less than over NVLink-C2C"
+    words = "the GPU is connected by PCIe: offloading gains less than over NVLink-C2C"
 
 
 class SlowWithoutGpu(Fact, frozen=True):
     parameters: int
 
-    @property
-    def message(self) -> str:
-        return f"{self.parameters / 1e9:.1f} B parameters without a GPU: one step may take hours"
+    words = "{parameters:billions} parameters without a GPU: one step may take hours"
 
 
 class PackingOff(Fact, frozen=True):
@@ -1195,10 +1129,8 @@ class PackingOff(Fact, frozen=True):
     def message(self) -> str:
         why, of = "", ""
         if self.mixing:
-            why = (
-                f", since layers of {', '.join(map(printable_line, self.mixing))} would mix the "
-                "documents"
-            )
+            kinds = ", ".join(map(printable_line, self.mixing))
+            why = f", since layers of {kinds} would mix the documents"
         if self.padding_share is not None:
             of = f", up to {self.padding_share:.0%} of all positions with these data,"
         return f"packing is off{why}: padding{of} is computed but counts for nothing"
@@ -1216,26 +1148,15 @@ class LargerSteps(Fact, frozen=True):
     faster: float
     """Tokens per second, as a multiple of now."""
 
-    @property
-    def message(self) -> str:
-        waits = (
-            f"a step of {self.step_s:.2f} s waits {self.exposed_optimizer_s:.2f} s for the "
-            "optimizer"
-        )
-        larger = (
-            f"{self.times} times the tokens in a step ({thousands(self.tokens)}; {self.key} = "
-            f"{self.value})"
-        )
-        return (
-            f"{waits}: with {larger} {self.faster:.1f} times as many tokens a second would be "
-            "trained"
-        )
+    words = (
+        "a step of {step_s:.2f} s waits {exposed_optimizer_s:.2f} s for the optimizer: with "
+        "{times} times the tokens in a step ({tokens:thousands}; {key} = {value}) {faster:.1f} "
+        "times as many tokens a second would be trained"
+    )
 
 
 class GpuMemoryUnknown(Fact, frozen=True):
-    @property
-    def message(self) -> str:
-        return "the GPU's memory size is not known, nor whether the run fits there"
+    words = "the GPU's memory size is not known, nor whether the run fits there"
 
 
 class Note(Fact, frozen=True):
@@ -1243,17 +1164,13 @@ class Note(Fact, frozen=True):
 
     text: str
 
-    @property
-    def message(self) -> str:
-        return self.text
+    words = "{text}"
 
 
 class MoreGpusKeepMargin(Fact, frozen=True):
     gpus: int
 
-    @property
-    def message(self) -> str:
-        return f"{self.gpus} GPUs of this machine leave the margin"
+    words = "{gpus} GPUs of this machine leave the margin"
 
 
 Caution = (

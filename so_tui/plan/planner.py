@@ -54,7 +54,7 @@ from so_tui.plan.search import (
     with_policy,
 )
 from so_tui.plan.step_time import can_speculate, second_states_bytes
-from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES, MemoryTerm, TermKind
+from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import Mode, Preset, RunSpec
@@ -220,7 +220,9 @@ def _plan(
         * spec.train.micro_batch
         * spec.gradient_accumulation_steps
     )
-    tokens = sequences * spec.data.sequence_length
+    length = spec.data.sequence_length
+    tokens = sequences * length
+    flops = sequences * model_flops(target.profile.flops, length, [length])
     proposed = (
         tuple(remedies(spec, target, searched=searched))
         if found.verdict == "does not fit" and not blocked
@@ -264,7 +266,10 @@ def _plan(
         shm_bytes=found.demand.shm_bytes,
         disk_bytes=disk,
         disk_peak_bytes=spec.checkpoint.most_at_once * disk,
-        breakdown=tuple(map(_named, found.terms)),
+        breakdown=tuple(
+            replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
+            for term in found.terms
+        ),
         step=step,
         rates=found.rates if step else None,
         step_s=step.total_s if step else None,
@@ -275,9 +280,7 @@ def _plan(
         useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s
         if step
         else None,
-        model_tflops_per_gpu=_tflops(target, spec.data.sequence_length, sequences, step.total_s)
-        if step
-        else None,
+        model_tflops_per_gpu=flops / step.total_s / target.ranks / 1e12 if step else None,
         speed_source=_speed_source(target, found.spec) if step else None,
         binding=resources.bindings(offload.mode),
         spec=_resolved(found, resources),
@@ -365,9 +368,9 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
 def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
     if not offloaded_bytes(found.target.profile.architecture, found.spec.model):
         return
-    kinds = (TermKind.OFFLOADED_INPUTS, TermKind.OFFLOADED_RESULTS)
+    kinds = ("offloaded-inputs", "offloaded-results")
     inputs, results = (
-        sum(term.bytes for term in found.terms if term.kind is kind) for kind in kinds
+        sum(term.bytes for term in found.terms if term.kind == kind) for kind in kinds
     )
     fact = InputsOnHost(bytes=inputs, results_bytes=results)
     if (model := pass_model(found.placement, found.target)) is None:
@@ -406,11 +409,7 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
 
 
 def _second_states_bytes(found: Assessment) -> int:
-    return sum(term.bytes for term in found.terms if term.kind is TermKind.SECOND_STATES)
-
-
-def _named(term: MemoryTerm) -> MemoryTerm:
-    return replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
+    return sum(term.bytes for term in found.terms if term.kind == "second-states")
 
 
 def _resolved(found: Assessment, resources: Resources) -> RunSpec:
@@ -423,8 +422,3 @@ def _resolved(found: Assessment, resources: Resources) -> RunSpec:
     return replace(
         spec, gpus=tuple(gpu.index for gpu in whole_gpus(resources.machine)[: spec.gpus])
     )
-
-
-def _tflops(target: Target, length: int, sequences: int, step_s: float) -> float:
-    flops = sequences * model_flops(target.profile.flops, length, [length])
-    return flops / step_s / target.ranks / 1e12

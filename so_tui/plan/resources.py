@@ -255,28 +255,19 @@ def attention_of(spec: RunSpec, profile: ModelProfile, resources: Resources) -> 
     asked = FORMER_NAMES.get(spec.model.attention) or spec.model.attention
     if asked != "auto":
         return Chosen(asked)  # type: ignore[arg-type]
-    return choose_backend(_needs_of(spec, profile), _present_in(resources))
-
-
-def _needs_of(spec: RunSpec, profile: ModelProfile) -> Needs:
-    """Return what a spec asks of attention."""
-    shape = profile.architecture
-    softcap = bool(spec.model.config.get("attn_logit_softcapping"))
-    sinks = shape.model_type in SINKS
-    rows = bool(mixing_kinds(layer_kinds(spec.model.config)))
-    return Needs(
+    shape, config = profile.architecture, spec.model.config
+    needs = Needs(
         head_size=shape.head_dim,
-        sinks=sinks,
-        softcap=softcap,
-        rows=rows,
+        sinks=shape.model_type in SINKS,
+        softcap=bool(config.get("attn_logit_softcapping")),
+        rows=bool(mixing_kinds(layer_kinds(config))),
         deterministic=spec.train.deterministic,
     )
-
-
-def _present_in(resources: Resources) -> Present:
-    """Return what a machine has for attention."""
-    generation = generation_of(resources.gpu_name) if resources.has_gpu else None
-    return Present(generation=generation, packages=resources.machine.software.attention_packages)
+    present = Present(
+        generation=generation_of(resources.gpu_name) if resources.has_gpu else None,
+        packages=resources.machine.software.attention_packages,
+    )
+    return choose_backend(needs, present)
 
 
 # What DeepSpeed's SuperOffload examples do that a plan has to know: their TFLOPS, and a config

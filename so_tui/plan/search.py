@@ -75,19 +75,29 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
     """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec
     whose mode is decided.
     """
+    offload = spec.offload
     if pool == "gpu":
         yield from islice(smaller_batches(spec), 1)
-        yield from _more_recomputation(spec)
-        yield from _more_offload(spec)
-        savings = smaller_activations(spec) if spec.offload.mode == "gpu" else memory_savings(spec)
+        if spec.model.activation_checkpointing != "full":
+            yield alternative_to(spec, with_policy(spec, "full"))
+        if offload.mode == "gpu":
+            yield _changed(spec, "offload", mode="superoffload", ratio=offload.ratio)
+        elif offload.ratio < 1:
+            larger = min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2))
+            yield _changed(spec, "offload", ratio=larger)
+        savings = smaller_activations(spec) if offload.mode == "gpu" else memory_savings(spec)
         yield from (
             alternative_to(spec, other) for other in (*savings, *islice(more_sharing(spec), 1))
         )
         yield from islice(shorter_sequences(spec), 1)
     else:
         yield from less_speculation(spec, "off")
-        yield from _less_offload(spec)
-        yield from _no_accumulation(spec)
+        if offload.mode != "gpu" and offload.ratio > 0:
+            smaller = max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2))
+            yield _changed(spec, "offload", ratio=smaller)
+        if offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
+            # The sum of gradients over several micro-batches is stored on the host.
+            yield _changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
         yield from compact_states(spec)
 
 
@@ -150,12 +160,6 @@ def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
     return replace(
         spec, model=replace(model, activation_checkpointing=policy, activation_offload=offload)
     )
-
-
-def _more_recomputation(spec: RunSpec) -> Iterator[Alternative]:
-    """Yield the recomputation that needs the least memory, where the spec has another."""
-    if spec.model.activation_checkpointing != "full":
-        yield alternative_to(spec, with_policy(spec, "full"))
 
 
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
@@ -230,22 +234,6 @@ def _can_tile(model: ModelSpec) -> bool:
     return model.tiled_mlp == "auto" and recomputed and not profile_of(model).architecture.experts
 
 
-def _more_offload(spec: RunSpec) -> Iterator[Alternative]:
-    """Yield a larger offload ratio, or offloading where there is none."""
-    offload = spec.offload
-    if offload.mode == "gpu":
-        yield _changed(spec, "offload", mode="superoffload", ratio=offload.ratio)
-    elif offload.ratio < 1:
-        yield _changed(spec, "offload", ratio=min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2)))
-
-
-def _less_offload(spec: RunSpec) -> Iterator[Alternative]:
-    """Yield a smaller offload ratio."""
-    offload = spec.offload
-    if offload.mode != "gpu" and offload.ratio > 0:
-        yield _changed(spec, "offload", ratio=max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2)))
-
-
 def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[Alternative]:
     """Yield second states as far as the host has memory, or none, where the spec asks for them
     whatever the host has.
@@ -275,8 +263,8 @@ def alternative_to(before: RunSpec, after: RunSpec) -> Alternative:
     keys = {
         "offload": ("parameters",),
         "model": ("activation_checkpointing", "tiled_mlp", "activation_offload"),
+        "train": ("micro_batch", "sequence_parallel", "gradient_accumulation"),
     }
-    keys["train"] = ("micro_batch", "sequence_parallel", "gradient_accumulation")
     values = [
         Change(
             f"{section}.{key}",
@@ -287,12 +275,6 @@ def alternative_to(before: RunSpec, after: RunSpec) -> Alternative:
         for key in names
     ]
     return Alternative(tuple(change for change in values if change.before != change.after), after)
-
-
-def _no_accumulation(spec: RunSpec) -> Iterator[Alternative]:
-    """Yield steps of one micro-batch: the sum of gradients over several is stored on the host."""
-    if spec.offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
-        yield _changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
 
 
 def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:

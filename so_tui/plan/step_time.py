@@ -24,7 +24,7 @@ from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
 from so_tui.plan.plan import PlannedRates, StepTime
 from so_tui.plan.rates import Speed, StepConstants, constants
 from so_tui.plan.resources import exchanged_bytes
-from so_tui.plan.terms import Formula, MemoryTerm, TermKind
+from so_tui.plan.terms import Formula, MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import MASKED_BACKENDS, AttentionBackend
 from so_tui.spec.run_spec import RunSpec
@@ -83,18 +83,6 @@ def exposed_adam_s(states: OffloadedStates, adam_bytes_per_s: float, backward_s:
     worker = WORKER_BYTES / adam_bytes_per_s
     waits = max(states.last_sub_group * worker, states.on_cpu * worker - backward_s)
     return waits + states.on_cpu * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
-
-
-def _clipped_adam_s(states: OffloadedStates, adam_bytes_per_s: float, waited_bytes: float) -> float:
-    """Return how long a step with clipping takes for Adam, sub-group by sub-group.
-
-    Args:
-        states: What to step.
-        adam_bytes_per_s: Host memory traffic of the worker.
-        waited_bytes: Host memory traffic per parameter that takes as long as the worker and both
-            ways to it.
-    """
-    return states.on_cpu * (UNSCALE_BYTES + waited_bytes) / adam_bytes_per_s
 
 
 BACKWARD_ATTENTION = 2.5
@@ -547,7 +535,7 @@ class _OptimizerModel:
     def _deepspeed_adam_s(self) -> float:
         states, rate = self._offloaded, self._adam_bytes_per_s
         if self.placement.spec.train.gradient_clipping > 0:
-            return _clipped_adam_s(states, rate, self.use.deepspeed_clipped_adam_bytes)
+            return states.on_cpu * (UNSCALE_BYTES + self.use.deepspeed_clipped_adam_bytes) / rate
         backward_s = self.one_pass.backward_s + self.use.deepspeed_copies * _gradient_copies_s(
             states, self.speed
         )
@@ -666,11 +654,16 @@ class SecondStates(Struct, frozen=True):
 
     @property
     def term(self) -> MemoryTerm:
-        formula = Formula(
-            "{} B x {} (a second set of states and weights)",
-            (f"{self.parameter_bytes:g}", self.numel),
+        return MemoryTerm(
+            "second-states",
+            "node",
+            self.bytes,
+            "exact",
+            Formula(
+                "{} B x {} (a second set of states and weights)",
+                (f"{self.parameter_bytes:g}", self.numel),
+            ),
         )
-        return MemoryTerm(TermKind.SECOND_STATES, "node", self.bytes, "exact", formula)
 
 
 def second_states_bytes(spec: RunSpec) -> float:

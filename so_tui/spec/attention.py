@@ -169,7 +169,11 @@ def obstacle_to(backend: AttentionBackend, needs: Needs, present: Present) -> Ob
         return "other-gpu"
     if needs.rows:
         return "rows"
-    if not _has_head_size(kernel, needs.head_size):
+    if not (
+        needs.head_size in kernel.head_sizes
+        if kernel.head_sizes
+        else needs.head_size % 8 == 0 and needs.head_size <= _LARGEST_HEAD
+    ):
         return "head-size"
     if needs.softcap and not kernel.softcap:
         return "softcap"
@@ -189,9 +193,3 @@ def choose_backend(needs: Needs, present: Present) -> Chosen:
             break
         passed_over.append(PassedOver(backend, obstacle))
     return Chosen(backend, tuple(passed_over) if present.generation is not None else ())
-
-
-def _has_head_size(kernel: Kernel, size: int) -> bool:
-    return (
-        size in kernel.head_sizes if kernel.head_sizes else size % 8 == 0 and size <= _LARGEST_HEAD
-    )

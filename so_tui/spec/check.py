@@ -63,34 +63,28 @@ def _sharing_problems(
     config = model.get("config")
     field, value = "train.sequence_parallel", shown(ranks)
     if isinstance(count, int) and count % ranks:
-        message, remedy = (
+        yield Problem(
+            "sequence-parallel-gpus",
+            field,
+            value,
             f"ranks cannot share each sequence: gpus = {count} is no multiple of it",
             "Choose a divisor of the number of GPUs.",
         )
-        yield Problem(
-            code="sequence-parallel-gpus", field=field, value=value, message=message, remedy=remedy
-        )
     elif isinstance(length, int) and length % ranks:
-        message, remedy = (
+        yield Problem(
+            "sequence-parallel-length",
+            field,
+            value,
             f"cannot divide data.sequence_length = {length}",
             "Choose a divisor of the sequence length.",
         )
-        yield Problem(
-            code="sequence-parallel-length",
-            field=field,
-            value=value,
-            message=message,
-            remedy=remedy,
-        )
     elif train.get("router_loss_coefficient"):
-        message = "cannot be combined with a router loss, which is computed over whole sequences"
-        remedy = "Set train.sequence_parallel to 1, or train.router_loss_coefficient to 0."
         yield Problem(
-            code="sequence-parallel-router",
-            field=field,
-            value=value,
-            message=message,
-            remedy=remedy,
+            "sequence-parallel-router",
+            field,
+            value,
+            "cannot be combined with a router loss, which is computed over whole sequences",
+            "Set train.sequence_parallel to 1, or train.router_loss_coefficient to 0.",
         )
     elif problem := sharing_problem(layer_kinds(config if isinstance(config, dict) else {}), ranks):
         yield problem
@@ -103,17 +97,13 @@ def sharing_problem(kinds: Iterable[str], ranks: int) -> Problem | None:
     whole = sorted({*mixing_kinds(kinds), *recurrent_kinds(kinds)})
     if ranks == 1 or not whole:
         return None
-    message = (
-        f"the model has layers of {', '.join(whole)}, which would see only a rank's part of a "
-        "sequence"
-    )
-    field, remedy = "train.sequence_parallel", "Set it to 1."
     return Problem(
-        code="sequence-parallel-layers",
-        field=field,
-        value=str(ranks),
-        message=message,
-        remedy=remedy,
+        "sequence-parallel-layers",
+        "train.sequence_parallel",
+        str(ranks),
+        f"the model has layers of {', '.join(whole)}, which would see only a rank's part of a "
+        "sequence",
+        "Set it to 1.",
     )
 
 
@@ -168,70 +158,31 @@ def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterat
     if len(given) > 1:
         values = ", ".join(f"{key} = {shown(train[key])}" for key in given)
         yield Problem(
-            code="several-lengths",
-            field=f"train.{given[-1]}",
-            value=shown(train[given[-1]]),
-            message=f"is one of several lengths of the run ({values})",
-            remedy=(
-                "Keep one of train.steps, train.epochs and train.tokens and set the others to 0."
-            ),
+            "several-lengths",
+            f"train.{given[-1]}",
+            shown(train[given[-1]]),
+            f"is one of several lengths of the run ({values})",
+            "Keep one of train.steps, train.epochs and train.tokens and set the others to 0.",
         )
     elif not any(train.get(key) for key in LENGTHS) and not benchmark.get("measured_steps"):
         yield Problem(
-            code="no-length",
-            field="train.steps",
-            value="",
-            message="the run has no length",
-            remedy=(
-                "Give one of train.steps, train.epochs and train.tokens (or "
-                "benchmark.measured_steps) a value above 0."
-            ),
+            "no-length",
+            "train.steps",
+            "",
+            "the run has no length",
+            "Give one of train.steps, train.epochs and train.tokens (or "
+            "benchmark.measured_steps) a value above 0.",
         )
     accumulation, target = train.get("gradient_accumulation"), train.get("tokens_per_step")
     if target and isinstance(accumulation, int) and accumulation > 1:
         yield Problem(
-            code="several-step-sizes",
-            field="train.tokens_per_step",
-            value=shown(target),
-            message=(
-                "determines the gradient accumulation steps, and so does "
-                f"train.gradient_accumulation = {accumulation}"
-            ),
-            remedy=(
-                "Keep one of the two: set train.tokens_per_step to 0, or leave "
-                "train.gradient_accumulation at 1."
-            ),
-        )
-
-
-def _nothing_to_offload(offload: Any, policy: Any) -> Iterator[Problem]:
-    if offload in ("on", "inputs") and policy == "none":
-        yield Problem(
-            code="nothing-to-offload",
-            field="model.activation_offload",
-            value=shown(offload),
-            message=(
-                "moves the inputs of checkpointed layers, and with activation_checkpointing = "
-                '"none" there are none'
-            ),
-            remedy=(
-                'Set model.activation_checkpointing to "full", "attention" or "selective", or '
-                'leave model.activation_offload at "auto".'
-            ),
-        )
-    if offload == "attention" and policy not in ("auto", "attention"):
-        yield Problem(
-            code="nothing-to-offload",
-            field="model.activation_offload",
-            value=shown(offload),
-            message=(
-                'moves what activation_checkpointing = "attention" keeps of attention, and that is '
-                "not set"
-            ),
-            remedy=(
-                'Set model.activation_checkpointing to "attention", or model.activation_offload to '
-                '"inputs" or "auto".'
-            ),
+            "several-step-sizes",
+            "train.tokens_per_step",
+            shown(target),
+            "determines the gradient accumulation steps, and so does "
+            f"train.gradient_accumulation = {accumulation}",
+            "Keep one of the two: set train.tokens_per_step to 0, or leave "
+            "train.gradient_accumulation at 1.",
         )
 
 
@@ -239,49 +190,64 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
     config = _section(model, "config")
     if model.get("weights") == "random" and not config.get("model_type"):
         yield Problem(
-            code="missing-architecture",
-            field="model.config",
-            value="",
-            message='weights = "random" needs the architecture of the model',
-            remedy=(
-                "Write [model.config] with `model_type` and the keys of the model's config.json, "
-                'or use weights = "pretrained".'
-            ),
+            "missing-architecture",
+            "model.config",
+            "",
+            'weights = "random" needs the architecture of the model',
+            "Write [model.config] with `model_type` and the keys of the model's config.json, "
+            'or use weights = "pretrained".',
         )
-    yield from _nothing_to_offload(
-        model.get("activation_offload"), model.get("activation_checkpointing", "auto")
+    offload, policy = (
+        model.get("activation_offload"),
+        model.get("activation_checkpointing", "auto"),
     )
+    if offload in ("on", "inputs") and policy == "none":
+        yield Problem(
+            "nothing-to-offload",
+            "model.activation_offload",
+            shown(offload),
+            "moves the inputs of checkpointed layers, and with activation_checkpointing = "
+            '"none" there are none',
+            'Set model.activation_checkpointing to "full", "attention" or "selective", or '
+            'leave model.activation_offload at "auto".',
+        )
+    if offload == "attention" and policy not in ("auto", "attention"):
+        yield Problem(
+            "nothing-to-offload",
+            "model.activation_offload",
+            shown(offload),
+            'moves what activation_checkpointing = "attention" keeps of attention, and that is '
+            "not set",
+            'Set model.activation_checkpointing to "attention", or model.activation_offload to '
+            '"inputs" or "auto".',
+        )
     if model.get("tiled_mlp") == "on" and (
         model.get("activation_checkpointing") in ("selective", "none") or _EXPERTS & config.keys()
     ):
         yield Problem(
-            code="nothing-to-tile",
-            field="model.tiled_mlp",
-            value='"on"',
-            message="cuts dense feed-forward blocks that are recomputed, and this model has none",
-            remedy=(
-                'Leave it at "auto". It needs model.activation_checkpointing = "full" or '
-                '"attention", and a model without experts.'
-            ),
+            "nothing-to-tile",
+            "model.tiled_mlp",
+            '"on"',
+            "cuts dense feed-forward blocks that are recomputed, and this model has none",
+            'Leave it at "auto". It needs model.activation_checkpointing = "full" or '
+            '"attention", and a model without experts.',
         )
     scaling, factor = model.get("rope_scaling", "model"), model.get("rope_factor", 1)
     if (scaling != "model") != (factor != 1):
         yield Problem(
-            code="rope-factor",
-            field="model.rope_factor",
-            value=shown(factor),
-            message=f'does not go with model.rope_scaling = "{scaling}"',
-            remedy='Set both: "yarn" or "linear", and a factor above 1; or neither.',
+            "rope-factor",
+            "model.rope_factor",
+            shown(factor),
+            f'does not go with model.rope_scaling = "{scaling}"',
+            'Set both: "yarn" or "linear", and a factor above 1; or neither.',
         )
     if train.get("router_loss_coefficient") and config and not _EXPERTS & config.keys():
         yield Problem(
-            code="no-experts",
-            field="train.router_loss_coefficient",
-            value=shown(train["router_loss_coefficient"]),
-            message="the model has no experts",
-            remedy=(
-                "Set it to 0; it balances the load of the experts in a mixture-of-experts model."
-            ),
+            "no-experts",
+            "train.router_loss_coefficient",
+            shown(train["router_loss_coefficient"]),
+            "the model has no experts",
+            "Set it to 0; it balances the load of the experts in a mixture-of-experts model.",
         )
 
 
@@ -289,59 +255,53 @@ def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
     mode, engine, states = offload.get("mode"), offload.get("engine"), offload.get("states", "fp32")
     if states != "fp32" and (mode == "zerooffload" or engine == "deepspeed"):
         yield Problem(
-            code="states-format",
-            field="offload.states",
-            value=shown(states),
-            message="is not supported by DeepSpeed's optimizers, which have fp32 moments",
-            remedy='Use "fp32", or offload.mode = "superoffload" with offload.engine = "so-tui".',
+            "states-format",
+            "offload.states",
+            shown(states),
+            "is not supported by DeepSpeed's optimizers, which have fp32 moments",
+            'Use "fp32", or offload.mode = "superoffload" with offload.engine = "so-tui".',
         )
     if offload.get("config", "so-tui") != "so-tui" and engine != "deepspeed":
         yield Problem(
-            code="published-config",
-            field="offload.config",
-            value=shown(offload["config"]),
-            message="is a config of DeepSpeed's own SuperOffload",
-            remedy=(
-                'Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name '
-                "PRESET:as-published."
-            ),
+            "published-config",
+            "offload.config",
+            shown(offload["config"]),
+            "is a config of DeepSpeed's own SuperOffload",
+            'Set offload.mode = "superoffload" and offload.engine = "deepspeed" too, or name '
+            "PRESET:as-published.",
         )
     if offload.get("parameters") == "cpu" and (
         mode == "gpu" or (engine == "deepspeed" and mode != "zerooffload")
     ):
         optimizer = "without offload" if mode == "gpu" else "with DeepSpeed's own SuperOffload"
         yield Problem(
-            code="parameter-offload",
-            field="offload.parameters",
-            value='"cpu"',
-            message=f"is not supported {optimizer}, where the weights stay on the GPU",
-            remedy=(
-                'Use "none", or offload.mode = "superoffload" with offload.engine = "so-tui", or '
-                'offload.mode = "zerooffload".'
-            ),
+            "parameter-offload",
+            "offload.parameters",
+            '"cpu"',
+            f"is not supported {optimizer}, where the weights stay on the GPU",
+            'Use "none", or offload.mode = "superoffload" with offload.engine = "so-tui", or '
+            'offload.mode = "zerooffload".',
         )
 
 
 def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
     if data.get("held_out") and (data.get("evaluation") or data.get("evaluation_split")):
         yield Problem(
-            code="several-evaluations",
-            field="data.held_out",
-            value=shown(data["held_out"]),
-            message="and data.evaluation both choose the evaluation data",
-            remedy="Keep one of them: hold out a part of the data, or name other data.",
+            "several-evaluations",
+            "data.held_out",
+            shown(data["held_out"]),
+            "and data.evaluation both choose the evaluation data",
+            "Keep one of them: hold out a part of the data, or name other data.",
         )
     if train.get("evaluate_every_steps") and not any(
         data.get(key) for key in ("held_out", "evaluation", "evaluation_split")
     ):
         yield Problem(
-            code="no-evaluation-data",
-            field="train.evaluate_every_steps",
-            value=shown(train["evaluate_every_steps"]),
-            message="there is nothing to evaluate on",
-            remedy=(
-                "Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation."
-            ),
+            "no-evaluation-data",
+            "train.evaluate_every_steps",
+            shown(train["evaluate_every_steps"]),
+            "there is nothing to evaluate on",
+            "Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation.",
         )
 
 
@@ -514,21 +474,21 @@ def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -
             if isinstance(value, dict):
                 yield from _section_problems(value, keys[key], f"{path}.")
             else:
-                remedy = f"Write [{path}] and its keys below it."
                 yield Problem(
-                    code="not-a-section",
-                    field=path,
-                    value=shown(value),
-                    message="is a section and takes no value",
-                    remedy=remedy,
+                    "not-a-section",
+                    path,
+                    shown(value),
+                    "is a section and takes no value",
+                    f"Write [{path}] and its keys below it.",
                 )
         else:
             yield from _value_problems(path, value, keys[key])
     for key in _required(struct):
         if key not in tree:
             path = f"{prefix}{key}"
-            remedy = _MISSING_REMEDIES[_SOURCE.sub("data.", path)]
-            yield Problem(code="missing", field=path, value="", message="is missing", remedy=remedy)
+            yield Problem(
+                "missing", path, "", "is missing", _MISSING_REMEDIES[_SOURCE.sub("data.", path)]
+            )
 
 
 def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Problem:
@@ -536,21 +496,19 @@ def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Prob
     where = f"[{prefix[:-1]}]" if prefix else "the top level"
     elsewhere = [full for full in field_index() if full.endswith(f".{key}")]
     hint = f"Did you mean `{elsewhere[0]}`? " if elsewhere else nearest(key, known)
-    remedy = f"{hint}Keys of {where}: {', '.join(known)}."
     return Problem(
-        code="unknown-key",
-        field=path,
-        value=shown(value),
-        message="is not a known key",
-        remedy=remedy,
+        "unknown-key",
+        path,
+        shown(value),
+        "is not a known key",
+        f"{hint}Keys of {where}: {', '.join(known)}.",
     )
 
 
 def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
     if path == "data.source" and value in ([], ()):
-        remedy = _MISSING_REMEDIES["data.source"]
         yield Problem(
-            code="no-data", field="data.source", value="[]", message="names no data", remedy=remedy
+            "no-data", "data.source", "[]", "names no data", _MISSING_REMEDIES["data.source"]
         )
         return
     if path == "data.source" and isinstance(value, list):
@@ -572,13 +530,7 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
         and (fault := path_fault(value))
     ):
         what = "a folder" if path == "checkpoint.folder" else "a hub id, a file or a folder"
-        yield Problem(
-            code="invalid-path",
-            field=path,
-            value=shown(value),
-            message=fault,
-            remedy=f"Give {what}.",
-        )
+        yield Problem("invalid-path", path, shown(value), fault, f"Give {what}.")
         return
     try:
         msgspec.convert(value, kind)
@@ -602,17 +554,16 @@ def _is_finite(value: Any) -> bool:
 def _gpu_problems(gpus: Sequence[int]) -> Iterator[Problem]:
     """Yield what is wrong with a list of indices of GPUs."""
     if not gpus:
-        remedy = "Give a count (gpus = 1) or a list of indices (gpus = [0, 1])."
         yield Problem(
-            code="no-gpu", field="gpus", value="[]", message="names no GPU", remedy=remedy
+            "no-gpu",
+            "gpus",
+            "[]",
+            "names no GPU",
+            "Give a count (gpus = 1) or a list of indices (gpus = [0, 1]).",
         )
     elif len(set(gpus)) < len(gpus):
         yield Problem(
-            code="repeated-gpu",
-            field="gpus",
-            value=shown(gpus),
-            message="names a GPU twice",
-            remedy="Give each index once.",
+            "repeated-gpu", "gpus", shown(gpus), "names a GPU twice", "Give each index once."
         )
 
 
@@ -622,13 +573,12 @@ def _source_problems(path: str, part: Any) -> Iterator[Problem]:
         yield from _section_problems(part, DataSource, f"{path}.")
         return
     name = part if isinstance(part, str) else "NAME"
-    remedy = f'Write {{source = "{name}", weight = 1}}.'
     yield Problem(
-        code="not-a-source",
-        field=path,
-        value=shown(part),
-        message="is not a source with a weight",
-        remedy=remedy,
+        "not-a-source",
+        path,
+        shown(part),
+        "is not a source with a weight",
+        f'Write {{source = "{name}", weight = 1}}.',
     )
 
 
@@ -666,32 +616,13 @@ def _value_problem(
 ) -> Problem:
     """Return a problem whose remedy says what the key takes."""
     if info is None:
-        return Problem(
-            code=code, field=path, value=shown(value), message=message, remedy=REGENERATE
-        )
+        return Problem(code, path, shown(value), message, REGENERATE)
     if info.path in _MISSING_REMEDIES and info.path != "data.source":
-        return Problem(
-            code=code,
-            field=path,
-            value=shown(value),
-            message=message,
-            remedy=_MISSING_REMEDIES[info.path],
-        )
+        return Problem(code, path, shown(value), message, _MISSING_REMEDIES[info.path])
     if code == "invalid-text" and info.path in _TEXT_REMEDIES:
-        return Problem(
-            code=code,
-            field=path,
-            value=shown(value),
-            message=message,
-            remedy=_TEXT_REMEDIES[info.path],
-        )
+        return Problem(code, path, shown(value), message, _TEXT_REMEDIES[info.path])
     hint = nearest(value, info.choices) if isinstance(value, str) else ""
     default = "" if info.required or info.default in (None, "", (), {}) else shown(info.default)
     return Problem(
-        code=code,
-        field=path,
-        value=shown(value),
-        message=message,
-        remedy=f"{hint}Give {info.expected}.",
-        default=default,
+        code, path, shown(value), message, f"{hint}Give {info.expected}.", default=default
     )

@@ -15,7 +15,7 @@ from msgspec import Struct
 from so_tui.trust.text import printable, printable_line, quoted, without_credentials
 
 
-class Problem(Struct, frozen=True, kw_only=True):
+class Problem(Struct, frozen=True):
     """One invalid input: which field, what was given, what is wrong and how to correct it."""
 
     code: str

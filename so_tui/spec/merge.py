@@ -74,10 +74,9 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
             problems.append(_unknown_path(path, text))
             continue
         if not _is_text(text):
-            message, remedy = "is not UTF-8 text", "Write the value as UTF-8."
             problems.append(
                 Problem(
-                    code="not-text", field=path, value=shown(text), message=message, remedy=remedy
+                    "not-text", path, shown(text), "is not UTF-8 text", "Write the value as UTF-8."
                 )
             )
             continue
@@ -224,11 +223,11 @@ def _unknown_path(path: str, text: str) -> Problem:
             f"`{next(full for full in known if full.startswith(path + '.'))}`. "
         )
     return Problem(
-        code="unknown-key",
-        field=path,
-        value=shown(text),
-        message="is not a known key",
-        remedy=f"{hint}`docs/presets.md` lists all keys, with ranges and units.",
+        "unknown-key",
+        path,
+        shown(text),
+        "is not a known key",
+        f"{hint}`docs/presets.md` lists all keys, with ranges and units.",
     )
 
 

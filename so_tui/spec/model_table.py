@@ -76,17 +76,13 @@ def packing_problem(kinds: Iterable[str]) -> Problem | None:
     mixing = mixing_kinds(kinds)
     if not mixing:
         return None
-    message = (
-        f"the model has layers of {', '.join(mixing)}, in which documents packed into one sequence "
-        "would see each other"
-    )
-    remedy = "Set it to false: each document is a sequence of its own."
     return Problem(
-        code="packing-mixes-documents",
-        field="data.packing",
-        value="true",
-        message=message,
-        remedy=remedy,
+        "packing-mixes-documents",
+        "data.packing",
+        "true",
+        f"the model has layers of {', '.join(mixing)}, in which documents packed into one sequence "
+        "would see each other",
+        "Set it to false: each document is a sequence of its own.",
     )
 
 
@@ -216,22 +212,14 @@ def _stale_table_problems(
         values = [value for key in keys if type(value := config.get(key)) is int]
         if size and len(values) == len(keys) and prod(values) != size:
             yield Problem(
-                code="table-stale",
-                field=f"model.config.{keys[0]}",
-                value=shown(values[0]),
-                message=(
-                    "[[model.parameters]] was generated for another architecture "
-                    f"({' x '.join(keys)} = {size})"
-                ),
-                remedy=REGENERATE,
+                "table-stale",
+                f"model.config.{keys[0]}",
+                shown(values[0]),
+                "[[model.parameters]] was generated for another architecture "
+                f"({' x '.join(keys)} = {size})",
+                REGENERATE,
             )
 
 
 def _problem(code: str, name: str, message: str) -> Problem:
-    return Problem(
-        code=code,
-        field="model.parameters",
-        value=shown(name) if name else "",
-        message=message,
-        remedy=REGENERATE,
-    )
+    return Problem(code, "model.parameters", shown(name) if name else "", message, REGENERATE)

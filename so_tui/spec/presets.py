@@ -145,10 +145,12 @@ def missing_paths(spec: RunSpec) -> Iterator[Problem]:
     """
     for field, text in _named(spec):
         if _is_path(text) and not exists(Path(text).expanduser()):
-            remedy = "Check the path. A name on the hub has the form owner/name."
-            message = "there is no such file or folder, or you may not see it"
             yield Problem(
-                code="path-not-found", field=field, value=text, message=message, remedy=remedy
+                "path-not-found",
+                field,
+                text,
+                "there is no such file or folder, or you may not see it",
+                "Check the path. A name on the hub has the form owner/name.",
             )
 
 
@@ -215,15 +217,13 @@ def _preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
     except (FileNotFoundError, NotADirectoryError):
         return [], []
     except OSError as error:
-        message = f"cannot be read ({error.strerror}), so your own presets are left out"
-        remedy = "Check its rights and those of the folders above it."
         return [], [
             Problem(
-                code="unreadable",
-                field="presets",
-                value="",
-                message=message,
-                remedy=remedy,
+                "unreadable",
+                "presets",
+                "",
+                f"cannot be read ({error.strerror}), so your own presets are left out",
+                "Check its rights and those of the folders above it.",
                 file=str(folder),
             )
         ]
@@ -272,13 +272,7 @@ def _read_source(path: Path, origin: Origin) -> Source:
 
 
 def _unreadable(code: str, path: Path, message: str, remedy: str) -> InputError:
-    return InputError(
-        [
-            Problem(
-                code=code, field="preset", value="", message=message, remedy=remedy, file=str(path)
-            )
-        ]
-    )
+    return InputError([Problem(code, "preset", "", message, remedy, file=str(path))])
 
 
 def _no_preset(path: Path, message: str) -> Problem:
@@ -289,9 +283,7 @@ def _no_preset(path: Path, message: str) -> Problem:
     )
     if path.is_dir():
         remedy += " To make one from a folder with a model: `so-tui presets add FOLDER`."
-    return Problem(
-        code="not-a-preset", field="preset", value=shown(str(path)), message=message, remedy=remedy
-    )
+    return Problem("not-a-preset", "preset", shown(str(path)), message, remedy)
 
 
 _LONGEST_CHAIN = 16
@@ -326,11 +318,7 @@ def resolve_source(text: str) -> str:
             sorted(f"{BUILTIN}{child.name}" for child in folder.iterdir() if child.is_dir())
         )
         problem = Problem(
-            code="unknown-builtin",
-            field="source",
-            value=shown(text),
-            message="is not built in",
-            remedy=f"Built in: {names}.",
+            "unknown-builtin", "source", shown(text), "is not built in", f"Built in: {names}."
         )
         raise InputError([problem])
     return str(path)
@@ -353,7 +341,18 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
             try:
                 source = _read_source(path, origin)
                 if source.name in trees:
-                    raise InputError([_duplicate_name(source, trees[source.name])])
+                    raise InputError(
+                        [
+                            Problem(
+                                "name-taken",
+                                "name",
+                                shown(source.name),
+                                f"is already the name of {trees[source.name].path}",
+                                "Give this preset another name.",
+                                file=source.path,
+                            )
+                        ]
+                    )
                 trees[source.name] = source
             except InputError as error:
                 problems += error.problems
@@ -556,13 +555,7 @@ def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
 
 
 def _name_taken(name: str, path: str, remedy: str = "Choose another name.") -> Problem:
-    return Problem(
-        code="name-taken",
-        field="name",
-        value=shown(name),
-        message=f"is taken by {path}",
-        remedy=remedy,
-    )
+    return Problem("name-taken", "name", shown(name), f"is taken by {path}", remedy)
 
 
 def _toml(tree: Tree) -> str:
@@ -613,22 +606,22 @@ def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ..
     if base not in sources:
         raise InputError([_unknown_preset("extends", base, tuple(sources), source.path)])
     if len(seen) > _LONGEST_CHAIN:
-        message, remedy = (
+        raise reject(
+            "long-extends",
+            "extends",
+            shown(base),
             f"goes through more than {_LONGEST_CHAIN} presets",
             "Extend a preset with fewer presets below it.",
+            file=source.path,
         )
-        code = "long-extends"
-        raise reject(code, "extends", shown(base), message, remedy, file=source.path)
     if base in seen:
         chain = " -> ".join((*seen, base))
-        remedy = "Extend a preset that does not itself extend this one."
-        message = f"is circular ({chain})"
         problem = Problem(
-            code="circular-extends",
-            field="extends",
-            value=shown(base),
-            message=message,
-            remedy=remedy,
+            "circular-extends",
+            "extends",
+            shown(base),
+            f"is circular ({chain})",
+            "Extend a preset that does not itself extend this one.",
             file=source.path,
         )
         raise InputError([problem])
@@ -652,25 +645,13 @@ def _order(preset: Preset) -> tuple[object, ...]:
 
 
 def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "") -> Problem:
-    remedy = f"{nearest(name, known)}Presets: {some(known)}."
     return Problem(
-        code="unknown-preset",
-        field=field,
-        value=shown(name),
-        message="there is no such preset",
-        remedy=remedy,
+        "unknown-preset",
+        field,
+        shown(name),
+        "there is no such preset",
+        f"{nearest(name, known)}Presets: {some(known)}.",
         file=file,
-    )
-
-
-def _duplicate_name(source: Source, other: Source) -> Problem:
-    return Problem(
-        code="name-taken",
-        field="name",
-        value=shown(source.name),
-        message=f"is already the name of {other.path}",
-        remedy="Give this preset another name.",
-        file=source.path,
     )
 
 
@@ -693,10 +674,12 @@ def _write(path: Path, text: str, *, replace: bool = True) -> Path:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        remedy = "Free some space, or set XDG_CONFIG_HOME to a writable folder."
-        message = f"cannot be written: {error.strerror}"
         problem = Problem(
-            code="not-writable", field="preset", value=str(path), message=message, remedy=remedy
+            "not-writable",
+            "preset",
+            str(path),
+            f"cannot be written: {error.strerror}",
+            "Free some space, or set XDG_CONFIG_HOME to a writable folder.",
         )
         raise InputError([problem]) from None
     return path

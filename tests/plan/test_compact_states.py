@@ -9,7 +9,6 @@ from so_tui.model.profile import profile_of
 from so_tui.plan.notes import CompactStatesFit, FasterStates, MoreGpusFit
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.rates import ALIKE, SURE
-from so_tui.plan.terms import TermKind
 from so_tui.spec import with_values
 from so_tui.spec.run_spec import StatesFormat
 from tests.support.machines import superchips, x86
@@ -38,8 +37,8 @@ def test_moments_and_second_states_take_what_the_format_takes() -> None:
             BIG,
         )
         found = {term.kind: term.bytes for term in plan.breakdown if term.location == "node"}
-        assert found[TermKind.MOMENTS] == int(moments * numel)
-        assert found[TermKind.SECOND_STATES] == pytest.approx((6 + moments) * numel, rel=1e-6)
+        assert found["moments"] == int(moments * numel)
+        assert found["second-states"] == pytest.approx((6 + moments) * numel, rel=1e-6)
 
 
 def test_without_offload_the_format_changes_nothing() -> None:

@@ -13,7 +13,6 @@ from so_tui.plan.notes import SavesBehind, StepsEarly
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.reasons import DISK_BYTES_PER_S
-from so_tui.plan.terms import TermKind
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import BIG, QUAD, spec_of
@@ -34,7 +33,7 @@ def behind(plan: Plan) -> SavesBehind | None:
 
 
 def term_bytes(plan: Plan) -> int:
-    return sum(term.bytes for term in plan.breakdown if term.kind is TermKind.COPIES)
+    return sum(term.bytes for term in plan.breakdown if term.kind == "copies")
 
 
 @pytest.mark.parametrize(("states", "moments"), [("fp32", 8.0), ("int8-moments", 2 + 2 / 128)])
@@ -45,7 +44,7 @@ def test_all_states_are_copied_where_there_is_room(states: str, moments: float) 
     assert term_bytes(plan) == pytest.approx(expected, rel=1e-9)
     assert plan.optional.copies_bytes == term_bytes(plan)
     assert behind(plan) == SavesBehind(share=1.0, bytes=term_bytes(plan))
-    second = sum(term.bytes for term in plan.breakdown if term.kind is TermKind.SECOND_STATES)
+    second = sum(term.bytes for term in plan.breakdown if term.kind == "second-states")
     assert plan.host_optional_bytes == second + term_bytes(plan)
 
 
@@ -162,7 +161,7 @@ def test_runs_that_write_nothing_behind_their_training_get_none(change: dict[str
 def test_moments_that_are_decoded_for_the_disk_are_planned(states: str, each: int) -> None:
     plan = planned(1024, offload__states=states, offload__ratio="1")
     layout = profile_of(plan.spec.model).layout(1, plan.spec.offload)
-    saving = sum(term.bytes for term in plan.breakdown if term.kind is TermKind.SAVING)
+    saving = sum(term.bytes for term in plan.breakdown if term.kind == "saving")
     assert saving == each * max(group.numel for group in layout.sub_groups)
 
 

@@ -42,7 +42,7 @@ def target(spec: RunSpec) -> Target:
 
 def found_terms(kind: TermKind, **changes: str) -> list[MemoryTerm]:
     spec = long_spec(SHORT, offload__mode="superoffload", **changes)
-    return [term for term in _all_terms(assess(spec, target(spec)).placement) if term.kind is kind]
+    return [term for term in _all_terms(assess(spec, target(spec)).placement) if term.kind == kind]
 
 
 @pytest.mark.parametrize("policy", ["full", "attention", "selective"])
@@ -50,13 +50,13 @@ def test_inputs_leave_the_gpu_for_the_host(policy: str) -> None:
     shape = target(long_spec(SHORT)).profile.architecture
     each = SHORT * block_input_bytes(shape)
     (host,) = found_terms(
-        TermKind.OFFLOADED_INPUTS,
+        "offloaded-inputs",
         model__activation_checkpointing=policy,
         model__activation_offload="on",
     )
     assert (host.location, host.bytes) == ("node", shape.layers * each)
     on_gpu = found_terms(
-        TermKind.LAYER_INPUTS,
+        "layer-inputs",
         model__activation_checkpointing=policy,
         model__activation_offload="on",
     )
@@ -65,15 +65,13 @@ def test_inputs_leave_the_gpu_for_the_host(policy: str) -> None:
     stored, less = (
         sum(
             term.bytes
-            for term in found_terms(
-                TermKind.ACTIVATIONS, **given, model__activation_offload=offload
-            )
+            for term in found_terms("activations", **given, model__activation_offload=offload)
         )
         for offload in ("off", "on")
     )
     results = SHORT * attention_bytes(shape) if policy == "attention" else 0
     assert stored - less == (0 if policy == "full" else 2 * shape.layers * (each + results))
-    assert not found_terms(TermKind.OFFLOADED_INPUTS, model__activation_checkpointing=policy)
+    assert not found_terms("offloaded-inputs", model__activation_checkpointing=policy)
 
 
 def test_attentions_results_leave_the_gpu_with_them_or_alone() -> None:
@@ -85,25 +83,23 @@ def test_attentions_results_leave_the_gpu_with_them_or_alone() -> None:
             "model__activation_checkpointing": "attention",
             "model__activation_offload": offload,
         }
-        (host,) = found_terms(TermKind.OFFLOADED_RESULTS, **given)
+        (host,) = found_terms("offloaded-results", **given)
         assert (host.location, host.bytes) == ("node", shape.layers * each)
-        on_gpu = found_terms(TermKind.ATTENTION_RESULTS, **given)
+        on_gpu = found_terms("attention-results", **given)
         assert [(term.phase, term.bytes) for term in on_gpu] == [
             ("loss", each),
             ("backward", 2 * each),
         ]
-        inputs = sum(term.bytes for term in found_terms(TermKind.OFFLOADED_INPUTS, **given))
+        inputs = sum(term.bytes for term in found_terms("offloaded-inputs", **given))
         assert inputs == (SHORT * block_input_bytes(shape) * shape.layers if offload == "on" else 0)
         stored = sum(
-            term.bytes
-            for term in found_terms(TermKind.ACTIVATIONS, **given)
-            if term.phase == "backward"
+            term.bytes for term in found_terms("activations", **given) if term.phase == "backward"
         )
         assert inputs + stored == SHORT * block_input_bytes(shape) * shape.layers
     others = (("full", "on"), ("selective", "on"), ("attention", "inputs"), ("attention", "off"))
     for policy, offload in others:
         given = {"model__activation_checkpointing": policy, "model__activation_offload": offload}
-        assert not found_terms(TermKind.OFFLOADED_RESULTS, **given)
+        assert not found_terms("offloaded-results", **given)
 
 
 def test_layers_without_attention_keep_none_of_its_results() -> None:

@@ -16,7 +16,6 @@ from so_tui.plan.notes import AmdGpu, AutoMode, DeepSpeedNvidiaOnly, NeverRun, O
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.resources import usable_bytes
-from so_tui.plan.terms import TermKind
 from so_tui.units import GIB
 from tests.support.planning import bytes_at, facts_of, only, spec_of
 from tests.support.sysroots import QUAD_MI300A, build_sysroot
@@ -34,9 +33,9 @@ PLAIN = {
 
 def state_bytes(plan: Plan) -> dict[str, int]:
     return {
-        term.kind.name: term.bytes
+        term.kind: term.bytes
         for term in plan.breakdown
-        if term.kind.name in ("WEIGHTS", "MASTER_WEIGHTS", "MOMENTS")
+        if term.kind in ("weights", "master-weights", "moments")
     }
 
 
@@ -53,7 +52,7 @@ def test_states_count_once_and_all_memory_is_that_of_the_nodes(mode: str) -> Non
     assert sum(states.values()) == pytest.approx(14 * parameters, rel=1e-3)
     # What was on either side is in the one memory. Loading needs nothing beside it: what comes
     # later is larger.
-    loading = sum(term.bytes for term in apart.breakdown if term.kind is TermKind.LOADING)
+    loading = sum(term.bytes for term in apart.breakdown if term.kind == "loading")
     assert bytes_at(plan, "node") == bytes_at(apart, "gpu") + bytes_at(apart, "node") - loading
 
 

@@ -11,7 +11,6 @@ from so_tui.plan.fit import assess, target_of
 from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import InputsOnHost, MlpTiled
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.terms import TermKind
 from so_tui.spec import InputError, RunSpec
 from so_tui.spec.run_spec import ParameterBlock
 from tests.support.machines import x86
@@ -36,7 +35,7 @@ def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> R
 def block_bytes(tokens: int, tiled: str, **changes: str) -> int:
     spec = long_spec(tokens, offload__mode="superoffload", model__tiled_mlp=tiled, **changes)
     terms = _all_terms(assess(spec, target_of(spec, H200)).placement)
-    return sum(term.bytes for term in terms if term.kind is TermKind.BLOCK_WORKING_SET)
+    return sum(term.bytes for term in terms if term.kind == "block-working-set")
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])

@@ -25,7 +25,6 @@ import superoffload
 from so_tui.launch.ds_config import ds_config
 from so_tui.machine import inspect_machine
 from so_tui.plan.planner import make_plan
-from so_tui.plan.terms import TermKind
 from so_tui.spec.run_spec import ModelSpec, RunSpec
 from so_tui_trainer.data.batches import Batch, Batches
 from so_tui_trainer.data.documents import Documents
@@ -207,7 +206,7 @@ def _model(config: PretrainedConfig, dtype: torch.dtype, implementation: str) ->
 
 kept_bytes: list[int] = []
 """Of each ``HostActivations`` that a run makes."""
-ON_HOST = (TermKind.OFFLOADED_INPUTS, TermKind.OFFLOADED_RESULTS)
+ON_HOST = ("offloaded-inputs", "offloaded-results")
 
 
 class Measured(HostActivations):

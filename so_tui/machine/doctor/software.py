@@ -279,7 +279,10 @@ def _check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
     if "DS_SKIP_CUDA_CHECK" in context.environment or (context.files and _is_compiled(context)):
         return
     torch_cuda = ".".join(installed.torch_cuda.split(".")[:2])
-    if installed.cuda_toolkit is not None and _toolkits_agree(installed.cuda_toolkit, torch_cuda):
+    if installed.cuda_toolkit is not None and (
+        installed.cuda_toolkit == torch_cuda
+        or (installed.cuda_toolkit.startswith("12.") and torch_cuda.startswith("12."))
+    ):
         return
     nvcc = (
         f"nvcc {installed.cuda_toolkit}"
@@ -301,15 +304,6 @@ def _check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
             "Use `offload.mode = superoffload` with so-tui's own engine, which needs no toolkit; "
             "or load the matching CUDA module, or set DS_SKIP_CUDA_CHECK=1."
         ),
-    )
-
-
-def _toolkits_agree(toolkit_version: str, torch_cuda: str) -> bool:
-    """Return whether DeepSpeed 0.19.8 accepts a toolkit: the same version, or any minor version of
-    CUDA 12.
-    """
-    return toolkit_version == torch_cuda or (
-        toolkit_version.startswith("12.") and torch_cuda.startswith("12.")
     )
 
 
