@@ -5,11 +5,12 @@ any time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -152,35 +153,32 @@ WIDE = 100
 """Columns from which figures and lengths stand side by side."""
 
 
+@dataclass
 class Progressed(Message):
     """The helper process has made progress."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        super().__init__()
+    progress: Progress
 
 
+@dataclass
 class Previewed(Message):
     """The helper process has answered."""
 
-    def __init__(self, preview: DataPreview) -> None:
-        self.preview = preview
-        super().__init__()
+    preview: DataPreview
 
 
+@dataclass
 class PreviewFailed(Message):
     """The helper process failed; each line gives a reason and its remedy."""
 
-    def __init__(self, lines: tuple[Content, ...]) -> None:
-        self.lines = lines
-        super().__init__()
+    lines: tuple[Content, ...]
 
 
 class DataPreviewScreen(ModalScreen[None]):
     """Counts, lengths, a packed sequence, and the first rows with their trained parts marked."""
 
     CSS_PATH = "data_preview.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape,q", "leave", "Back"),
         Binding("m", "more", "More rows"),
         Binding("r", "again", "Read again"),

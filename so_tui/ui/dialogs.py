@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 from textual import events, on, work
 from textual.app import ComposeResult, SuspendNotSupported
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -63,7 +63,7 @@ class Question(ModalScreen[bool]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("y", "answer(True)", "Yes"),
         Binding("n,escape", "answer(False)", "No"),
         Binding("left,right", "app.focus_next", "Other button", show=False),
@@ -130,7 +130,7 @@ class AskText(ModalScreen[Answer | None]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel"),
         Binding("down", "choose('down')", "Next choice", show=False),
         Binding("up", "choose('up')", "Choice before", show=False),
@@ -236,7 +236,7 @@ class Notice(ModalScreen[bool]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape,q", "dismiss(False)", "Close"),
         Binding("y", "copy", "Copy"),
     ]
@@ -320,9 +320,7 @@ class KeysHelp(ModalScreen[None]):
     """Every key of the screen below, read from its bindings, so that help and dispatch agree."""
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")
-    ]
+    BINDINGS = [Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")]
 
     def __init__(
         self, title: str, about: str, groups: Sequence[tuple[str, Sequence[KeyRow]]]
@@ -347,14 +345,14 @@ class KeysHelp(ModalScreen[None]):
 # shape.
 
 
+@dataclass
 class Answered(Message):
     """The helper process has answered: the preset's name with notes, or an empty name with the
     problems.
     """
 
-    def __init__(self, name: str, lines: tuple[str, ...]) -> None:
-        self.name, self.lines = name, lines
-        super().__init__()
+    name: str
+    lines: tuple[str, ...]
 
 
 class AddModel(ModalScreen[str | None]):
@@ -363,7 +361,7 @@ class AddModel(ModalScreen[str | None]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
+    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel")]
 
     _reading = False
     """Whether an answer is awaited. The thread that has given one may take a moment more to end."""
@@ -453,7 +451,7 @@ class LaunchQuestion(Question):
     is not yes.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("r", "rename", "Rename")]
+    BINDINGS = [Binding("r", "rename", "Rename")]
 
     def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch) -> None:
         self.launch = launch
@@ -521,7 +519,7 @@ class JobQuestion(LaunchQuestion):
     one that so-tui writes.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "edit", "Edit the script")]
+    BINDINGS = [Binding("e", "edit", "Edit the script")]
 
     def __init__(
         self, title: str, lines: Sequence[str | Content], launch: Launch, draft: Draft | None
@@ -639,7 +637,7 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
     """Change settings; the result is what was changed, by key. The theme is shown at once."""
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape,q,comma", "close", "Keep and close"),
         Binding("right,space", "step(1)", "Next value"),
         Binding("left", "step(-1)", "Previous value"),
@@ -713,7 +711,7 @@ Item = TypeVar("Item")
 class TickList(OptionList, Generic[Item]):
     """Ticked items keep the order in which they were ticked, also those that are not listed now."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("space", "tick", "Tick"),
         Binding("enter", "take", "Take what is ticked"),
         Binding("a", "tick_all(True)", "Tick all"),
@@ -789,7 +787,7 @@ class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape", "leave", "Leave without a change"),
     ]
 

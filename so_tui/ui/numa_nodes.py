@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from rich.segment import Segment
 from rich.style import Style
 from textual import getters
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -41,7 +40,7 @@ from so_tui.ui.lines import StyledLines, cells_of
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, NodeView
 from so_tui.ui.text import GlyphName, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
-from so_tui.ui.widgets import SIDE, Rule, framed
+from so_tui.ui.widgets import SIDE, Rule, command_key, framed
 from so_tui.units import memory_of, memory_unit, plural
 from so_tui.units import memory_size as memory
 
@@ -308,7 +307,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     """
 
     ALLOW_MAXIMIZE = True
-    ROLES: ClassVar[dict[str, str]] = {
+    ROLES = {
         "band": "color: $raw-line",
         "main": "color: $adam",
         "memory": "color: $memory",
@@ -327,7 +326,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         "stale": "color: $warning",
         "full": "color: $warning; text-style: bold",
     }
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"nodes--{role}" for role in ROLES}
+    COMPONENT_CLASSES = {f"nodes--{role}" for role in ROLES}
     DEFAULT_CSS = (
         "NumaNodes { height: auto;"
         + role_css("nodes", ROLES)
@@ -649,14 +648,13 @@ class NumaPanel(KeptVertical):
     nodes = getters.query_one("#nodes", NumaNodes)
     gpus = getters.query_one("#gpus", StyledLines)
 
-    KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding(
+    KEYS = (
+        command_key(
             "h",
             "node_plot",
             "Heat of cores",
+            "Nodes over time: load, heat of cores, memory",
             show=False,
-            id="node-plot",
-            tooltip="Nodes over time: load, heat of cores, memory",
         ),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rich.segment import Segment
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.message import Message
 from textual.screen import Screen
@@ -26,6 +26,24 @@ from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Gpu, Machine
+
+
+def command_key(
+    keys: str,
+    action: str,
+    name: str,
+    tooltip: str = "",
+    *,
+    id: str = "",
+    display: str | None = None,
+    show: bool = True,
+) -> Binding:
+    """Return the binding of a command, which the help lists and the user's keymap may change.
+
+    Its ``id``, if not given, is the name of the action with hyphens.
+    """
+    id = id or action.partition("(")[0].replace("_", "-")
+    return Binding(keys, action, name, show, display, tooltip=tooltip, id=id)
 
 
 # Frames around panels: rounded lines with the panel's title on the left of the upper one, and its
@@ -105,7 +123,7 @@ class FindField(Entry):
     ``Input.Submitted`` on enter.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("enter", "submit", "Go there"),
         Binding("escape", "screen.leave_field", "Clear"),
     ]
@@ -151,14 +169,15 @@ class Grip(CachedLinesMixin):
     _from: int | None = None
     """Where it was grasped; None while it is not."""
 
+    @dataclass
     class Pulled(Message):
         """The line was pulled by ``cells``, down or to the right, since it was grasped; ``done``
         once it is let go.
         """
 
-        def __init__(self, grip: Grip, cells: int, *, done: bool) -> None:
-            self.grip, self.cells, self.done = grip, cells, done
-            super().__init__()
+        grip: Grip
+        cells: int
+        done: bool
 
     def _at(self, event: events.MouseEvent) -> int:
         return int(event.screen_y)

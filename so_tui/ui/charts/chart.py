@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
@@ -208,33 +208,31 @@ class AxisMouse(DrawnRowsMixin):
     _dragged = False
     """Whether the click that follows was a drag."""
 
+    @dataclass
     class CursorMoved(Message):
         """A position on the axis was clicked."""
 
-        def __init__(self, x: float) -> None:
-            self.x = x
-            super().__init__()
+        x: float
 
+    @dataclass
     class Zoomed(Message):
         """The wheel was turned: zoom by ``factor``, below 1 to zoom in, around ``x``."""
 
-        def __init__(self, factor: float, x: float) -> None:
-            self.factor, self.x = factor, x
-            super().__init__()
+        factor: float
+        x: float
 
+    @dataclass
     class Ranged(Message):
         """A range of the axis was dragged over."""
 
-        def __init__(self, low: float, high: float) -> None:
-            self.low, self.high = low, high
-            super().__init__()
+        low: float
+        high: float
 
+    @dataclass
     class Panned(Message):
         """The axis was pushed by a share of its width."""
 
-        def __init__(self, share: float) -> None:
-            self.share = share
-            super().__init__()
+        share: float
 
     @property
     def chosen(self) -> tuple[int, int] | None:
@@ -335,7 +333,7 @@ class Chart(AxisMouse, can_focus=True):
     """
 
     ALLOW_MAXIMIZE = True
-    ROLES: ClassVar[dict[str, str]] = {
+    ROLES = {
         "raw": "color: $raw-line",
         "main": "color: $accent",
         "second": "color: $secondary",
@@ -361,7 +359,7 @@ class Chart(AxisMouse, can_focus=True):
         "note": "color: $faint",
         "empty": "",
     }
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"chart--{role}" for role in ROLES}
+    COMPONENT_CLASSES = {f"chart--{role}" for role in ROLES}
     DEFAULT_CSS = (
         "Chart { height: 1fr; width: 1fr;"
         + role_css("chart", ROLES)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, Static
 from textual.worker import Worker, WorkerState
 
-from so_tui.spec import InputError, Problem
-from so_tui.spec.errors import SoTuiError
+from so_tui.spec import InputError
+from so_tui.spec.errors import SoTuiError, reject
 from so_tui.spec.generation import (
     Answer,
     Ended,
@@ -88,13 +89,8 @@ def _read_sampling(text: str) -> Sampling:
         values = {name.replace("-", "_"): value for name, value in pairs.items()}
         return msgspec.convert(values, Sampling, strict=False)
     except msgspec.ValidationError as error:
-        message, remedy = (
-            f"cannot be used ({error})",
-            f"Write, for example: {_sampling_text(Sampling())}",
-        )
-        raise InputError(
-            [Problem(code="sampling", field="sampling", value=text, message=message, remedy=remedy)]
-        ) from error
+        remedy = f"Write, for example: {_sampling_text(Sampling())}"
+        raise reject("sampling", "sampling", text, f"cannot be used ({error})", remedy) from error
 
 
 DRAW_S = 0.1
@@ -108,28 +104,25 @@ _ENDS: dict[Ended, str] = {
 }
 
 
+@dataclass
 class Started(Message):
     """The helper process was started."""
 
-    def __init__(self, process: ModelProcess) -> None:
-        self.process = process
-        super().__init__()
+    process: ModelProcess
 
 
+@dataclass
 class Happened(Message):
     """The helper process says something."""
 
-    def __init__(self, event: Event) -> None:
-        self.event = event
-        super().__init__()
+    event: Event
 
 
+@dataclass
 class ChatFailed(Message):
     """The helper process has ended with an error."""
 
-    def __init__(self, lines: tuple[str, ...]) -> None:
-        self.lines = lines
-        super().__init__()
+    lines: tuple[str, ...]
 
 
 class Column(VerticalScroll, can_focus=False):
@@ -184,7 +177,7 @@ class ChatScreen(Screen[None]):
 
     CSS_PATH = "screen.tcss"
     AUTO_FOCUS = "#question"
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding(
             "escape",
             "stop_or_leave",

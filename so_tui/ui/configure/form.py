@@ -5,12 +5,12 @@ what the one with the focus is for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
@@ -49,12 +49,11 @@ class Stepper(Static):
     Stepper:hover { background: $accent; color: $background; }
     """
 
+    @dataclass
     class Stepped(Message):
         """Another value is wanted."""
 
-        def __init__(self, direction: Direction) -> None:
-            self.direction = direction
-            super().__init__()
+        direction: Direction
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
@@ -92,14 +91,13 @@ class Tick(Checkbox):
 class Choice(Select[str], inherit_bindings=False):
     """A choice that opens with enter or space: up and down move between the fields of a form."""
 
+    @dataclass
     class Opened(Message):
         """The list was opened, or closed again."""
 
-        def __init__(self, opened: bool) -> None:
-            self.opened = opened
-            super().__init__()
+        opened: bool
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("enter,space", "show_overlay", "Show menu", show=False),
         Binding("down", "screen.field(1)", "Next field", show=False),
         Binding("up", "screen.field(-1)", "Field before", show=False),
@@ -114,7 +112,7 @@ class FormEntry(Entry):
     scroll.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("down", "screen.field(1)", "Next field", show=False),
         Binding("up", "screen.field(-1)", "Field before", show=False),
     ]
@@ -123,7 +121,7 @@ class FormEntry(Entry):
 class FieldRow(Horizontal):
     """One field. Posts Edited with the dotted path and the text as ``--set`` takes it."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [  # here, too: the form around it would scroll
+    BINDINGS = [  # here, too: the form around it would scroll
         Binding("down", "screen.field(1)", "Next field", show=False),
         Binding("up", "screen.field(-1)", "Field before", show=False),
         Binding("shift+up", "step(1)", "More", show=False),
@@ -158,10 +156,10 @@ class FieldRow(Horizontal):
     }
     """  # noqa: E501
 
+    @dataclass
     class Edited(Message):
-        def __init__(self, path: str, text: str) -> None:
-            self.path, self.text = path, text
-            super().__init__()
+        path: str
+        text: str
 
     def __init__(self, path: str, info: FieldInfo | None, key: str, value: str) -> None:
         """``key`` is the path that ``value`` is set under: for the length, which has no ``info``,

@@ -5,11 +5,11 @@ step the value.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from dataclasses import dataclass
 
 from textual import events, getters
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.widgets import Button, Static
@@ -39,7 +39,7 @@ class WhatIf(StyledLines, can_focus=True):
     is marked.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("left", "step(-1)", "Less", show=False),
         Binding("right", "step(1)", "More", show=False),
         Binding("up,down", "other", "Other strip", show=False),
@@ -53,12 +53,12 @@ class WhatIf(StyledLines, can_focus=True):
     _dragged: int | None = None
     """The strip on which the mouse button is held."""
 
+    @dataclass
     class Stepped(Message):
         """Another value was chosen."""
 
-        def __init__(self, path: str, value: float) -> None:
-            self.path, self.value = path, value
-            super().__init__()
+        path: str
+        value: float
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)

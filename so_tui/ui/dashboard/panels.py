@@ -6,13 +6,13 @@ import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.geometry import Size
 from textual.message import Message
 from textual.reactive import reactive
@@ -32,7 +32,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, shorten, shows_ascii
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
-from so_tui.ui.widgets import BOTTOM, Rule, framed
+from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import percent, plural, thousands
 
 # The dashboard's details at the right of a wide terminal: everything that was recorded of one
@@ -160,31 +160,26 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
     """
 
     ALLOW_MAXIMIZE = True
-    ROLES: ClassVar[dict[str, str]] = {
+    ROLES = {
         "line": "color: $foreground",
         "match": "background: $block-cursor-blurred-background; color: $foreground",
         "found": "background: $block-cursor-background; color: $block-cursor-foreground",
         "partial": "color: $faint",
         "bad": "color: $error",
     }
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"log--{role}" for role in ROLES}
-    BINDINGS: ClassVar[list[BindingType]] = [
+    COMPONENT_CLASSES = {f"log--{role}" for role in ROLES}
+    BINDINGS = [
         Binding("end", "follow", "Follow", show=False),
-        Binding(
-            "n",
-            "next_match(1)",
-            "Next match",
-            show=False,
-            id="next-match",
-            tooltip="Next line with the searched text",
+        command_key(
+            "n", "next_match(1)", "Next match", "Next line with the searched text", show=False
         ),
-        Binding(
+        command_key(
             "N",
             "next_match(-1)",
             "Previous match",
-            show=False,
+            "Line before with the searched text",
             id="previous-match",
-            tooltip="Line before with the searched text",
+            show=False,
         ),
     ]
     DEFAULT_CSS = "LogView { height: 1fr; background: $background;" + role_css("log", ROLES) + "}"
@@ -368,18 +363,11 @@ class LogPanel(KeptVertical):
     contain a text.
     """
 
-    KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding(
-            "slash",
-            "find",
-            "Search",
-            key_display="/",
-            id="find",
-            tooltip="n and N go to the next and previous match",
+    KEYS = (
+        command_key(
+            "slash", "find", "Search", "n and N go to the next and previous match", display="/"
         ),
-        Binding(
-            "f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"
-        ),
+        command_key("f", "follow", "Follow log", "Back to the newest line", show=False),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 

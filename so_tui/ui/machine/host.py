@@ -11,12 +11,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import msgspec
 from textual import getters
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 
 from so_tui.launch.supervisor.processes import ProcessTree
@@ -39,7 +37,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, LoadStore, NodeView, Sampled
 from so_tui.ui.text import Content, GlyphName, shorten
-from so_tui.ui.widgets import BOTTOM, Rule, framed
+from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import memory_size as memory
 
 # What this host does now, without a run: sampled in a worker thread, handed over as frozen views.
@@ -153,25 +151,19 @@ class HostPanel(Vertical):
     HostPanel #host-charts { height: auto; }
     HostPanel StyledLines { text-wrap: nowrap; }
     """
-    KEYS: ClassVar[tuple[BindingType, ...]] = (
+    KEYS = (
         *NumaPanel.KEYS,
-        Binding(
-            "greater_than_sign",
-            "page(1)",
-            "Next page",
-            key_display=">",
-            show=False,
-            id="page",
-            tooltip="The next charts",
+        command_key(
+            "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
         ),
-        Binding(
+        command_key(
             "less_than_sign",
             "page(-1)",
             "Page before",
-            key_display="<",
-            show=False,
+            "The charts before",
             id="page-before",
-            tooltip="The charts before",
+            display="<",
+            show=False,
         ),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from pathlib import PurePath
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from textual import getters, work
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
@@ -23,7 +21,7 @@ from so_tui.ui.lines import fill, usage_style
 from so_tui.ui.machine.host import HostPanel, HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.text import Content, finding_content
-from so_tui.ui.widgets import Rule, gpu_model
+from so_tui.ui.widgets import Rule, command_key, gpu_model
 from so_tui.units import memory_of, page_size, plural
 from so_tui.units import memory_size as memory
 
@@ -204,44 +202,27 @@ _MARGIN = 10
 
 class MachineScreen(Page):
     PAGE = "machine"
-    CSS_PATH: ClassVar[list[str | PurePath]] = ["screen.tcss", "../numa_nodes.tcss"]
+    CSS_PATH = ["screen.tcss", "../numa_nodes.tcss"]
     AUTO_FOCUS = "#findings"
     HELP_TEXT = (
         "What this host is made of, which cores and memory belong to which GPU, and what would "
         "slow down or stop a run. Beside it, or with H: what it does now, its nodes and GPUs over "
         "the last ten minutes, and the processes that use GPUs or are bound to cores."
     )
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
+    BINDINGS = [
+        command_key(
             "H",
             "hardware",
             "Hardware, doctor",
-            id="hardware",
-            tooltip="What this host is made of and doctor's findings, or what it does now",
+            "What this host is made of and doctor's findings, or what it does now",
         ),
-        Binding(
-            "y",
-            "copy",
-            "Copy remedy",
-            id="copy",
-            tooltip="Copy the remedy of the finding that is selected",
+        command_key("y", "copy", "Copy remedy", "Copy the remedy of the finding that is selected"),
+        command_key("b", "distances", "Distances", "NUMA distances of each node"),
+        command_key(
+            "g", "inspect_again", "Inspect again", "Inspect this machine and ask doctor again"
         ),
-        Binding(
-            "b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"
-        ),
-        Binding(
-            "g",
-            "inspect_again",
-            "Inspect again",
-            id="inspect-again",
-            tooltip="Inspect this machine and ask doctor again",
-        ),
-        Binding(
-            "e",
-            "validation",
-            "Validation",
-            id="validation",
-            tooltip="What `so-tui validate` measured here, beside the plan",
+        command_key(
+            "e", "validation", "Validation", "What `so-tui validate` measured here, beside the plan"
         ),
         *HostPanel.KEYS,
         OTHER_MACHINE,

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -134,7 +134,7 @@ class ValidationScreen(ModalScreen[None]):
     """The report in the user's folder, also while it is being written."""
 
     CSS_PATH = "validation.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss(None)", "Back")]
+    BINDINGS = [Binding("escape,q", "dismiss(None)", "Back")]
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
