@@ -16,15 +16,16 @@ from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button, Static
-from textual.worker import Worker, WorkerState
+from textual.worker import Worker
 
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.dialogs import CloseButton
 from so_tui.ui.form import label
 from so_tui.ui.lines import fill
+from so_tui.ui.messages import unexpected_error
 from so_tui.ui.plan_view import data_name
-from so_tui.ui.text import Content, shorten_path
+from so_tui.ui.text import Content, faint, shorten_path
 from so_tui.ui.widgets import Rule
 from so_tui.units import thousands
 
@@ -82,18 +83,14 @@ def _packed(preview: DataPreview, width: int) -> list[Content]:
     ]
     return [
         Content.assemble(*bar, ("─" * padding, "$rule")),
-        Content.styled(preview.sequence_sum(), "$faint"),
+        faint(preview.sequence_sum()),
     ]
 
 
-def _sources(preview: DataPreview, width: int) -> list[Content]:
-    """Return a line for each source of a mixture: its share of an epoch, what became of its rows,
-    its name.
-    """
-    return [_source(source, width) for source in preview.sources]
-
-
 def _source(source: SourceView, width: int) -> Content:
+    """Return the line of a source of a mixture: its share of an epoch, what became of its rows, its
+    name.
+    """
     text = (
         f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each "
         f"{source.times_an_epoch:.1f} x an epoch"
@@ -142,7 +139,7 @@ def _sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
 
 def _piece(text: str, *, trained: bool, marks: bool) -> Content:
     if not trained:
-        return Content.styled(text, "$faint")
+        return faint(text)
     return Content.styled(f"«{text}»" if marks else text, "$success on $success 15%")
 
 
@@ -179,7 +176,7 @@ class DataPreviewScreen(ModalScreen[None]):
 
     CSS_PATH = "data_preview.tcss"
     BINDINGS = [
-        Binding("escape,q", "leave", "Back"),
+        Binding("escape,q", "dismiss(None)", "Back"),
         Binding("m", "more", "More rows"),
         Binding("r", "again", "Read again"),
     ]
@@ -199,7 +196,7 @@ class DataPreviewScreen(ModalScreen[None]):
             yield Static(id="preview-status")
             yield VerticalScroll(id="preview-body")
             with Horizontal(id="preview-buttons"):
-                yield CloseButton("Back  esc", id="leave", action=None)
+                yield CloseButton("Back  esc", id="leave")
                 yield Button("More rows  m", id="more", compact=True, disabled=True)
                 yield Button("Read again  r", id="again", compact=True, disabled=True)
 
@@ -211,7 +208,7 @@ class DataPreviewScreen(ModalScreen[None]):
         from so_tui.launch.helper import Cancel
 
         self._cancel = Cancel()
-        self._show_status(Content.styled("starting the helper process …   esc cancels", "$faint"))
+        self._show_status(faint("starting the helper process …   esc cancels"))
         for button in ("#more", "#again"):
             self.query_one(button, Button).disabled = True
         self._preview_data(self._rows, self._cancel)
@@ -240,12 +237,8 @@ class DataPreviewScreen(ModalScreen[None]):
             self.post_message(PreviewFailed(tuple(map(Content, str(error).splitlines()))))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if event.state is WorkerState.ERROR:
-            self.post_message(
-                PreviewFailed(
-                    (Content(f"{type(event.worker.error).__name__}: {event.worker.error}"),)
-                )
-            )
+        if text := unexpected_error(event):
+            self.post_message(PreviewFailed((Content(text),)))
 
     @on(Progressed)
     def _progressed(self, message: Progressed) -> None:
@@ -255,7 +248,7 @@ class DataPreviewScreen(ModalScreen[None]):
             if progress.total_rows
             else Content("")
         )
-        self._show_status(bar + Content.styled(f"{progress.message} …   esc cancels", "$faint"))
+        self._show_status(bar + faint(f"{progress.message} …   esc cancels"))
 
     @on(PreviewFailed)
     async def _failed(self, message: PreviewFailed) -> None:
@@ -299,7 +292,8 @@ class DataPreviewScreen(ModalScreen[None]):
             else Vertical(figures, lengths, classes="preview-stack")
         )
         if len(preview.sources) > 1:
-            yield _part("the mixture: share of an epoch", _sources(preview, width))
+            lines = [_source(source, width) for source in preview.sources]
+            yield _part("the mixture: share of an epoch", lines)
         if preview.packing:
             yield _part(preview.sequence_words(), _packed(preview, width))
         yield Rule(
@@ -317,9 +311,6 @@ class DataPreviewScreen(ModalScreen[None]):
         if self._cancel is not None:
             self._cancel()
 
-    def action_leave(self) -> None:
-        self.dismiss(None)
-
     def action_again(self) -> None:
         if not self.query_one("#again", Button).disabled:
             self._start()
@@ -329,14 +320,14 @@ class DataPreviewScreen(ModalScreen[None]):
             self._rows *= MORE
             self._start()
 
-    @on(Button.Pressed)
+    @on(Button.Pressed, "#more,#again")
     async def _button(self, event: Button.Pressed) -> None:
         await self.run_action(event.button.id or "")
 
 
 def _part(title: str, lines: list[Content]) -> Widget:
     return Vertical(
-        Rule(Content.styled(title, "$faint")),
+        Rule(faint(title)),
         Static(Content("\n").join(lines)),
         classes="preview-part",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from textual.message import Message
-from textual.worker import get_current_worker
+from textual.worker import Worker, WorkerState, get_current_worker
 
 from so_tui.trust.text import quoted
 
@@ -94,6 +94,12 @@ def in_thread(
     node.run_worker(
         work, name=name, group=group, thread=True, exclusive=exclusive, exit_on_error=False
     )
+
+
+def unexpected_error(event: Worker.StateChanged) -> str:
+    """Return the error with which a worker has ended unexpectedly; empty if it has not."""
+    error = event.worker.error
+    return f"{type(error).__name__}: {error}" if event.state is WorkerState.ERROR else ""
 
 
 @dataclass

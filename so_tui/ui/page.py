@@ -14,7 +14,7 @@ from textual.widgets import Input
 from textual.worker import Worker
 
 from so_tui.ui.shared_app import SharedApp
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
 from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key, machine_facts
 from so_tui.units import plural
@@ -87,7 +87,7 @@ class TopLine(CachedLinesMixin):
         right = (
             Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live")
             if live
-            else Content.styled("○ no live runs", "$faint")
+            else faint("○ no live runs")
         )
         if app.starting:
             right = (
@@ -97,9 +97,7 @@ class TopLine(CachedLinesMixin):
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width
         if app.machine is None:
-            left += Content.styled(
-                "  inspecting this machine …" if app.inspecting else "", "$faint"
-            )
+            left += faint("  inspecting this machine …" if app.inspecting else "")
         else:
             left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
             if app.machine_file:
@@ -111,7 +109,7 @@ class TopLine(CachedLinesMixin):
             ]:
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
                     break
-                left += Content.styled(gap + fact, "$faint")
+                left += faint(gap + fact)
                 gap = " · "
         return left + " " * max(1, width - left.cell_length - right.cell_length) + right
 

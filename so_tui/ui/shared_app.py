@@ -22,7 +22,7 @@ from textual.binding import Binding
 from textual.reactive import var
 from textual.theme import Theme
 from textual.widgets import DataTable
-from textual.worker import Worker, WorkerState
+from textual.worker import Worker
 
 from so_tui import units
 from so_tui.settings import AlertSettings, Settings
@@ -538,8 +538,12 @@ class SharedApp(SettingsApp):
         """Ask a question, and ``proceed`` if the answer is yes."""
         from so_tui.ui.dialogs import Question
 
+        def answered(answer: bool | None) -> None:
+            if answer:
+                proceed()
+
         question = Question(title, lines, yes=yes, no=no, default_yes=default_yes)
-        self.push_screen(question, lambda answer: proceed() if answer else None)
+        self.push_screen(question, answered)
 
     # What needs another screen: the application above knows them.
 
@@ -567,11 +571,6 @@ class SharedApp(SettingsApp):
 
     def report_failure(self, event: Worker.StateChanged) -> None:
         """Tell the user of a worker that failed unexpectedly."""
-        error = event.worker.error
-        if event.state is WorkerState.ERROR and error is not None:
-            self.notify(
-                f"{event.worker.name}: {type(error).__name__}: {error}",
-                title="Unexpected error",
-                severity="error",
-                markup=False,
-            )
+        if text := messages.unexpected_error(event):
+            text = f"{event.worker.name}: {text}"
+            self.notify(text, title="Unexpected error", severity="error", markup=False)

@@ -14,12 +14,11 @@ from textual import events
 from textual.binding import Binding
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.message import Message
-from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import CachedLinesMixin, Entry
 from so_tui.units import memory_size as memory
 from so_tui.units import plural
@@ -228,10 +227,7 @@ class KeyLine(CachedLinesMixin):
         super().__init__()
 
     def on_mount(self) -> None:
-        self.screen.bindings_updated_signal.subscribe(self, self._changed)
-
-    def _changed(self, screen: Screen[object]) -> None:
-        self.refresh()
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
 
     def render(self) -> Content:
         right = _item("^p", "commands")
@@ -365,4 +361,4 @@ class Rule(Grip):
 
 
 def _faint(text: str | Content) -> Content:
-    return Content.styled(text, "$faint") if isinstance(text, str) else text
+    return faint(text) if isinstance(text, str) else text

@@ -29,7 +29,7 @@ from so_tui.ui.form import (
     label,
     next_text,
 )
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.widgets import FindField
 
@@ -63,16 +63,12 @@ class Stepper(Static):
         event.stop()
         self.post_message(self.Stepped(self._direction))
 
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._wheel(event, 1)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._wheel(event, -1)
-
-    def _wheel(self, event: events.MouseEvent, direction: Direction) -> None:
+    @on(events.MouseScrollUp)
+    @on(events.MouseScrollDown)
+    def _wheel(self, event: events.MouseEvent) -> None:
         event.stop()
         event.prevent_default()
-        self.post_message(self.Stepped(direction))
+        self.post_message(self.Stepped(1 if isinstance(event, events.MouseScrollUp) else -1))
 
 
 # One row of the form: its name, its control, and beside it a hint or a problem.
@@ -326,12 +322,8 @@ class FieldRow(Horizontal):
         if can_step(self.info) and (after := next_text(path, text, direction)) is not None:
             self.query_one(Input).value = after
 
-    def on_descendant_focus(self) -> None:
-        self._select()
-
-    def on_descendant_blur(self) -> None:
-        self._select()
-
+    @on(events.DescendantFocus)
+    @on(events.DescendantBlur)
     def _select(self) -> None:
         self.set_class(self.has_focus_within, "-selected")
         self._show_note()
@@ -430,12 +422,6 @@ class FormPanel(Vertical):
         )
         return True
 
-    def set_values(self, values: Mapping[str, str]) -> None:
-        """Show values that were entered elsewhere."""
-        for row in self.all_rows:
-            if row.path in values:
-                row.show_value(row.path, values[row.path])
-
     def mark(
         self,
         was: Callable[[str], str | None],
@@ -521,10 +507,6 @@ class FormPanel(Vertical):
         rows[index].focus_control()
         rows[index].scroll_visible(animate=False)
 
-    def open_find(self) -> None:
-        """Ask for a field."""
-        self.find.open()
-
     def close_find(self) -> bool:
         """Show every field again; return whether some were hidden."""
         if not self.find.close():
@@ -567,19 +549,13 @@ class FormPanel(Vertical):
                     heading = child
                     heading.display = not needle
 
-    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        self.show_about()
-
-    def on_descendant_blur(self, event: events.DescendantBlur) -> None:
-        self.show_about()
-
+    @on(events.DescendantFocus)
+    @on(events.DescendantBlur)
     def show_about(self) -> None:
         """Describe the field with the focus, or say what is wrong with it."""
         row = self._selected
         if row is None:
-            self.about.update(
-                Content.styled("up and down move between fields, / finds one", "$faint")
-            )
+            self.about.update(faint("up and down move between fields, / finds one"))
         elif row.problem:
             refused = f"{self._refused}: " if self._refused else ""
             self.about.update(

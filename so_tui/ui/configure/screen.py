@@ -36,7 +36,7 @@ from so_tui.ui.form import (
 )
 from so_tui.ui.messages import Compared, Failed, Partitions, Planned
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, faint
 from so_tui.ui.widgets import Divider, command_key
 from so_tui.units import plural, thousands
 
@@ -144,13 +144,10 @@ class Drafts:
     def shown_value(self, path: str) -> tuple[str, str]:
         """Return the key that a row of the form shows and its text."""
         if path == LENGTH:
-            return length_of({**dict.fromkeys(LENGTH_KEYS, "0"), **self._lengths()})
+            # An edited length hides those of the preset.
+            typed = {key: text for key, text in self.edits.items() if key in LENGTH_KEYS}
+            return length_of(typed or self.base_values)
         return path, self.values.get(path, "")
-
-    def _lengths(self) -> dict[str, str]:
-        """Return the lengths in force: an edited one hides those of the preset."""
-        typed = {path: text for path, text in self.edits.items() if path in LENGTH_KEYS}
-        return typed or {path: self.base_values.get(path, "0") for path in LENGTH_KEYS}
 
     def was(self, path: str) -> str | None:
         """Return what a field said when the preset was opened, if the user has changed it since;
@@ -281,7 +278,7 @@ def _changes_title(drafts: Drafts, width: int) -> Content:
         f"   ★ {count} recommended",
     ):
         if line.cell_length + cell_len(text) <= width:
-            return line + Content.styled(text, "$faint")
+            return line + faint(text)
     return line
 
 
@@ -537,7 +534,9 @@ class ConfigureScreen(ResizablePage):
         if plan is not None and plan.spec.offload.mode != self._drafts.values.get("offload.mode"):
             values = {"offload.mode": plan.mode, "offload.ratio": text_of(plan.ratio), **values}
         changed = [self._set_field(path, text) for path, text in values.items()]
-        self.form.set_values(values)
+        for row in self.form.all_rows:
+            if row.path in values:
+                row.show_value(row.path, values[row.path])
         if any(changed):
             self._timer = self.set_timer(DEBOUNCE_S, self.replan)
 
@@ -612,7 +611,7 @@ class ConfigureScreen(ResizablePage):
         self.form.move(distance)
 
     def action_find(self) -> None:
-        self.form.open_find()
+        self.form.find.open()
 
     def action_what_if(self) -> None:
         if self.plan.what_if.strips:
@@ -653,7 +652,11 @@ class ConfigureScreen(ResizablePage):
         ):
             return
         if planned.plan is None or not planned.plan.possible:
-            self._go_to_first_problem(planned)
+            # The first field that is wrong says so, in its own line.
+            if not self.form.go_to_wrong("not launched"):
+                reasons = planned.plan.reason_texts if planned.plan else ()
+                text = next(iter((*map(problem_text, planned.problems), *reasons)))
+                self.notify(text, title="Not launched", severity="error", markup=False)
         elif not planned.plan.fits:
             title = f"{planned.plan.spec.label} does not fit here"
             self.app.post_message(
@@ -665,15 +668,6 @@ class ConfigureScreen(ResizablePage):
             )
         elif planned.launch is not None:
             preset_actions.ask_to_launch(self.app, planned.launch)
-
-    def _go_to_first_problem(self, planned: Planned) -> None:
-        """Let the first field that is wrong say so, in its own line; without one, notify."""
-        if not self.form.go_to_wrong("not launched"):
-            texts = [
-                *map(problem_text, planned.problems),
-                *(planned.plan.reason_texts if planned.plan else ()),
-            ]
-            self.notify(texts[0], title="Not launched", severity="error", markup=False)
 
     def action_save(self) -> None:
         self._once_planned(self._save)

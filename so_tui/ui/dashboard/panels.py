@@ -30,7 +30,7 @@ from so_tui.ui.chart_metrics import STEP_METRICS
 from so_tui.ui.charts.drawing import RoleStyles, role_css
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, shorten, shows_ascii
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
 from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import percent, plural, thousands
@@ -535,9 +535,7 @@ def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
         return wrong + right
     if height < FEW_ROWS:
         return wrong
-    good = Content.styled(
-        f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}", "$faint"
-    )
+    good = faint(f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}")
     return [*wrong[: MOST_ROWS - 1], good]
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from msgspec import structs
-from textual import getters, on, work
+from textual import events, getters, on, work
 from textual.binding import Binding, BindingType
 from textual.reactive import var
 from textual.widget import Widget
@@ -252,9 +252,7 @@ class DashboardScreen(ResizablePage):
         self._show_panels(True)
         self.tick()
 
-    def on_screen_resume(self) -> None:
-        self.tick()
-
+    @on(events.ScreenResume)
     def tick(self) -> None:
         """Have the run polled, unless this screen is hidden."""
         if self.app.checking is not None:

@@ -36,7 +36,7 @@ from so_tui.ui.charts.series import Axis
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, LoadStore, NodeView, Sampled
-from so_tui.ui.text import Content, GlyphName, shorten
+from so_tui.ui.text import Content, GlyphName, faint, shorten
 from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import memory_size as memory
 
@@ -257,11 +257,11 @@ def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> C
         + "  bound"
     )
     lines = [
-        Content.styled(head[:width], "$faint"),
+        faint(head[:width]),
         *(_process_line(process, width, gpus=gpus) for process in shown),
     ]
     if len(shown) < len(listed):
-        lines.append(Content.styled(f"{'':>7}  {len(listed) - len(shown)} more", "$faint"))
+        lines.append(faint(f"{'':>7}  {len(listed) - len(shown)} more"))
     return Content("\n").join(lines)
 
 

@@ -20,7 +20,7 @@ from so_tui.machine.types import Software
 from so_tui.ui.lines import fill, usage_style
 from so_tui.ui.machine.host import HostPanel, HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
-from so_tui.ui.text import Content, finding_content
+from so_tui.ui.text import Content, faint, finding_content
 from so_tui.ui.widgets import Rule, command_key, gpu_model
 from so_tui.units import memory_of, page_size, plural
 from so_tui.units import memory_size as memory
@@ -61,10 +61,9 @@ def _tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
     empty = [node for node in machine.numa_nodes if node.kind == "empty"]
     if empty:
         lines.append(
-            Content.styled(
+            faint(
                 f"   {plural(len(empty), 'more node')} without cores or memory: "
-                f"{cpu_ranges(tuple(node.id for node in empty))}",
-                "$faint",
+                f"{cpu_ranges(tuple(node.id for node in empty))}"
             )
         )
     return lines
@@ -129,9 +128,9 @@ def _gpu_text(gpu: Gpu) -> Content:
     if gpu.memory_total_bytes is not None and not gpu.shares_memory:
         text += f"   {memory(gpu.memory_total_bytes)}"
     if gpu.c2c:
-        text += Content.styled("   NVLink-C2C", "$faint")
+        text += faint("   NVLink-C2C")
     if gpu.shares_memory:
-        text += Content.styled("   one memory with this node", "$faint")
+        text += faint("   one memory with this node")
     if gpu.compute_mode not in (None, "Default"):
         text += Content.styled(f"   compute mode {gpu.compute_mode}", "$warning")
     return text
@@ -164,11 +163,7 @@ def _software_lines(machine: Machine, width: int) -> list[Content]:
     )
     lines: list[Content] = []
     known = machine.live or machine.software != Software()
-    line = (
-        Content("")
-        if known
-        else Content.styled("software: not known of a described machine", "$faint")
-    )
+    line = Content("") if known else faint("software: not known of a described machine")
     for name, version in named if known else ():
         piece = Content.assemble((f"{name} ", "$faint"), version or ("absent", "$warning"))
         if line.cell_length and line.cell_length + piece.cell_length + 3 > width:

@@ -16,11 +16,11 @@ from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
 from so_tui.ui import plan_view, preset_actions
-from so_tui.ui.messages import Failed, answer
+from so_tui.ui.messages import Failed, answer, failure
 from so_tui.ui.page import OTHER_MACHINE, FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.preset_actions import ask_to_delete, is_own
-from so_tui.ui.text import Content, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, shorten, shows_ascii
 from so_tui.ui.textual_fixes import FittedTable
 from so_tui.ui.widgets import FindField, command_key, framed
 from so_tui.units import count, plural, rate, thousands
@@ -93,15 +93,6 @@ def _elsewhere(label: str, machine_file: str, width: int) -> Content:
         parts.append(Content.assemble(", ", (PUBLISHED, "$warning"), source))
     return Content.assemble(
         *parts, ". ", Content.from_markup("[@click=app.other_machine]o changes it[/]"), "."
-    )
-
-
-def _trains_without_gpu(row: PlanRow) -> bool:
-    """Return whether a model can be trained on the machine without a GPU that ``row`` was planned
-    for.
-    """
-    return row.parameters <= MOST_PARAMETERS_WITHOUT_GPU and any(
-        plan is not None and plan.fits for plan in row.cells.values()
     )
 
 
@@ -391,7 +382,7 @@ class PresetsScreen(FiltersTable):
 
     def _wait(self, text: str) -> None:
         """Say what is awaited, where a plan will stand."""
-        self.query_one("#detail-title", Static).update(Content.styled(text, "$faint"))
+        self.query_one("#detail-title", Static).update(faint(text))
         self.query_one("#detail", Static).update("")
 
     def _tell_of(self, machine: Machine) -> None:
@@ -427,9 +418,7 @@ class PresetsScreen(FiltersTable):
                 TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)),
             )
         except SoTuiError as error:
-            self.app.post_message(
-                Failed("The presets could not be planned", tuple(str(error).splitlines()))
-            )
+            self.app.post_message(failure("The presets could not be planned", error))
 
     @on(TableReady)
     def _table_ready(self, message: TableReady) -> None:
@@ -468,7 +457,11 @@ class PresetsScreen(FiltersTable):
         return [
             row
             for row in self.rows
-            if not _trains_without_gpu(row) and row.preset not in self._added
+            if row.preset not in self._added
+            and not (
+                row.parameters <= MOST_PARAMETERS_WITHOUT_GPU
+                and any(plan.fits for plan in row.cells.values())
+            )
         ]
 
     def _fill(self) -> None:
@@ -478,15 +471,11 @@ class PresetsScreen(FiltersTable):
                 self.counts,
                 "GPU" if self.app.machine and self.app.machine.gpus else "rank",
             )
-            self._show_folded()
-
-    def _show_folded(self) -> None:
-
-        rows = self._folded_rows()
-        line = self.query_one("#folded", Static)
-        line.display = bool(rows)
-        if rows:
-            line.update(_folded(rows))
+            rows = self._folded_rows()
+            line = self.query_one("#folded", Static)
+            line.display = bool(rows)
+            if rows:
+                line.update(_folded(rows))
 
     def on_resize(self) -> None:
         if self.planned_for is not None:

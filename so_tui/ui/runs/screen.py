@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from textual import getters, on, work
+from textual import events, getters, on, work
 from textual.containers import Container
 from textual.message import Message
 from textual.widget import Widget
@@ -34,13 +34,6 @@ WIDE = 160
 """Columns of a terminal from which on the chosen run stands beside the list."""
 LEAST_LIST, LEAST_ROWS = 70, 12
 """Columns and rows that are left for the list, however large the chosen run is made."""
-
-
-def _side_of(width: int, chosen: int | None) -> int:
-    """Return the columns of the chosen run beside the list in a terminal of ``width``; 0 where
-    there is no room.
-    """
-    return 0 if width < WIDE else min(chosen or width * 2 // 5, width - LEAST_LIST)
 
 
 @dataclass
@@ -159,21 +152,16 @@ class RunsScreen(FiltersTable, ResizablePage):
 
     # The list.
 
-    def on_screen_resume(self) -> None:
-        self._listed()
-
     def on_resize(self) -> None:
         self.sizes_changed()
 
     # Sizes.
 
     def sizes_changed(self) -> None:
-        sizes = self.app.settings.panels
-        self._beside = (
-            _side_of(self.size.width, sizes.run_beside)
-            if self.app.settings.screen.layout == "auto"
-            else 0
-        )
+        sizes, width = self.app.settings.panels, self.size.width
+        self._beside = 0
+        if self.app.settings.screen.layout == "auto" and width >= WIDE:
+            self._beside = min(sizes.run_beside or width * 2 // 5, width - LEAST_LIST)
         self.set_class(bool(self._beside), "-beside")
         self.preview.set_size(self._beside - 1 if self._beside else None, sizes.run)
         self.filtered()
@@ -188,6 +176,7 @@ class RunsScreen(FiltersTable, ResizablePage):
             size = Size("run", self.preview.rows, 4, self.size.height - LEAST_ROWS, towards=-1)
         return replace(size, step=-size.step) if panel is self.table else size
 
+    @on(events.ScreenResume)
     def _listed(self) -> None:
         if not self.is_current:
             return
