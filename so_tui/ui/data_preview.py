@@ -224,14 +224,14 @@ class DataPreviewScreen(ModalScreen[None]):
                     Progressed(event) if isinstance(event, Progress) else Previewed(event)
                 )
         except InputError as error:
-            lines = [
+            lines = (
                 Content.assemble(
                     (f"{label(problem.field)} ", "bold"),
                     f"{problem.value}: {problem.message}\n",
                     (problem.remedy, "$accent"),
                 )
                 for problem in error.problems
-            ]
+            )
             self.post_message(PreviewFailed(tuple(lines)))
         except SoTuiError as error:
             self.post_message(PreviewFailed(tuple(map(Content, str(error).splitlines()))))

@@ -352,12 +352,6 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     def row_key(self) -> tuple[object, ...]:
         return *super().row_key(), self.glyphs, self.plot_height, self.plot
 
-    def set_plot_height(self, rows: int) -> None:
-        """Set the rows of history of each node."""
-        if rows != self.plot_height:
-            self.plot_height = rows
-            self.redraw(layout=True)
-
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         return max(
             1,
@@ -665,7 +659,9 @@ class NumaPanel(KeptVertical):
         """
         self.heading.display = heading
         self.set_class(not heading, "-bare")
-        self.nodes.set_plot_height(history)
+        if history != self.nodes.plot_height:
+            self.nodes.plot_height = history
+            self.nodes.redraw(layout=True)
 
 
 def _figure(shown: ShowsHosts, plot: NodePlot) -> str:

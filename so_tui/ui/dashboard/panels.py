@@ -186,6 +186,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
 
     following = reactive(True)
     needle = reactive("")
+    """The text whose lines are marked; empty ends the search."""
 
     class Moved(Message):
         """Following began or ended, or the search changed."""
@@ -386,10 +387,6 @@ class LogPanel(KeptVertical):
         with KeptVertical(classes="frame"):
             yield LogView(id="log")
 
-    def clear(self) -> None:
-        """Forget every line, for another run."""
-        self.lines.clear()
-
     def show(self, snapshot: Snapshot) -> None:
         """Add the lines that are new in ``snapshot``."""
         several_hosts = snapshot.hosts > 1
@@ -403,10 +400,6 @@ class LogPanel(KeptVertical):
     def set_rows(self, rows: int) -> None:
         """Show ``rows`` lines, unless the log is maximised."""
         self.lines.styles.height = None if self.lines.is_maximized else rows
-
-    def search(self, text: str) -> None:
-        """Mark the lines that contain ``text``; empty ends the search."""
-        self.lines.needle = text
 
     def go_to_newest_match(self) -> None:
         """Give the keyboard to the log and scroll to the newest line that matches."""
@@ -432,6 +425,7 @@ class LogPanel(KeptVertical):
                 return
         self.lines.go_to(0)
 
+    @on(events.Click, "#log-rule")
     def follow_end(self) -> None:
         """Scroll to the newest line and stay there."""
         self.lines.action_follow()
@@ -440,10 +434,6 @@ class LogPanel(KeptVertical):
     def _moved(self, message: LogView.Moved) -> None:
         message.stop()
         self._show_heading()
-
-    @on(events.Click, "#log-rule")
-    def _heading_clicked(self) -> None:
-        self.follow_end()
 
     def _show_heading(self) -> None:
         log = self.lines

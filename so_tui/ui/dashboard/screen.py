@@ -246,7 +246,7 @@ class DashboardScreen(ResizablePage):
         self.snapshot = None
         self.axis = None
         self.view = View(unit=self.view.unit)
-        self.log_panel.clear()
+        self.log_panel.lines.clear()
         if self.charts.page.number:
             self.call_later(self.charts.turn_to_first)
         self._show_panels(True)
@@ -566,7 +566,7 @@ class DashboardScreen(ResizablePage):
 
     @on(Input.Changed, "#search")
     def _search_typed(self, event: Input.Changed) -> None:
-        self.log_panel.search(event.value)
+        self.log_panel.lines.needle = event.value
 
     @on(Input.Submitted, "#search")
     def _search_submitted(self) -> None:
