@@ -348,7 +348,7 @@ def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]
             if plan.fits
             else "none: it does not fit"
         )
-        return [faint(f"{'step':<{LABEL}}{why}")]
+        return [_labelled("step", faint(why))]
     parts = [
         Part(name, seconds, duration(seconds), style)
         for name, seconds, style in (
