@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from textual.app import App, SystemCommand
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.screen import ModalScreen, Screen, ScreenResultType
 from textual.widgets import Input
@@ -28,6 +28,7 @@ from so_tui.ui.page import PAGES, Page
 from so_tui.ui.preset_actions import go_back, start_launch
 from so_tui.ui.shared_app import Checking, SharedApp, StartRun
 from so_tui.ui.textual_fixes import settle, terminal_lost
+from so_tui.ui.widgets import command_key
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -111,9 +112,9 @@ class SoTuiApp(SharedApp):
     TITLE = "so-tui"
     CSS_PATH = "app.tcss"
     MODES = MODES
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-medium"), (160, "-wide")]  # noqa: RUF012 - Textual's own attribute
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]  # noqa: RUF012
-    BINDINGS: ClassVar[list[BindingType]] = [
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-medium"), (160, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall"), (45, "-very-tall")]
+    BINDINGS = [
         *(
             Binding(
                 str(number),
@@ -125,16 +126,10 @@ class SoTuiApp(SharedApp):
             )
             for number, (name, title) in enumerate(PAGES, 1)
         ),
-        Binding(
-            "question_mark,f1",
-            "help",
-            "Help",
-            key_display="?",
-            show=False,
-            id="help",
-            tooltip="Every key of this screen",
+        command_key(
+            "question_mark,f1", "help", "Help", "Every key of this screen", display="?", show=False
         ),
-        Binding("q", "quit", "Quit", id="quit", tooltip="Leave the screen; runs continue training"),
+        command_key("q", "quit", "Quit", "Leave the screen; runs continue training"),
     ]
 
     def __init__(

@@ -409,16 +409,6 @@ METRICS = (*STEP_METRICS, *HARDWARE)
 BY_KEY = {metric.key: metric for metric in METRICS}
 
 
-def _smoothed_fields(metrics: tuple[Metric, ...], ema: float | None) -> tuple[str, ...]:
-    """Return the fields of which a smoothed line is drawn."""
-    wanted = ("mean",) if ema is None else () if ema == 0 else ("mean", "wanted")
-    return tuple(
-        dict.fromkeys(
-            field for metric in metrics if metric.smoothing in wanted for field in metric.fields
-        )
-    )
-
-
 def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
     """Return the charts of HARDWARE for which there are figures, given the newest sample of each
     GPU.
@@ -430,11 +420,6 @@ def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
         if not metric.samples[0].startswith("gpu.")
         or any(sampled_value(metric.samples[0], gpu) is not None for gpu in newest)
     )
-
-
-def _fields_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
-    """Return the fields of the step records that these charts draw; never none."""
-    return tuple(dict.fromkeys(field for metric in metrics for field in metric.fields)) or ("loss",)
 
 
 def samples_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
@@ -487,11 +472,7 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the layout with a kind of scale switched on or off for a metric."""
         keys = self.log if flag == "log" else self.robust
         changed = tuple(other for other in keys if other != key) if key in keys else (*keys, key)
-        return (
-            msgspec.structs.replace(self, log=changed)
-            if flag == "log"
-            else msgspec.structs.replace(self, robust=changed)
-        )
+        return msgspec.structs.replace(self, **{flag: changed})
 
     def smoother(self, direction: int) -> ChartLayout:
         """Return the layout with the next smoothing: the mean, then weights from 0 upwards."""
@@ -569,12 +550,13 @@ def page_of(layout: ChartLayout, number: int, width: int) -> _ChartPage:
 
 
 def wanted_by(page: _ChartPage, ema: float | None) -> Wanted:
-    """Return what the charts of a page need."""
+    """Return what the charts of a page need; some field in any case."""
+    smoothing = ("mean",) if ema is None else () if ema == 0 else ("mean", "wanted")
+    drawn = [(field, metric.smoothing) for metric in page.metrics for field in metric.fields]
+    fields = dict.fromkeys(field for field, _ in drawn)
+    smoothed = dict.fromkeys(field for field, wanted in drawn if wanted in smoothing)
     return Wanted(
-        _fields_of(page.metrics),
-        _smoothed_fields(page.metrics, ema),
-        ema or None,
-        samples_of(page.metrics),
+        tuple(fields) or ("loss",), tuple(smoothed), ema or None, samples_of(page.metrics)
     )
 
 

@@ -5,25 +5,27 @@ any time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button, Static
-from textual.worker import Worker, WorkerState
+from textual.worker import Worker
 
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.dialogs import CloseButton
 from so_tui.ui.form import label
 from so_tui.ui.lines import fill
+from so_tui.ui.messages import unexpected_error
 from so_tui.ui.plan_view import data_name
-from so_tui.ui.text import Content, shorten_path
+from so_tui.ui.text import Content, faint, shorten_path
 from so_tui.ui.widgets import Rule
 from so_tui.units import thousands
 
@@ -81,18 +83,14 @@ def _packed(preview: DataPreview, width: int) -> list[Content]:
     ]
     return [
         Content.assemble(*bar, ("─" * padding, "$rule")),
-        Content.styled(preview.sequence_sum(), "$faint"),
+        faint(preview.sequence_sum()),
     ]
 
 
-def _sources(preview: DataPreview, width: int) -> list[Content]:
-    """Return a line for each source of a mixture: its share of an epoch, what became of its rows,
-    its name.
-    """
-    return [_source(source, width) for source in preview.sources]
-
-
 def _source(source: SourceView, width: int) -> Content:
+    """Return the line of a source of a mixture: its share of an epoch, what became of its rows, its
+    name.
+    """
     text = (
         f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each "
         f"{source.times_an_epoch:.1f} x an epoch"
@@ -141,7 +139,7 @@ def _sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
 
 def _piece(text: str, *, trained: bool, marks: bool) -> Content:
     if not trained:
-        return Content.styled(text, "$faint")
+        return faint(text)
     return Content.styled(f"«{text}»" if marks else text, "$success on $success 15%")
 
 
@@ -152,36 +150,33 @@ WIDE = 100
 """Columns from which figures and lengths stand side by side."""
 
 
+@dataclass
 class Progressed(Message):
     """The helper process has made progress."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        super().__init__()
+    progress: Progress
 
 
+@dataclass
 class Previewed(Message):
     """The helper process has answered."""
 
-    def __init__(self, preview: DataPreview) -> None:
-        self.preview = preview
-        super().__init__()
+    preview: DataPreview
 
 
+@dataclass
 class PreviewFailed(Message):
     """The helper process failed; each line gives a reason and its remedy."""
 
-    def __init__(self, lines: tuple[Content, ...]) -> None:
-        self.lines = lines
-        super().__init__()
+    lines: tuple[Content, ...]
 
 
 class DataPreviewScreen(ModalScreen[None]):
     """Counts, lengths, a packed sequence, and the first rows with their trained parts marked."""
 
     CSS_PATH = "data_preview.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q", "leave", "Back"),
+    BINDINGS = [
+        Binding("escape,q", "dismiss(None)", "Back"),
         Binding("m", "more", "More rows"),
         Binding("r", "again", "Read again"),
     ]
@@ -201,7 +196,7 @@ class DataPreviewScreen(ModalScreen[None]):
             yield Static(id="preview-status")
             yield VerticalScroll(id="preview-body")
             with Horizontal(id="preview-buttons"):
-                yield CloseButton("Back  esc", id="leave", action=None)
+                yield CloseButton("Back  esc", id="leave")
                 yield Button("More rows  m", id="more", compact=True, disabled=True)
                 yield Button("Read again  r", id="again", compact=True, disabled=True)
 
@@ -213,7 +208,7 @@ class DataPreviewScreen(ModalScreen[None]):
         from so_tui.launch.helper import Cancel
 
         self._cancel = Cancel()
-        self._show_status(Content.styled("starting the helper process …   esc cancels", "$faint"))
+        self._show_status(faint("starting the helper process …   esc cancels"))
         for button in ("#more", "#again"):
             self.query_one(button, Button).disabled = True
         self._preview_data(self._rows, self._cancel)
@@ -229,25 +224,21 @@ class DataPreviewScreen(ModalScreen[None]):
                     Progressed(event) if isinstance(event, Progress) else Previewed(event)
                 )
         except InputError as error:
-            lines = [
+            lines = (
                 Content.assemble(
                     (f"{label(problem.field)} ", "bold"),
                     f"{problem.value}: {problem.message}\n",
                     (problem.remedy, "$accent"),
                 )
                 for problem in error.problems
-            ]
+            )
             self.post_message(PreviewFailed(tuple(lines)))
         except SoTuiError as error:
             self.post_message(PreviewFailed(tuple(map(Content, str(error).splitlines()))))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if event.state is WorkerState.ERROR:
-            self.post_message(
-                PreviewFailed(
-                    (Content(f"{type(event.worker.error).__name__}: {event.worker.error}"),)
-                )
-            )
+        if text := unexpected_error(event):
+            self.post_message(PreviewFailed((Content(text),)))
 
     @on(Progressed)
     def _progressed(self, message: Progressed) -> None:
@@ -257,7 +248,7 @@ class DataPreviewScreen(ModalScreen[None]):
             if progress.total_rows
             else Content("")
         )
-        self._show_status(bar + Content.styled(f"{progress.message} …   esc cancels", "$faint"))
+        self._show_status(bar + faint(f"{progress.message} …   esc cancels"))
 
     @on(PreviewFailed)
     async def _failed(self, message: PreviewFailed) -> None:
@@ -301,7 +292,8 @@ class DataPreviewScreen(ModalScreen[None]):
             else Vertical(figures, lengths, classes="preview-stack")
         )
         if len(preview.sources) > 1:
-            yield _part("the mixture: share of an epoch", _sources(preview, width))
+            lines = [_source(source, width) for source in preview.sources]
+            yield _part("the mixture: share of an epoch", lines)
         if preview.packing:
             yield _part(preview.sequence_words(), _packed(preview, width))
         yield Rule(
@@ -319,9 +311,6 @@ class DataPreviewScreen(ModalScreen[None]):
         if self._cancel is not None:
             self._cancel()
 
-    def action_leave(self) -> None:
-        self.dismiss(None)
-
     def action_again(self) -> None:
         if not self.query_one("#again", Button).disabled:
             self._start()
@@ -331,14 +320,14 @@ class DataPreviewScreen(ModalScreen[None]):
             self._rows *= MORE
             self._start()
 
-    @on(Button.Pressed)
+    @on(Button.Pressed, "#more,#again")
     async def _button(self, event: Button.Pressed) -> None:
         await self.run_action(event.button.id or "")
 
 
 def _part(title: str, lines: list[Content]) -> Widget:
     return Vertical(
-        Rule(Content.styled(title, "$faint")),
+        Rule(faint(title)),
         Static(Content("\n").join(lines)),
         classes="preview-part",
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
 from textual import events, on, work
 from textual.app import ComposeResult, SuspendNotSupported
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -19,14 +20,15 @@ from textual.style import Style
 from textual.suggester import Suggester
 from textual.widgets import Button, Input, OptionList, Static
 from textual.widgets.option_list import Option
-from textual.worker import Worker, WorkerState, get_current_worker
+from textual.worker import Worker, get_current_worker
 
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
 from so_tui.settings_file import all_settings, choices, value_of
 from so_tui.spec.errors import InputError
 from so_tui.ui.form import problem_text
-from so_tui.ui.text import Content, shorten_path
+from so_tui.ui.messages import unexpected_error
+from so_tui.ui.text import Content, faint, shorten_path
 from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.themes import THEMES
 
@@ -63,7 +65,7 @@ class Question(ModalScreen[bool]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("y", "answer(True)", "Yes"),
         Binding("n,escape", "answer(False)", "No"),
         Binding("left,right", "app.focus_next", "Other button", show=False),
@@ -130,7 +132,7 @@ class AskText(ModalScreen[Answer | None]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel"),
         Binding("down", "choose('down')", "Next choice", show=False),
         Binding("up", "choose('up')", "Choice before", show=False),
@@ -213,7 +215,7 @@ class AskText(ModalScreen[Answer | None]):
             self.dismiss(answer)
 
 
-Laid = Callable[[int], str]
+Laid = Callable[[int], str | Content]
 """Text laid out for a number of cells, as a table is."""
 COPIED_WIDTH = 160
 """Cells of a table in the clipboard."""
@@ -222,12 +224,16 @@ COPIED_WIDTH = 160
 class LaidOut(Static):
     """Text that is laid out again for each width."""
 
-    def __init__(self, lay: Laid) -> None:
+    def __init__(self, lay: Laid, *, classes: str = "") -> None:
         self._lay = lay
-        super().__init__(Content(lay(1)))
+        super().__init__(self._laid(1), classes=classes)
+
+    def _laid(self, width: int) -> Content:
+        text = self._lay(width)
+        return Content(text) if isinstance(text, str) else text
 
     def on_resize(self) -> None:
-        self.update(Content(self._lay(self.size.width)))
+        self.update(self._laid(self.size.width))
 
 
 class Notice(ModalScreen[bool]):
@@ -236,7 +242,7 @@ class Notice(ModalScreen[bool]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape,q", "dismiss(False)", "Close"),
         Binding("y", "copy", "Copy"),
     ]
@@ -271,7 +277,7 @@ class Notice(ModalScreen[bool]):
         self.set_focus(self.query_one("#close"))
 
     def action_copy(self) -> None:
-        lines = [line if isinstance(line, str) else line(COPIED_WIDTH) for line in self._lines]
+        lines = [line if isinstance(line, str) else str(line(COPIED_WIDTH)) for line in self._lines]
         self.app.copy_to_clipboard("\n".join((self._title, *lines)))
         self.notify("Copied")
 
@@ -301,28 +307,15 @@ def _key_lines(rows: Sequence[KeyRow], width: int) -> Content:
                 (first[len(name) :], "$faint"),
             )
         )
-        lines += [Content.styled(" " * keys_width + line, "$faint") for line in more]
+        lines += [faint(" " * keys_width + line) for line in more]
     return Content("\n").join(lines)
-
-
-class KeyRows(Static):
-    """Commands with their keys, laid out again for each width."""
-
-    def __init__(self, rows: Sequence[KeyRow]) -> None:
-        self._rows = rows
-        super().__init__(_key_lines(rows, 1), classes="dialog-line")
-
-    def on_resize(self) -> None:
-        self.update(_key_lines(self._rows, self.size.width))
 
 
 class KeysHelp(ModalScreen[None]):
     """Every key of the screen below, read from its bindings, so that help and dispatch agree."""
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")
-    ]
+    BINDINGS = [Binding("escape,q,question_mark,f1,enter", "dismiss(None)", "Close")]
 
     def __init__(
         self, title: str, about: str, groups: Sequence[tuple[str, Sequence[KeyRow]]]
@@ -338,7 +331,7 @@ class KeysHelp(ModalScreen[None]):
                     yield Static(Content(self._about + "\n"), classes="dialog-line")
                 for heading, rows in self._groups:
                     yield Static(Content(heading), classes="heading")
-                    yield KeyRows(rows)
+                    yield LaidOut(partial(_key_lines, rows), classes="dialog-line")
             with Horizontal(classes="dialog-buttons"):
                 yield CloseButton()
 
@@ -347,14 +340,14 @@ class KeysHelp(ModalScreen[None]):
 # shape.
 
 
+@dataclass
 class Answered(Message):
     """The helper process has answered: the preset's name with notes, or an empty name with the
     problems.
     """
 
-    def __init__(self, name: str, lines: tuple[str, ...]) -> None:
-        self.name, self.lines = name, lines
-        super().__init__()
+    name: str
+    lines: tuple[str, ...]
 
 
 class AddModel(ModalScreen[str | None]):
@@ -363,7 +356,7 @@ class AddModel(ModalScreen[str | None]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel")]
+    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel")]
 
     _reading = False
     """Whether an answer is awaited. The thread that has given one may take a moment more to end."""
@@ -401,7 +394,7 @@ class AddModel(ModalScreen[str | None]):
             self.set_focus(self.query_one("#model", Input))
         elif not self._reading:
             self._reading = True
-            self._show_answer(Content.styled(f"reading the shape of {model} …", "$faint"))
+            self._show_answer(faint(f"reading the shape of {model} …"))
             self.add_model(model, name)
 
     @work(thread=True, exclusive=True, group="add", name="add a model", exit_on_error=False)
@@ -422,10 +415,8 @@ class AddModel(ModalScreen[str | None]):
             self.post_message(Answered("", tuple(str(error).splitlines())))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if event.state is WorkerState.ERROR:
-            self.post_message(
-                Answered("", (f"{type(event.worker.error).__name__}: {event.worker.error}",))
-            )
+        if text := unexpected_error(event):
+            self.post_message(Answered("", (text,)))
 
     def on_answered(self, message: Answered) -> None:
         self._reading = False
@@ -453,7 +444,7 @@ class LaunchQuestion(Question):
     is not yes.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("r", "rename", "Rename")]
+    BINDINGS = [Binding("r", "rename", "Rename")]
 
     def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch) -> None:
         self.launch = launch
@@ -521,7 +512,7 @@ class JobQuestion(LaunchQuestion):
     one that so-tui writes.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("e", "edit", "Edit the script")]
+    BINDINGS = [Binding("e", "edit", "Edit the script")]
 
     def __init__(
         self, title: str, lines: Sequence[str | Content], launch: Launch, draft: Draft | None
@@ -617,9 +608,7 @@ class _Line:
         return Content.assemble(f"{self.key:<{_LABEL}} ", back, (f"{shown} ▸", "bold"))
 
     def about(self) -> Content:
-        return Content.styled(
-            self.description + (", from the next start on" if self.key in LATER else ""), "$faint"
-        )
+        return faint(self.description + (", from the next start on" if self.key in LATER else ""))
 
 
 class _SettingList(OptionList):
@@ -639,7 +628,7 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
     """Change settings; the result is what was changed, by key. The theme is shown at once."""
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape,q,comma", "close", "Keep and close"),
         Binding("right,space", "step(1)", "Next value"),
         Binding("left", "step(-1)", "Previous value"),
@@ -674,7 +663,7 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
                 ),
                 MORE,
             ):
-                yield Static(Content.styled(line, "$faint"), classes="dialog-line")
+                yield Static(faint(line), classes="dialog-line")
             with Horizontal(classes="dialog-buttons"):
                 yield CloseButton("Keep and close  esc", action="screen.close")
 
@@ -713,8 +702,8 @@ Item = TypeVar("Item")
 class TickList(OptionList, Generic[Item]):
     """Ticked items keep the order in which they were ticked, also those that are not listed now."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "tick", "Tick"),
+    BINDINGS = [
+        Binding("space", "select", "Tick"),
         Binding("enter", "take", "Take what is ticked"),
         Binding("a", "tick_all(True)", "Tick all"),
         Binding("n", "tick_all(False)", "Tick none"),
@@ -762,13 +751,10 @@ class TickList(OptionList, Generic[Item]):
                 self.replace_option_prompt_at_index(index, self._line(item, text))
         self.post_message(self.Changed())
 
-    def action_tick(self) -> None:
+    def action_select(self) -> None:  # what a click does
         if self.highlighted is not None:
             item = self._listed[self.highlighted][0]
             self._tick([item], item not in self.ticked)
-
-    def action_select(self) -> None:  # what a click does
-        self.action_tick()
 
     def action_take(self) -> None:
         self.post_message(self.Taken())
@@ -789,8 +775,8 @@ class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
     """
 
     CSS_PATH = _STYLES
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Leave without a change"),
+    BINDINGS = [
+        Binding("escape", "dismiss(None)", "Leave without a change"),
     ]
 
     def on_mount(self) -> None:
@@ -817,10 +803,6 @@ class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
     def action_apply(self) -> None:
         """Leave with what is ticked."""
         raise NotImplementedError
-
-    def action_leave(self) -> None:
-        """Leave without a change."""
-        self.dismiss(None)
 
     @on(TickList.Taken)
     def _take(self) -> None:

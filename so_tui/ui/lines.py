@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.segment import Segment
 from rich.style import Style
@@ -132,26 +132,10 @@ def _pieces(content: Content) -> Iterator[tuple[str, Styles]]:
     else:
         yield from _beside_each_other(plain, spans)
         return
-    borders = sorted(
-        {0, len(plain), *(at for span in spans for at in (span.start, span.end) if at < len(plain))}
-    )
-    coming = deque(sorted(range(len(spans)), key=lambda number: spans[number].start))
-    present: list[int] = []
-    begun = 0
-    styles: Styles = ()
-    for start in borders[:-1]:
-        while coming and spans[coming[0]].start <= start:
-            present.append(coming.popleft())
-        present = sorted(
-            number for number in present if spans[number].end > start
-        )  # a later span lies over an earlier one
-        found = tuple(spans[number].style for number in present)
-        if found != styles and begun < start:
-            yield plain[begun:start], styles
-            begun = start
-        styles = found
-    if begun < len(plain):
-        yield plain[begun:], styles
+    borders = sorted({0, len(plain), *(min(at, len(plain)) for span in spans for at in span[:2])})
+    for start, end in pairwise(borders):  # a later span lies over an earlier one
+        over = tuple(span.style for span in spans if span.start <= start and span.end > start)
+        yield plain[start:end], over
 
 
 def _beside_each_other(plain: str, spans: Sequence[Span]) -> Iterator[tuple[str, Styles]]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from textual.message import Message
-from textual.worker import get_current_worker
+from textual.worker import Worker, WorkerState, get_current_worker
 
 from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
+    from textual.app import App
+    from textual.dom import DOMNode
     from textual.message_pump import MessagePump
 
     from so_tui.launch.checks import Check
@@ -31,14 +36,15 @@ def answer(to: MessagePump, message: Message) -> None:
         to.post_message(message)
 
 
+@dataclass
 class Loaded(Message):
     """Presets and machine are loaded; ``machine_file`` describes the machine where it is another
     one.
     """
 
-    def __init__(self, catalog: Catalog, machine: Machine, machine_file: str) -> None:
-        self.catalog, self.machine, self.machine_file = catalog, machine, machine_file
-        super().__init__()
+    catalog: Catalog
+    machine: Machine
+    machine_file: str
 
 
 class Offer(NamedTuple):
@@ -48,54 +54,84 @@ class Offer(NamedTuple):
     action: Callable[[], None]
 
 
+@dataclass
 class Failed(Message):
     """A worker failed; ``title`` names what was tried, and ``offer`` is what the user can do about
     it at once.
     """
 
-    def __init__(self, title: str, lines: tuple[str, ...], *, offer: Offer | None = None) -> None:
-        self.title, self.lines, self.offer = title, lines, offer
-        super().__init__()
+    title: str
+    lines: tuple[str, ...]
+    _: KW_ONLY
+    offer: Offer | None = None
 
 
+def failure(title: str, error: SoTuiError, offer: Offer | None = None) -> Failed:
+    """Return the message that something was refused, with its reasons."""
+    return Failed(title, tuple(str(error).splitlines()), offer=offer)
+
+
+@contextmanager
+def reporting(app: App[None], subject: str, done: str, path: Path) -> Iterator[None]:
+    """Tell the user if ``subject`` was not ``done``, since that was refused or a file could not be
+    read or written, such as ``path``.
+    """
+    from so_tui.spec.errors import SoTuiError
+
+    try:
+        yield
+    except SoTuiError as error:
+        app.post_message(failure(f"{subject} was not {done}", error))
+    except OSError as error:
+        lines = (f"{error.filename or path}: {error.strerror}",)
+        app.post_message(Failed(f"{subject} could not be {done}", lines))
+
+
+def in_thread(
+    node: DOMNode, work: Callable[[], object], name: str, *, group: str, exclusive: bool = False
+) -> None:
+    """Run ``work`` in a thread; the application tells the user if it fails unexpectedly."""
+    node.run_worker(
+        work, name=name, group=group, thread=True, exclusive=exclusive, exit_on_error=False
+    )
+
+
+def unexpected_error(event: Worker.StateChanged) -> str:
+    """Return the error with which a worker has ended unexpectedly; empty if it has not."""
+    error = event.worker.error
+    return f"{type(error).__name__}: {error}" if event.state is WorkerState.ERROR else ""
+
+
+@dataclass
 class CheckBegun(Message):
     """A launch that is being checked has come to this check, at this monotonic time."""
 
-    def __init__(self, check: Check, since: float) -> None:
-        self.check, self.since = check, since
-        super().__init__()
+    check: Check
+    since: float
 
 
+@dataclass
 class NotLaunched(Failed):
     """A launch was refused, or failed before its run was in a supervisor's hands."""
 
-    def __init__(
-        self, title: str, lines: tuple[str, ...], error: SoTuiError, *, offer: Offer | None = None
-    ) -> None:
-        self.error = error
-        super().__init__(title, lines, offer=offer)
+    error: SoTuiError
 
 
+@dataclass
 class Launched(Message):
     """A run was started and is in the supervisor's hands."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self.run = run
-        super().__init__()
+    run: RunDirectory
 
 
+@dataclass
 class Planned(Message):
     """The plan of the values in the form, or their problems; ``serial`` identifies the request."""
 
-    def __init__(
-        self,
-        serial: int,
-        plan: Plan | None,
-        problems: tuple[Problem, ...],
-        launch: Launch | None = None,
-    ) -> None:
-        self.serial, self.plan, self.problems, self.launch = serial, plan, problems, launch
-        super().__init__()
+    serial: int
+    plan: Plan | None
+    problems: tuple[Problem, ...]
+    launch: Launch | None = None
 
     @property
     def command(self) -> str:
@@ -106,28 +142,26 @@ class Planned(Message):
         return isinstance(message, Planned)
 
 
+@dataclass
 class Compared(Message):
     """What other values of some fields would do."""
 
-    def __init__(self, serial: int, strips: tuple[Strip, ...]) -> None:
-        self.serial, self.strips = serial, strips
-        super().__init__()
+    serial: int
+    strips: tuple[Strip, ...]
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Compared)
 
 
+@dataclass
 class Partitions(Message):
     """Slurm has said which partitions this user sees."""
 
-    def __init__(self, partitions: tuple[Partition, ...]) -> None:
-        self.partitions = partitions
-        super().__init__()
+    partitions: tuple[Partition, ...]
 
 
+@dataclass
 class Diagnosed(Message):
     """Doctor's findings, worst first."""
 
-    def __init__(self, findings: tuple[Finding, ...]) -> None:
-        self.findings = findings
-        super().__init__()
+    findings: tuple[Finding, ...]

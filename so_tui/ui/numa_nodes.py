@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from rich.segment import Segment
 from rich.style import Style
 from textual import getters
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -29,6 +28,7 @@ from so_tui.ui.charts.drawing import (
     GUTTER,
     RoleStyles,
     axis_row,
+    cells_in,
     gutter_text,
     joined,
     plot_key,
@@ -41,7 +41,7 @@ from so_tui.ui.lines import StyledLines, cells_of
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, NodeView
 from so_tui.ui.text import GlyphName, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
-from so_tui.ui.widgets import SIDE, Rule, framed
+from so_tui.ui.widgets import SIDE, Rule, command_key, framed
 from so_tui.units import memory_of, memory_unit, plural
 from so_tui.units import memory_size as memory
 
@@ -264,16 +264,6 @@ name, too.
 """
 
 
-def _percent(value: float) -> str:
-    """Return ``50 %``."""
-    return f"{value:.0f} %"
-
-
-def _giga(value: float) -> str:
-    """Return ``100 G``."""
-    return f"{value:.0f} G"
-
-
 @dataclass(frozen=True, slots=True)
 class _NodePicture:
     """A node with the ranks and GPUs that are bound to it."""
@@ -308,7 +298,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     """
 
     ALLOW_MAXIMIZE = True
-    ROLES: ClassVar[dict[str, str]] = {
+    ROLES = {
         "band": "color: $raw-line",
         "main": "color: $adam",
         "memory": "color: $memory",
@@ -327,7 +317,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         "stale": "color: $warning",
         "full": "color: $warning; text-style: bold",
     }
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"nodes--{role}" for role in ROLES}
+    COMPONENT_CLASSES = {f"nodes--{role}" for role in ROLES}
     DEFAULT_CSS = (
         "NumaNodes { height: auto;"
         + role_css("nodes", ROLES)
@@ -361,12 +351,6 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
 
     def row_key(self) -> tuple[object, ...]:
         return *super().row_key(), self.glyphs, self.plot_height, self.plot
-
-    def set_plot_height(self, rows: int) -> None:
-        """Set the rows of history of each node."""
-        if rows != self.plot_height:
-            self.plot_height = rows
-            self.redraw(layout=True)
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         return max(
@@ -409,16 +393,19 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     ) -> list[list[Segment]]:
         """Return the rows of one node: its heading, ``plot`` rows of history, and its cores."""
         groups = picture.groups()
-        rows = [self._heading(picture, groups, styles, width)]
+        rows = [joined(_heading(picture, groups, width), styles)]
         if plot:
             plotted = self._plotted(picture, (width - GUTTER, plot), styles)
             rows += [
                 [label, *with_cursor(row, self.axis, self.cursor, width - GUTTER, styles["cursor"])]
                 for label, *row in plotted
             ]
-        cells = self._cores(groups, width - 1)
+        cells = [
+            (text, HEAT_ROLES.get(role, role))
+            for text, role in _heat_cells(groups, width - 1, self.glyphs)
+        ]
         indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
-        return [*rows, [Segment(" " * indent, styles["note"]), *joined(cells, styles)]]
+        return [*rows, joined([(" " * indent, "note"), *cells], styles)]
 
     def _plotted(
         self, picture: _NodePicture, size: tuple[int, int], styles: dict[str, Style]
@@ -460,9 +447,9 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         in_bytes = self.plot == "memory"
         scale = Scale(0, max(1, view.sample.memory_total_bytes)) if in_bytes else PERCENT
         body = plot_rows(lines, self.axis, scale, size, GLYPHS[self.glyphs], styles)[0]
-        per = memory_unit()[0] if in_bytes else 1
+        per, unit = (memory_unit()[0], "G") if in_bytes else (1.0, "%")
         labels = (
-            gutter_text(scale, height, _giga if in_bytes else _percent, per)
+            gutter_text(scale, height, lambda value: f"{value:.0f} {unit}", per)
             if height > 2
             else [" " * GUTTER] * height
         )
@@ -483,48 +470,34 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         edges = self.axis.indices(view.lines()[1], width)
         texts = _heat_texts(heat, view.cores, edges, self.glyphs)
         rows = [
-            [
-                Segment(row.label, styles["sign"]),
-                Segment(text, styles[HEAT_ROLES.get(row.role, row.role)]),
-            ]
+            [(row.label, "sign"), (text, HEAT_ROLES.get(row.role, row.role))]
             for row, text in zip(heat, texts, strict=True)
         ]
         rest = ["" if view.cores else "reading …", *[""] * height][: height - len(rows)]
-        return [*rows, *([Segment(" " * GUTTER + text, styles["note"])] for text in rest)]
+        rows += [[(" " * GUTTER + text, "note")] for text in rest]
+        return [joined(row, styles) for row in rows]
 
-    def _cores(self, groups: tuple[_CoreGroup, ...], width: int) -> list[tuple[str, str]]:
-        return [
-            (text, HEAT_ROLES.get(role, role))
-            for text, role in _heat_cells(groups, width, self.glyphs)
-        ]
 
-    def _heading(
-        self,
-        picture: _NodePicture,
-        groups: tuple[_CoreGroup, ...],
-        styles: Mapping[str, Style],
-        width: int,
-    ) -> list[Segment]:
-        """Return ``node 0 · rank 0 · GPU 0 cpu 78 % Adam 65 cores 86 % main 7 cores 44 % 88 of 117
-        GiB``, shortened to fit.
-        """
-        node = (picture.host, f"node {picture.view.id}")
-        for ranks, long, whose in (
-            (picture.ranks, True, True),
-            (picture.ranks, False, True),
-            (picture.ranks, False, False),
-            ("", False, False),
-        ):
-            name = shorten(" · ".join(filter(None, (*node, ranks))), 30)
-            parts = [
-                [Segment(name, styles["title"])],
-                *_figures(picture, groups, styles, long=long, whose=whose),
-            ]
-            if _cells(parts) <= width:
-                break
-        while _cells(parts) > width and len(parts) > 1:
-            parts.pop()  # whole: a cut number is another number
-        return [segment for part in parts for segment in part]
+def _heading(
+    picture: _NodePicture, groups: tuple[_CoreGroup, ...], width: int
+) -> list[tuple[str, str]]:
+    """Return ``node 0 · rank 0 · GPU 0 cpu 78 % Adam 65 cores 86 % main 7 cores 44 % 88 of 117
+    GiB``, shortened to fit.
+    """
+    node = (picture.host, f"node {picture.view.id}")
+    for ranks, long, whose in (
+        (picture.ranks, True, True),
+        (picture.ranks, False, True),
+        (picture.ranks, False, False),
+        ("", False, False),
+    ):
+        name = shorten(" · ".join(filter(None, (*node, ranks))), 30)
+        parts = [[(name, "title")], *_figures(picture, groups, long=long, whose=whose)]
+        if cells_in(itertools.chain(*parts)) <= width:
+            break
+    while cells_in(itertools.chain(*parts)) > width and len(parts) > 1:
+        parts.pop()  # whole: a cut number is another number
+    return list(itertools.chain(*parts))
 
 
 def _beside_each_other(
@@ -544,67 +517,39 @@ def _beside_each_other(
     return strips
 
 
-def _cells(parts: Iterable[Sequence[Segment]]) -> int:
-    return sum(segment.cell_length for part in parts for segment in part)
-
-
 def _figures(
-    picture: _NodePicture,
-    groups: tuple[_CoreGroup, ...],
-    styles: Mapping[str, Style],
-    *,
-    long: bool,
-    whose: bool,
-) -> list[list[Segment]]:
+    picture: _NodePicture, groups: tuple[_CoreGroup, ...], *, long: bool, whose: bool
+) -> list[list[tuple[str, str]]]:
     """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign
     processes and ``whose``, memory.
     """
     sample = picture.view.sample
     mean = sum(sample.cores) / len(sample.cores)
-    parts = [[Segment("  cpu ", styles["note"]), Segment(f"{mean:3.0f} %", styles["value"])]]
+    parts = [[("  cpu ", "note"), (f"{mean:3.0f} %", "value")]]
     for gpu in picture.gpus:
-        if long and gpu.sample.busy_percent is not None:
-            name = Segment(f"GPU {gpu.sample.index}", styles["gpu"])
-            parts.append(
-                [
-                    Segment("  ", styles["note"]),
-                    name,
-                    Segment(f" {gpu.sample.busy_percent} %", styles["label"]),
-                ]
-            )
-    colours = {"adam": "adam", "main": "main-core", "other": "other"}
+        busy = gpu.sample.busy_percent
+        if long and busy is not None:
+            name = f"GPU {gpu.sample.index}"
+            parts.append([("  ", "note"), (name, "gpu"), (f" {busy} %", "label")])
     for group in groups:
         if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
             continue
-        cores = f" {plural(len(group.loads), 'core')}" if long else ""
-        name = Segment(f"{group.name}{cores}", styles[colours[group.role]])
+        name = f"{group.name} {plural(len(group.loads), 'core')}" if long else group.name
+        role = HEAT_ROLES.get(group.role, group.role)
         parts.append(
-            [
-                Segment(f"  {group.sign} ", styles["sign"]),
-                name,
-                Segment(f" {group.mean:.0f} %", styles["label"]),
-            ]
+            [(f"  {group.sign} ", "sign"), (name, role), (f" {group.mean:.0f} %", "label")]
         )
     for process in picture.view.foreign[: 3 if long else 1]:
         where = f" on core {process.cpu}" if whose else f" on {process.cpu}"
         owner = " of another user" if whose and not process.own else ""
-        parts.append(
-            [
-                Segment(
-                    f"  ! {brief_line(process.name, 15)}{owner} {process.cores:.1f} cores{where}",
-                    styles["full"],
-                )
-            ]
-        )
+        who = f"{brief_line(process.name, 15)}{owner}"
+        parts.append([(f"  ! {who} {process.cores:.1f} cores{where}", "full")])
     # File cache gives way, so a node full of it is not full.
     full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
-    used = Segment(
-        memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0),
-        styles["full" if full else "value"],
-    )
-    parts.append([Segment("  memory " if long else "  ", styles["note"]), used])
+    used = memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0)
+    parts.append([("  memory " if long else "  ", "note"), (used, "full" if full else "value")])
     if long:
-        parts[-1].append(Segment(f", cache {memory(sample.file_cache_bytes, 0)}", styles["note"]))
+        parts[-1].append((f", cache {memory(sample.file_cache_bytes, 0)}", "note"))
     return parts
 
 
@@ -649,14 +594,13 @@ class NumaPanel(KeptVertical):
     nodes = getters.query_one("#nodes", NumaNodes)
     gpus = getters.query_one("#gpus", StyledLines)
 
-    KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding(
+    KEYS = (
+        command_key(
             "h",
             "node_plot",
             "Heat of cores",
+            "Nodes over time: load, heat of cores, memory",
             show=False,
-            id="node-plot",
-            tooltip="Nodes over time: load, heat of cores, memory",
         ),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
@@ -715,7 +659,9 @@ class NumaPanel(KeptVertical):
         """
         self.heading.display = heading
         self.set_class(not heading, "-bare")
-        self.nodes.set_plot_height(history)
+        if history != self.nodes.plot_height:
+            self.nodes.plot_height = history
+            self.nodes.redraw(layout=True)
 
 
 def _figure(shown: ShowsHosts, plot: NodePlot) -> str:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.widget import Widget
+from textual.widgets import Input
 from textual.worker import Worker
 
 from so_tui.ui.shared_app import SharedApp
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
-from so_tui.ui.widgets import Grip, KeyLine, machine_facts
+from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key, machine_facts
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -34,15 +35,13 @@ PAGES: tuple[tuple[str, str], ...] = (
 SHORT = {"configure": "Config", "dashboard": "Dash", "machine": "Mach"}
 """Titles for narrow terminals."""
 
-OTHER_MACHINE = Binding(
+OTHER_MACHINE = command_key(
     "o",
     "app.other_machine",
     "Other machine",
+    "Plan for another machine: a name such as gh200-480, or its `inspect --json` file; empty "
+    "for this one",
     id="other-machine",
-    tooltip=(
-        "Plan for another machine: a name such as gh200-480, or its `inspect --json` file; empty "
-        "for this one"
-    ),
 )
 
 
@@ -88,7 +87,7 @@ class TopLine(CachedLinesMixin):
         right = (
             Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live")
             if live
-            else Content.styled("○ no live runs", "$faint")
+            else faint("○ no live runs")
         )
         if app.starting:
             right = (
@@ -98,9 +97,7 @@ class TopLine(CachedLinesMixin):
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width
         if app.machine is None:
-            left += Content.styled(
-                "  inspecting this machine …" if app.inspecting else "", "$faint"
-            )
+            left += faint("  inspecting this machine …" if app.inspecting else "")
         else:
             left += Content.assemble("  ", (app.machine.label, "bold"), "  ")
             if app.machine_file:
@@ -112,7 +109,7 @@ class TopLine(CachedLinesMixin):
             ]:
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
                     break
-                left += Content.styled(gap + fact, "$faint")
+                left += faint(gap + fact)
                 gap = " · "
         return left + " " * max(1, width - left.cell_length - right.cell_length) + right
 
@@ -159,9 +156,9 @@ class Page(StylesFocus[None], CachedLinesMixin):
 
     app = getters.app(SharedApp)
     PAGE: ClassVar[str]
-    HELP_TEXT: ClassVar[str] = ""
+    HELP_TEXT = ""
     """Purpose of this screen in a sentence or two; the help opens with it."""
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape", "leave_field", "Leave the field", show=False),
     ]
 
@@ -213,6 +210,34 @@ class Page(StylesFocus[None], CachedLinesMixin):
             self.set_focus(self._left)
 
 
+class FiltersTable(Page):
+    """A page with a table ``#table``, whose rows are found by the text in the field ``#filter``."""
+
+    filter = getters.query_one("#filter", FindField)
+
+    def filtered(self) -> None:
+        """Show the rows that the filter finds."""
+        raise NotImplementedError
+
+    def action_find(self) -> None:
+        self.filter.open()
+
+    @on(Input.Changed, "#filter")
+    def _filter_typed(self) -> None:
+        self.filtered()
+
+    @on(Input.Submitted, "#filter")
+    def _back_to_the_table(self) -> None:
+        self.set_focus(self.query_one("#table"))
+
+    def action_leave_field(self) -> None:
+        if self.maximized is not None:
+            self.minimize()
+        else:
+            self.filter.close()
+            self._back_to_the_table()
+
+
 # Panels that are made larger and smaller, by keys and by pulling the lines between them. Their
 # sizes are settings of the user.
 
@@ -247,33 +272,32 @@ class Size:
 class ResizablePage(Page):
     """A page that says what size a panel has; this class changes it."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
+    BINDINGS = [
+        command_key(
             "right_curly_bracket",
             "resize(1)",
             "Larger panel",
-            key_display="}",
-            show=False,
+            "The panel with the focus; lines between panels can be pulled with the mouse",
             id="larger",
-            tooltip="The panel with the focus; lines between panels can be pulled with the mouse",
+            display="}",
+            show=False,
         ),
-        Binding(
+        command_key(
             "left_curly_bracket",
             "resize(-1)",
             "Smaller panel",
-            key_display="{",
-            show=False,
+            "The same",
             id="smaller",
-            tooltip="The same",
+            display="{",
+            show=False,
         ),
-        Binding(
+        command_key(
             "vertical_line",
             "reset_sizes",
             "Reset sizes",
-            key_display="|",
+            "Sizes of this screen's panels as the terminal has room",
+            display="|",
             show=False,
-            id="reset-sizes",
-            tooltip="Sizes of this screen's panels as the terminal has room",
         ),
     ]
     SIZES: ClassVar[tuple[str, ...]]

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from so_tui.ui.lines import Part, fill, legend, legend_items, stacked
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, faint
 from so_tui.units import disk_size as disk
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
@@ -40,11 +40,6 @@ TOO_MUCH = ("  ✗ too much", "  ✗")
 """What marks a bar that is too full, the longest first."""
 
 
-def _verdict(plan: Plan) -> Content:
-    """Return ``✓ fits``."""
-    return Content.styled(f"{SIGNS[plan.verdict]} {plan.verdict}", f"bold {STYLES[plan.verdict]}")
-
-
 def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     """Return the verdict, how it offloads and, where it fits, how fast it will be; lines of
     ``width`` cells part no figure from its unit.
@@ -55,18 +50,17 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         before: Begins the first line.
     """
     marked = [Content.styled("planned, never run", "$warning")] if plan.never_run else []
-    facts = [*([before] if before else []), _verdict(plan), *marked, Content(_mode_text(plan))]
+    sign, style = SIGNS[plan.verdict], STYLES[plan.verdict]
+    verdict = Content.styled(f"{sign} {plan.verdict}", f"bold {style}")
+    mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
+    facts = [*([before] if before else []), verdict, *marked, Content(mode)]
     if plan.fits and plan.step_s:
         facts.append(Content(f"step {duration(plan.step_s)}{step_error_text(plan.step_error)}"))
     if plan.fits and plan.useful_tokens_per_s_total:
         facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
     if plan.fits and plan.model_tflops_per_gpu:
         facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
-    predicted = (
-        Content.styled("predicted", "$faint")
-        if plan.fits and plan.step_s and not plan.never_run
-        else None
-    )
+    predicted = faint("predicted") if plan.fits and plan.step_s and not plan.never_run else None
     wide, close = (_in_lines(facts, predicted, gap, width) for gap in (GAP, GAP - 1))
     return Content("\n").join(close if len(close) < len(wide) else wide)
 
@@ -180,7 +174,7 @@ def launch_facts(plan: Plan) -> list[Content]:
             if partition
             else []
         ),
-        Content.styled("Closing this screen does not stop it.", "$faint"),
+        faint("Closing this screen does not stop it."),
     ]
 
 
@@ -209,11 +203,6 @@ def data_name(spec: RunSpec) -> str:
     """Return the source of the data, or the number of sources of a mixture."""
     sources = spec.data.sources
     return sources[0].source if len(sources) == 1 else f"a mixture of {len(sources)} sources"
-
-
-def _mode_text(plan: Plan) -> str:
-    """Return ``superoffload, ratio 0.35``."""
-    return "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
 
 
 def _memory_lines(plan: Plan, width: int) -> list[Content]:
@@ -249,18 +238,15 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
     lines = [_bar_line(name, used, total, bar, margin, note) for name, used, total, margin in full]
     rest = []
     if plan.shm_bytes:
-        rest.append(("/dev/shm", memory(plan.shm_bytes)))
+        rest.append(_labelled("/dev/shm", memory(plan.shm_bytes)))
     if plan.disk_bytes:
-        rest.append(("checkpoint", f"{disk(plan.disk_bytes)} on disk"))
-    if width >= 70:
-        lines.append(
-            Content("     ").join(
-                Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest
-            )
-        )
-    else:
-        lines += [Content.assemble((f"{name:<{LABEL}}", "$faint"), text) for name, text in rest]
-    return lines
+        rest.append(_labelled("checkpoint", f"{disk(plan.disk_bytes)} on disk"))
+    return [*lines, *([Content("     ").join(rest)] if width >= 70 else rest)]
+
+
+def _labelled(name: str, text: Content | str) -> Content:
+    """Return a line behind its label."""
+    return Content.assemble((f"{name:<{LABEL}}", "$faint"), text)
 
 
 def _bar_line(
@@ -271,14 +257,13 @@ def _bar_line(
     """
     from so_tui.plan.plan import TIGHT_MARGIN
 
-    label = Content.styled(f"{name:<{LABEL}}", "$faint")
     if not total:
-        return label + memory(used)
+        return _labelled(name, memory(used))
     share = used / total
     too_small = share > 1 - TIGHT_MARGIN
     style = "$error" if too_small else "$warning" if share > 1 - margin else "$memory"
     over = Content.styled(too_much, "$error") if too_small else Content("")
-    return label + fill(share, width, style) + f"  {memory_of(used, total)}" + over
+    return _labelled(name, fill(share, width, style) + f"  {memory_of(used, total)}" + over)
 
 
 def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
@@ -302,9 +287,8 @@ def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
             + _breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL),
         )
     lines += _step_lines(plan, width, plain=plain) + _reason_lines(plan, width)
-    for index, line in enumerate(_binding_lines(plan)):
-        lines.append(Content.styled(f"{'binding' if index == 0 else '':<{LABEL}}", "$faint") + line)
-    return lines
+    binding = enumerate(_binding_lines(plan))
+    return lines + [_labelled("" if index else "binding", line) for index, line in binding]
 
 
 def _breakdown_line(plan: Plan, location: Location, width: int) -> Content:
@@ -346,55 +330,36 @@ def _named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
     for index, (name, size) in enumerate(sizes, 1):
         piece = Content.assemble((name, "$faint"), f" {memory(size)}")
         if used + piece.cell_length + (GAP + 1 if index < len(sizes) else 0) > width:
-            pieces.append(Content.styled("…", "$faint"))
+            pieces.append(faint("…"))
             break
         pieces.append(piece)
         used += piece.cell_length + GAP
     return Content(" " * GAP).join(pieces)
 
 
-def _step_parts(plan: Plan) -> list[Part]:
-    """Return the predicted step, cut into its parts."""
-    step = plan.step
-    if step is None:
-        return []
-    return [
-        Part("data", step.data_s, duration(step.data_s), "$data-part"),
-        Part("forward", step.forward_s, duration(step.forward_s), "$forward"),
-        Part("backward", step.backward_s, duration(step.backward_s), "$backward"),
-        Part(
-            "optimizer exposed",
-            step.exposed_optimizer_s,
-            duration(step.exposed_optimizer_s),
-            "$exposed",
-        ),
-    ]
-
-
 def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
     """Return the step's length and anatomy, predicted; ``plain`` where the terminal shows ASCII
     only.
     """
-    if not plan.fits:
-        return [
-            Content.assemble((f"{'step':<{LABEL}}", "$faint"), ("none: it does not fit", "$faint"))
-        ]
-    parts = _step_parts(plan)
-    if not parts or not plan.step_s:
-        return [
-            Content.assemble(
-                (f"{'step':<{LABEL}}", "$faint"),
-                ("not predicted: this machine's speed is not known", "$faint"),
-            )
-        ]
-    bar = min(40, max(8, width - LABEL - 10))
-    lines = [
-        Content.assemble(
-            (f"{'step':<{LABEL}}", "$faint"),
-            stacked(parts, bar, plain=plain),
-            f"  {duration(plan.step_s)}",
+    step = plan.step
+    if not plan.fits or step is None or not plan.step_s:
+        why = (
+            "not predicted: this machine's speed is not known"
+            if plan.fits
+            else "none: it does not fit"
+        )
+        return [_labelled("step", faint(why))]
+    parts = [
+        Part(name, seconds, duration(seconds), style)
+        for name, seconds, style in (
+            ("data", step.data_s, "$data-part"),
+            ("forward", step.forward_s, "$forward"),
+            ("backward", step.backward_s, "$backward"),
+            ("optimizer exposed", step.exposed_optimizer_s, "$exposed"),
         )
     ]
+    bar = stacked(parts, min(40, max(8, width - LABEL - 10)), plain=plain)
+    lines = [_labelled("step", bar + f"  {duration(plan.step_s)}")]
     named = legend(parts, plain=plain)
     if named.cell_length <= width - LABEL:
         return [*lines, Content(" " * LABEL) + named]
@@ -435,11 +400,8 @@ def _terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
     lines = []
     for term in shown:
         name = term.name if len(term.name) <= name_width else term.name[: name_width - 1] + "…"
-        sure = Content.styled(
-            {"exact": " exact", "calibrated": " measured", "estimate": " estimate"}[
-                term.confidence
-            ],
-            "$faint",
+        sure = faint(
+            {"exact": " exact", "calibrated": " measured", "estimate": " estimate"}[term.confidence]
         )
         lines.append(
             Content(f"{name:<{name_width}} {memory(term.bytes):>9} ")

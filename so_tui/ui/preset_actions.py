@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from so_tui.ui import messages
-from so_tui.ui.messages import Failed
+from so_tui.ui.messages import failure, in_thread
 from so_tui.ui.page import Page
 from so_tui.ui.shared_app import Checking
 
@@ -94,13 +94,7 @@ def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> 
         page.action_leave_field()  # or the user would still be typing there after coming back
     app.starting = launch.spec.label
     app.checking = Checking(launch.spec.label, time.monotonic(), app.current_mode)
-    app.run_worker(
-        partial(_launch, app, launch, draft),
-        thread=True,
-        group="launch",
-        name="launch",
-        exit_on_error=False,
-    )
+    in_thread(app, partial(_launch, app, launch, draft), "launch", group="launch")
     app.switch_mode("dashboard")
 
 
@@ -213,16 +207,9 @@ def _save_unless_taken(
     if taken is None or taken.origin == "built-in" or name == base:
         _save(app, spec, name, base, saved)
         return
-    from so_tui.ui.dialogs import Question
-
-    def answered(yes: bool | None) -> None:
-        if yes:
-            _save(app, spec, name, base, saved)
-
-    app.push_screen(
-        Question(f"Replace your preset {name}?", [taken.path], yes="Replace", no="No, keep it"),
-        answered,
-    )
+    save = partial(_save, app, spec, name, base, saved)
+    title = f"Replace your preset {name}?"
+    app.ask(title, [taken.path], save, yes="Replace", no="No, keep it")
 
 
 def _save(
@@ -233,7 +220,7 @@ def _save(
     try:
         path = save_preset(spec, name, base=base)
     except InputError as error:
-        app.post_message(Failed("The preset was not saved", tuple(map(str, error.problems))))
+        app.post_message(failure("The preset was not saved", error))
         return
     app.notify(f"Saved as {name} in {path}", markup=False)
     app.reload_presets()
@@ -249,23 +236,18 @@ def is_own(app: SharedApp, name: str) -> bool:
 def ask_to_delete(app: SharedApp, name: str) -> None:
     """Ask whether to delete a preset of the user, and delete it."""
     from so_tui.spec import InputError, delete_preset
-    from so_tui.ui.dialogs import Question
 
-    def answered(yes: bool | None) -> None:
-        if not yes:
-            return
+    def delete() -> None:
         try:
             delete_preset(name)
         except InputError as error:
-            app.post_message(Failed("The preset was not deleted", tuple(map(str, error.problems))))
+            app.post_message(failure("The preset was not deleted", error))
         else:
             app.reload_presets()
 
     if app.catalog is not None and is_own(app, name):
         lines = [app.catalog.presets[name].path, "Runs that were started with it stay."]
-        app.push_screen(
-            Question(f"Delete your preset {name}?", lines, yes="Delete", no="No, keep it"), answered
-        )
+        app.ask(f"Delete your preset {name}?", lines, delete, yes="Delete", no="No, keep it")
 
 
 # Whether Slurm is here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,12 +16,13 @@ from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.runs.liveness import Liveness, sighting
 from so_tui.runs.lock import evidence, record_end
 from so_tui.runs.records import FINAL_STATES, RunState
-from so_tui.spec import InputError, Problem, Refused, SoTuiError
+from so_tui.spec import InputError, Refused, SoTuiError
 from so_tui.spec.check import path_fault
+from so_tui.spec.errors import reject
 from so_tui.trust.text import brief_message, quoted, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.charts.series import Line, chart_svg
-from so_tui.ui.messages import Failed
+from so_tui.ui.messages import failure, in_thread, reporting
 from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
@@ -42,8 +44,6 @@ class Change(Protocol):
 
 def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to stop ``run``, and have it stopped."""
-    from so_tui.ui.dialogs import Question
-
     state = _state(app, run)
     if state is None:
         return
@@ -51,7 +51,16 @@ def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
         app.notify(f"{run.name} has already ended: {state.state}", markup=False)
         return
     if state.state == "queued":
-        _ask_to_leave_the_queue(app, run, state)
+        app.ask(
+            f"Cancel {run.name}?",
+            [
+                brief_message(state.detail) or "It waits in the queue.",
+                *([] if state.attempt else ["Nothing of it has run yet."]),
+            ],
+            partial(_change, app, run, _leave_queue, "cancelled", "take a run out of the queue"),
+            yes="Cancel it",
+            no="Keep waiting",
+        )
         return
     seen = sighting(run, state)
     if seen.liveness is Liveness.UNKNOWN:
@@ -69,34 +78,8 @@ def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
             "checkpoint to resume from."
         ),
     ]
-
-    def answered(yes: bool | None) -> None:
-        if yes:
-            _request(app, run, "stop", "Stopping after this step")
-
-    app.push_screen(Question(f"Stop {run.name}?", lines, yes="Stop", no="Keep running"), answered)
-
-
-def _ask_to_leave_the_queue(app: SharedApp, run: RunDirectory, state: RunState) -> None:
-    from so_tui.ui.dialogs import Question
-
-    def answered(yes: bool | None) -> None:
-        if yes:
-            _change(app, run, _leave_queue, "cancelled", "take a run out of the queue")
-
-    lines = [
-        brief_message(state.detail) or "It waits in the queue.",
-        "Nothing of it has run yet." if not state.attempt else "",
-    ]
-    app.push_screen(
-        Question(
-            f"Cancel {run.name}?",
-            [line for line in lines if line],
-            yes="Cancel it",
-            no="Keep waiting",
-        ),
-        answered,
-    )
+    stop = partial(_request, app, run, "stop", "Stopping after this step")
+    app.ask(f"Stop {run.name}?", lines, stop, yes="Stop", no="Keep running")
 
 
 def _leave_queue(run: RunDirectory, *, assume_dead: bool) -> None:
@@ -111,16 +94,9 @@ def _record_end(run: RunDirectory, *, assume_dead: bool) -> None:
 
 def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to delete ``run`` with its folder, and delete it."""
-    from so_tui.ui.dialogs import Question
-
-    def answered(yes: bool | None) -> None:
-        if yes:
-            _change(app, run, delete_run, "deleted", "delete a run")
-
     lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
-    app.push_screen(
-        Question(f"Delete {run.name}?", lines, yes="Delete", no="No, keep it"), answered
-    )
+    delete = partial(_change, app, run, delete_run, "deleted", "delete a run")
+    app.ask(f"Delete {run.name}?", lines, delete, yes="Delete", no="No, keep it")
 
 
 def _ask_whether_ended(
@@ -135,8 +111,6 @@ def _ask_whether_ended(
         seen: What was seen of it.
         proceed: What to do then.
     """
-    from so_tui.ui.dialogs import Question
-
     lines = [
         seen,
         (
@@ -144,14 +118,7 @@ def _ask_whether_ended(
             "know that its host is down or restarted."
         ),
     ]
-
-    def answered(yes: bool | None) -> None:
-        if yes:
-            proceed()
-
-    app.push_screen(
-        Question(f"Has {run.name} ended?", lines, yes="It has ended", no="I do not know"), answered
-    )
+    app.ask(f"Has {run.name} ended?", lines, proceed, yes="It has ended", no="I do not know")
 
 
 def _may_be_live(error: SoTuiError) -> bool:
@@ -183,24 +150,18 @@ def _change(
     """
 
     def work() -> None:
-        try:
-            change(run, assume_dead=assume_dead)
-        except SoTuiError as error:
-            if _may_be_live(error):
+        with reporting(app, run.name, done, run.path):
+            try:
+                change(run, assume_dead=assume_dead)
+            except SoTuiError as error:
+                if not _may_be_live(error):
+                    raise
                 anyway = partial(_change, app, run, change, done, name, assume_dead=True)
                 app.call_from_thread(_ask_whether_ended, app, run, str(error), anyway)
                 return
-            app.post_message(
-                messages.Failed(f"{run.name} was not {done}", tuple(str(error).splitlines()))
-            )
-        except OSError as error:
-            where = error.filename or run.path
-            app.post_message(
-                messages.Failed(f"{run.name} could not be {done}", (f"{where}: {error.strerror}",))
-            )
         app.call_from_thread(app.list_runs)
 
-    app.run_worker(work, thread=True, group="request", name=name, exit_on_error=False)
+    in_thread(app, work, name, group="request")
 
 
 def save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
@@ -209,42 +170,22 @@ def save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
 
 
 def _request(app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
-    work = partial(_leave_request, app, run, action, confirmation)
-    app.run_worker(
-        work, thread=True, group="request", name="send a request to the run", exit_on_error=False
-    )
+    """Write a request into the run's folder, where rank 0 looks for it between steps."""
 
+    def work() -> None:
+        from so_tui.launch.executors import ensure_supervised
 
-def _leave_request(
-    app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str
-) -> None:
-    """Write a request into the run's folder, where rank 0 looks for it between steps. Runs in a
-    thread.
-    """
-    from so_tui.launch.executors import ensure_supervised
+        with reporting(app, run.name, "asked", run.control_dir):  # it may be another user's run
+            control.request(run, action, reason="asked on the screen")
+            ensure_supervised(run)
+            app.call_from_thread(app.notify, confirmation, markup=False)
 
-    try:
-        control.request(run, action, reason="asked on the screen")
-    except SoTuiError as error:  # another user's run
-        app.post_message(
-            messages.Failed(f"{run.name} was not asked", tuple(str(error).splitlines()))
-        )
-        return
-    except OSError as error:
-        app.post_message(
-            messages.Failed(
-                f"{run.name} could not be asked", (f"{run.control_dir}: {error.strerror}",)
-            )
-        )
-        return
-    ensure_supervised(run)
-    app.call_from_thread(app.notify, confirmation, markup=False)
+    in_thread(app, work, "send a request to the run", group="request")
 
 
 def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to resume ``run`` from its last checkpoint, and start another attempt."""
     from so_tui.launch.executors import executor_of
-    from so_tui.ui.dialogs import Question
 
     state = _state(app, run)
     if state is None:
@@ -264,23 +205,19 @@ def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     try:
         place = "on this machine" if executor_of(read_spec(run)).here else "in a new job"
     except InputError as error:
-        app.post_message(
-            messages.Failed(f"{run.name} cannot be resumed", tuple(map(str, error.problems)))
-        )
+        app.post_message(failure(f"{run.name} cannot be resumed", error))
         return
     saved = (
         f"step {thousands(state.saved_step)}"
         if state.saved_step is not None
         else "the beginning: nothing was saved"
     )
-
-    def answered(yes: bool | None) -> None:
-        if yes:
-            _start_resume(app, run)
-
-    lines = [f"It continues from {saved}, {place}."]
-    app.push_screen(
-        Question(f"Resume {run.name}?", lines, yes="Resume", default_yes=True), answered
+    app.ask(
+        f"Resume {run.name}?",
+        [f"It continues from {saved}, {place}."],
+        partial(_start_resume, app, run),
+        yes="Resume",
+        default_yes=True,
     )
 
 
@@ -290,43 +227,29 @@ def _start_resume(
     if app.may_start():
         app.starting = run.name
         work = partial(_resume, app, run, start_over=start_over, assume_dead=assume_dead)
-        app.run_worker(work, thread=True, group="launch", name="resume", exit_on_error=False)
-
-
-def _ask_to_start_over(
-    app: SharedApp, run: RunDirectory, error: Refused, *, assume_dead: bool
-) -> None:
-    """Ask whether to train from step 0, because what the run saved is not there."""
-    from so_tui.ui.dialogs import Question
-
-    def answered(yes: bool | None) -> None:
-        if yes:
-            _start_resume(app, run, start_over=True, assume_dead=assume_dead)
-
-    app.starting = ""
-    app.push_screen(
-        Question(f"Train {run.name} from step 0 again?", list(error.reasons), yes="Start over"),
-        answered,
-    )
-
-
-def _ask_to_resume_anyway(
-    app: SharedApp, run: RunDirectory, error: SoTuiError, *, start_over: bool
-) -> None:
-    app.starting = ""
-    _ask_whether_ended(
-        app,
-        run,
-        str(error),
-        partial(_start_resume, app, run, start_over=start_over, assume_dead=True),
-    )
+        in_thread(app, work, "resume", group="launch")
 
 
 def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead: bool) -> None:
-    """Start another attempt of ``run`` where its spec says. Runs in a thread."""
+    """Start another attempt of ``run`` where its spec says, or ask whether to start it anyway. Runs
+    in a thread.
+    """
     from so_tui.launch.launch import prepare_resume
     from so_tui.launch.lifecycle import resume
     from so_tui.launch.places import machine_of
+
+    def ask() -> None:
+        app.starting = ""
+        if isinstance(error, Refused):
+            app.ask(
+                f"Train {run.name} from step 0 again?",
+                error.reasons,
+                partial(_start_resume, app, run, start_over=True, assume_dead=assume_dead),
+                yes="Start over",
+            )
+        else:
+            proceed = partial(_start_resume, app, run, start_over=start_over, assume_dead=True)
+            _ask_whether_ended(app, run, str(error), proceed)
 
     try:
         resume(
@@ -335,16 +258,14 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
                 run, machine_of(read_spec(run)), start_over=start_over, assume_dead=assume_dead
             ),
         )
-    except SoTuiError as error:
-        if _may_be_live(error):
-            app.call_from_thread(_ask_to_resume_anyway, app, run, error, start_over=start_over)
-            return
-        if isinstance(error, Refused) and "checkpoint-missing" in error.codes:
-            app.call_from_thread(_ask_to_start_over, app, run, error, assume_dead=assume_dead)
-            return
-        app.post_message(
-            messages.Failed(f"{run.name} was not resumed", tuple(str(error).splitlines()))
-        )
+    except SoTuiError as refusal:
+        error = refusal
+        # What the run saved is not there, or its host cannot be asked.
+        missing = isinstance(error, Refused) and "checkpoint-missing" in error.codes
+        if missing or _may_be_live(error):
+            app.call_from_thread(ask)
+        else:
+            app.post_message(failure(f"{run.name} was not resumed", error))
     else:
         app.post_message(messages.Launched(run))
 
@@ -358,20 +279,11 @@ def show_settings(app: SharedApp, run: RunDirectory) -> None:
     try:
         spec = read_spec(run)
     except InputError as error:
-        app.post_message(
-            messages.Failed(
-                f"The settings of {run.name} cannot be read", tuple(map(str, error.problems))
-            )
-        )
+        app.post_message(failure(f"The settings of {run.name} cannot be read", error))
         return
     lines = [f"{path} = {text_of(value)}" for path, value in flat(spec_tree(spec, full=False))]
-    app.push_screen(
-        Notice(
-            f"{run.name}: {plural(len(lines), 'setting')} that are not the default",
-            ["\n".join(lines)],
-            bad=False,
-        )
-    )
+    title = f"{run.name}: {plural(len(lines), 'setting')} that are not the default"
+    app.push_screen(Notice(title, ["\n".join(lines)], bad=False))
 
 
 def copy_path(app: SharedApp, run: RunDirectory) -> None:
@@ -389,9 +301,7 @@ def chat(app: SharedApp, run: RunDirectory) -> None:
     try:
         compare = read_spec(run).model.weights == "pretrained"
     except InputError as error:
-        app.post_message(
-            messages.Failed(f"{run.name} cannot be asked", tuple(map(str, error.problems)))
-        )
+        app.post_message(failure(f"{run.name} cannot be asked", error))
     else:
         app.open_chat(LoadModel(run=str(run.path), compare=compare))
 
@@ -409,11 +319,7 @@ def _state(app: SharedApp, run: RunDirectory) -> RunState | None:
         recorded = read_state(run)
         return recorded if recorded.state == "queued" else state_with_truth(run)
     except InputError as error:
-        app.post_message(
-            messages.Failed(
-                f"The state of {run.name} cannot be read", tuple(map(str, error.problems))
-            )
-        )
+        app.post_message(failure(f"The state of {run.name} cannot be read", error))
         return None
 
 
@@ -427,23 +333,22 @@ WROTE_S = 15.0
 METRICS, PICTURE = (".csv", ".parquet"), ".svg"
 
 
+@dataclass
 class Exporting(Message):
     """How far an export is; empty when it has ended."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        super().__init__()
+    text: str
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Exporting)
 
 
+@dataclass
 class Exported(Message):
     """Something of a run was written to a file or folder."""
 
-    def __init__(self, run: RunDirectory, path: Path) -> None:
-        self.run, self.path = run, path
-        super().__init__()
+    run: RunDirectory
+    path: Path
 
 
 def _note_text(notes: RunNotes) -> str:
@@ -471,17 +376,7 @@ def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
         except InputError:
             raise
         except SoTuiError as error:  # another user's run
-            raise InputError(
-                [
-                    Problem(
-                        code="not-kept",
-                        field="note",
-                        value="",
-                        message=str(error),
-                        remedy="It is only read.",
-                    )
-                ]
-            ) from None
+            raise reject("not-kept", "note", "", str(error), "It is only read.") from None
         return notes
 
     hint = "Words that begin with # are tags: too short #paper"
@@ -498,79 +393,44 @@ def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
 
 def show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
     """Show the last lines of each earlier attempt's log, the newest attempt first."""
-    app.run_worker(
-        partial(_read_earlier_logs, app, run),
-        thread=True,
-        group="request",
-        name="read earlier logs",
-        exit_on_error=False,
-    )
-
-
-def _read_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
-    """Read the logs in a thread."""
-    earlier = run.attempts()[-2::-1][:_MOST_ATTEMPTS]
-    found = []
-    for attempt in earlier:
-        lines = [line for reader in log_readers(run, attempt) for line in reader.tail(_LOG_LINES)]
-        found.append("\n".join((f"attempt {attempt}", *(lines or ["no log"]))))
-    more = f"`{so_tui_command('logs', run.name, '--attempt', 'N')}` prints all of one."
-    shown = (
-        [*found, more] if found else [f"{run.name} has one attempt; the dashboard shows its log."]
-    )
-    app.call_from_thread(_show_lines, app, f"{run.name}: logs of earlier attempts", shown)
-
-
-def _show_lines(app: SharedApp, title: str, lines: list[str]) -> None:
     from so_tui.ui.dialogs import Notice
 
-    app.push_screen(Notice(title, lines, bad=False))
+    def read() -> None:
+        found = []
+        for attempt in run.attempts()[-2::-1][:_MOST_ATTEMPTS]:
+            logs = log_readers(run, attempt)
+            lines = [line for reader in logs for line in reader.tail(_LOG_LINES)] or ["no log"]
+            found.append("\n".join((f"attempt {attempt}", *lines)))
+        if found:
+            more = so_tui_command("logs", run.name, "--attempt", "N")
+            found.append(f"`{more}` prints all of one.")
+        else:
+            found = [f"{run.name} has one attempt; the dashboard shows its log."]
+        notice = Notice(f"{run.name}: logs of earlier attempts", found, bad=False)
+        app.call_from_thread(app.push_screen, notice)
+
+    in_thread(app, read, "read earlier logs", group="request")
 
 
 def new_path(text: str) -> Path:
     """Return the path that was typed; no file may have it. Raises InputError."""
     if fault := path_fault(text):
-        raise InputError(
-            [
-                Problem(
-                    code="invalid-path",
-                    field="file",
-                    value=text,
-                    message=fault,
-                    remedy="Give another name.",
-                )
-            ]
-        )
+        raise reject("invalid-path", "file", text, fault, "Give another name.")
     path = Path(text).expanduser().absolute()
     if path.suffix in (*METRICS, PICTURE) and path.exists():
-        raise InputError(
-            [
-                Problem(
-                    code="file-exists",
-                    field="file",
-                    value=text,
-                    message="exists already",
-                    remedy="Choose another name.",
-                )
-            ]
-        )
+        raise reject("file-exists", "file", text, "exists already", "Choose another name.")
     return path
 
 
 def ask_to_export(screen: Page, row: RunRow, lines: Sequence[Line], names: Sequence[str]) -> None:
     """Ask where to, and export: what it is follows from the name."""
     run = row.run
-    from so_tui.ui.dialogs import AskText
 
     def named(path: Path | None) -> None:
         if path is not None:
             work = partial(_export, screen, run, path, tuple(lines), tuple(names))
-            screen.run_worker(work, thread=True, group="export", name="export", exit_on_error=False)
+            in_thread(screen, work, "export", group="export")
 
-    hint = (
-        "Up, down or a click choose what. Another name or path can be given; its ending says what "
-        "is written."
-    )
     choices = [
         *(
             [(f"{run.name}-model", "the model, a folder for from_pretrained")]
@@ -581,9 +441,25 @@ def ask_to_export(screen: Page, row: RunRow, lines: Sequence[Line], names: Seque
         (f"{run.name}.parquet", "every step (with pyarrow)"),
         (f"{run.name}.svg", "the chart as shown"),
     ]
-    dialog = AskText(
-        f"Export {run.name} to", hint, choices[0][0], yes="Export", read=new_path, choices=choices
+    ask_for_path(screen, run.name, choices, new_path, named)
+
+
+def ask_for_path(
+    screen: Page,
+    subject: str,
+    choices: Sequence[tuple[str, str]],
+    read: Callable[[str], Path],
+    named: Callable[[Path | None], None],
+) -> None:
+    """Ask for the file or folder that ``subject`` is exported to, one of ``choices`` or another."""
+    from so_tui.ui.dialogs import AskText
+
+    hint = (
+        "Up, down or a click choose what. Another name or path can be given; its ending says what "
+        "is written."
     )
+    title = f"Export {subject} to"
+    dialog = AskText(title, hint, choices[0][0], yes="Export", read=read, choices=choices)
     screen.app.push_screen(dialog, named)
 
 
@@ -600,7 +476,7 @@ def _export(
 ) -> None:
     """Export in a thread."""
     app = screen.app
-    try:
+    with reporting(app, run.name, "exported", path):
         screen.post_message(Exporting(f"exporting to {path.name} …"))
         if path.suffix in METRICS:
             said = _export_metrics(screen, run, path)
@@ -610,13 +486,6 @@ def _export(
             said = plural(len(lines), "line")
         else:
             said = _export_model(screen, run, path)
-    except SoTuiError as error:
-        app.post_message(Failed(f"{run.name} was not exported", tuple(str(error).splitlines())))
-    except OSError as error:
-        app.post_message(
-            Failed(f"{run.name} could not be exported", (f"{path}: {error.strerror}",))
-        )
-    else:
         screen.post_message(Exported(run, path))
         app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
     screen.post_message(Exporting(""))
@@ -641,3 +510,17 @@ def _export_model(screen: Page, run: RunDirectory, path: Path) -> str:
     for event in export_model(run, path):
         screen.post_message(Exporting(f"{path.name}: {brief_message(str(event))}"))
     return f"the model; `{so_tui_command('chat', str(path))}` talks to it"
+
+
+ACTIONS: dict[str, Callable[[SharedApp, RunDirectory], None]] = {
+    "stop": ask_to_stop,
+    "checkpoint": save_checkpoint,
+    "resume": ask_to_resume,
+    "delete": ask_to_delete,
+    "note": ask_for_note,
+    "attempts": show_earlier_logs,
+    "chat": chat,
+    "differences": show_settings,
+    "copy": copy_path,
+}
+"""What a key does to the run that a screen shows, by the key's id."""

@@ -19,7 +19,6 @@ from so_tui.runs.records import FINAL_STATES, RunState, StepRecord
 from so_tui.runs.results import RunResults, mean_name, mean_steps_of, results_of
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
-from so_tui.ui.text import reading_text
 
 if TYPE_CHECKING:
     from so_tui.launch.supervisor.processes import OwnProcesses
@@ -74,7 +73,7 @@ class RunLister:
         rows = []
         own_processes = OwnProcesses()
         for run in list_runs(self._runs_dir):
-            changed = _changed_ns(run)
+            changed = _written_ns(run.state_path), _written_ns(run.notes_path)
             known = self._ended.get(run.path)
             if known is not None and known[0] == changed:
                 rows.append(known[1])
@@ -122,11 +121,6 @@ class RunLister:
             read_notes(run),
             readable,
         )
-
-
-def _changed_ns(run: RunDirectory) -> tuple[int, int]:
-    """Return when the state and the notes of a run were written."""
-    return _written_ns(run.state_path), _written_ns(run.notes_path)
 
 
 def _written_ns(path: Path) -> int:
@@ -257,12 +251,6 @@ def means_note(curves: Sequence[LossCurve]) -> tuple[str, ...]:
     )
 
 
-def progress_text(curves: Sequence[LossCurve]) -> str:
-    """Return how much of the curves is drawn while parts of runs are still to be read."""
-    unread = max((curve.unread_share for curve in curves), default=0.0)
-    return reading_text(unread)
-
-
 def _spark(series: Series, length: int, width: int) -> str:
     """Return the first ``length`` values of a series as one row of bars, blank where it has no
     value.
@@ -271,12 +259,8 @@ def _spark(series: Series, length: int, width: int) -> str:
     if not width:
         return ""
     edges = [index * length // width for index in range(width + 1)]
-    middles = [_middle(series.extremes(start, stop)) for start, stop in itertools.pairwise(edges)]
-    return bars(middles)
-
-
-def _middle(span: tuple[float, float] | None) -> float:
-    return math.nan if span is None else span[0] / 2 + span[1] / 2
+    spans = [series.extremes(start, stop) for start, stop in itertools.pairwise(edges)]
+    return bars([math.nan if span is None else span[0] / 2 + span[1] / 2 for span in spans])
 
 
 def bars(values: Sequence[float]) -> str:

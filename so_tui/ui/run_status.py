@@ -15,7 +15,7 @@ from so_tui.runs.records import FINAL_STATES, PhaseRecord, StepRecord
 from so_tui.trust.text import brief_line, brief_message
 from so_tui.ui.lines import Part, Piece, fill_of, fill_pieces, legend, stacked, usage_style
 from so_tui.ui.snapshot import GpuView, Snapshot, mean_of_parts
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content, faint, shorten
 from so_tui.units import age, bandwidth, duration, memory_of, thousands
 
 # From the confirmation to the first step: what a run does meanwhile, and how long each part takes.
@@ -297,7 +297,7 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
         )
     records, inspected = snapshot.examined, snapshot.inspected
     if not records:
-        return Content.styled("step anatomy: after the first step", "$faint")
+        return faint("step anatomy: after the first step")
     values = [max(0.0, value) for value in mean_of_parts(records)]
     step_s = sum(record.step_s for record in records) / len(records)
     parts = [
@@ -358,7 +358,7 @@ def _worker_texts(record: StepRecord) -> list[Content]:
                 *pieces,
             ],
         )
-    return [Content.styled(f"  {', '.join(text)}", "$faint") for text in texts]
+    return [faint(f"  {', '.join(text)}") for text in texts]
 
 
 def _short_legend(parts: list[tuple[int, Part]], plain: bool) -> Content:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from textual import work
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.reactive import var
 from textual.theme import Theme
 from textual.widgets import DataTable
-from textual.worker import Worker, WorkerState
+from textual.worker import Worker
 
 from so_tui import units
 from so_tui.settings import AlertSettings, Settings
@@ -31,6 +31,7 @@ from so_tui.ui import messages
 from so_tui.ui.text import Content, GlyphName, PlainCharacters, chosen_glyphs, environment_at_start
 from so_tui.ui.textual_fixes import FixedApp
 from so_tui.ui.themes import DARK, THEMES, fallback_variables
+from so_tui.ui.widgets import command_key
 from so_tui.units import plural
 
 if TYPE_CHECKING:
@@ -77,15 +78,14 @@ class SettingsApp(FixedApp[None]):
     adds vim's keys.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
+    BINDINGS = [
+        command_key(
             "comma",
             "settings",
             "Settings",
-            key_display=",",
+            "Theme, keys, units and alerts, kept",
+            display=",",
             show=False,
-            id="settings",
-            tooltip="Theme, keys, units and alerts, kept",
         ),
         *(Binding(key, f"vim('{moves}')", show=False) for key, moves in VIM_KEYS.items()),
     ]
@@ -189,7 +189,7 @@ class SettingsApp(FixedApp[None]):
         error = writing.exception()
         if isinstance(error, InputError):
             title = "The settings hold only until so-tui is left"
-            self.post_message(messages.Failed(title, tuple(map(str, error.problems))))
+            self.post_message(messages.failure(title, error))
         elif error is not None:
             text = f"{type(error).__name__}: {error}"
             self.notify(text, title="Not remembered", severity="error", markup=False)
@@ -525,6 +525,26 @@ class SharedApp(SettingsApp):
         self.opened = run
         self.switch_mode("dashboard")
 
+    def ask(
+        self,
+        title: str,
+        lines: Sequence[str],
+        proceed: Callable[[], object],
+        *,
+        yes: str,
+        no: str = "No",
+        default_yes: bool = False,
+    ) -> None:
+        """Ask a question, and ``proceed`` if the answer is yes."""
+        from so_tui.ui.dialogs import Question
+
+        def answered(answer: bool | None) -> None:
+            if answer:
+                proceed()
+
+        question = Question(title, lines, yes=yes, no=no, default_yes=default_yes)
+        self.push_screen(question, answered)
+
     # What needs another screen: the application above knows them.
 
     def open_chat(self, load: LoadModel) -> None:
@@ -551,11 +571,6 @@ class SharedApp(SettingsApp):
 
     def report_failure(self, event: Worker.StateChanged) -> None:
         """Tell the user of a worker that failed unexpectedly."""
-        error = event.worker.error
-        if event.state is WorkerState.ERROR and error is not None:
-            self.notify(
-                f"{event.worker.name}: {type(error).__name__}: {error}",
-                title="Unexpected error",
-                severity="error",
-                markup=False,
-            )
+        if text := messages.unexpected_error(event):
+            text = f"{event.worker.name}: {text}"
+            self.notify(text, title="Unexpected error", severity="error", markup=False)

@@ -117,6 +117,11 @@ class Content(content.Content):
         return _own(super().pad_right(count, character))
 
 
+def faint(text: str) -> Content:
+    """Return text that is less important than what stands around it."""
+    return Content.styled(text, "$faint")
+
+
 def _own(made: content.Content) -> Content:
     """Return what a method of Textual's made, as content of this class: for type checkers, and for
     what is added to it later.
@@ -306,7 +311,10 @@ def chosen_glyphs(
             if wanted == name:
                 return name
     encoding = locale.getpreferredencoding(False) if encoding is None else encoding
-    if _locale_name(environ) in _ASCII_LOCALES or encoding.lower().replace("-", "") != "utf8":
+    # By POSIX's order of variables.
+    names_of_locale = (environ.get(variable) for variable in ("LC_ALL", "LC_CTYPE", "LANG"))
+    characters = next(filter(None, names_of_locale), "")
+    if characters in _ASCII_LOCALES or encoding.lower().replace("-", "") != "utf8":
         return "ascii"
     return "block" if environ.get("TERM") == "linux" else "braille"
 
@@ -325,13 +333,6 @@ def environment_at_start() -> dict[str, str]:
     if not any(entry.startswith(b"LC_CTYPE=") for entry in initial):
         environ.pop("LC_CTYPE", None)
     return environ
-
-
-def _locale_name(environ: Mapping[str, str]) -> str:
-    """Return the locale of characters by POSIX's order of variables; empty if none is set."""
-    return next(
-        (name for variable in ("LC_ALL", "LC_CTYPE", "LANG") if (name := environ.get(variable))), ""
-    )
 
 
 def shows_ascii(app: object) -> bool:

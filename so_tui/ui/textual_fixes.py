@@ -89,7 +89,13 @@ class DrawsPrintable(CachedLinesMixin):
 
     def render_line(self, y: int) -> Strip:
         strip = self.draw_line(y)
-        return strip if _is_printable(strip) else Strip(_replaced(strip), strip.cell_length)
+        if "".join([segment.text for segment in strip]).isprintable():
+            return strip
+        safe = [
+            Segment(same_cells(text, get_character_cell_size), style, control)
+            for text, style, control in strip
+        ]
+        return Strip(safe, strip.cell_length)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Return the application's filters without the one that translates the terminal's own 16
@@ -100,17 +106,6 @@ class DrawsPrintable(CachedLinesMixin):
             for filter in super().get_line_filters()
             if not isinstance(filter, ANSIToTruecolor)
         ]
-
-
-def _is_printable(segments: Iterable[Segment]) -> bool:
-    return "".join([segment.text for segment in segments]).isprintable()
-
-
-def _replaced(segments: Iterable[Segment]) -> list[Segment]:
-    return [
-        Segment(same_cells(text, get_character_cell_size), style, control)
-        for text, style, control in segments
-    ]
 
 
 class DrawnRowsMixin(DrawsPrintable):

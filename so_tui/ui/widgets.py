@@ -6,26 +6,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rich.segment import Segment
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.message import Message
-from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import CachedLinesMixin, Entry
 from so_tui.units import memory_size as memory
 from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Gpu, Machine
+
+
+def command_key(
+    keys: str,
+    action: str,
+    name: str,
+    tooltip: str = "",
+    *,
+    id: str = "",
+    display: str | None = None,
+    show: bool = True,
+) -> Binding:
+    """Return the binding of a command, which the help lists and the user's keymap may change.
+
+    Its ``id``, if not given, is the name of the action with hyphens.
+    """
+    id = id or action.partition("(")[0].replace("_", "-")
+    return Binding(keys, action, name, show, display, tooltip=tooltip, id=id)
 
 
 # Frames around panels: rounded lines with the panel's title on the left of the upper one, and its
@@ -105,7 +122,7 @@ class FindField(Entry):
     ``Input.Submitted`` on enter.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("enter", "submit", "Go there"),
         Binding("escape", "screen.leave_field", "Clear"),
     ]
@@ -151,14 +168,15 @@ class Grip(CachedLinesMixin):
     _from: int | None = None
     """Where it was grasped; None while it is not."""
 
+    @dataclass
     class Pulled(Message):
         """The line was pulled by ``cells``, down or to the right, since it was grasped; ``done``
         once it is let go.
         """
 
-        def __init__(self, grip: Grip, cells: int, *, done: bool) -> None:
-            self.grip, self.cells, self.done = grip, cells, done
-            super().__init__()
+        grip: Grip
+        cells: int
+        done: bool
 
     def _at(self, event: events.MouseEvent) -> int:
         return int(event.screen_y)
@@ -209,10 +227,7 @@ class KeyLine(CachedLinesMixin):
         super().__init__()
 
     def on_mount(self) -> None:
-        self.screen.bindings_updated_signal.subscribe(self, self._changed)
-
-    def _changed(self, screen: Screen[object]) -> None:
-        self.refresh()
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
 
     def render(self) -> Content:
         right = _item("^p", "commands")
@@ -346,4 +361,4 @@ class Rule(Grip):
 
 
 def _faint(text: str | Content) -> Content:
-    return Content.styled(text, "$faint") if isinstance(text, str) else text
+    return faint(text) if isinstance(text, str) else text

@@ -29,7 +29,7 @@ from so_tui.ui.charts.canvas import (
     time_values,
 )
 from so_tui.ui.charts.chart import _arranged, _Figure
-from so_tui.ui.charts.drawing import Mark, axis_row, gutter_text, plot_rows, x_text
+from so_tui.ui.charts.drawing import Mark, axis_row, cells_in, gutter_text, plot_rows, x_text
 from so_tui.ui.charts.series import Axis, Line, Series, _TrailingMean
 from so_tui.ui.run_rows import _spark
 from so_tui.ui.text import GlyphName
@@ -325,14 +325,14 @@ def test_no_figure_of_a_heading_is_cut(
     figures: list[tuple[int, str]], room: int, height: int
 ) -> None:
     made = [
-        _Figure([Segment(f"{index}".rjust(cells))], cast("Any", kind))
+        _Figure([(f"{index}".rjust(cells), "note")], cast("Any", kind))
         for index, (cells, kind) in enumerate(figures)
     ]
-    heading = _arranged([Segment("loss")], made, room, height)
-    assert Segment.get_line_length([*heading.title, *heading.beside]) <= room
-    assert Segment.get_line_length(heading.below) <= room
-    whole = [figure.segments[0] for figure in made]
-    assert all(segment in whole for segment in (*heading.beside, *heading.below))
+    heading = _arranged([("loss", "title")], made, room, height)
+    assert cells_in([*heading.title, *heading.beside]) <= room
+    assert cells_in(heading.below) <= room
+    whole = [figure.pieces[0] for figure in made]
+    assert all(piece in whole for piece in (*heading.beside, *heading.below))
 
 
 EXTREMES = (

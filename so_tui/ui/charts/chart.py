@@ -5,11 +5,11 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
-from textual import events
+from textual import events, on
 from textual.message import Message
 from textual.strip import Strip
 
@@ -19,7 +19,9 @@ from so_tui.ui.charts.drawing import (
     Mark,
     RoleStyles,
     axis_row,
+    cells_in,
     gutter_text,
+    joined,
     plot_key,
     plot_rows,
     role_css,
@@ -69,28 +71,28 @@ LEAST_ROWS_FOR_MORE = 8
 """Rows of a chart from which on a second row of values leaves a plot."""
 
 
+Pieces = list[tuple[str, str]]
+"""Texts, each with the role whose style it has."""
+
+
 class _Figure(NamedTuple):
     """What stands behind the title of a chart, with the space before it."""
 
-    segments: list[Segment]
+    pieces: Pieces
     kind: Literal["value", "raw", "note"] = "note"
-
-    @property
-    def cells(self) -> int:
-        return Segment.get_line_length(self.segments)
 
 
 class _Heading(NamedTuple):
     """The heading of a chart."""
 
-    title: list[Segment]
-    beside: list[Segment]
+    title: Pieces
+    beside: Pieces
     """Values and notes."""
-    below: list[Segment]
+    below: Pieces
     """Values that find no room beside the title."""
 
 
-def _arranged(title: list[Segment], figures: Sequence[_Figure], room: int, height: int) -> _Heading:
+def _arranged(title: Pieces, figures: Sequence[_Figure], room: int, height: int) -> _Heading:
     """Return as many values and notes as fit beside the title; none is cut, since a cut number is
     another number.
 
@@ -100,24 +102,22 @@ def _arranged(title: list[Segment], figures: Sequence[_Figure], room: int, heigh
         room: Cells of the title and of what stands beside it, and of the row below.
         height: Rows of the chart.
     """
-    free = room - Segment.get_line_length(title)
-    if (
-        height < LEAST_ROWS_FOR_MORE
-        and sum(figure.cells for figure in figures if figure.kind != "note") > free
-    ):
-        figures = [
-            figure for figure in figures if figure.kind != "raw"
-        ]  # the least of what a chart says
-    beside: list[Segment] = []
-    below: list[Segment] = []
+    free = room - cells_in(title)
+    values = sum(cells_in(figure.pieces) for figure in figures if figure.kind != "note")
+    if height < LEAST_ROWS_FOR_MORE and values > free:
+        # the least of what a chart says
+        figures = [figure for figure in figures if figure.kind != "raw"]
+    beside: Pieces = []
+    below: Pieces = []
     free_below = room
-    for figure in figures:
-        if figure.cells <= free and (figure.kind == "note" or not below):
-            beside += figure.segments
-            free -= figure.cells
-        elif figure.kind != "note" and figure.cells <= free_below:
-            below += figure.segments
-            free_below -= figure.cells
+    for pieces, kind in figures:
+        cells = cells_in(pieces)
+        if cells <= free and (kind == "note" or not below):
+            beside += pieces
+            free -= cells
+        elif kind != "note" and cells <= free_below:
+            below += pieces
+            free_below -= cells
     return _Heading(title, beside, below)
 
 
@@ -132,18 +132,17 @@ class _ChartFrame(NamedTuple):
 
     def upper(self, heading: _Heading) -> Strip:
         """Return the row of the heading."""
-        line, base = self.styles["frame"], self.styles["base"]
-        if not self.inset:
-            return Strip([*heading.title, *heading.beside]).adjust_cell_length(self.width, base)
-        left = [Segment("╭─ ", line), *heading.title, Segment(" ", line)]
-        right = [*heading.beside, Segment(" ─╮", line)] if heading.beside else [Segment("╮", line)]
-        between = self.width - Segment.get_line_length([*left, *right])
-        if heading.beside:  # its first two cells are blank: one of them belongs to the line
-            between += 1
-            right[0] = Segment(right[0].text[1:], right[0].style)
-        return Strip([*left, Segment("─" * between, line), *right]).adjust_cell_length(
-            self.width, base
-        )
+        row = [*heading.title, *heading.beside]
+        if self.inset:
+            left = [("╭─ ", "frame"), *heading.title, (" ", "frame")]
+            right = [*heading.beside, (" ─╮", "frame")] if heading.beside else [("╮", "frame")]
+            between = self.width - cells_in([*left, *right])
+            if heading.beside:  # its first two cells are blank: one of them belongs to the line
+                between += 1
+                right[0] = (right[0][0][1:], right[0][1])
+            row = [*left, ("─" * between, "frame"), *right]
+        strip = Strip(joined(row, self.styles))
+        return strip.adjust_cell_length(self.width, self.styles["base"])
 
     def row(self, row: Sequence[Segment]) -> Strip:
         """Return a row between the upper line and the lower one."""
@@ -158,12 +157,8 @@ class _ChartFrame(NamedTuple):
         line = self.styles["frame"]
         inside = Strip(row).adjust_cell_length(self.width - 2, line)
         if note:
-            inside = Strip(
-                [
-                    *inside.crop(0, self.width - 4 - len(note)),
-                    Segment(f" {note} ", self.styles["note"]),
-                ]
-            )
+            end = Segment(f" {note} ", self.styles["note"])
+            inside = Strip([*inside.crop(0, self.width - 4 - len(note)), end])
         return Strip([Segment("╰", line), *inside, Segment("╯", line)]).adjust_cell_length(
             self.width, self.styles["base"]
         )
@@ -175,6 +170,8 @@ class _ChartFrame(NamedTuple):
 
 WHEEL_PAN = 0.1
 """Share of the axis that one turn of the wheel pushes it by."""
+WHEEL_ZOOM = 0.7
+"""What it leaves of the axis where it zooms in."""
 DRAGGED_CELLS = 2
 """Cells that the mouse moves with its button held before that is a drag and no click."""
 
@@ -194,11 +191,19 @@ class Drag:
         return self.moved or abs(self.at - self.start) >= DRAGGED_CELLS
 
 
-class AxisMouse(DrawnRowsMixin):
-    """A widget with an x axis right of its gutter. What the mouse asks for is posted; the screen,
-    which owns the axis, answers.
+LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
+"""Cells and rows of a chart from which on it has a frame."""
+LEAST_COLUMNS = 4
+
+
+class Chart(DrawnRowsMixin, can_focus=True):
+    """One titled plot. Data comes whole through ``show``; nothing is computed while lines are
+    drawn.
+
+    What the mouse asks for is posted; the screen, which owns the axis, answers.
     """
 
+    ALLOW_MAXIMIZE = True
     ALLOW_SELECT = False  # dragging zooms
 
     axis: Axis | None = None
@@ -208,134 +213,36 @@ class AxisMouse(DrawnRowsMixin):
     _dragged = False
     """Whether the click that follows was a drag."""
 
+    @dataclass
     class CursorMoved(Message):
         """A position on the axis was clicked."""
 
-        def __init__(self, x: float) -> None:
-            self.x = x
-            super().__init__()
+        x: float
 
+    @dataclass
     class Zoomed(Message):
         """The wheel was turned: zoom by ``factor``, below 1 to zoom in, around ``x``."""
 
-        def __init__(self, factor: float, x: float) -> None:
-            self.factor, self.x = factor, x
-            super().__init__()
+        factor: float
+        x: float
 
+    @dataclass
     class Ranged(Message):
         """A range of the axis was dragged over."""
 
-        def __init__(self, low: float, high: float) -> None:
-            self.low, self.high = low, high
-            super().__init__()
+        low: float
+        high: float
 
+    @dataclass
     class Panned(Message):
         """The axis was pushed by a share of its width."""
 
-        def __init__(self, share: float) -> None:
-            self.share = share
-            super().__init__()
+        share: float
 
-    @property
-    def chosen(self) -> tuple[int, int] | None:
-        """First cell and end of the range that is being dragged over."""
-        drag = self._drag
-        if drag is None or drag.pans or not drag.far:
-            return None
-        first, last = sorted((drag.start, drag.at))
-        return (first, last) if first < last else None
+    class PageTurned(Message):
+        """The number of the page was clicked."""
 
-    def _x_at(self, offset: int) -> float | None:
-        cell, width = offset - self.inset - GUTTER, self.columns
-        if self.axis is None or width < 1 or not 0 <= cell < width:
-            return None
-        return self.axis.low + (cell + 0.5) / width * (self.axis.high - self.axis.low)
-
-    @property
-    def columns(self) -> int:
-        """Cells of the axis."""
-        return self.size.width - 2 * self.inset - GUTTER
-
-    def on_click(self, event: events.Click) -> None:
-        x = self._x_at(event.x)
-        if x is not None and not self._dragged:
-            self.post_message(self.CursorMoved(x))
-
-    def on_mouse_down(self, event: events.MouseDown) -> None:
-        self._dragged = False
-        if self._x_at(event.x) is not None:
-            self._drag = Drag(event.x, event.x, pans=event.button != 1 or event.shift or event.ctrl)
-            self.capture_mouse()
-
-    def on_mouse_move(self, event: events.MouseMove) -> None:
-        drag, first = self._drag, self.inset + GUTTER
-        if drag is None or event.x == drag.at:
-            return
-        moved = replace(drag, at=min(first + self.columns, max(first, event.x)))
-        if not moved.pans:
-            self._drag = moved
-            self.repaint()
-        elif moved.far:
-            self._dragged = True
-            self.post_message(self.Panned((drag.start - moved.at) / max(1, self.columns)))
-            self._drag = replace(moved, start=moved.at, moved=True)
-
-    def on_mouse_up(self, event: events.MouseUp) -> None:
-        drag, self._drag = self._drag, None
-        if drag is None:
-            return
-        self.release_mouse()
-        if drag.far and not drag.pans:
-            self._dragged = True
-            low, high = (
-                self._x_at(min(cell, self.inset + GUTTER + self.columns - 1))
-                for cell in sorted((drag.start, drag.at))
-            )
-            if low is not None and high is not None:
-                self.post_message(self.Ranged(low, high))
-            self.repaint()
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._wheel(event, 0.7)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._wheel(event, 1 / 0.7)
-
-    def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
-        self._push(event, -WHEEL_PAN)
-
-    def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
-        self._push(event, WHEEL_PAN)
-
-    def _wheel(self, event: events.MouseEvent, factor: float) -> None:
-        if event.shift or event.ctrl:
-            self._push(event, -WHEEL_PAN if factor < 1 else WHEEL_PAN)
-            return
-        x = self._x_at(event.x)
-        if x is not None:
-            event.stop()
-            event.prevent_default()
-            self.post_message(self.Zoomed(factor, x))
-
-    def _push(self, event: events.MouseEvent, share: float) -> None:
-        event.stop()
-        event.prevent_default()
-        self.post_message(self.Panned(share))
-
-
-BOLD = Style(bold=True)
-LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
-"""Cells and rows of a chart from which on it has a frame."""
-LEAST_COLUMNS = 4
-
-
-class Chart(AxisMouse, can_focus=True):
-    """One titled plot. Data comes whole through ``show``; nothing is computed while lines are
-    drawn.
-    """
-
-    ALLOW_MAXIMIZE = True
-    ROLES: ClassVar[dict[str, str]] = {
+    ROLES = {
         "raw": "color: $raw-line",
         "main": "color: $accent",
         "second": "color: $secondary",
@@ -361,7 +268,7 @@ class Chart(AxisMouse, can_focus=True):
         "note": "color: $faint",
         "empty": "",
     }
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"chart--{role}" for role in ROLES}
+    COMPONENT_CLASSES = {f"chart--{role}" for role in ROLES}
     DEFAULT_CSS = (
         "Chart { height: 1fr; width: 1fr;"
         + role_css("chart", ROLES)
@@ -413,8 +320,6 @@ class Chart(AxisMouse, can_focus=True):
         self.waiting = "waiting for the first step"
         self._shown: tuple[object, ...] = ()
         self._role_styles = RoleStyles("chart", self.ROLES)
-        self._body_key: tuple[object, ...] = ()
-        self._body_strips: list[Strip] = []
         self._plot_key: tuple[object, ...] = ()
         self._plotted: tuple[list[list[Segment]], Scale] = ([], Scale(0, 1))
 
@@ -436,51 +341,107 @@ class Chart(AxisMouse, can_focus=True):
 
         ``progress`` says what is still to come, and ``alarm`` what is wrong; both follow the title.
         """
-        self.alarm, self.progress = alarm, progress
         self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
-        self.marks, self.marked, self.cursor, self.notes = (
-            tuple(marks),
-            tuple(marked),
-            cursor,
-            tuple(notes),
-        )
-        window = None if axis is None else (axis.unit, axis.low, axis.high)
+        self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
+        self.cursor, self.alarm, self.progress = cursor, alarm, progress
         # Series grow in place, so their length says whether there is anything new.
-        shown = (
-            tuple(
-                (id(line.series), line.length, line.role, line.sign) for line in (*lines, *marked)
-            ),
-            self.names,
-            window,
-            self.marks,
-            cursor,
-            self.notes,
-            self.alarm,
-            self.progress,
-            self.turns,
-            self.waiting,
-            self.log_scale,
-            self.robust,
-            self.per,
-            self.unit,
-        )
+        series = [
+            (id(line.series), line.length, line.role, line.sign) for line in (*lines, *marked)
+        ]
+        window = None if axis is None else (axis.unit, axis.low, axis.high)
+        heading = self.names, self.notes, alarm, progress, self.turns, self.waiting, self.unit
+        shown = series, window, heading, self.marks, cursor, self.log_scale, self.robust, self.per
         if shown != self._shown:
             self._shown = shown
             self.repaint()
 
-    class PageTurned(Message):
-        """The number of the page was clicked."""
-
-    def on_click(self, event: events.Click) -> None:
-        """Turn the page; other clicks are those on the axis."""
+    def _is_on_number(self, event: events.Click) -> bool:
+        """Return whether the number of the page was clicked."""
         at = event.get_content_offset(self)
         if at is None or not self.turns or at.y not in (0, len(self._strips) - 1):
-            return
+            return False
         start = self._strips[at.y].text.find(self.turns)
-        if 0 <= start <= at.x < start + len(self.turns):
+        return 0 <= start <= at.x < start + len(self.turns)
+
+    def on_click(self, event: events.Click) -> None:
+        x = self._x_at(event.x)
+        if self._is_on_number(event):
             event.stop()
             event.prevent_default()
             self.post_message(self.PageTurned())
+        elif x is not None and not self._dragged:
+            self.post_message(self.CursorMoved(x))
+
+    @property
+    def chosen(self) -> tuple[int, int] | None:
+        """First cell and end of the range that is being dragged over."""
+        drag = self._drag
+        if drag is None or drag.pans or not drag.far:
+            return None
+        first, last = sorted((drag.start, drag.at))
+        return (first, last) if first < last else None
+
+    def _x_at(self, offset: int) -> float | None:
+        cell, width = offset - self.inset - GUTTER, self.columns
+        if self.axis is None or width < 1 or not 0 <= cell < width:
+            return None
+        return self.axis.low + (cell + 0.5) / width * (self.axis.high - self.axis.low)
+
+    @property
+    def columns(self) -> int:
+        """Cells of the axis."""
+        return self.size.width - 2 * self.inset - GUTTER
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        self._dragged = False
+        if self._x_at(event.x) is not None:
+            self._drag = Drag(event.x, event.x, pans=event.button != 1 or event.shift or event.ctrl)
+            self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        drag, first = self._drag, self.inset + GUTTER
+        if drag is None or event.x == drag.at:
+            return
+        moved = replace(drag, at=min(first + self.columns, max(first, event.x)))
+        if not moved.pans:
+            self._drag = moved
+            self.repaint()
+        elif moved.far:
+            self._dragged = True
+            self.post_message(self.Panned((drag.start - moved.at) / max(1, self.columns)))
+            self._drag = replace(moved, start=moved.at, moved=True)
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        drag, self._drag = self._drag, None
+        if drag is None:
+            return
+        self.release_mouse()
+        if drag.far and not drag.pans:
+            self._dragged = True
+            low, high = (
+                self._x_at(min(cell, self.inset + GUTTER + self.columns - 1))
+                for cell in sorted((drag.start, drag.at))
+            )
+            if low is not None and high is not None:
+                self.post_message(self.Ranged(low, high))
+            self.repaint()
+
+    @on(events.MouseScrollUp)
+    @on(events.MouseScrollDown)
+    @on(events.MouseScrollLeft)
+    @on(events.MouseScrollRight)
+    def _wheel(self, event: events.MouseEvent) -> None:
+        forward = isinstance(event, events.MouseScrollDown | events.MouseScrollRight)
+        sideways = isinstance(event, events.MouseScrollLeft | events.MouseScrollRight)
+        x = self._x_at(event.x)
+        if sideways or event.shift or event.ctrl:
+            self.post_message(self.Panned(WHEEL_PAN if forward else -WHEEL_PAN))
+        elif x is not None:
+            self.post_message(self.Zoomed(1 / WHEEL_ZOOM if forward else WHEEL_ZOOM, x))
+        else:
+            return
+        event.stop()
+        event.prevent_default()
 
     def row_key(self) -> tuple[object, ...]:
         return *super().row_key(), self.glyphs
@@ -502,66 +463,43 @@ class Chart(AxisMouse, can_focus=True):
         columns = width - 2 * self.inset - GUTTER
         styles = self._role_styles.get(self)
         frame = _ChartFrame(width, self.inset, styles)
-        heading = _arranged(self._title(styles, room), list(self._figures(styles)), room, height)
+        title = self._title(room)
+        heading = _arranged(title, list(self._figures()), room, height)
         # Values that find no room beside the title have a row of their own, where that leaves a
         # plot.
-        rows = [frame.row(heading.below)] if heading.below and height >= LEAST_ROWS_FOR_MORE else []
+        below = joined(heading.below, styles)
+        rows = [frame.row(below)] if below and height >= LEAST_ROWS_FOR_MORE else []
         roomy = columns >= LEAST_COLUMNS and height >= 3
         if roomy and self.axis is not None and any(line.length for line in self.lines):
             rows += self._body(self.axis, columns, height - 2 - len(rows), frame, styles)
         else:
-            rows += (
-                [frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])])] if roomy else []
-            )
+            if roomy:
+                rows.append(frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])]))
             if self.inset:
                 rows += [frame.row([])] * (height - 2 - len(rows))
                 rows.append(frame.lower([Segment("─" * (width - 2), styles["frame"])], self.turns))
         if self.robust:  # the plot knows by now how many values it leaves out
-            heading = _arranged(
-                self._title(styles, room), list(self._figures(styles)), room, height
-            )
+            heading = _arranged(title, list(self._figures()), room, height)
         return [frame.upper(heading), *rows]
 
     def _body(
         self, axis: Axis, width: int, height: int, frame: _ChartFrame, styles: dict[str, Style]
     ) -> list[Strip]:
-        """Return plot and axis, cached while nothing of them changes: values beyond the range are
-        no change.
-        """
-        size = width, height, self.inset
-        drawn = (
-            *size,
-            self.log_scale,
-            self.robust,
-            self.glyphs,
-            id(styles),
-            *plot_key((*self.lines, *self.marked), axis),
-        )
-        key = drawn, self.per, self.marks, self.cursor, self.chosen, self.turns
-        if key != self._body_key:
-            self._body_key = key
-            plot, scale = self._plot(axis, width, height, styles, drawn)
-            labels = gutter_text(scale, height, self.format_value, self.per)
-            plot = [
-                self._with_range(
-                    with_cursor(row, axis, self.cursor, width, styles["cursor"]), width, styles
-                )
-                for row in plot
-            ]
-            rows = [
-                frame.row([Segment(label, styles["label"]), *row])
-                for label, row in zip(labels, plot, strict=True)
-            ]
-            unit = f" {axis.unit} "
-            corner = [
-                Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]),
-                Segment(unit, styles["label"]),
-            ]
-            lower = frame.lower(
-                [*corner, *axis_row(axis, width, self._all_marks(axis, width), styles)], self.turns
-            )
-            self._body_strips = [*rows, lower]
-        return self._body_strips
+        """Return plot and axis."""
+        plot, scale = self._plot(axis, width, height, styles)
+        labels = gutter_text(scale, height, self.format_value, self.per)
+        rows = []
+        for label, row in zip(labels, plot, strict=True):
+            row = with_cursor(row, axis, self.cursor, width, styles["cursor"])
+            row = self._with_range(row, width)
+            rows.append(frame.row([Segment(label, styles["label"]), *row]))
+        unit = f" {axis.unit} "
+        corner = [
+            Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]),
+            Segment(unit, styles["label"]),
+        ]
+        lower = axis_row(axis, width, self._all_marks(axis, width), styles)
+        return [*rows, frame.lower([*corner, *lower], self.turns)]
 
     def _all_marks(self, axis: Axis, width: int) -> Sequence[Mark]:
         """Return the marks, and one for each of ``width`` columns where the first line has a gap or
@@ -586,11 +524,13 @@ class Chart(AxisMouse, can_focus=True):
         ]
 
     def _plot(
-        self, axis: Axis, width: int, height: int, styles: dict[str, Style], key: tuple[object, ...]
+        self, axis: Axis, width: int, height: int, styles: dict[str, Style]
     ) -> tuple[list[list[Segment]], Scale]:
-        """Return the plot area, cached while ``key`` does not change: moving a cursor does not draw
-        it again.
+        """Return the plot area, cached while nothing of it changes: moving a cursor does not draw
+        it again, and values beyond the range are no change.
         """
+        look = width, height, self.log_scale, self.robust, self.glyphs, id(styles)
+        key = look, plot_key(self.lines, axis)
         if key != self._plot_key:
             self._plot_key = key
             self._plotted = plot_rows(
@@ -605,26 +545,20 @@ class Chart(AxisMouse, can_focus=True):
         self._outside = beyond(found, scale) if self.robust else 0
         return scale
 
-    def _title(self, styles: Mapping[str, Style], room: int) -> list[Segment]:
+    def _title(self, room: int) -> Pieces:
         """Return the title, with the number of the page, what is still being read, and what is
         wrong.
         """
-        title = [Segment(self.title, styles["title"])]
         scaled = self.log_scale or self.robust  # which must be read rather than the page
-        if (
-            self.turns
-            and not self.inset
-            and not scaled
-            and len(self.title) + 2 + len(self.turns) <= room
-        ):
-            title.append(Segment(f"  {self.turns}", styles["note"]))
-        if self.progress:
-            title.append(Segment(f"  {self.progress}", styles["cursor"]))
-        if self.alarm:
-            title.append(Segment(f"  {self.alarm}", styles["bad"]))
-        return title
+        paged = not self.inset and not scaled and len(self.title) + 2 + len(self.turns) <= room
+        others = (
+            (self.turns if paged else "", "note"),
+            (self.progress, "cursor"),
+            (self.alarm, "bad"),
+        )
+        return [(self.title, "title"), *((f"  {text}", role) for text, role in others if text)]
 
-    def _figures(self, styles: Mapping[str, Style]) -> Iterator[_Figure]:
+    def _figures(self) -> Iterator[_Figure]:
         """Yield values and notes, each with the space before it."""
         axis = self.axis
         for line, name in zip(self.lines, self.names, strict=True):
@@ -638,40 +572,25 @@ class Chart(AxisMouse, can_focus=True):
             shown = "-" if value is None else self.format_value(value / self.per)
             called = f"  {name} ".replace("  . ", "  ")
             if line.role == "raw":
-                yield _Figure(
-                    [Segment(called, styles["note"]), Segment(shown, styles["label"])], "raw"
-                )
+                yield _Figure([(called, "note"), (shown, "label")], "raw")
                 continue
-            style = styles[line.role] + BOLD
-            sign = [Segment(f"  {line.sign}", style)] if line.sign else []
-            yield _Figure(
-                [
-                    *sign,
-                    Segment(called[1:] if sign else called, styles["note"]),
-                    Segment(shown, style),
-                ],
-                "value",
-            )
+            role = f"bold {line.role}"
+            sign = [(f"  {line.sign}", role)] if line.sign else []
+            yield _Figure([*sign, (called[1:] if sign else called, "note"), (shown, role)], "value")
         if self.unit:
-            yield _Figure([Segment(f" {self.unit}", styles["note"])])
+            yield _Figure([(f" {self.unit}", "note")])
         if self.cursor is not None and axis is not None:
-            yield _Figure(
-                [Segment(f"  at {axis.unit} {x_text(axis, self.cursor)}", styles["cursor"])]
-            )
-        if self.log_scale:
-            yield _Figure([Segment("  log y", styles["note"])])
-        if self.robust:
-            yield _Figure([Segment("  robust y", styles["note"])])
-            if self._outside:
-                yield _Figure(
-                    [Segment(f", {plural(self._outside, 'column')} beyond", styles["note"])]
-                )
-        for note in self.notes:
-            yield _Figure([Segment(f"  {note}", styles["note"])])
+            yield _Figure([(f"  at {axis.unit} {x_text(axis, self.cursor)}", "cursor")])
+        beyond = f", {plural(self._outside, 'column')} beyond" if self._outside else ""
+        for note in (
+            "  log y" if self.log_scale else "",
+            *(("  robust y", beyond) if self.robust else ()),
+            *(f"  {note}" for note in self.notes),
+        ):
+            if note:
+                yield _Figure([(note, "note")])
 
-    def _with_range(
-        self, row: list[Segment], width: int, styles: Mapping[str, Style]
-    ) -> list[Segment]:
+    def _with_range(self, row: list[Segment], width: int) -> list[Segment]:
         """Return the row with the range reversed that is being dragged over."""
         if self.chosen is None:
             return row

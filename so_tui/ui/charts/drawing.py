@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual.widget import Widget
@@ -18,6 +19,9 @@ GUTTER = 7
 """Cells left of every plot, the same everywhere, so that plots above each other share their
 columns.
 """
+
+
+BOLD = Style(bold=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +67,11 @@ def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
     return axis.unit, axis.low, axis.high, tuple(lengths)
 
 
-def x_text(axis: Axis, x: float) -> str:
-    """Return a position on the axis as text: ``1,240`` steps or ``12 m 4 s``."""
+def x_text(axis: Axis, x: float, parts: int = 2) -> str:
+    """Return a position on the axis as text: ``1,240`` steps or ``12 m 4 s``, in so many parts."""
     if axis.unit == "step":
         return thousands(round(x))
-    return mark_duration(max(0.0, x - axis.origin))
-
-
-def _tick_text(axis: Axis, x: float) -> str:
-    """Return ``x_text`` with every part of a time: neighbours deep in a long run differ in the
-    last.
-    """
-    return (
-        x_text(axis, x)
-        if axis.unit == "step"
-        else mark_duration(max(0.0, x - axis.origin), parts=4)
-    )
+    return mark_duration(max(0.0, x - axis.origin), parts)
 
 
 def plot_rows(
@@ -190,7 +183,8 @@ def _placed(
     labels: list[tuple[int, str]] = []
     free = 0
     for value in values:
-        label = _tick_text(axis, value)
+        # With every part of a time: neighbours deep in a long run differ in the last.
+        label = x_text(axis, value, parts=4)
         start = min(max(0, _column(axis, value, width) - len(label) // 2), width - len(label) - 1)
         if start < free or any(start <= column < start + len(label) for column in taken):
             continue
@@ -200,6 +194,11 @@ def _placed(
         labels.append((start, label))
         free = start + len(label) + 1
     return labels
+
+
+def cells_in(pieces: Iterable[tuple[str, str]]) -> int:
+    """Return the cells of texts with their roles."""
+    return sum(cell_len(text) for text, _ in pieces)
 
 
 def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> list[Segment]:
@@ -291,7 +290,7 @@ class RoleStyles:
         self._styles: dict[str, Style] = {}
 
     def get(self, widget: Widget) -> dict[str, Style]:
-        """Return the styles, and the widget's own as ``base``."""
+        """Return the styles, each also in bold, and the widget's own as ``base``."""
         key = (widget.app.theme, widget.has_focus, widget.is_maximized)
         if key != self._key:
             self._key = key
@@ -299,5 +298,6 @@ class RoleStyles:
                 role: widget.get_component_rich_style(f"{self._prefix}--{role}")
                 for role in self._roles
             }
+            self._styles |= {f"bold {role}": style + BOLD for role, style in self._styles.items()}
             self._styles["base"] = widget.rich_style
         return self._styles

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, Static
-from textual.worker import Worker, WorkerState
+from textual.worker import Worker
 
-from so_tui.spec import InputError, Problem
-from so_tui.spec.errors import SoTuiError
+from so_tui.spec.errors import SoTuiError, reject
 from so_tui.spec.generation import (
     Answer,
     Ended,
@@ -32,8 +32,9 @@ from so_tui.spec.generation import (
     Side,
     Turn,
 )
+from so_tui.ui.messages import unexpected_error
 from so_tui.ui.shared_app import SettingsApp
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.widgets import KeyLine, Rule
 from so_tui.units import duration, plural, thousands
@@ -88,13 +89,8 @@ def _read_sampling(text: str) -> Sampling:
         values = {name.replace("-", "_"): value for name, value in pairs.items()}
         return msgspec.convert(values, Sampling, strict=False)
     except msgspec.ValidationError as error:
-        message, remedy = (
-            f"cannot be used ({error})",
-            f"Write, for example: {_sampling_text(Sampling())}",
-        )
-        raise InputError(
-            [Problem(code="sampling", field="sampling", value=text, message=message, remedy=remedy)]
-        ) from error
+        remedy = f"Write, for example: {_sampling_text(Sampling())}"
+        raise reject("sampling", "sampling", text, f"cannot be used ({error})", remedy) from error
 
 
 DRAW_S = 0.1
@@ -108,28 +104,25 @@ _ENDS: dict[Ended, str] = {
 }
 
 
+@dataclass
 class Started(Message):
     """The helper process was started."""
 
-    def __init__(self, process: ModelProcess) -> None:
-        self.process = process
-        super().__init__()
+    process: ModelProcess
 
 
+@dataclass
 class Happened(Message):
     """The helper process says something."""
 
-    def __init__(self, event: Event) -> None:
-        self.event = event
-        super().__init__()
+    event: Event
 
 
+@dataclass
 class ChatFailed(Message):
     """The helper process has ended with an error."""
 
-    def __init__(self, lines: tuple[str, ...]) -> None:
-        self.lines = lines
-        super().__init__()
+    lines: tuple[str, ...]
 
 
 class Column(VerticalScroll, can_focus=False):
@@ -184,7 +177,7 @@ class ChatScreen(Screen[None]):
 
     CSS_PATH = "screen.tcss"
     AUTO_FOCUS = "#question"
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding(
             "escape",
             "stop_or_leave",
@@ -232,7 +225,7 @@ class ChatScreen(Screen[None]):
         from so_tui.launch.helper import Cancel
 
         self._end = Cancel()
-        self._show_title(Content.styled("starting the helper process …", "$faint"))
+        self._show_title(faint("starting the helper process …"))
         self._show_sampling()
         self.set_interval(DRAW_S, self._draw)
         self._converse(self._end)
@@ -246,16 +239,12 @@ class ChatScreen(Screen[None]):
                 self.post_message(Started(process))
                 for event in process.events():
                     self.post_message(Happened(event))
-        except InputError as error:
-            self.post_message(ChatFailed(tuple(map(str, error.problems))))
         except SoTuiError as error:
             self.post_message(ChatFailed(tuple(str(error).splitlines())))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if event.state is WorkerState.ERROR:
-            self.post_message(
-                ChatFailed((f"{type(event.worker.error).__name__}: {event.worker.error}",))
-            )
+        if text := unexpected_error(event):
+            self.post_message(ChatFailed((text,)))
 
     def on_unmount(self) -> None:
         if self._end is not None:
@@ -271,7 +260,7 @@ class ChatScreen(Screen[None]):
     async def _happened(self, message: Happened) -> None:
         event = message.event
         if isinstance(event, Progress):
-            self._show_title(Content.styled(f"{event.message} …", "$faint"))
+            self._show_title(faint(f"{event.message} …"))
         elif isinstance(event, Loaded):
             await self._show_models(event)
         elif isinstance(event, Piece):
@@ -281,7 +270,7 @@ class ChatScreen(Screen[None]):
             said = (
                 f"{plural(event.tokens, 'token')} in {duration(event.seconds)}{_ENDS[event.ended]}"
             )
-            self._ended(event.side, Content.styled(said, "$faint"))
+            self._ended(event.side, faint(said))
         elif isinstance(event, Rejected):
             self._conversation.take_back(event.side)
             self._ended(event.side, Content.styled(f"✗ {event.problem}", "$error"))
@@ -289,7 +278,7 @@ class ChatScreen(Screen[None]):
     async def _show_models(self, loaded: Loaded) -> None:
         self._loaded = loaded
         await self.query_one("#chat-columns").mount_all([Column(model) for model in loaded.models])
-        self._show_title(Content.styled(f"on {loaded.device}, in {loaded.layout}", "$faint"))
+        self._show_title(faint(f"on {loaded.device}, in {loaded.layout}"))
         question = self.query_one("#question", Entry)
         question.disabled, question.placeholder = False, "ask something, then enter"
         self.set_focus(question)
@@ -318,7 +307,7 @@ class ChatScreen(Screen[None]):
     def _show_sampling(self) -> None:
         system = f"  system: {shorten(self._system, 40)}" if self._system else ""
         self.query_one("#chat-sampling", Static).update(
-            Content.styled(_sampling_text(self._sampling) + system, "$faint")
+            faint(_sampling_text(self._sampling) + system)
         )
 
     # Commands.

@@ -5,12 +5,12 @@ what the one with the focus is for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
@@ -29,7 +29,7 @@ from so_tui.ui.form import (
     label,
     next_text,
 )
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.widgets import FindField
 
@@ -49,12 +49,11 @@ class Stepper(Static):
     Stepper:hover { background: $accent; color: $background; }
     """
 
+    @dataclass
     class Stepped(Message):
         """Another value is wanted."""
 
-        def __init__(self, direction: Direction) -> None:
-            self.direction = direction
-            super().__init__()
+        direction: Direction
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
@@ -64,16 +63,12 @@ class Stepper(Static):
         event.stop()
         self.post_message(self.Stepped(self._direction))
 
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._wheel(event, 1)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._wheel(event, -1)
-
-    def _wheel(self, event: events.MouseEvent, direction: Direction) -> None:
+    @on(events.MouseScrollUp)
+    @on(events.MouseScrollDown)
+    def _wheel(self, event: events.MouseEvent) -> None:
         event.stop()
         event.prevent_default()
-        self.post_message(self.Stepped(direction))
+        self.post_message(self.Stepped(1 if isinstance(event, events.MouseScrollUp) else -1))
 
 
 # One row of the form: its name, its control, and beside it a hint or a problem.
@@ -92,14 +87,13 @@ class Tick(Checkbox):
 class Choice(Select[str], inherit_bindings=False):
     """A choice that opens with enter or space: up and down move between the fields of a form."""
 
+    @dataclass
     class Opened(Message):
         """The list was opened, or closed again."""
 
-        def __init__(self, opened: bool) -> None:
-            self.opened = opened
-            super().__init__()
+        opened: bool
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("enter,space", "show_overlay", "Show menu", show=False),
         Binding("down", "screen.field(1)", "Next field", show=False),
         Binding("up", "screen.field(-1)", "Field before", show=False),
@@ -114,7 +108,7 @@ class FormEntry(Entry):
     scroll.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("down", "screen.field(1)", "Next field", show=False),
         Binding("up", "screen.field(-1)", "Field before", show=False),
     ]
@@ -123,7 +117,7 @@ class FormEntry(Entry):
 class FieldRow(Horizontal):
     """One field. Posts Edited with the dotted path and the text as ``--set`` takes it."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [  # here, too: the form around it would scroll
+    BINDINGS = [  # here, too: the form around it would scroll
         Binding("down", "screen.field(1)", "Next field", show=False),
         Binding("up", "screen.field(-1)", "Field before", show=False),
         Binding("shift+up", "step(1)", "More", show=False),
@@ -158,10 +152,10 @@ class FieldRow(Horizontal):
     }
     """  # noqa: E501
 
+    @dataclass
     class Edited(Message):
-        def __init__(self, path: str, text: str) -> None:
-            self.path, self.text = path, text
-            super().__init__()
+        path: str
+        text: str
 
     def __init__(self, path: str, info: FieldInfo | None, key: str, value: str) -> None:
         """``key`` is the path that ``value`` is set under: for the length, which has no ``info``,
@@ -328,12 +322,8 @@ class FieldRow(Horizontal):
         if can_step(self.info) and (after := next_text(path, text, direction)) is not None:
             self.query_one(Input).value = after
 
-    def on_descendant_focus(self) -> None:
-        self._select()
-
-    def on_descendant_blur(self) -> None:
-        self._select()
-
+    @on(events.DescendantFocus)
+    @on(events.DescendantBlur)
     def _select(self) -> None:
         self.set_class(self.has_focus_within, "-selected")
         self._show_note()
@@ -432,12 +422,6 @@ class FormPanel(Vertical):
         )
         return True
 
-    def set_values(self, values: Mapping[str, str]) -> None:
-        """Show values that were entered elsewhere."""
-        for row in self.all_rows:
-            if row.path in values:
-                row.show_value(row.path, values[row.path])
-
     def mark(
         self,
         was: Callable[[str], str | None],
@@ -523,10 +507,6 @@ class FormPanel(Vertical):
         rows[index].focus_control()
         rows[index].scroll_visible(animate=False)
 
-    def open_find(self) -> None:
-        """Ask for a field."""
-        self.find.open()
-
     def close_find(self) -> bool:
         """Show every field again; return whether some were hidden."""
         if not self.find.close():
@@ -569,19 +549,13 @@ class FormPanel(Vertical):
                     heading = child
                     heading.display = not needle
 
-    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        self.show_about()
-
-    def on_descendant_blur(self, event: events.DescendantBlur) -> None:
-        self.show_about()
-
+    @on(events.DescendantFocus)
+    @on(events.DescendantBlur)
     def show_about(self) -> None:
         """Describe the field with the focus, or say what is wrong with it."""
         row = self._selected
         if row is None:
-            self.about.update(
-                Content.styled("up and down move between fields, / finds one", "$faint")
-            )
+            self.about.update(faint("up and down move between fields, / finds one"))
         elif row.problem:
             refused = f"{self._refused}: " if self._refused else ""
             self.about.update(

@@ -5,11 +5,11 @@ step the value.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from dataclasses import dataclass
 
-from textual import events, getters
+from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.widgets import Button, Static
@@ -20,7 +20,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.messages import Planned
 from so_tui.ui.plan_view import SIGNS, STYLES, step_error_text
 from so_tui.ui.run_rows import bars
-from so_tui.ui.text import Content, shows_ascii
+from so_tui.ui.text import Content, faint, shows_ascii
 from so_tui.units import duration, memory_of, plural
 from so_tui.units import memory_size as memory
 
@@ -39,7 +39,7 @@ class WhatIf(StyledLines, can_focus=True):
     is marked.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("left", "step(-1)", "Less", show=False),
         Binding("right", "step(1)", "More", show=False),
         Binding("up,down", "other", "Other strip", show=False),
@@ -53,12 +53,12 @@ class WhatIf(StyledLines, can_focus=True):
     _dragged: int | None = None
     """The strip on which the mouse button is held."""
 
+    @dataclass
     class Stepped(Message):
         """Another value was chosen."""
 
-        def __init__(self, path: str, value: float) -> None:
-            self.path, self.value = path, value
-            super().__init__()
+        path: str
+        value: float
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -149,19 +149,15 @@ class WhatIf(StyledLines, can_focus=True):
             found = _bar_at(strip, event.x - self.gutter.left)
             self._choose(strip, None if found is None else strip.choices[found].value)
 
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._turn(event, 1)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._turn(event, -1)
-
-    def _turn(self, event: events.MouseEvent, direction: int) -> None:
+    @on(events.MouseScrollUp)
+    @on(events.MouseScrollDown)
+    def _wheel(self, event: events.MouseEvent) -> None:
         index = self._strip_at(event)
         if index is not None:
             event.stop()
             event.prevent_default()
             self._marked = index
-            self.action_step(direction)
+            self.action_step(1 if isinstance(event, events.MouseScrollUp) else -1)
 
 
 def _bar_at(strip: Strip, x: int) -> int | None:
@@ -197,7 +193,7 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
         (f"{low:.2f} ", "$faint"),
     )
     return [
-        line + Content.assemble(*pieces) + Content.styled(f" {high:.2f}", "$faint"),
+        line + Content.assemble(*pieces) + faint(f" {high:.2f}"),
         _figures(strip.choices[strip.at], width),
     ]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import PurePath
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from textual import getters, on, work
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.timer import Timer
 from textual.widget import Widget
@@ -37,8 +36,8 @@ from so_tui.ui.form import (
 )
 from so_tui.ui.messages import Compared, Failed, Partitions, Planned
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
-from so_tui.ui.text import Content
-from so_tui.ui.widgets import Divider
+from so_tui.ui.text import Content, faint
+from so_tui.ui.widgets import Divider, command_key
 from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
@@ -145,13 +144,10 @@ class Drafts:
     def shown_value(self, path: str) -> tuple[str, str]:
         """Return the key that a row of the form shows and its text."""
         if path == LENGTH:
-            return length_of({**dict.fromkeys(LENGTH_KEYS, "0"), **self._lengths()})
+            # An edited length hides those of the preset.
+            typed = {key: text for key, text in self.edits.items() if key in LENGTH_KEYS}
+            return length_of(typed or self.base_values)
         return path, self.values.get(path, "")
-
-    def _lengths(self) -> dict[str, str]:
-        """Return the lengths in force: an edited one hides those of the preset."""
-        typed = {path: text for path, text in self.edits.items() if path in LENGTH_KEYS}
-        return typed or {path: self.base_values.get(path, "0") for path in LENGTH_KEYS}
 
     def was(self, path: str) -> str | None:
         """Return what a field said when the preset was opened, if the user has changed it since;
@@ -282,7 +278,7 @@ def _changes_title(drafts: Drafts, width: int) -> Content:
         f"   ★ {count} recommended",
     ):
         if line.cell_length + cell_len(text) <= width:
-            return line + Content.styled(text, "$faint")
+            return line + faint(text)
     return line
 
 
@@ -308,14 +304,10 @@ def _ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> 
     """
     if drafts.base is None or not (drafts.edits or drafts.changes):
         return
-    from so_tui.ui.dialogs import Question
-
     preset, changed = drafts.base.name, drafts.changes
     recommended = ", ".join(map(label, drafts.recommended))
 
-    def answered(yes: bool | None) -> None:
-        if not yes or drafts.base is None:
-            return
+    def undo() -> None:
         if changed:
             drafts.undo()
         else:
@@ -324,13 +316,11 @@ def _ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> 
 
     if changed:
         kept = f" What was recommended stays: {recommended}." if recommended else ""
-        lines, undo = [f"{plural(len(changed), 'change')} will be lost.{kept}"], "Undo all changes"
+        line, yes = f"{plural(len(changed), 'change')} will be lost.{kept}", "Undo all changes"
     else:
-        lines, undo = (
-            [f"What was recommended for {drafts.recommended_for} is given up: {recommended}."],
-            "Use the preset as it is",
-        )
-    app.push_screen(Question(f"Back to preset {preset}?", lines, yes=undo), answered)
+        line = f"What was recommended for {drafts.recommended_for} is given up: {recommended}."
+        yes = "Use the preset as it is"
+    app.ask(f"Back to preset {preset}?", [line], undo, yes=yes)
 
 
 DEBOUNCE_S = 0.12
@@ -340,7 +330,7 @@ LEAST_PLAN = 44
 
 class ConfigureScreen(ResizablePage):
     PAGE = "configure"
-    CSS_PATH: ClassVar[list[str | PurePath]] = ["screen.tcss", "form.tcss"]
+    CSS_PATH = ["screen.tcss", "form.tcss"]
     AUTO_FOCUS = ""
     # Nothing is focused at first, so that single keys are commands; tab goes to the first field.
     HELP_TEXT = (
@@ -352,51 +342,23 @@ class ConfigureScreen(ResizablePage):
         "does not fit. Leave a text field with esc to use single keys."
     )
     SIZES = ("form",)
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "l,f5",
-            "launch",
-            "Launch",
-            key_display="l/F5",
-            id="launch",
-            tooltip="Start this run (asks once)",
+    BINDINGS = [
+        command_key("l,f5", "launch", "Launch", "Start this run (asks once)", display="l/F5"),
+        command_key("ctrl+s", "save", "Save", "Save these settings as a preset"),
+        command_key(
+            "equals_sign", "differences", "Changes", "What differs from the preset", display="="
         ),
-        Binding("ctrl+s", "save", "Save", id="save", tooltip="Save these settings as a preset"),
-        Binding(
-            "equals_sign",
-            "differences",
-            "Changes",
-            key_display="=",
-            id="differences",
-            tooltip="What differs from the preset",
-        ),
-        Binding(
-            "u",
-            "reset",
-            "Undo",
-            id="reset",
-            tooltip="Undo your changes; once more, use the preset as it is",
-        ),
-        Binding(
+        command_key("u", "reset", "Undo", "Undo your changes; once more, use the preset as it is"),
+        command_key(
             "d",
             "preview_data",
             "Data",
-            id="preview-data",
-            tooltip="See the data as the model will: rows, lengths, packing, what is dropped",
+            "See the data as the model will: rows, lengths, packing, what is dropped",
         ),
-        Binding(
-            "y", "copy", "Copy", id="copy", tooltip="Copy the exact command that would be started"
-        ),
-        Binding(
-            "slash", "find", "Find", key_display="/", id="find", tooltip="Find a field by its name"
-        ),
-        Binding(
-            "k",
-            "what_if",
-            "What if",
-            show=False,
-            id="what-if",
-            tooltip="Step ratio and Adam cores with left and right",
+        command_key("y", "copy", "Copy", "Copy the exact command that would be started"),
+        command_key("slash", "find", "Find", "Find a field by its name", display="/"),
+        command_key(
+            "k", "what_if", "What if", "Step ratio and Adam cores with left and right", show=False
         ),
         Binding("down", "field(1)", "Next field", show=False),
         Binding("up", "field(-1)", "Field before", show=False),
@@ -572,7 +534,9 @@ class ConfigureScreen(ResizablePage):
         if plan is not None and plan.spec.offload.mode != self._drafts.values.get("offload.mode"):
             values = {"offload.mode": plan.mode, "offload.ratio": text_of(plan.ratio), **values}
         changed = [self._set_field(path, text) for path, text in values.items()]
-        self.form.set_values(values)
+        for row in self.form.all_rows:
+            if row.path in values:
+                row.show_value(row.path, values[row.path])
         if any(changed):
             self._timer = self.set_timer(DEBOUNCE_S, self.replan)
 
@@ -647,7 +611,7 @@ class ConfigureScreen(ResizablePage):
         self.form.move(distance)
 
     def action_find(self) -> None:
-        self.form.open_find()
+        self.form.find.open()
 
     def action_what_if(self) -> None:
         if self.plan.what_if.strips:
@@ -688,7 +652,11 @@ class ConfigureScreen(ResizablePage):
         ):
             return
         if planned.plan is None or not planned.plan.possible:
-            self._go_to_first_problem(planned)
+            # The first field that is wrong says so, in its own line.
+            if not self.form.go_to_wrong("not launched"):
+                reasons = planned.plan.reason_texts if planned.plan else ()
+                text = next(iter((*map(problem_text, planned.problems), *reasons)))
+                self.notify(text, title="Not launched", severity="error", markup=False)
         elif not planned.plan.fits:
             title = f"{planned.plan.spec.label} does not fit here"
             self.app.post_message(
@@ -700,15 +668,6 @@ class ConfigureScreen(ResizablePage):
             )
         elif planned.launch is not None:
             preset_actions.ask_to_launch(self.app, planned.launch)
-
-    def _go_to_first_problem(self, planned: Planned) -> None:
-        """Let the first field that is wrong say so, in its own line; without one, notify."""
-        if not self.form.go_to_wrong("not launched"):
-            texts = [
-                *map(problem_text, planned.problems),
-                *(planned.plan.reason_texts if planned.plan else ()),
-            ]
-            self.notify(texts[0], title="Not launched", severity="error", markup=False)
 
     def action_save(self) -> None:
         self._once_planned(self._save)

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import msgspec
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Container
 
 from so_tui.runs.results import mean_name
@@ -36,8 +34,9 @@ from so_tui.ui.charts.series import Axis, Line, approximate_name
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, GlyphName, distinct, reading_text
+from so_tui.ui.text import Content, GlyphName, distinct, faint, reading_text
 from so_tui.ui.textual_fixes import CachedLinesMixin
+from so_tui.ui.widgets import command_key
 from so_tui.units import thousands
 
 EVALUATION_CELLS = 17
@@ -72,96 +71,55 @@ class ChartPanel(Container, CachedLinesMixin):
     ``Chart``.
     """
 
-    KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding(
-            "M",
-            "metrics",
-            "Metrics",
-            id="metrics",
-            tooltip="Choose what the charts show, and how it is smoothed",
+    KEYS = (
+        command_key(
+            "M", "metrics", "Metrics", "Choose what the charts show, and how it is smoothed"
         ),
-        Binding(
-            "G",
-            "grid",
-            "Grid",
-            show=False,
-            id="grid",
-            tooltip="Rows and columns of charts, 1x1 to 3x3",
+        command_key("G", "grid", "Grid", "Rows and columns of charts, 1x1 to 3x3", show=False),
+        command_key(
+            "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
         ),
-        Binding(
-            "greater_than_sign",
-            "page(1)",
-            "Next page",
-            key_display=">",
-            show=False,
-            id="page",
-            tooltip="The next charts",
-        ),
-        Binding(
+        command_key(
             "less_than_sign",
             "page(-1)",
             "Page before",
-            key_display="<",
-            show=False,
+            "The charts before",
             id="page-before",
-            tooltip="The charts before",
-        ),
-        Binding(
-            "w",
-            "smooth(1)",
-            "Smoothing",
+            display="<",
             show=False,
-            id="smooth",
-            tooltip="Mean of the last steps, or EMA 0 to 0.99",
         ),
-        Binding(
+        command_key(
+            "w", "smooth(1)", "Smoothing", "Mean of the last steps, or EMA 0 to 0.99", show=False
+        ),
+        command_key(
             "W",
             "smooth(-1)",
             "Less smoothing",
-            show=False,
+            "Back to the smoothing before",
             id="smooth-less",
-            tooltip="Back to the smoothing before",
-        ),
-        Binding(
-            "L",
-            "log_scale",
-            "Log y",
             show=False,
-            id="log-scale",
-            tooltip="Logarithmic y axis of the chart with the focus",
         ),
-        Binding(
-            "R",
-            "robust_scale",
-            "Robust y",
-            show=False,
-            id="robust-scale",
-            tooltip="Leave outliers out of its y axis",
+        command_key(
+            "L", "log_scale", "Log y", "Logarithmic y axis of the chart with the focus", show=False
         ),
-        Binding(
+        command_key(
+            "R", "robust_scale", "Robust y", "Leave outliers out of its y axis", show=False
+        ),
+        command_key(
             "H",
             "hardware",
             "Hardware",
+            "What GPUs and nodes did instead of metrics; again: back",
             show=False,
-            id="hardware",
-            tooltip="What GPUs and nodes did instead of metrics; again: back",
         ),
-        Binding(
+        command_key(
             "E",
             "export",
             "Export",
+            "The chart with the focus as SVG, its values as CSV",
             show=False,
-            id="export",
-            tooltip="The chart with the focus as SVG, its values as CSV",
         ),
-        Binding(
-            "v",
-            "overlay",
-            "Overlay",
-            show=False,
-            id="overlay",
-            tooltip="Lay other runs over every chart",
-        ),
+        command_key("v", "overlay", "Overlay", "Lay other runs over every chart", show=False),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
@@ -435,9 +393,7 @@ class RunLegend(StyledLines):
         for index, (overlaid, name) in enumerate(zip(overlays, others, strict=True)):
             role, sign = look_of(index, coloured=not self.app.no_color)
             entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)
-            entries.append(
-                entry + Content.styled(f" {_value_text(overlaid, metric, axis, cursor)}", "$faint")
-            )
+            entries.append(entry + faint(f" {_value_text(overlaid, metric, axis, cursor)}"))
         self.update(Content("\n").join(_wrapped(entries, self.room)))
 
 

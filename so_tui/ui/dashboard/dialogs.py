@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
@@ -24,7 +24,7 @@ from textual.widgets import Button, Input, Static
 from so_tui.runs import RunDirectory
 from so_tui.runs.export import export_metrics, export_rows
 from so_tui.runs.results import Answers, Asked, read_all, read_answers
-from so_tui.spec import InputError, Problem, SoTuiError
+from so_tui.spec.errors import reject
 from so_tui.ui.chart_metrics import (
     EVALUATIONS,
     METRICS,
@@ -37,8 +37,8 @@ from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import Line, chart_svg
 from so_tui.ui.dashboard.view import Overlaid, steps_at
 from so_tui.ui.dialogs import CloseButton, TickDialog, TickList
-from so_tui.ui.messages import Failed
-from so_tui.ui.run_actions import PICTURE, WROTE_S, new_path
+from so_tui.ui.messages import in_thread, reporting
+from so_tui.ui.run_actions import PICTURE, WROTE_S, ask_for_path, new_path
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import Sampled, Snapshot
 from so_tui.ui.text import Content, shorten
@@ -65,7 +65,7 @@ class AnswersScreen(ModalScreen[None]):
     """Shows the newest answers, and those of earlier steps with left and right."""
 
     CSS_PATH = "../dialogs.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [
+    BINDINGS = [
         Binding("escape,q,p", "dismiss(None)", "Close"),
         Binding("left", "go(-1)", "Step before"),
         Binding("right", "go(1)", "Next step"),
@@ -382,52 +382,25 @@ def ask_to_export_chart(
     screen: Page, snapshot: Snapshot, metric: Metric, curves: Sequence[Curve]
 ) -> None:
     """Ask for a name, and export: its ending says what."""
-    from so_tui.ui.dialogs import AskText
 
     def read(text: str) -> Path:
         path = new_path(text)
         if path.suffix not in (PICTURE, TABLE):
             remedy = f"Give a name that ends in {PICTURE} or {TABLE}."
-            raise InputError(
-                [
-                    Problem(
-                        code="unknown-format",
-                        field="file",
-                        value=text,
-                        message="says not what to write",
-                        remedy=remedy,
-                    )
-                ]
-            )
+            raise reject("unknown-format", "file", text, "says not what to write", remedy)
         return path
 
     def named(path: Path | None) -> None:
         if path is not None:
             work = partial(_export, screen, snapshot, metric, tuple(curves), path)
-            screen.run_worker(
-                work, thread=True, group="export", name="export a chart", exit_on_error=False
-            )
+            in_thread(screen, work, "export a chart", group="export")
 
     stem = f"{snapshot.run.name}-{metric.key}"
     choices = [
         (f"{stem}{PICTURE}", "the chart, of the whole run"),
         (f"{stem}{TABLE}", "its values"),
     ]
-    hint = (
-        "Up, down or a click choose what. Another name or path can be given; its ending says what "
-        "is written."
-    )
-    screen.app.push_screen(
-        AskText(
-            f"Export {metric.title} to",
-            hint,
-            choices[0][0],
-            yes="Export",
-            read=read,
-            choices=choices,
-        ),
-        named,
-    )
+    ask_for_path(screen, metric.title, choices, read, named)
 
 
 def _export(
@@ -435,19 +408,12 @@ def _export(
 ) -> None:
     """Export in a thread."""
     app = screen.app
-    try:
+    with reporting(app, metric.title, "exported", path):
         said = (
             _write_picture(metric, curves, path)
             if path.suffix == PICTURE
             else plural(_write_table(snapshot, metric, path), "row")
         )
-    except SoTuiError as error:
-        app.post_message(Failed(f"{metric.title} was not exported", tuple(str(error).splitlines())))
-    except OSError as error:
-        app.post_message(
-            Failed(f"{metric.title} could not be exported", (f"{path}: {error.strerror}",))
-        )
-    else:
         app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
 
 

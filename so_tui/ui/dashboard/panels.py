@@ -6,13 +6,13 @@ import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
 from textual import events, getters, on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.geometry import Size
 from textual.message import Message
 from textual.reactive import reactive
@@ -30,9 +30,9 @@ from so_tui.ui.chart_metrics import STEP_METRICS
 from so_tui.ui.charts.drawing import RoleStyles, role_css
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, shorten, shows_ascii
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
-from so_tui.ui.widgets import BOTTOM, Rule, framed
+from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import percent, plural, thousands
 
 # The dashboard's details at the right of a wide terminal: everything that was recorded of one
@@ -160,37 +160,33 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
     """
 
     ALLOW_MAXIMIZE = True
-    ROLES: ClassVar[dict[str, str]] = {
+    ROLES = {
         "line": "color: $foreground",
         "match": "background: $block-cursor-blurred-background; color: $foreground",
         "found": "background: $block-cursor-background; color: $block-cursor-foreground",
         "partial": "color: $faint",
         "bad": "color: $error",
     }
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"log--{role}" for role in ROLES}
-    BINDINGS: ClassVar[list[BindingType]] = [
+    COMPONENT_CLASSES = {f"log--{role}" for role in ROLES}
+    BINDINGS = [
         Binding("end", "follow", "Follow", show=False),
-        Binding(
-            "n",
-            "next_match(1)",
-            "Next match",
-            show=False,
-            id="next-match",
-            tooltip="Next line with the searched text",
+        command_key(
+            "n", "next_match(1)", "Next match", "Next line with the searched text", show=False
         ),
-        Binding(
+        command_key(
             "N",
             "next_match(-1)",
             "Previous match",
-            show=False,
+            "Line before with the searched text",
             id="previous-match",
-            tooltip="Line before with the searched text",
+            show=False,
         ),
     ]
     DEFAULT_CSS = "LogView { height: 1fr; background: $background;" + role_css("log", ROLES) + "}"
 
     following = reactive(True)
     needle = reactive("")
+    """The text whose lines are marked; empty ends the search."""
 
     class Moved(Message):
         """Following began or ended, or the search changed."""
@@ -368,18 +364,11 @@ class LogPanel(KeptVertical):
     contain a text.
     """
 
-    KEYS: ClassVar[tuple[BindingType, ...]] = (
-        Binding(
-            "slash",
-            "find",
-            "Search",
-            key_display="/",
-            id="find",
-            tooltip="n and N go to the next and previous match",
+    KEYS = (
+        command_key(
+            "slash", "find", "Search", "n and N go to the next and previous match", display="/"
         ),
-        Binding(
-            "f", "follow", "Follow log", show=False, id="follow", tooltip="Back to the newest line"
-        ),
+        command_key("f", "follow", "Follow log", "Back to the newest line", show=False),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
@@ -398,10 +387,6 @@ class LogPanel(KeptVertical):
         with KeptVertical(classes="frame"):
             yield LogView(id="log")
 
-    def clear(self) -> None:
-        """Forget every line, for another run."""
-        self.lines.clear()
-
     def show(self, snapshot: Snapshot) -> None:
         """Add the lines that are new in ``snapshot``."""
         several_hosts = snapshot.hosts > 1
@@ -415,10 +400,6 @@ class LogPanel(KeptVertical):
     def set_rows(self, rows: int) -> None:
         """Show ``rows`` lines, unless the log is maximised."""
         self.lines.styles.height = None if self.lines.is_maximized else rows
-
-    def search(self, text: str) -> None:
-        """Mark the lines that contain ``text``; empty ends the search."""
-        self.lines.needle = text
 
     def go_to_newest_match(self) -> None:
         """Give the keyboard to the log and scroll to the newest line that matches."""
@@ -444,6 +425,7 @@ class LogPanel(KeptVertical):
                 return
         self.lines.go_to(0)
 
+    @on(events.Click, "#log-rule")
     def follow_end(self) -> None:
         """Scroll to the newest line and stay there."""
         self.lines.action_follow()
@@ -452,10 +434,6 @@ class LogPanel(KeptVertical):
     def _moved(self, message: LogView.Moved) -> None:
         message.stop()
         self._show_heading()
-
-    @on(events.Click, "#log-rule")
-    def _heading_clicked(self) -> None:
-        self.follow_end()
 
     def _show_heading(self) -> None:
         log = self.lines
@@ -547,9 +525,7 @@ def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
         return wrong + right
     if height < FEW_ROWS:
         return wrong
-    good = Content.styled(
-        f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}", "$faint"
-    )
+    good = faint(f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}")
     return [*wrong[: MOST_ROWS - 1], good]
 
 

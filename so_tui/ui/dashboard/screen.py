@@ -14,11 +14,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePath
-from typing import ClassVar
 
 from msgspec import structs
-from textual import getters, on, work
+from textual import events, getters, on, work
 from textual.binding import Binding, BindingType
 from textual.reactive import var
 from textual.widget import Widget
@@ -49,7 +47,7 @@ from so_tui.ui.page import ResizablePage, Size
 from so_tui.ui.snapshot import Position, Snapshot
 from so_tui.ui.text import Content
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
-from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, framed
+from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, command_key, framed
 
 LEAST_PLOT = 2
 """Rows of a node below which there is no room for its cores or its memory over time."""
@@ -65,32 +63,11 @@ EMPTY = (
     "run."
 )
 AXIS_KEYS: tuple[BindingType, ...] = (
-    Binding("x", "axis", "Axis", id="axis", tooltip="Steps or time on the axis of all charts"),
-    Binding(
-        "z,plus",
-        "zoom(0.5)",
-        "Zoom",
-        key_display="z",
-        id="zoom",
-        tooltip="Zoom in (also + and the wheel)",
-    ),
-    Binding(
-        "Z,minus",
-        "zoom(2)",
-        "Zoom out",
-        key_display="Z",
-        show=False,
-        id="zoom-out",
-        tooltip="Also -",
-    ),
-    Binding("0", "whole", "Whole run", show=False, id="whole"),
-    Binding(
-        "i",
-        "inspect",
-        "Inspect",
-        id="inspect",
-        tooltip="A cursor on all charts; arrows move it, shift by ten",
-    ),
+    command_key("x", "axis", "Axis", "Steps or time on the axis of all charts"),
+    command_key("z,plus", "zoom(0.5)", "Zoom", "Zoom in (also + and the wheel)", display="z"),
+    command_key("Z,minus", "zoom(2)", "Zoom out", "Also -", id="zoom-out", display="Z", show=False),
+    command_key("0", "whole", "Whole run", show=False),
+    command_key("i", "inspect", "Inspect", "A cursor on all charts; arrows move it, shift by ten"),
     Binding("left", "point(-1)", "Cursor left", show=False),
     Binding("right", "point(1)", "Cursor right", show=False),
     Binding("shift+left", "point(-10)", "Cursor far left", show=False),
@@ -101,7 +78,7 @@ AXIS_KEYS: tuple[BindingType, ...] = (
 
 class DashboardScreen(ResizablePage):
     PAGE = "dashboard"
-    CSS_PATH: ClassVar[list[str | PurePath]] = [
+    CSS_PATH = [
         "screen.tcss",
         *(f"{panel}.tcss" for panel in ("header", "charts", "step", "../numa_nodes", "log")),
     ]
@@ -114,63 +91,58 @@ class DashboardScreen(ResizablePage):
         "its busiest core; h shows the heat of its cores, and its memory. Cells are cores: A runs "
         "Adam, m the training process. Leaving this screen does not touch the run."
     )
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
+    BINDINGS = [
+        command_key(
             "s",
-            "stop",
+            "to_run('stop')",
             "Stop",
+            "Save and stop the run (asks; No is the default)",
             id="stop",
-            tooltip="Save and stop the run (asks; No is the default)",
         ),
-        Binding(
+        command_key(
             "c",
-            "checkpoint",
+            "to_run('checkpoint')",
             "Save now",
+            "Save a checkpoint after this step, and continue",
             id="checkpoint",
-            tooltip="Save a checkpoint after this step, and continue",
         ),
-        Binding(
+        command_key(
             "r",
-            "resume",
+            "to_run('resume')",
             "Resume",
+            "Continue from the last checkpoint of a run that has ended",
             id="resume",
-            tooltip="Continue from the last checkpoint of a run that has ended",
         ),
         *AXIS_KEYS,
-        Binding("m", "maximise(False)", "Back", id="restore", tooltip="All panels again"),
-        Binding(
-            "m",
-            "maximise(True)",
-            "Maximise",
-            id="maximise",
-            tooltip="The panel with the focus, whole; again or esc: back",
+        command_key("m", "maximise(False)", "Back", "All panels again", id="restore"),
+        command_key(
+            "m", "maximise(True)", "Maximise", "The panel with the focus, whole; again or esc: back"
         ),
         *LogPanel.KEYS,
         *ChartPanel.KEYS,
         *NumaPanel.KEYS,
-        Binding(
+        command_key(
             "equals_sign",
-            "differences",
+            "to_run('differences')",
             "Settings",
-            key_display="=",
-            show=False,
+            "What differs from the preset's defaults",
             id="differences",
-            tooltip="What differs from the preset's defaults",
+            display="=",
+            show=False,
         ),
-        Binding(
+        command_key(
             "p",
             "answers",
             "Prompts",
+            "What the model answered to the prompts of the preset",
             show=False,
-            id="answers",
-            tooltip="What the model answered to the prompts of the preset",
         ),
-        Binding(
-            "y", "copy", "Copy path", show=False, id="copy", tooltip="Copy the path of the run"
+        command_key(
+            "y", "to_run('copy')", "Copy path", "Copy the path of the run", id="copy", show=False
         ),
     ]
 
-    SIZES: ClassVar[tuple[str, ...]] = ("charts", "nodes", "side")
+    SIZES = ("charts", "nodes", "side")
 
     view: var[View] = var(View())
     charts = getters.query_one(ChartPanel)
@@ -274,15 +246,13 @@ class DashboardScreen(ResizablePage):
         self.snapshot = None
         self.axis = None
         self.view = View(unit=self.view.unit)
-        self.log_panel.clear()
+        self.log_panel.lines.clear()
         if self.charts.page.number:
             self.call_later(self.charts.turn_to_first)
         self._show_panels(True)
         self.tick()
 
-    def on_screen_resume(self) -> None:
-        self.tick()
-
+    @on(events.ScreenResume)
     def tick(self) -> None:
         """Have the run polled, unless this screen is hidden."""
         if self.app.checking is not None:
@@ -596,7 +566,7 @@ class DashboardScreen(ResizablePage):
 
     @on(Input.Changed, "#search")
     def _search_typed(self, event: Input.Changed) -> None:
-        self.log_panel.search(event.value)
+        self.log_panel.lines.needle = event.value
 
     @on(Input.Submitted, "#search")
     def _search_submitted(self) -> None:
@@ -678,6 +648,8 @@ class DashboardScreen(ResizablePage):
                 "leave_field",
                 "copy_text",
             )  # nothing is shown that a key could act on
+        if action == "to_run":
+            action = str(parameters[0])
         if action in ("stop", "checkpoint", "resume"):
             snapshot = self.snapshot
             if snapshot is None or snapshot.state is None or snapshot.deleted:
@@ -689,28 +661,12 @@ class DashboardScreen(ResizablePage):
             return parameters == (self.maximized is None,)
         return True
 
-    def action_stop(self) -> None:
+    def action_to_run(self, name: str) -> None:
         if self.run_shown is not None:
-            run_actions.ask_to_stop(self.app, self.run_shown)
-
-    def action_checkpoint(self) -> None:
-        if self.run_shown is not None:
-            run_actions.save_checkpoint(self.app, self.run_shown)
-
-    def action_resume(self) -> None:
-        if self.run_shown is not None:
-            run_actions.ask_to_resume(self.app, self.run_shown)
-
-    def action_differences(self) -> None:
-        if self.run_shown is not None:
-            run_actions.show_settings(self.app, self.run_shown)
+            run_actions.ACTIONS[name](self.app, self.run_shown)
 
     def action_answers(self) -> None:
         from so_tui.ui.dashboard.dialogs import AnswersScreen
 
         if self.run_shown is not None:
             self.app.push_screen(AnswersScreen(self.run_shown))
-
-    def action_copy(self) -> None:
-        if self.run_shown is not None:
-            run_actions.copy_path(self.app, self.run_shown)

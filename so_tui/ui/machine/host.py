@@ -11,12 +11,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import msgspec
 from textual import getters
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 
 from so_tui.launch.supervisor.processes import ProcessTree
@@ -38,8 +36,8 @@ from so_tui.ui.charts.series import Axis
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, LoadStore, NodeView, Sampled
-from so_tui.ui.text import Content, GlyphName, shorten
-from so_tui.ui.widgets import BOTTOM, Rule, framed
+from so_tui.ui.text import Content, GlyphName, faint, shorten
+from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import memory_size as memory
 
 # What this host does now, without a run: sampled in a worker thread, handed over as frozen views.
@@ -153,25 +151,19 @@ class HostPanel(Vertical):
     HostPanel #host-charts { height: auto; }
     HostPanel StyledLines { text-wrap: nowrap; }
     """
-    KEYS: ClassVar[tuple[BindingType, ...]] = (
+    KEYS = (
         *NumaPanel.KEYS,
-        Binding(
-            "greater_than_sign",
-            "page(1)",
-            "Next page",
-            key_display=">",
-            show=False,
-            id="page",
-            tooltip="The next charts",
+        command_key(
+            "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
         ),
-        Binding(
+        command_key(
             "less_than_sign",
             "page(-1)",
             "Page before",
-            key_display="<",
-            show=False,
+            "The charts before",
             id="page-before",
-            tooltip="The charts before",
+            display="<",
+            show=False,
         ),
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
@@ -265,11 +257,11 @@ def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> C
         + "  bound"
     )
     lines = [
-        Content.styled(head[:width], "$faint"),
+        faint(head[:width]),
         *(_process_line(process, width, gpus=gpus) for process in shown),
     ]
     if len(shown) < len(listed):
-        lines.append(Content.styled(f"{'':>7}  {len(listed) - len(shown)} more", "$faint"))
+        lines.append(faint(f"{'':>7}  {len(listed) - len(shown)} more"))
     return Content("\n").join(lines)
 
 

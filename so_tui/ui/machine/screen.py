@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from pathlib import PurePath
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from textual import getters, work
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
@@ -22,8 +20,8 @@ from so_tui.machine.types import Software
 from so_tui.ui.lines import fill, usage_style
 from so_tui.ui.machine.host import HostPanel, HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
-from so_tui.ui.text import Content, finding_content
-from so_tui.ui.widgets import Rule, gpu_model
+from so_tui.ui.text import Content, faint, finding_content
+from so_tui.ui.widgets import Rule, command_key, gpu_model
 from so_tui.units import memory_of, page_size, plural
 from so_tui.units import memory_size as memory
 
@@ -63,10 +61,9 @@ def _tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
     empty = [node for node in machine.numa_nodes if node.kind == "empty"]
     if empty:
         lines.append(
-            Content.styled(
+            faint(
                 f"   {plural(len(empty), 'more node')} without cores or memory: "
-                f"{cpu_ranges(tuple(node.id for node in empty))}",
-                "$faint",
+                f"{cpu_ranges(tuple(node.id for node in empty))}"
             )
         )
     return lines
@@ -131,9 +128,9 @@ def _gpu_text(gpu: Gpu) -> Content:
     if gpu.memory_total_bytes is not None and not gpu.shares_memory:
         text += f"   {memory(gpu.memory_total_bytes)}"
     if gpu.c2c:
-        text += Content.styled("   NVLink-C2C", "$faint")
+        text += faint("   NVLink-C2C")
     if gpu.shares_memory:
-        text += Content.styled("   one memory with this node", "$faint")
+        text += faint("   one memory with this node")
     if gpu.compute_mode not in (None, "Default"):
         text += Content.styled(f"   compute mode {gpu.compute_mode}", "$warning")
     return text
@@ -166,11 +163,7 @@ def _software_lines(machine: Machine, width: int) -> list[Content]:
     )
     lines: list[Content] = []
     known = machine.live or machine.software != Software()
-    line = (
-        Content("")
-        if known
-        else Content.styled("software: not known of a described machine", "$faint")
-    )
+    line = Content("") if known else faint("software: not known of a described machine")
     for name, version in named if known else ():
         piece = Content.assemble((f"{name} ", "$faint"), version or ("absent", "$warning"))
         if line.cell_length and line.cell_length + piece.cell_length + 3 > width:
@@ -204,44 +197,27 @@ _MARGIN = 10
 
 class MachineScreen(Page):
     PAGE = "machine"
-    CSS_PATH: ClassVar[list[str | PurePath]] = ["screen.tcss", "../numa_nodes.tcss"]
+    CSS_PATH = ["screen.tcss", "../numa_nodes.tcss"]
     AUTO_FOCUS = "#findings"
     HELP_TEXT = (
         "What this host is made of, which cores and memory belong to which GPU, and what would "
         "slow down or stop a run. Beside it, or with H: what it does now, its nodes and GPUs over "
         "the last ten minutes, and the processes that use GPUs or are bound to cores."
     )
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
+    BINDINGS = [
+        command_key(
             "H",
             "hardware",
             "Hardware, doctor",
-            id="hardware",
-            tooltip="What this host is made of and doctor's findings, or what it does now",
+            "What this host is made of and doctor's findings, or what it does now",
         ),
-        Binding(
-            "y",
-            "copy",
-            "Copy remedy",
-            id="copy",
-            tooltip="Copy the remedy of the finding that is selected",
+        command_key("y", "copy", "Copy remedy", "Copy the remedy of the finding that is selected"),
+        command_key("b", "distances", "Distances", "NUMA distances of each node"),
+        command_key(
+            "g", "inspect_again", "Inspect again", "Inspect this machine and ask doctor again"
         ),
-        Binding(
-            "b", "distances", "Distances", id="distances", tooltip="NUMA distances of each node"
-        ),
-        Binding(
-            "g",
-            "inspect_again",
-            "Inspect again",
-            id="inspect-again",
-            tooltip="Inspect this machine and ask doctor again",
-        ),
-        Binding(
-            "e",
-            "validation",
-            "Validation",
-            id="validation",
-            tooltip="What `so-tui validate` measured here, beside the plan",
+        command_key(
+            "e", "validation", "Validation", "What `so-tui validate` measured here, beside the plan"
         ),
         *HostPanel.KEYS,
         OTHER_MACHINE,

@@ -4,24 +4,25 @@ again whenever it changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Static
-from textual.worker import Worker, WorkerState
+from textual.worker import Worker
 
 from so_tui.spec.errors import InputError
 from so_tui.ui.dialogs import CloseButton
 from so_tui.ui.lines import fill
-from so_tui.ui.messages import answer
-from so_tui.ui.text import Content, distinct, shorten
+from so_tui.ui.messages import answer, unexpected_error
+from so_tui.ui.text import Content, distinct, faint, shorten
 from so_tui.units import duration, significant, thousands
 
 if TYPE_CHECKING:
@@ -80,9 +81,7 @@ def _speeds(report: Report, width: int) -> Iterator[Content]:
     )
     bars = width >= _WIDE
     titles = min(_TITLE_CELLS, width - _COLUMN_CELLS * len(chosen) - (_BAR_CELLS + 2) * bars)
-    yield Content.styled(
-        f"{'training':<{titles}}" + "".join(f"{name:>{_COLUMN_CELLS}}" for name in chosen), "$faint"
-    )
+    yield faint(f"{'training':<{titles}}" + "".join(f"{name:>{_COLUMN_CELLS}}" for name in chosen))
     names = distinct([outcome.title for outcome, _ in found], titles - 1)
     for title, (_, result) in zip(names, found, strict=True):
         figures = {
@@ -102,10 +101,9 @@ def _losses(report: Report, width: int) -> Iterator[Content]:
         return
     titles = {outcome.key: outcome.title for outcome in report.outcomes}
     room = min(_TITLE_CELLS, (width - 2 * _COLUMN_CELLS) // 2)
-    yield Content.styled(
-        f"{'losses':<{room}}{shorten('compared with', room - 1):<{room}}{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}",  # noqa: E501
-        "$faint",
-    )
+    compared = shorten("compared with", room - 1)
+    figures = f"{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}"
+    yield faint(f"{'losses':<{room}}{compared:<{room}}{figures}")
     keys, references = (
         distinct([titles.get(key, key) for key in of], room - 1)
         for of in (
@@ -122,19 +120,19 @@ def _losses(report: Report, width: int) -> Iterator[Content]:
         )
 
 
+@dataclass
 class ReportRead(Message):
     """The report was read: None where there is none, lines if it cannot be used."""
 
-    def __init__(self, report: Report | None, problems: Sequence[str] = ()) -> None:
-        self.report, self.problems = report, tuple(problems)
-        super().__init__()
+    report: Report | None
+    problems: tuple[str, ...] = ()
 
 
 class ValidationScreen(ModalScreen[None]):
     """The report in the user's folder, also while it is being written."""
 
     CSS_PATH = "validation.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss(None)", "Back")]
+    BINDINGS = [Binding("escape,q", "dismiss(None)", "Back")]
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -172,13 +170,11 @@ class ValidationScreen(ModalScreen[None]):
         try:
             answer(self, ReportRead(reports.read(self._folder)))
         except InputError as error:
-            answer(self, ReportRead(None, [str(problem) for problem in error.problems]))
+            answer(self, ReportRead(None, tuple(map(str, error.problems))))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if event.state is WorkerState.ERROR:
-            self.post_message(
-                ReportRead(None, [f"{type(event.worker.error).__name__}: {event.worker.error}"])
-            )
+        if text := unexpected_error(event):
+            self.post_message(ReportRead(None, (text,)))
 
     @on(ReportRead)
     def _read(self, message: ReportRead) -> None:
@@ -199,7 +195,7 @@ class ValidationScreen(ModalScreen[None]):
             facts = (
                 f"begun {message.report.begun}, {took} of measuring   {self._folder / 'report.md'}"
             )
-            status.update(Content.styled(facts, "$faint"))
+            status.update(faint(facts))
         if message.report != self._report:
             self._report = message.report
             self._show()

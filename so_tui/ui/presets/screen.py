@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.text import Text
 from textual import getters, on, work
-from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.message import Message
 from textual.reactive import var
 from textual.widget import Widget
-from textual.widgets import DataTable, Input, Static
+from textual.widgets import DataTable, Static
 
 from so_tui.ui import plan_view, preset_actions
-from so_tui.ui.messages import Failed, answer
-from so_tui.ui.page import OTHER_MACHINE, Page
+from so_tui.ui.messages import Failed, answer, failure
+from so_tui.ui.page import OTHER_MACHINE, FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.preset_actions import ask_to_delete, is_own
-from so_tui.ui.text import Content, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, shorten, shows_ascii
 from so_tui.ui.textual_fixes import FittedTable
-from so_tui.ui.widgets import FindField, framed
+from so_tui.ui.widgets import FindField, command_key, framed
 from so_tui.units import count, plural, rate, thousands
 
 if TYPE_CHECKING:
@@ -96,15 +96,6 @@ def _elsewhere(label: str, machine_file: str, width: int) -> Content:
     )
 
 
-def _trains_without_gpu(row: PlanRow) -> bool:
-    """Return whether a model can be trained on the machine without a GPU that ``row`` was planned
-    for.
-    """
-    return row.parameters <= MOST_PARAMETERS_WITHOUT_GPU and any(
-        plan is not None and plan.fits for plan in row.cells.values()
-    )
-
-
 def _folded(rows: Sequence[PlanRow]) -> Content:
     """Return one line for the models that need GPUs."""
     needs = "needs GPUs" if len(rows) == 1 else "need GPUs"
@@ -125,13 +116,9 @@ WIDE, SPACIOUS = 112, 132
 class PresetTable(FittedTable):
     """Shows plans, and knows the one under the cursor."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "enter",
-            "select_cursor",
-            "Configure",
-            id="open",
-            tooltip="Change its settings before it runs",
+    BINDINGS = [
+        command_key(
+            "enter", "select_cursor", "Configure", "Change its settings before it runs", id="open"
         )
     ]
 
@@ -270,15 +257,15 @@ FIRST_VISIT = (
 )
 
 
+@dataclass
 class TableReady(Message):
     """The models x GPU counts table was planned."""
 
-    def __init__(self, counts: tuple[int, ...], rows: tuple[PlanRow, ...]) -> None:
-        self.counts, self.rows = counts, rows
-        super().__init__()
+    counts: tuple[int, ...]
+    rows: tuple[PlanRow, ...]
 
 
-class PresetsScreen(Page):
+class PresetsScreen(FiltersTable):
     PAGE = "presets"
     AUTO_FOCUS = "#table"
     CSS_PATH = "screen.tcss"
@@ -288,62 +275,44 @@ class PresetsScreen(Page):
         "none: all on the GPU), and the predicted tokens per second. ★ marks the recommended "
         "number of GPUs."
     )
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
+    BINDINGS = [
+        command_key(
             "l,f5",
             "launch",
             "Launch",
-            key_display="l",
-            id="launch",
-            tooltip="Start this preset on this machine (asks once); F5 does the same",
+            "Start this preset on this machine (asks once); F5 does the same",
+            display="l",
         ),
-        Binding(
-            "d", "preview_data", "Data", id="preview-data", tooltip="See its data as the model will"
-        ),
-        Binding(
-            "a",
-            "add",
-            "Add model",
-            id="add",
-            tooltip="Make a preset of any model: a hub id or a folder",
-        ),
-        Binding(
+        command_key("d", "preview_data", "Data", "See its data as the model will"),
+        command_key("a", "add", "Add model", "Make a preset of any model: a hub id or a folder"),
+        command_key(
             "D,delete",
             "delete",
             "Delete",
-            key_display="D",
+            "Delete a preset of your own (asks)",
+            display="D",
             show=False,
-            id="delete",
-            tooltip="Delete a preset of your own (asks)",
         ),
         OTHER_MACHINE,
-        Binding(
+        command_key(
             "t",
             "train_tiny",
             "Train tiny",
+            "Train the embedded tiny model on this machine now",
             show=False,
-            id="train-tiny",
-            tooltip="Train the embedded tiny model on this machine now",
         ),
-        Binding(
+        command_key(
             "P",
             "partition",
             "Partition",
+            "Choose the Slurm partition that a run is submitted to",
             show=False,
-            id="partition",
-            tooltip="Choose the Slurm partition that a run is submitted to",
         ),
-        Binding(
-            "slash",
-            "find",
-            "Filter",
-            key_display="/",
-            id="find",
-            tooltip="Show only models whose name contains a text",
+        command_key(
+            "slash", "find", "Filter", "Show only models whose name contains a text", display="/"
         ),
     ]
 
-    filter = getters.query_one("#filter", FindField)
     table = getters.query_one(PresetTable)
     planned_for: var[Machine | None] = var(None)
     """The machine of ``rows``."""
@@ -413,7 +382,7 @@ class PresetsScreen(Page):
 
     def _wait(self, text: str) -> None:
         """Say what is awaited, where a plan will stand."""
-        self.query_one("#detail-title", Static).update(Content.styled(text, "$faint"))
+        self.query_one("#detail-title", Static).update(faint(text))
         self.query_one("#detail", Static).update("")
 
     def _tell_of(self, machine: Machine) -> None:
@@ -449,9 +418,7 @@ class PresetsScreen(Page):
                 TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)),
             )
         except SoTuiError as error:
-            self.app.post_message(
-                Failed("The presets could not be planned", tuple(str(error).splitlines()))
-            )
+            self.app.post_message(failure("The presets could not be planned", error))
 
     @on(TableReady)
     def _table_ready(self, message: TableReady) -> None:
@@ -490,7 +457,11 @@ class PresetsScreen(Page):
         return [
             row
             for row in self.rows
-            if not _trains_without_gpu(row) and row.preset not in self._added
+            if row.preset not in self._added
+            and not (
+                row.parameters <= MOST_PARAMETERS_WITHOUT_GPU
+                and any(plan.fits for plan in row.cells.values())
+            )
         ]
 
     def _fill(self) -> None:
@@ -500,15 +471,11 @@ class PresetsScreen(Page):
                 self.counts,
                 "GPU" if self.app.machine and self.app.machine.gpus else "rank",
             )
-            self._show_folded()
-
-    def _show_folded(self) -> None:
-
-        rows = self._folded_rows()
-        line = self.query_one("#folded", Static)
-        line.display = bool(rows)
-        if rows:
-            line.update(_folded(rows))
+            rows = self._folded_rows()
+            line = self.query_one("#folded", Static)
+            line.display = bool(rows)
+            if rows:
+                line.update(_folded(rows))
 
     def on_resize(self) -> None:
         if self.planned_for is not None:
@@ -611,23 +578,6 @@ class PresetsScreen(Page):
     def action_delete(self) -> None:
         ask_to_delete(self.app, self.table.preset_at(self.table.cursor_row))
 
-    # The filter.
-
-    def action_find(self) -> None:
-        self.filter.open()
-
-    @on(Input.Changed, "#filter")
-    def _filter_typed(self) -> None:
+    def filtered(self) -> None:
         self._fill()
         self._show_detail()
-
-    @on(Input.Submitted, "#filter")
-    def _filter_submitted(self) -> None:
-        self.set_focus(self.table)
-
-    def action_leave_field(self) -> None:
-        if self.maximized is not None:
-            self.minimize()
-        else:
-            self.filter.close()
-            self.set_focus(self.table)

@@ -19,9 +19,9 @@ from so_tui.trust.text import brief_message
 from so_tui.ui.charts.chart import Chart, Look, look_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.form import values_of
-from so_tui.ui.run_rows import LossCurve, RunRow, means_note, progress_text
+from so_tui.ui.run_rows import LossCurve, RunRow, means_note
 from so_tui.ui.run_status import state_content
-from so_tui.ui.text import Content, GlyphName, distinct, shorten, shorten_path
+from so_tui.ui.text import Content, GlyphName, distinct, reading_text, shorten, shorten_path
 from so_tui.ui.widgets import BOTTOM, Rule, framed
 from so_tui.units import plural, thousands
 
@@ -162,18 +162,12 @@ class _Comparison:
 
 
 def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
-    """Yield the lines of a row: its name, and a column for each text."""
-    for cells in zip_longest(
-        [shorten_path(name, label)], *(_folded(text, column, most) for text in texts), fillvalue=""
-    ):
+    """Yield the lines of a row: its name, and a column for each text, in at most ``most`` lines."""
+    texts_in_lines = (chop_cells(shorten(text, column * most), column) for text in texts)
+    for cells in zip_longest([shorten_path(name, label)], *texts_in_lines, fillvalue=""):
         yield "  ".join(
             (set_cell_size(cells[0], label), *(set_cell_size(cell, column) for cell in cells[1:]))
         ).rstrip()
-
-
-def _folded(text: str, width: int, most: int) -> list[str]:
-    """Return ``text`` in at most ``most`` lines of ``width`` cells."""
-    return chop_cells(shorten(text, width * most), width)
 
 
 def comparison(
@@ -294,7 +288,7 @@ class RunPreview(Vertical):
             names,
             axis,
             notes=means_note(shown) if marked else (),
-            progress=progress_text(shown),
+            progress=reading_text(max((curve.unread_share for curve in shown), default=0.0)),
         )
         own = curves.get(row.run)
         if self._columns:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
-from textual import getters, on, work
-from textual.binding import Binding, BindingType
+from textual import events, getters, on, work
 from textual.containers import Container
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import DataTable, Input, Static
+from textual.widgets import DataTable, Static
 from textual.worker import Worker, WorkerState
 
 from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
 from so_tui.ui.charts.chart import Look
-from so_tui.ui.page import ResizablePage, Size
+from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
 from so_tui.ui.runs.table import GROUPS, SORTS, RunTable, following, ordered, searched_text
 from so_tui.ui.text import Content
-from so_tui.ui.widgets import Divider, FindField
+from so_tui.ui.widgets import Divider, FindField, command_key
 
 EMPTY = (
     "No runs yet. Every run you start is listed here, with its loss, its settings and its "
@@ -38,22 +36,14 @@ LEAST_LIST, LEAST_ROWS = 70, 12
 """Columns and rows that are left for the list, however large the chosen run is made."""
 
 
-def _side_of(width: int, chosen: int | None) -> int:
-    """Return the columns of the chosen run beside the list in a terminal of ``width``; 0 where
-    there is no room.
-    """
-    return 0 if width < WIDE else min(chosen or width * 2 // 5, width - LEAST_LIST)
-
-
+@dataclass
 class CurvesRead(Message):
     """The losses of some runs were read."""
 
-    def __init__(self, curves: dict[RunDirectory, LossCurve]) -> None:
-        self.curves = curves
-        super().__init__()
+    curves: dict[RunDirectory, LossCurve]
 
 
-class RunsScreen(ResizablePage):
+class RunsScreen(FiltersTable, ResizablePage):
     PAGE = "runs"
     CSS_PATH = "screen.tcss"
     AUTO_FOCUS = "#table"
@@ -62,93 +52,72 @@ class RunsScreen(ResizablePage):
         "them."
     )
     SIZES = ("run", "run_beside")
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "space",
-            "mark",
-            "Mark",
-            id="mark",
-            tooltip="Overlay the losses of marked runs; = compares them",
+    BINDINGS = [
+        command_key("space", "mark", "Mark", "Overlay the losses of marked runs; = compares them"),
+        command_key(
+            "E", "export", "Export", "The model, every step (CSV, Parquet), or the chart (SVG)"
         ),
-        Binding(
-            "E",
-            "export",
-            "Export",
-            id="export",
-            tooltip="The model, every step (CSV, Parquet), or the chart (SVG)",
-        ),
-        Binding(
+        command_key(
             "S",
             "sort",
             "Sort",
+            "By start, name, model, state, host, step, losses or speed; kept",
             show=False,
-            id="sort",
-            tooltip="By start, name, model, state, host, step, losses or speed; kept",
         ),
-        Binding(
-            "V",
-            "group",
-            "Group",
-            show=False,
-            id="group",
-            tooltip="By model, state, tag or host; kept",
-        ),
-        Binding(
+        command_key("V", "group", "Group", "By model, state, tag or host; kept", show=False),
+        command_key(
             "s",
-            "stop",
+            "to_run('stop')",
             "Stop",
+            "Save and stop the run (asks; No is the default)",
             id="stop",
-            tooltip="Save and stop the run (asks; No is the default)",
         ),
-        Binding("r", "resume", "Resume", id="resume", tooltip="Continue from its last checkpoint"),
-        Binding(
+        command_key(
+            "r", "to_run('resume')", "Resume", "Continue from its last checkpoint", id="resume"
+        ),
+        command_key(
             "D,delete",
-            "delete",
+            "to_run('delete')",
             "Delete",
-            key_display="D",
+            "Delete the run's folder (asks; never a live one)",
             id="delete",
-            tooltip="Delete the run's folder (asks; never a live one)",
+            display="D",
         ),
-        Binding(
+        command_key(
             "equals_sign",
             "differences",
             "Compare",
-            key_display="=",
-            id="differences",
-            tooltip=(
-                "Settings that differ, and results, of all marked runs; of one run, its settings"
-            ),
+            "Settings that differ, and results, of all marked runs; of one run, its settings",
+            display="=",
         ),
-        Binding(
+        command_key(
             "slash",
             "find",
             "Filter",
-            key_display="/",
-            id="find",
-            tooltip="Show only runs whose name, model or state contains a text",
+            "Show only runs whose name, model or state contains a text",
+            display="/",
         ),
-        Binding("T", "note", "Note", id="note", tooltip="Write a note and tags on the run"),
-        Binding(
+        command_key("T", "to_run('note')", "Note", "Write a note and tags on the run", id="note"),
+        command_key(
             "C",
-            "chat",
+            "to_run('chat')",
             "Chat",
-            show=False,
+            "Talk to its last checkpoint, beside the model that it began with",
             id="chat",
-            tooltip="Talk to its last checkpoint, beside the model that it began with",
-        ),
-        Binding(
-            "A",
-            "attempts",
-            "Earlier logs",
             show=False,
-            id="attempts",
-            tooltip="What the processes of earlier attempts wrote last",
         ),
-        Binding("L", "log_scale", "Log y", show=False, id="log-scale"),
-        Binding("y", "copy", "Copy path", show=False, id="copy"),
+        command_key(
+            "A",
+            "to_run('attempts')",
+            "Earlier logs",
+            "What the processes of earlier attempts wrote last",
+            id="attempts",
+            show=False,
+        ),
+        command_key("L", "log_scale", "Log y", show=False),
+        command_key("y", "to_run('copy')", "Copy path", id="copy", show=False),
     ]
 
-    filter = getters.query_one("#filter", FindField)
     table = getters.query_one(RunTable)
     preview = getters.query_one(RunPreview)
 
@@ -174,7 +143,7 @@ class RunsScreen(ResizablePage):
 
     def on_mount(self) -> None:
         self.watch(self.app, "runs", self._listed)
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
+        self.app.theme_changed_signal.subscribe(self, lambda _: self.filtered())
 
     @property
     def chosen_run(self) -> RunDirectory | None:
@@ -183,24 +152,19 @@ class RunsScreen(ResizablePage):
 
     # The list.
 
-    def on_screen_resume(self) -> None:
-        self._listed()
-
     def on_resize(self) -> None:
         self.sizes_changed()
 
     # Sizes.
 
     def sizes_changed(self) -> None:
-        sizes = self.app.settings.panels
-        self._beside = (
-            _side_of(self.size.width, sizes.run_beside)
-            if self.app.settings.screen.layout == "auto"
-            else 0
-        )
+        sizes, width = self.app.settings.panels, self.size.width
+        self._beside = 0
+        if self.app.settings.screen.layout == "auto" and width >= WIDE:
+            self._beside = min(sizes.run_beside or width * 2 // 5, width - LEAST_LIST)
         self.set_class(bool(self._beside), "-beside")
         self.preview.set_size(self._beside - 1 if self._beside else None, sizes.run)
-        self._fill()
+        self.filtered()
 
     def size_of(self, panel: Widget | None) -> Size | None:
         """Return the size of what is shown of the chosen run; the list has what it leaves."""
@@ -212,10 +176,11 @@ class RunsScreen(ResizablePage):
             size = Size("run", self.preview.rows, 4, self.size.height - LEAST_ROWS, towards=-1)
         return replace(size, step=-size.step) if panel is self.table else size
 
+    @on(events.ScreenResume)
     def _listed(self) -> None:
         if not self.is_current:
             return
-        self._fill()
+        self.filtered()
         curves = self._curves
         self._read_stale(
             [
@@ -247,7 +212,7 @@ class RunsScreen(ResizablePage):
     @on(CurvesRead)
     def _curves_read(self, message: CurvesRead) -> None:
         self._curves |= message.curves
-        self._fill()
+        self.filtered()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Read on where one look was not enough for a long run: the list itself may not change for
@@ -263,7 +228,7 @@ class RunsScreen(ResizablePage):
                 ]
             )
 
-    def _fill(self) -> None:
+    def filtered(self) -> None:
         """Redraw the table and keep the cursor on its run."""
         wanted = self.filter.needle
         order = self.app.settings.runs
@@ -306,11 +271,15 @@ class RunsScreen(ResizablePage):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         row = self.table.chosen()
-        if action == "resume":
+        if parameters == ("resume",):
             return row is not None and row.state.state in run_actions.RESUMABLE
-        if action in ("stop", "delete"):
-            return row is not None and row.live == (action == "stop")
+        if parameters in (("stop",), ("delete",)):
+            return row is not None and row.live == (parameters == ("stop",))
         return True
+
+    def action_to_run(self, name: str) -> None:
+        if (run := self.chosen_run) is not None:
+            run_actions.ACTIONS[name](self.app, run)
 
     def action_mark(self) -> None:
         run = self.chosen_run
@@ -320,7 +289,7 @@ class RunsScreen(ResizablePage):
             self._marked.remove(run)
         else:
             self._marked.append(run)
-        self._fill()
+        self.filtered()
 
     def action_differences(self) -> None:
         if len(self._marked) >= 2:
@@ -339,14 +308,6 @@ class RunsScreen(ResizablePage):
             )
         else:
             self.app.push_screen(Notice(compared.title, [compared.table], bad=False))
-
-    def action_note(self) -> None:
-        if (run := self.chosen_run) is not None:
-            run_actions.ask_for_note(self.app, run)
-
-    def action_attempts(self) -> None:
-        if (run := self.chosen_run) is not None:
-            run_actions.show_earlier_logs(self.app, run)
 
     def action_export(self) -> None:
         if (row := self.table.chosen()) is not None:
@@ -384,47 +345,7 @@ class RunsScreen(ResizablePage):
     def _keep_order(self, key: str, value: str, text: str) -> None:
         self.app.keep({f"runs.{key}": value})
         self.notify(f"{text} {value}", timeout=2)
-        self._fill()
-
-    def action_delete(self) -> None:
-        if (run := self.chosen_run) is not None:
-            run_actions.ask_to_delete(self.app, run)
+        self.filtered()
 
     def action_log_scale(self) -> None:
         self.preview.toggle_log_scale()
-
-    def action_stop(self) -> None:
-        if (run := self.chosen_run) is not None:
-            run_actions.ask_to_stop(self.app, run)
-
-    def action_resume(self) -> None:
-        if (run := self.chosen_run) is not None:
-            run_actions.ask_to_resume(self.app, run)
-
-    def action_copy(self) -> None:
-        if (run := self.chosen_run) is not None:
-            run_actions.copy_path(self.app, run)
-
-    def action_chat(self) -> None:
-        if (run := self.chosen_run) is not None:
-            run_actions.chat(self.app, run)
-
-    # The filter.
-
-    def action_find(self) -> None:
-        self.filter.open()
-
-    @on(Input.Changed, "#filter")
-    def _filter_typed(self) -> None:
-        self._fill()
-
-    @on(Input.Submitted, "#filter")
-    def _filter_submitted(self) -> None:
-        self.set_focus(self.table)
-
-    def action_leave_field(self) -> None:
-        if self.maximized is not None:
-            self.minimize()
-        else:
-            self.filter.close()
-            self.set_focus(self.table)

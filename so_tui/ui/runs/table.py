@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from rich.cells import cell_len
 from rich.text import Text
-from textual.binding import Binding, BindingType
 
 from so_tui.runs import results as comparison
 from so_tui.runs.results import RunResults, result_text
@@ -18,6 +17,7 @@ from so_tui.ui.run_rows import LossCurve, RunRow
 from so_tui.ui.run_status import SIGNS
 from so_tui.ui.text import shorten
 from so_tui.ui.textual_fixes import FittedTable
+from so_tui.ui.widgets import command_key
 from so_tui.units import age, thousands
 from so_tui.units import memory_size as memory
 
@@ -225,10 +225,8 @@ def searched_text(row: RunRow) -> str:
 class RunTable(FittedTable):
     """Shows runs, and knows the one under the cursor."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "enter", "select_cursor", "Open", id="open", tooltip="Show this run on the dashboard"
-        )
+    BINDINGS = [
+        command_key("enter", "select_cursor", "Open", "Show this run on the dashboard", id="open")
     ]
 
     shown: tuple[RunRow, ...] = ()
