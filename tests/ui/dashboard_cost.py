@@ -352,7 +352,6 @@ def opening_s() -> float:
     as noise only adds.
     """
     from so_tui.runs import RunDirectory
-    from so_tui.runs.index import IndexCache
     from so_tui.runs.metrics import MetricsReader
     from so_tui.ui.charts.series import FollowedSteps
     from tests.support.long_run import read_on, write_long_run
@@ -364,7 +363,7 @@ def opening_s() -> float:
         least_s = math.inf
         for _ in range(3):
             begun = time.process_time()
-            reader = MetricsReader(run, IndexCache(Path(folder, "cache")))
+            reader = MetricsReader(run)
             steps = FollowedSteps(reader)
             while read_on(reader, steps, 50, limit_s=10.0):
                 continue
