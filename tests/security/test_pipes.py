@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunDirectory:
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
 @pytest.mark.parametrize(
     "name",
-    ["state.json", "metrics/000001.jsonl", "metrics/000001.index", "attempts/001/output.here.log"],
+    ["state.json", "metrics/000001.jsonl", "attempts/001/output.here.log"],
 )
 def test_no_file_of_a_run_makes_commands_hang_or_fill_the_memory(
     run: RunDirectory, name: str, kind: str

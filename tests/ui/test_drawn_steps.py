@@ -225,7 +225,7 @@ def test_every_record_of_a_long_run_is_drawn_in_rows_of_several(
         continue
     assert reader.latest is not None
     assert reader.latest.step == last
-    assert steps.series.halvings == 3
+    assert steps.series.halvings == 4
     losses = {step: loss_at(step) for step in range(FIRST, last + 1)}
     check_drawn(steps.series, losses, columns=(1, 80, 317))
     writer = MetricsWriter(run, 1)

@@ -85,8 +85,7 @@ class Series:
     def halved(self) -> Series:
         """Return a series of half as many entries, an even number, each for two of this one."""
         half = Series()
-        self._separate()
-        lows, highs = self._lows[0], self._highs[0]
+        lows, highs = self._bounds(0, 0, len(self))
         half._last = self._last[1::2]
         half._lows = [array("d", _reduce(min, lows, 2))]
         half._highs = [array("d", _reduce(max, highs, 2))]
@@ -98,9 +97,15 @@ class Series:
     def _separate(self) -> None:
         """Let entries have a least and a greatest value besides the last one."""
         if self._last is self._highs[0]:
-            self._lows[0], self._highs[0] = self._last[:], self._last[:]
-            for gap in self._gaps:
-                self._lows[0][gap], self._highs[0][gap] = math.inf, -math.inf
+            self._lows[0], self._highs[0] = self._bounds(0, 0, len(self))
+
+    def _bounds(self, level: int, start: int, stop: int) -> tuple[array[float], array[float]]:
+        """Return the least and the greatest values of some entries; infinite for gaps."""
+        low, high = self._lows[level][start:stop], self._highs[level][start:stop]
+        if self._last is self._highs[level] and self.has_gap(start, stop):
+            low = array("d", (math.inf if value != value else value for value in low))
+            high = array("d", (-math.inf if value != value else value for value in high))
+        return low, high
 
     def _add_gap(self, index: int) -> None:
         values = self._gap_values[-1] + 1 if self._gaps else 1
@@ -120,12 +125,7 @@ class Series:
             done = len(self._highs[level + 1])
             if done == complete:
                 return
-            low, high = (
-                of[level][done * FANOUT : complete * FANOUT] for of in (self._lows, self._highs)
-            )
-            if self._last is self._highs[level] and self.has_gap(done * FANOUT, complete * FANOUT):
-                low = array("d", (math.inf if value != value else value for value in low))
-                high = array("d", (-math.inf if value != value else value for value in high))
+            low, high = self._bounds(level, done * FANOUT, complete * FANOUT)
             self._lows[level + 1].extend(_reduce(min, low, FANOUT))
             self._highs[level + 1].extend(_reduce(max, high, FANOUT))
             level += 1
@@ -406,7 +406,7 @@ METRICS = (
 SMOOTHED = ("loss", "gradient_norm")
 """Metrics that have a mean unless others are asked for."""
 MOST_ROWS = 200_000
-"""When a run has as many rows, each two are combined."""
+"""When a run has as many rows, they are combined: to at most half as many, also later."""
 NEGLIGIBLE = 1e-9
 """Share of a value in an exponential moving average below which it need not be known."""
 
@@ -592,8 +592,11 @@ class FollowedSteps:
     def _add(self, count: int) -> None:
         self._next.extend(self._left[:count])
         del self._left[:count]
-        if len(self._next) >= MOST_ROWS and len(self._next) % 2 == 0:
-            shown = self._next is self.series
+        shown = self._next is self.series
+        while (
+            len(self._next) >= (MOST_ROWS // 2 if self._next.halvings else MOST_ROWS)
+            and len(self._next) % 2 == 0
+        ):
             self._next = self._next.halved()
-            if shown:
-                self.series = self._next
+        if shown:
+            self.series = self._next
