@@ -61,6 +61,10 @@ class RunFollower:
         self._checking = False
         self._closer: StepSeries | None = None
         self._recent: tuple[StepRecord, ...] = ()
+        self._released = False
+        """Whether the last poll combined rows, or read the last of many: the screen does not hold
+        what that took any more.
+        """
 
     @property
     def _whole(self) -> StepSeries:
@@ -120,6 +124,8 @@ class RunFollower:
         """Read new steps, also for a window that reaches to the newest. Return whether all are
         known.
         """
+        if self._released:
+            give_back()
         before, newest = self._whole, self._whole.last_step
         was_complete = not self._steps.unread_share
         more = self._steps.read(self._mean_steps(), READ_S)
@@ -131,8 +137,8 @@ class RunFollower:
         newest_known = self._recent[-1] if self._recent else None
         if self._reader.latest != newest_known or not (more or was_complete):
             self._recent = tuple(self._reader.recent(RECENT_STEPS))
-        if not (more or was_complete):
-            give_back()
+        combined = self._whole.halvings > before.halvings
+        self._released = combined or not (more or was_complete)
         return not more
 
     def _read_window(self, window: tuple[float, float] | None) -> None:
