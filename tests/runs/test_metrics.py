@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from so_tui.runs.records import (
     WarningRecord,
     encode_line,
 )
-from so_tui.runs.segments import segments
+from so_tui.runs.segments import read_lines, segments
 from tests.support.waiting import LIMIT_S
 
 Step = Callable[..., StepRecord]
@@ -192,6 +193,32 @@ def test_an_empty_run_has_no_steps(run: RunDirectory) -> None:
     assert reader.latest is None
     assert rows(reader, "loss") == []
     assert losses(reader) == []
+
+
+def test_segments_are_read_once_for_charts_and_other_records(
+    run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = CheckpointRecord(attempt=1, time=1.0, step=700, path="p", bytes=1, seconds=1.0)
+    records = [*map(step, range(700)), saved, *map(step, range(700, 2000))]
+    write(run, 1, records, segment_bytes=200_000)
+    read_bytes = Counter[Path]()
+
+    def counted(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
+        lines, end = read_lines(path, offset, limit_bytes)
+        read_bytes[path] += end - offset
+        return lines, end
+
+    monkeypatch.setattr(metrics, "read_lines", counted)
+    reader = MetricsReader(run)
+    reader.poll(limit_records=5000, limit_s=60.0, earlier=False)
+    assert reader.latest is not None
+    assert reader.latest.step == 1999
+    assert reader.checkpoints == ()
+    drawn = [row.step for rows in StepRows(reader, ["loss"]).read(60.0) for row in rows]
+    assert drawn == list(range(2000))
+    assert reader.checkpoints == (saved,)
+    for path in sorted(read_bytes)[:-1]:  # the newest is read before all others, too
+        assert read_bytes[path] <= path.stat().st_size + metrics._HEAD_BYTES
 
 
 @pytest.mark.parametrize("resumed", [150, 167, 0])
