@@ -199,7 +199,7 @@ def test_segments_are_read_once_for_charts_and_other_records(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = CheckpointRecord(attempt=1, time=1.0, step=700, path="p", bytes=1, seconds=1.0)
-    records = [*map(step, range(700)), saved, *map(step, range(700, 2000))]
+    records: list[MetricRecord] = [*map(step, range(700)), saved, *map(step, range(700, 2000))]
     write(run, 1, records, segment_bytes=200_000)
     read_bytes = Counter[Path]()
 
@@ -213,10 +213,10 @@ def test_segments_are_read_once_for_charts_and_other_records(
     reader.poll(limit_records=5000, limit_s=60.0, earlier=False)
     assert reader.latest is not None
     assert reader.latest.step == 1999
-    assert reader.checkpoints == ()
+    assert not list(reader.checkpoints)
     drawn = [row.step for rows in StepRows(reader, ["loss"]).read(60.0) for row in rows]
     assert drawn == list(range(2000))
-    assert reader.checkpoints == (saved,)
+    assert list(reader.checkpoints) == [saved]
     for path in sorted(read_bytes)[:-1]:  # the newest is read before all others, too
         assert read_bytes[path] <= path.stat().st_size + metrics._HEAD_BYTES
 
