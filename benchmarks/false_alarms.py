@@ -31,7 +31,6 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan, StepTime
 from so_tui.runs import RunDirectory, read_state
-from so_tui.runs.index import read_span, segments
 from so_tui.runs.records import (
     FINAL_STATES,
     MetricRecord,
@@ -41,6 +40,7 @@ from so_tui.runs.records import (
     decode_metric,
     decode_sample,
 )
+from so_tui.runs.segments import read_span, segments
 from so_tui.spec import find_preset, with_values
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,32 +131,23 @@ class RunDirectory:
 
     def attempts(self) -> tuple[int, ...]:
         """Return the numbers of all attempts, ascending."""
-        return attempts_in(_names(self.attempts_dir))
+        names = _names(self.attempts_dir)
+        return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
 
     def logs(self, attempt: int) -> dict[str, Path]:
         """Return the logs of an attempt by host."""
         folder = self.attempt_dir(attempt)
-        return logs_in(folder, _names(folder))
+        return {
+            name.removeprefix(_OUTPUT).removesuffix(_LOG): folder / name
+            for name in _names(folder)
+            if name.startswith(_OUTPUT) and name.endswith(_LOG)
+        }
 
     def sample_hosts(self) -> tuple[str, ...]:
         """Return the hosts that wrote samples."""
         return tuple(
             name.removeprefix(_SAMPLES) for name in _names(self.path) if name.startswith(_SAMPLES)
         )
-
-
-def attempts_in(names: Iterable[str]) -> tuple[int, ...]:
-    """Return the attempts that ``names`` in the folder of attempts stand for, ascending."""
-    return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
-
-
-def logs_in(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the logs among the ``names`` in the folder of an attempt, by host."""
-    return {
-        name.removeprefix(_OUTPUT).removesuffix(_LOG): folder / name
-        for name in names
-        if name.startswith(_OUTPUT) and name.endswith(_LOG)
-    }
 
 
 def new_attempt(run: RunDirectory) -> int:
@@ -291,49 +282,6 @@ def write_run_json(run: RunDirectory, path: Path, value: object, *, indented: bo
     """
     content = msgspec.json.encode(value)
     write_run_file(run, path, msgspec.json.format(content, indent=1) if indented else content)
-
-
-# Names in a folder that is polled: listed again only where they may have changed.
-
-
-_SETTLED_S = 3.0
-"""For so long after a change a folder is listed at each poll: where its time is in whole seconds,
-more may change within the same one.
-"""
-_LISTED_S = 5.0
-"""A folder is listed this often in any case: not every file system dates its folders."""
-
-
-class FolderNames:
-    """Lists one folder, at most as often as it is polled. For one thread."""
-
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder = folder
-        self._clock = clock
-        self._names: tuple[str, ...] = ()
-        self._state: tuple[int, int] | None = None
-        """What the folder was when it was listed last."""
-        self._changed = self._listed = 0.0
-
-    def poll(self) -> tuple[str, ...]:
-        """Return the names in the folder, sorted: the same tuple until they change. Raises OSError,
-        but not where it is missing.
-        """
-        now = self._clock()
-        try:
-            status = os.stat(self._folder)  # noqa: PTH116 - polled once a second
-            state = status.st_ino, status.st_mtime_ns
-            if state != self._state:
-                self._changed = now
-            elif now - self._changed > _SETTLED_S and now - self._listed < _LISTED_S:
-                return self._names
-            names = tuple(sorted(os.listdir(self._folder)))  # noqa: PTH208
-        except (FileNotFoundError, NotADirectoryError):
-            state, names = None, ()
-        self._state, self._listed = state, now
-        if names != self._names:
-            self._names = names
-        return self._names
 
 
 # ``run.json``: what a run is. Written once when the run is created, and never changed.

@@ -20,7 +20,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.index import segments
 from so_tui.runs.records import (
     FINAL_STATES,
     CheckpointRecord,
@@ -31,6 +30,7 @@ from so_tui.runs.records import (
     RunState,
     decode_metric,
 )
+from so_tui.runs.segments import segments
 from so_tui.runs.state import read_state
 from so_tui.spec.errors import reject
 from so_tui.trust.files import UnfitFileError, distrust_of_folder, open_regular

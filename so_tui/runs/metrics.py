@@ -1,41 +1,20 @@
-"""Read the metrics of a run: follow new records, and know all others by the blocks of their
-segments.
+"""Write the metrics of a run, and read them: new records as they appear, and the steps of any range
+or all of them as rows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.index import (
-    LARGEST_SEGMENT_BYTES,
-    MEBIBYTE,
-    Columns,
-    IndexCache,
-    PolledSegments,
-    Segment,
-    SegmentIndex,
-    SegmentWriter,
-    blocks_of,
-    cut_incomplete_line,
-    extend,
-    index_of,
-    index_path,
-    no_blocks,
-    read_lines,
-    segments,
-    size_of,
-    with_few_warnings,
-    write_index,
-)
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -49,13 +28,30 @@ from so_tui.runs.records import (
     WarningRecord,
     decode_metric,
     encode_line,
+    is_count,
+    is_time,
 )
-from so_tui.trust.files import Unfit, UnfitFileError
+from so_tui.runs.segments import (
+    MEBIBYTE,
+    SegmentWriter,
+    cut_incomplete_line,
+    read_lines,
+    read_span,
+    segments,
+    size_of,
+)
+from so_tui.trust.decoding import decoded
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 18
+"""Read at a time: some 400 records, after which other threads get their turn."""
+_HEAD_BYTES = 1 << 14
+_PLACE_BYTES = 1 << 16
+"""Least distance of the places that are remembered in a segment."""
 _MOST_WARNINGS = 5_000
+_STEP_LINE = b'{"kind":"step"'
+"""How the writer begins a step. Other lines are decoded to find out what they are."""
 
 R = TypeVar(
     "R",
@@ -78,31 +74,113 @@ class Progress(msgspec.Struct, frozen=True):
     """The poll stopped at its limit: poll again soon."""
     behind: bool
     """It stopped before the newest record. Otherwise ``more`` concerns earlier segments alone."""
-    redraw: bool
-    """Steps changed without being among the records: a resume superseded some, or earlier segments
-    became known. Charts must be drawn again from ``blocks`` and ``steps``.
+
+
+class _Segment:
+    """A segment that was read up to ``offset``: its records that are not steps, and where steps
+    begin.
     """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self.attempt = 0
+        self.events: list[MetricRecord] = []
+        self.places: list[tuple[int, int]] = []
+        """Some steps, ascending, and where they begin."""
+        self.step_is_newer = False
+        """Whether its newest step was written after its newest phase."""
+        self._last_step = -1
+        self._warnings = 0
+
+    def add(self, record: MetricRecord, at: int) -> bool:
+        """Add the record that begins at a position. Return False for a step that does not come
+        after the one before.
+        """
+        self.attempt = self.attempt or record.attempt
+        if isinstance(record, StepRecord):
+            if record.step <= self._last_step:
+                return False
+            self._last_step, self.step_is_newer = record.step, True
+            if self._is_due(at):
+                self.places.append((record.step, at))
+            return True
+        self.events.append(record)
+        if isinstance(record, PhaseRecord):
+            self.step_is_newer = False
+        self._warnings += isinstance(record, WarningRecord)
+        if self._warnings > 2 * _MOST_WARNINGS:
+            self.events, self._warnings = _with_few_warnings(self.events), _MOST_WARNINGS
+        return True
+
+    def add_lines(self, lines: Sequence[bytes], at: int) -> None:
+        """Add the lines that begin at a position, but for those that are known. Steps are decoded
+        only where a place is due.
+        """
+        for line in lines:
+            start, at = at, at + len(line) + 1
+            if start < self.offset:
+                continue
+            self.offset = at
+            if line.startswith(_STEP_LINE) and self.places and not self._is_due(start):
+                self.step_is_newer = True
+            elif (record := decode_metric(line)) is not None:
+                self.add(record, start)
+
+    def read_head(self) -> None:
+        """Read up to the first step: a resume before it decides which earlier steps count. Raises
+        OSError.
+        """
+        while not self.places:
+            lines, _ = read_lines(self.path, self.offset, _HEAD_BYTES)
+            if not lines:
+                return
+            for line in lines:
+                self.add_lines((line,), self.offset)
+                if self.places:
+                    return
+
+    def forget(self) -> None:
+        """Be empty from now on."""
+        self.offset, self.events, self.places = 0, [], []
+
+    def steps(self, place: int, last: float, stop: int | None = None) -> Iterator[StepRecord]:
+        """Yield the steps up to ``last`` from one place on, as far as was read or to another place.
+        Raises OSError.
+        """
+        before, start = self.places[place][0] - 1, self.places[place][1]
+        end = self.offset if stop is None or stop >= len(self.places) else self.places[stop][1]
+        for line in read_span(self.path, start, end):
+            record = decode_metric(line)
+            if isinstance(record, StepRecord) and record.step > before:
+                if record.step > last:
+                    return
+                before = record.step
+                yield record
+
+    def _is_due(self, at: int) -> bool:
+        return not self.places or at - self.places[-1][1] >= _PLACE_BYTES
 
 
 class MetricsReader:
     """Follows ``metrics/`` of one run. For one thread.
 
-    The newest segment is read record by record, and so is every later one. Earlier ones are taken
-    afterwards, the newest first, by their index. Those without one are read, and get an index in
-    the user's cache. ``unread_share`` says how much is missing until then. Records are not kept:
-    they are read again from their segment where they are needed.
+    The newest segment is read record by record, and so is every later one. Of earlier ones only the
+    beginning is read before it: whether a resume supersedes what comes before. ``poll`` reads the
+    rest afterwards, the newest first, or ``StepRows`` does; ``unread_share`` says how much is
+    missing until then. Steps are not kept: they are read again from their segment where they are
+    needed.
     """
 
-    def __init__(self, run: RunDirectory, cache: IndexCache | None = None) -> None:
-        """Prepare to read a run; indexes of the reader's own are kept in ``cache``, by default in
-        the user's cache folder.
-        """
-        self._folder = PolledSegments(run.metrics_dir)
-        self._cache = cache or IndexCache()
-        self._segments: dict[int, Segment] = {}
-        self._unread: list[Segment] = []
-        """Earlier segments that are not known yet, oldest first."""
-        self._followed: list[Segment] = []
+    def __init__(self, run: RunDirectory) -> None:
+        """Prepare to read a run."""
+        self.generation = 0
+        """Changes when steps that were read no longer count, or others belong before them."""
+        self._folder = run.metrics_dir
+        self._segments: dict[int, _Segment] = {}
+        self._unread: list[_Segment] = []
+        """Earlier segments that are not read to their end, oldest first."""
+        self._followed: list[_Segment] = []
         """The segment that is read record by record, and newer ones."""
         self._known: tuple[MetricRecord, ...] | None = None
         """All records that are not steps, in order; None after a change."""
@@ -140,9 +218,9 @@ class MetricsReader:
         """Whether the latest step was written after the newest phase, by their order: a clock may
         be set back between them.
         """
-        for segment in reversed(self._readable()):
+        for segment in self._newest_segments():
             if segment.step_is_newer or any(
-                isinstance(event, PhaseRecord) for event in segment.content.events
+                isinstance(event, PhaseRecord) for event in segment.events
             ):
                 return segment.step_is_newer
         return False
@@ -179,103 +257,58 @@ class MetricsReader:
             1, sum(size_of(segment.path) for segment in self._segments.values()), unread
         )
 
-    @property
-    def first_step(self) -> int | None:
-        """First known step; None if there is none yet."""
-        first = (segment.content.positions["first"] for segment in self._readable())
-        return next((int(steps[0]) for steps in first if steps), None)
-
     def recent(self, count: int) -> list[StepRecord]:
-        """Return the last ``count`` step records that are not superseded, oldest first. Raises
-        OSError.
+        """Return the last ``count`` step records that are not superseded, oldest first: fewer where
+        not all is read. Raises OSError.
         """
         found: list[StepRecord] = []
-        for segment in reversed(self._readable()):
-            if len(found) >= count:
-                break
-            positions = segment.content.positions
-            stop = bisect_right(positions["first"], self._cut(segment.attempt))
-            start, records = stop, 0.0
-            while start > 0 and records < count - len(found) + 1:
-                start -= 1
-                # The last block may have superseded records.
-                records += positions["records"][start] if start < stop - 1 else 1
-            steps = [step for step in segment.records(positions, start, stop) if self._counts(step)]
-            found = [step for step in steps if not found or step.step < found[0].step] + found
+        for segment in self._newest_segments():
+            for place in range(len(segment.places) - 1, -1, -1):
+                if len(found) >= count:
+                    return found[-count:]
+                last = min(self._cut(segment.attempt), found[0].step - 1 if found else math.inf)
+                found = [*segment.steps(place, last, place + 1), *found]
         return found[-count:]
-
-    # Charts.
-
-    def blocks(
-        self, metrics: Sequence[str], until: float = math.inf, weights: Sequence[float] = ()
-    ) -> Columns:
-        """Return the blocks of all known steps up to ``until``, the end of a block, with the
-        columns of some metrics. Raises OSError.
-        """
-        columns = no_blocks(metrics, weights)
-        for segment in self._readable():
-            cut = min(until, self._cut(segment.attempt))
-            found = self._columns_of(segment, metrics, weights)
-            start = bisect_right(found["first"], columns["last"][-1]) if columns["last"] else 0
-            whole = max(start, bisect_right(found["last"], cut))
-            stop = max(whole, bisect_right(found["first"], cut))
-            extend(columns, found, start, whole)
-            if whole < stop:  # of the block in which a resume cuts, the records before it
-                last = columns["last"][-1] if columns["last"] else -1
-                kept = [
-                    step for step in segment.records(found, whole, stop) if last < step.step <= cut
-                ]
-                part = blocks_of(kept, metrics, weights)
-                extend(columns, part, 0, len(part["first"]))
-        return columns
-
-    def _columns_of(
-        self, segment: Segment, metrics: Sequence[str], weights: Sequence[float]
-    ) -> Columns:
-        """Return the blocks of a segment; none if its index has disappeared: then it is read again.
-        Raises OSError.
-        """
-        try:
-            return segment.content.columns(metrics, weights)
-        except OSError as error:
-            if not segment.path.exists():
-                raise
-            _log.info("an index is made again: %s", error)
-            segment.forget()
-            self._unread.append(segment)
-            self._unread.sort(key=lambda unread: unread.path)
-            self._forget()
-            return no_blocks(metrics, weights)
 
     def steps(self, first: float, last: float) -> Iterator[StepRecord]:
         """Yield the known records of the steps ``first`` to ``last`` that are not superseded, from
         their segments. Raises OSError.
         """
         before = first - 1
-        for segment in self._readable():
-            positions = segment.content.positions
-            stop = bisect_right(positions["first"], min(last, self._cut(segment.attempt)))
-            for step in segment.records(
-                positions, bisect_left(positions["last"], before + 1), stop
-            ):
-                if before < step.step <= last and self._counts(step):
-                    before = step.step
-                    yield step
+        for segment in self._segments.values():
+            if segment.places:
+                place = bisect_right(segment.places, (before + 1, math.inf)) - 1
+                for step in segment.steps(max(0, place), min(last, self._cut(segment.attempt))):
+                    if step.step > before:
+                        before = step.step
+                        yield step
 
-    def _readable(self) -> list[Segment]:
-        """Return the segments whose records count by now: those read to their end, and those that
-        are followed.
-        """
-        return [
-            segment
-            for segment in self._segments.values()
-            if segment.complete or segment in self._followed
-        ]
+    def _newest_segments(self) -> Iterator[_Segment]:
+        """Yield the segments, the newest first, back to one that is not read to its end."""
+        for segment in reversed(self._segments.values()):
+            if segment in self._unread:
+                return
+            yield segment
+
+    def segments(self) -> list[_Segment]:
+        """Return the segments up to the one that is followed, oldest first."""
+        newer = self._followed[1:]
+        return [segment for segment in self._segments.values() if segment not in newer]
+
+    def size_of(self, segment: _Segment) -> int:
+        """Return how many bytes of a segment can be read by now."""
+        known = segment.offset
+        return max(known, size_of(segment.path)) if segment in self._unread else known
+
+    def last_of(self, segment: _Segment) -> float:
+        """Return the last step of a segment that may count: a resume supersedes later ones."""
+        return self._cut(segment.attempt)
 
     # Following.
 
-    def poll(self, *, limit_records: int, limit_s: float) -> Progress:
-        """Read new records within the limits, and then what is unread of earlier segments.
+    def poll(self, *, limit_records: int, limit_s: float, earlier: bool = True) -> Progress:
+        """Read new records within the limits, and then what is unread of earlier segments: unless
+        ``earlier``, only back to the latest step.
 
         The first poll reads only the newest segment record by record.
 
@@ -284,33 +317,22 @@ class MetricsReader:
         """
         deadline = time.monotonic() + limit_s
         self._find_segments()
-        redraw = False
         records: list[MetricRecord] = []
-        resumes = len(self.resumes)
         more = False
         while self._followed and not more:
-            segment = self._followed[0]
-            newer = len(self._followed) > 1
-            if newer and not segment.offset and segment.take(self._index_of(segment)):
-                redraw = True  # too slow for its records
-            else:
-                more = self._follow(segment, records, limit_records, deadline, newest=not newer)
-            if more or not newer:
+            newest = len(self._followed) == 1
+            more = self._follow(self._followed[0], records, limit_records, deadline, newest=newest)
+            if newest:
                 break
-            if segment.index is None:
-                segment.complete = True
-                segment.take(self._index_of(segment))
-            del self._followed[0]
-            more = time.monotonic() >= deadline
+            if not more:
+                del self._followed[0]
+                more = time.monotonic() >= deadline
         behind = more
-        while self._unread and not more:
-            redraw = self._read_earlier(self._unread[-1], deadline) or redraw
+        while self._unread and not more and (earlier or self._latest is None):
+            segment = self._unread[-1]
+            self._read_on(segment, segment.offset)
             more = bool(self._unread) and time.monotonic() >= deadline
-        if redraw or len(self.resumes) > resumes:
-            redraw = True
-            self._forget()
-            self._latest = next(iter(self.recent(1)), None)
-        return Progress(tuple(records), more, behind, redraw)
+        return Progress(tuple(records), more, behind)
 
     def _find_segments(self) -> None:
         """Take note of new segments. The newest is followed; earlier ones, also those that appear
@@ -318,29 +340,32 @@ class MetricsReader:
         """
         new = {
             number: path
-            for number, path in self._folder.poll().items()
+            for number, path in segments(self._folder).items()
             if number not in self._segments
         }
-        newest = max(self._segments or new, default=0)
+        if not new:
+            return
+        newest = max(self._segments or new)
+        late = bool(self._segments) and min(new) < newest
         for number, path in new.items():
-            segment = self._segments[number] = Segment(path)
-            (self._unread if number < newest else self._followed).append(segment)
-        if new:
-            self._segments = dict(sorted(self._segments.items()))
-            self._unread.sort(key=lambda unread: unread.path)
-
-    def _index_of(self, segment: Segment) -> SegmentIndex | None:
-        """Return the index of a segment to which nothing is appended any more: the one beside it,
-        or the reader's own.
-        """
-        size = size_of(segment.path)
-        if segment.offset and segment.offset != size:
-            return None
-        return index_of(segment.path, size) or self._cache.load(segment.path)
+            segment = self._segments[number] = _Segment(path)
+            if number >= newest:
+                self._followed.append(segment)
+                continue
+            self._unread.append(segment)
+            try:
+                segment.read_head()
+            except OSError as error:
+                self._leave_out(segment, error)
+        self._segments = dict(sorted(self._segments.items()))
+        self._unread.sort(key=lambda unread: unread.path)
+        self._forget()
+        if late:
+            self._recount()
 
     def _follow(
         self,
-        segment: Segment,
+        segment: _Segment,
         records: list[MetricRecord],
         limit_records: int,
         deadline: float,
@@ -353,11 +378,11 @@ class MetricsReader:
         while True:
             lines, end = read_lines(segment.path, segment.offset, _CHUNK_BYTES)
             for line in lines[: limit_records - len(records)]:
+                at, segment.offset = segment.offset, segment.offset + len(line) + 1
                 record = decode_metric(line)
-                if record is not None and segment.summary.add(record, segment.offset):
+                if record is not None and segment.add(record, at):
                     records.append(record)
                     self._apply(record)
-                segment.offset += len(line) + 1
             if segment.offset < end or time.monotonic() >= deadline:
                 return segment.offset < end or bool(lines)
             if not lines or (
@@ -369,48 +394,52 @@ class MetricsReader:
         """Take account of a new record."""
         if isinstance(record, ResumedRecord):
             self._forget()
-            self._latest = next(iter(self.recent(1)), None)
+            if self._latest is not None and self._latest.step > record.step:
+                self._recount()
         elif not isinstance(record, StepRecord):
             self._known = None
         elif self._counts(record):
             self._latest = record
 
-    def _read_earlier(self, segment: Segment, deadline: float) -> bool:
-        """Take an earlier segment by its index, or read on in it. Return whether it is known to its
-        end: then it counts.
+    def lines_of(self, segment: _Segment, at: int) -> tuple[list[bytes], int]:
+        """Return some lines of a segment from a position on, and the position after them: of one
+        that is followed, only what was read of it. Raises OSError.
+        """
+        if segment in self._unread:
+            return self._read_on(segment, at)
+        if at >= segment.offset:
+            return [], at
+        lines, end = read_lines(segment.path, at, min(_CHUNK_BYTES, segment.offset - at))
+        return lines, end if lines else segment.offset
+
+    def _read_on(self, segment: _Segment, at: int) -> tuple[list[bytes], int]:
+        """Read lines of an earlier segment from a position on, and take account of those that are
+        new. Return them, and the position after them; none at its end.
 
         One that cannot be read is left out, as the others are worth showing without it.
         """
         try:
-            if not self._read_on(segment, deadline):
-                return False
+            lines, end = read_lines(segment.path, at, _CHUNK_BYTES)
         except OSError as error:
-            _log.info("%s is left out: %s", segment.path, error)
-            segment.forget()
-        self._unread.remove(segment)
-        return segment.complete
+            self._leave_out(segment, error)
+            return [], at
+        known = len(segment.events)
+        segment.add_lines(lines, at)
+        if any(isinstance(event, ResumedRecord) for event in segment.events[known:]):
+            self._forget()
+            self._recount()
+        self._known = None
+        if not lines:
+            self._unread.remove(segment)
+            if self._latest is None:
+                self._latest = next(iter(self.recent(1)), None)
+        return lines, end
 
-    def _read_on(self, segment: Segment, deadline: float) -> bool:
-        """Read an earlier segment until the deadline. Return whether that was all of it. Raises
-        OSError.
-        """
-        if size_of(segment.path) > LARGEST_SEGMENT_BYTES:
-            raise UnfitFileError(segment.path, Unfit.TOO_LARGE, LARGEST_SEGMENT_BYTES)
-        if not segment.offset:
-            if segment.take(self._index_of(segment)):
-                return True
-            segment.remember_state()
-        while segment.read_on(_CHUNK_BYTES):
-            if time.monotonic() >= deadline:
-                return False
-        segment.complete = True
-        # An incomplete last line belongs to no record; the index counts it, as its segment may be
-        # found with it again.
-        if segment.summary.attempt:
-            content = segment.summary.encode(max(segment.offset, size_of(segment.path)))
-            if not segment.take(self._cache.keep(segment.path, segment.name, content)):
-                raise OSError(f"its {len(content)} bytes of index are too many, or unfit")
-        return True
+    def _leave_out(self, segment: _Segment, error: OSError) -> None:
+        _log.info("%s is left out: %s", segment.path, error)
+        segment.forget()
+        self._unread.remove(segment)
+        self._forget()
 
     # Superseded steps: a resume supersedes the later steps of earlier attempts.
 
@@ -427,14 +456,19 @@ class MetricsReader:
     @property
     def _events(self) -> tuple[MetricRecord, ...]:
         if self._known is None:
-            events = [event for segment in self._readable() for event in segment.content.events]
-            self._known = tuple(with_few_warnings(events, _MOST_WARNINGS))
+            events = [event for segment in self._segments.values() for event in segment.events]
+            self._known = tuple(_with_few_warnings(events))
         return self._known
 
     def _forget(self) -> None:
         """Collect the events again when they are next asked for."""
         self._known = None
         self._cuts.clear()
+
+    def _recount(self) -> None:
+        """Find out which steps count, after a resume or segments that appeared late."""
+        self.generation += 1
+        self._latest = next(iter(self.recent(1)), None)
 
     def _newest(self, kind: type[R]) -> R | None:
         return next((event for event in reversed(self._events) if isinstance(event, kind)), None)
@@ -443,28 +477,109 @@ class MetricsReader:
         return tuple(event for event in self._events if isinstance(event, kind))
 
 
+def _with_few_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
+    """Return the events with only the newest warnings, the only kind without a limit."""
+    warnings = [event for event in events if isinstance(event, WarningRecord)]
+    dropped = {id(event) for event in warnings[:-_MOST_WARNINGS]}
+    return [event for event in events if id(event) not in dropped]
+
+
+class StepRows:
+    """The steps of a run that count, in order and each once, with the fields that a chart shows.
+    For the thread of the reader.
+
+    Each row has ``step``, ``time`` and the fields; one that was not measured is None. Segments that
+    the reader has not read yet are read here, for both.
+    """
+
+    def __init__(self, reader: MetricsReader, fields: Sequence[str]) -> None:
+        self._reader = reader
+        self._generation = reader.generation
+        numbers = [(name, float | None, None) for name in fields if name != "time"]
+        row = msgspec.defstruct(
+            "Row",
+            [("step", int), ("time", float), *numbers],
+            tag_field="kind",
+            tag="step",
+            gc=False,
+        )
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row, strict=False)
+        self._read: list[_Segment] = []
+        """The segments so far; the last one is read up to ``_offset``."""
+        self._offset = 0
+        self._last = -1
+
+    @property
+    def outdated(self) -> bool:
+        """Whether rows that were read no longer count, or others belong before them: then all are
+        to be read again.
+        """
+        return self._generation != self._reader.generation
+
+    @property
+    def unread_share(self) -> float:
+        """Share of the known bytes that is still to be read."""
+        sizes = [self._reader.size_of(segment) for segment in self._reader.segments()]
+        left = sum(sizes[len(self._read) :])
+        if self._read:
+            left += max(0, sizes[len(self._read) - 1] - self._offset)
+        return left / max(1, sum(sizes))
+
+    def read(self, limit_s: float) -> Iterator[list[Any]]:
+        """Yield new rows in portions, up to the newest record that the reader knows or to the
+        limit. Raises OSError.
+        """
+        deadline = time.monotonic() + limit_s
+        for segment in self._reader.segments()[max(0, len(self._read) - 1) :]:
+            if segment not in self._read[-1:]:
+                self._read.append(segment)
+                self._offset = 0
+            while True:
+                lines, end = self._reader.lines_of(segment, self._offset)
+                if self.outdated:
+                    return
+                if end == self._offset:
+                    break
+                self._offset = end
+                if rows := self._rows(lines, self._reader.last_of(segment)):
+                    yield rows
+                time.sleep(0)  # the screen's thread has its turn
+                if time.monotonic() >= deadline:
+                    return
+
+    def _rows(self, lines: Sequence[bytes], last: float) -> list[Any]:
+        rows = []
+        for line in lines:
+            try:
+                row = decoded(self._decoder, line)
+            except msgspec.DecodeError:  # another kind of record, or none
+                continue
+            if self._last < row.step <= last and is_count(row.step) and is_time(row.time):
+                self._last = row.step
+                rows.append(row)
+        return rows
+
+
 # Write metrics. Only rank 0 has a MetricsWriter.
 
 
 class MetricsWriter:
-    """Appends the records of one attempt to ``metrics/`` and writes an index for each closed
-    segment.
+    """Appends the records of one attempt to ``metrics/``.
 
     Other processes can read a record when ``append`` returns. It is not synced to the device: the
-    next attempt repeats the steps that a power failure loses. Indexing a full segment of 4 MiB
-    takes about 0.1 s, once in about 10,000 steps. For one thread.
+    next attempt repeats the steps that a power failure loses. For one thread.
     """
 
     def __init__(
         self, run: RunDirectory, attempt: int, *, segment_bytes: int = 4 * MEBIBYTE
     ) -> None:
-        """Create ``metrics/`` and index the segments of killed attempts. Raises OSError."""
+        """Create ``metrics/``, and cut off what a killed attempt left of its last line. Raises
+        OSError.
+        """
         self._attempt = attempt
-        self._folder = run.metrics_dir
-        self._segments = SegmentWriter(
-            run.metrics_dir, limit_bytes=segment_bytes, on_closed=lambda _: self._index_closed()
-        )
-        self._index_closed()
+        self._segments = SegmentWriter(run.metrics_dir, limit_bytes=segment_bytes)
+        if earlier := segments(run.metrics_dir):
+            cut_incomplete_line(earlier[max(earlier)])
 
     def append(self, record: MetricRecord) -> None:
         """Write one record. Raises ValueError for a record of another attempt, OSError if the disk
@@ -477,16 +592,5 @@ class MetricsWriter:
         self._segments.append(encode_line(record))
 
     def close(self) -> None:
-        """Close and index the last segment. Raises OSError."""
+        """Close the last segment. Raises OSError."""
         self._segments.close()
-
-    def _index_closed(self) -> None:
-        """Index all segments without an index. No segment may be open."""
-        for path in segments(self._folder).values():
-            if not index_path(path).exists():
-                cut_incomplete_line(path)
-                # An index is optional, so a full disk must not lose the next record because of it.
-                # Writing that record reports the full disk, and the index is tried again after the
-                # next segment or in the next attempt.
-                with contextlib.suppress(OSError):
-                    write_index(path)

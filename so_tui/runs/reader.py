@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from so_tui.runs.directory import FolderNames, RunDirectory, attempts_in, logs_in
-from so_tui.runs.index import MEBIBYTE
+from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
@@ -29,6 +28,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.runs.samples import SampleReader
+from so_tui.runs.segments import MEBIBYTE
 from so_tui.spec.errors import InputError
 from so_tui.trust.files import UnfitFileError, open_descriptor
 from so_tui.trust.text import printable
@@ -264,15 +264,10 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     log_lines: tuple[LogLine, ...] = ()
     state: RunState | None = None
     """State corrected by ``liveness``; None if it cannot be read (yet)."""
-    state_changed: bool = False
-    redraw: bool = False
-    """Steps changed without being among the records, as in ``metrics.Progress``: charts must be
-    drawn again.
-    """
-    unread_share: float = 0.0
-    """Share of the metrics that are still to be read, as in ``MetricsReader``."""
     more: bool = False
     """The poll stopped at its limit: poll again soon."""
+    behind: bool = False
+    """It stopped before the newest record. Otherwise ``more`` concerns earlier segments alone."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -284,7 +279,7 @@ class RunReader:
     """Follows one run. For one thread.
 
     Opening and the first poll are cheap, however long the run is: only new records are read one by
-    one. Older ones are known by their blocks.
+    one.
     """
 
     def __init__(
@@ -313,29 +308,26 @@ class RunReader:
         self._log_lines = log_lines
         self._samples: dict[str, SampleReader] = {}
         self._logs: dict[str, LogReader] = {}
-        self._attempts = FolderNames(run.attempts_dir)
         self._log_attempt = 0
-        self._attempt = FolderNames(run.attempt_dir(0))
-        """The folder of that attempt."""
 
-    def poll(self, *, limit_records: int = 5000, limit_s: float = 0.1) -> Update:
-        """Return what is new, within about ``limit_records`` and ``limit_s``. Raises OSError if the
-        directory cannot be read.
+    def poll(
+        self, *, limit_records: int = 5000, limit_s: float = 0.1, earlier: bool = True
+    ) -> Update:
+        """Return what is new, within about ``limit_records`` and ``limit_s``, and read ``earlier``
+        metrics, unless ``StepRows`` does. Raises OSError if the directory cannot be read.
         """
         deadline = time.monotonic() + limit_s
-        progress = self.metrics.poll(limit_records=limit_records, limit_s=limit_s)
-        samples = self._poll_samples()
+        progress = self.metrics.poll(limit_records=limit_records, limit_s=limit_s, earlier=earlier)
+        samples = {host: self._sample_reader(host).poll() for host in self.run.sample_hosts()}
         log = self._poll_log(max(0.01, deadline - time.monotonic()))
-        before, self.state = self.state, self._read_state()
+        self.state = self._read_state()
         return Update(
             records=progress.records,
             samples={host: new for host, new in samples.items() if new},
             log_lines=log,
             state=self.state,
-            state_changed=self.state != before,
-            redraw=progress.redraw,
-            unread_share=self.metrics.unread_share,
             more=progress.more,
+            behind=progress.behind,
         )
 
     @property
@@ -394,9 +386,6 @@ class RunReader:
         """
         return self._sample_reader(host).history(first, last, rows)
 
-    def _poll_samples(self) -> dict[str, tuple[Sample, ...]]:
-        return {host: self._sample_reader(host).poll() for host in self.run.sample_hosts()}
-
     def _sample_reader(self, host: str) -> SampleReader:
         if host not in self._samples:
             self._samples[host] = SampleReader(self.run, host)
@@ -404,7 +393,7 @@ class RunReader:
 
     def _poll_log(self, limit_s: float) -> tuple[LogLine, ...]:
         """Return new lines of the newest attempt's logs, and unread lines of earlier attempts."""
-        newest = max(attempts_in(self._attempts.poll()), default=0)
+        newest = max(self.run.attempts(), default=0)
         first_poll = self._log_attempt == 0
         lines = [
             LogLine(self._log_attempt, host, text)
@@ -412,12 +401,8 @@ class RunReader:
             for text in reader.poll(limit_s=limit_s)
         ]
         if newest != self._log_attempt:
-            self._log_attempt, self._logs, self._attempt = (
-                newest,
-                {},
-                FolderNames(self.run.attempt_dir(newest)),
-            )
-        for host, path in logs_in(self.run.attempt_dir(newest), self._attempt.poll()).items():
+            self._log_attempt, self._logs = newest, {}
+        for host, path in self.run.logs(newest).items():
             if host not in self._logs:
                 self._logs[host] = LogReader(path)
                 tail = (

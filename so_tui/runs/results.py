@@ -12,9 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory, write_run_json
-from so_tui.runs.index import BLOCK_STEPS, block_end, read_span, segments, size_of, total
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import EvaluationRecord, MetricRecord, StepRecord, decode_metric
+from so_tui.runs.segments import read_span, segments, size_of
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import read_bounded
@@ -95,10 +95,10 @@ def _read(run: RunDirectory) -> Answers:
 # How many steps the means of a run cover: those of its charts, and those of its results.
 
 
-SINGLE_STEPS = 4000
-"""Between one and two times as many of the newest steps are drawn one by one, and up to twice as
-many of a whole run.
-"""
+MEAN_RECORDS = 50
+"""Logged steps that a mean covers in all but short runs."""
+_LONG_RUN = 8000
+"""From so many steps on, means cover a multiple of MEAN_RECORDS steps."""
 
 
 def mean_steps(total_steps: int, log_interval: int = 1) -> int:
@@ -106,9 +106,8 @@ def mean_steps(total_steps: int, log_interval: int = 1) -> int:
     the run.
     """
     logged = total_steps // log_interval
-    steps = log_interval * next((span for span in (BLOCK_STEPS, 25, 10) if 25 * span <= logged), 5)
-    # Where blocks are drawn, only means of whole blocks are exact.
-    return steps if total_steps < 2 * SINGLE_STEPS else block_end(steps)
+    steps = log_interval * next((span for span in (MEAN_RECORDS, 25, 10) if 25 * span <= logged), 5)
+    return steps if total_steps < _LONG_RUN else math.ceil(steps / MEAN_RECORDS) * MEAN_RECORDS
 
 
 def mean_steps_of(spec: RunSpec | None, total_steps: int, last_step: int) -> int:
@@ -130,6 +129,17 @@ def mean_name(span: int, ema: float | None = None) -> str:
     chosen.
     """
     return f"mean of {span} steps" if ema is None else f"EMA {ema:g}"
+
+
+def total(values: Iterable[float]) -> float:
+    """Return the exact sum of finite values, rounded once; infinity or NaN where it is too
+    large.
+    """
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
 
 
 _END_BYTES = 1 << 17

@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 
 from so_tui.folders import state_home
-from so_tui.runs.index import EMA_WEIGHTS
 from so_tui.runs.records import GpuSample, StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
@@ -436,7 +435,7 @@ _log = logging.getLogger(__name__)
 
 GRIDS = ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3))
 """Rows and columns of charts."""
-EMAS = (0.0, *EMA_WEIGHTS)
+EMAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 """Weights that a key goes through; others are typed."""
 MOST_EMA = 0.99
 ROOMY = 52

@@ -15,7 +15,7 @@ from so_tui.runs import HeartbeatWatch, RunDirectory, list_runs, readable_spec
 from so_tui.runs.listing import RunNotes, read_notes
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import FINAL_STATES, RunState, StepRecord
+from so_tui.runs.records import FINAL_STATES, RunState
 from so_tui.runs.results import RunResults, mean_name, mean_steps_of, results_of
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
@@ -192,30 +192,21 @@ class CurveReader:
         reader, steps = self._followed[row.run]
         deadline, more = time.monotonic() + READ_S, True
         while more and time.monotonic() < deadline:
-            try:
-                progress = reader.poll(limit_records=20_000, limit_s=0.5)
-            except OSError:
-                steps.take((), redraw=True)  # records may have been read and lost
-                raise
-            steps.take(
-                [record for record in progress.records if isinstance(record, StepRecord)],
-                redraw=progress.redraw,
-            )
-            more = progress.more
+            more = reader.poll(limit_records=20_000, limit_s=0.5, earlier=False).more
         latest = reader.latest
         if latest is None:
             return None
         span = mean_steps_of(row.spec, row.state.total_steps, latest.step)
-        steps.update(span)
-        line = steps.series.line(mean_of("loss"), "main", steps.series.lengths)
-        if not row.live and not reader.unread_share:
+        more = steps.read(span, max(0.1, deadline - time.monotonic())) or more
+        line = steps.series.line(mean_of("loss"), "main", len(steps.series))
+        if not row.live and not more:
             line = _thinned(line, ROWS)
             del self._followed[row.run]  # it does not change any more
         return LossCurve(
             line,
             span,
             _spark(line.series, line.length, SPARK_COLUMNS),
-            reader.unread_share,
+            steps.unread_share,
             results_of(reader, row.spec, row.state.total_steps),
             row.state,
         )

@@ -479,8 +479,8 @@ class Snapshot:
     resumes: tuple[ResumedRecord, ...]
     warnings: tuple[WarningRecord, ...]
     whole: StepSeries
-    lengths: tuple[int, int]
-    """Rows of ``whole`` and of its means."""
+    length: int
+    """Number of rows of ``whole``."""
     unread_share: float
     """Share of the run's records that are still to be read; 0 once the charts are complete."""
     closer: StepSeries | None
@@ -510,11 +510,6 @@ class Snapshot:
     """Whether the run still lives is not known yet: its processes cannot be seen from here, and its
     heartbeat is old.
     """
-
-    @property
-    def length(self) -> int:
-        """Number of rows of ``whole``."""
-        return self.lengths[0]
 
     @property
     def live(self) -> bool:
@@ -577,40 +572,28 @@ class Snapshot:
         """
         closer = self.closer
         if closer is not None and axis is not None and closer.covers(*axis.in_steps()):
-            return closer.line(metric, role, closer.lengths)
-        return self.whole.line(metric, role, self.lengths)
+            return closer.line(metric, role, len(closer))
+        return self.whole.line(metric, role, self.length)
 
     def mean_line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
         """Return the mean of a metric over the last steps at each step."""
         return self.line(mean_of(metric), role, axis)
 
-    def approximate_until(self, axis: Axis | None) -> float:
-        """Return the last step whose EMA is approximate where ``axis`` shows it; 0 if there is
-        none.
-        """
-        low, high = (0.0, 0.0) if axis is None else axis.in_steps()
-        exact = (
-            axis is None
-            or (self.closer is not None and self.closer.covers(low, high))
-            or self.whole.approximate_until < low
-        )
-        return 0.0 if exact else self.whole.approximate_until
-
     def standing(self, x: float, unit: str) -> float:
-        """Return ``x``, or the nearest last position of a block where only blocks are known, so
+        """Return ``x``, or the nearest last position of a row that stands for several steps, so
         that position and values agree.
         """
-        coarse = self.whole.coarse
-        positions = self.whole.steps if unit == "step" else self.whole.times
+        positions = self.steps if unit == "step" else self.times
         axis = Axis(unit, x, x, 0.0, self.steps, self.times, self.length)
         if (
-            not coarse
-            or x > positions[coarse - 1]
+            not self.whole.halvings
+            or not self.length
             or (self.closer is not None and self.closer.covers(*axis.in_steps()))
         ):
             return x
-        right = bisect_left(positions, x, 0, coarse)
-        return min(positions[max(0, right - 1) : right + 1], key=lambda position: abs(position - x))
+        right = bisect_left(positions, x, 0, self.length)
+        near = positions[max(0, right - 1) : min(self.length, right + 1)]
+        return min(near, key=lambda position: abs(position - x))
 
     @property
     def examined(self) -> tuple[StepRecord, ...]:

@@ -14,7 +14,6 @@ from so_tui.launch.supervisor.ending import (
     queued_state,
 )
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.index import index_path, segments
 from so_tui.runs.liveness import HostIdentity
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
@@ -134,13 +133,13 @@ def test_what_was_saved_is_not_forgotten_while_earlier_segments_are_still_to_be_
     tmp_path: Path,
 ) -> None:
     saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
-    known = reader_of(tmp_path, saved, ResumedRecord(attempt=2, time=2.0, step=5))
-    run = RunDirectory(tmp_path)
-    index_path(segments(run.metrics_dir)[1]).unlink()
-    reader = MetricsReader(run)
-    while reader.poll(limit_records=100, limit_s=0.0).behind:
-        continue
+    resumed = ResumedRecord(attempt=2, time=2.0, step=5)
+    newest = step_record(6, attempt=2, time=3.0)
+    known = reader_of(tmp_path, step_record(5, time=0.5), saved, resumed, newest)
+    reader = MetricsReader(RunDirectory(tmp_path))
+    reader.poll(limit_records=100, limit_s=10.0, earlier=False)
     assert reader.unread_share > 0
+    assert not reader.checkpoints
     before = RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0)
     assert observed(before, reader, 2) == observed(before, known, 2)
 

@@ -5,8 +5,6 @@ time and memory.
 from __future__ import annotations
 
 import time
-import zlib
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 
 from so_tui.runs import MetricsWriter, RunDirectory, RunReader
 from so_tui.runs import state as control
-from so_tui.runs.index import index_path, segments
 from so_tui.runs.liveness import concluded
 from so_tui.runs.records import (
     OutcomeCode,
@@ -23,12 +20,9 @@ from so_tui.runs.records import (
     StepRecord,
     decode_metric,
     decode_sample,
-    is_time,
 )
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError
-from so_tui.ui.charts.canvas import fit_scale, spans
-from so_tui.ui.charts.series import Axis, StepSeries
 from tests.support.hostile_files import link_device, make_pipe, make_sparse
 from tests.support.waiting import LIMIT_S
 
@@ -57,32 +51,18 @@ def test_a_hostile_record_is_skipped(line: bytes) -> None:
     assert decode_sample(line) is None
 
 
-def _segment(run: RunDirectory, step: Step) -> Path:
-    """Write 200 steps, and return the segment that has them. It has an index."""
+def _write(run: RunDirectory, step: Step) -> None:
     writer = MetricsWriter(run, 1)
     for number in range(200):
         writer.append(step(number + 1))
     writer.close()
-    (segment,) = segments(run.metrics_dir).values()
-    return segment
-
-
-def _read_all(run: RunDirectory) -> RunReader:
-    """Read a run after a second segment was begun, so that the index of the first one is used."""
-    (run.metrics_dir / "000002.jsonl").write_bytes(b"")
-    reader = RunReader(run)
-    while reader.poll().more:
-        pass
-    return reader
 
 
 @pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(
+def test_a_hostile_segment_does_not_hold_up_a_reader(
     make: Callable[[Path], None], run: RunDirectory, step: Step
 ) -> None:
-    first = _segment(run, step)
-    index_path(first).unlink()
-    make(index_path(first))
+    _write(run, step)
     make(run.metrics_dir / "000002.jsonl")
     folder = run.samples_dir("host")
     folder.mkdir()
@@ -99,77 +79,6 @@ def test_a_hostile_segment_or_index_does_not_hold_up_a_reader(
         is OutcomeCode.UNOBSERVED
     )
     assert time.monotonic() - begun < LIMIT_S
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("rows", 10**9),
-        ("rows", -1),
-        ("columns", ["first"]),
-        ("segment_bytes", -1),
-        ("segment_bytes", 2**40),
-        ("events", "x"),
-    ],
-)
-def test_an_index_that_lies_is_not_used(
-    key: str, value: object, run: RunDirectory, step: Step
-) -> None:
-    first = _segment(run, step)
-    header, _, columns = index_path(first).read_bytes().partition(b"\n")
-    changed = {**msgspec.json.decode(header), key: value}
-    index_path(first).write_bytes(msgspec.json.encode(changed) + b"\n" + columns)
-    reader = _read_all(run)
-    assert [record.step for record in reader.recent(2)] == [199, 200]
-    assert sum(reader.metrics.blocks(["loss"])["records"]) == 200
-
-
-def test_columns_of_an_index_that_are_damaged_are_not_used(run: RunDirectory, step: Step) -> None:
-    first = _segment(run, step)
-    header, _, columns = index_path(first).read_bytes().partition(b"\n")
-    index_path(first).write_bytes(header + b"\n" + b"\xff" * len(columns))
-    reader = _read_all(run)
-    assert [record.step for record in reader.recent(2)] == [199, 200]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -1.0, 1e308, 2.0**60])
-@pytest.mark.parametrize(
-    "column",
-    [
-        None,
-        "first",
-        "records",
-        "offset",
-        "loss.finite",
-        "loss.sum",
-        "loss.min",
-        "loss.ema90",
-        "time.last",
-        "time.min",
-    ],
-)
-def test_an_index_with_any_numbers_does_no_harm(
-    column: str | None, value: float, run: RunDirectory, step: Step
-) -> None:
-    """Its checksum is right: an owner may write what they like about their own run."""
-    first = _segment(run, step)
-    header, _, content = index_path(first).read_bytes().partition(b"\n")
-    changed, numbers = msgspec.json.decode(header), array("d", content)
-    rows = changed["rows"]
-    for at, name in enumerate(changed["columns"]):
-        if name == column or (column is None and at > 3):
-            numbers[at * rows : (at + 1) * rows] = array("d", [value]) * rows
-    changed["crc32"] = zlib.crc32(numbers)
-    index_path(first).write_bytes(msgspec.json.encode(changed) + b"\n" + numbers.tobytes())
-    reader = _read_all(run)
-    assert [record.step for record in reader.recent(2)] == [199, 200]
-    series = StepSeries(50, ema=0.9 if column == "loss.ema90" else None)
-    series._add_blocks(reader.metrics.blocks((*series.metrics, "time"), weights=(0.9,)))
-    line = series.line("loss mean", "main", series.lengths)
-    found, _ = spans(line, Axis("step", 0, 200), 40)
-    assert fit_scale([found]).high > fit_scale([found]).low or value > 1e300
-    assert series.series["loss"].missing(line.length) >= 0
-    assert all(is_time(time) for time in (*series.times, series.begin[1]))
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"name":"\xff"}', b"", b"{}", b"9" * 5000])

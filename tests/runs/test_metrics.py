@@ -13,15 +13,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from so_tui.runs import MetricsWriter, RunDirectory, RunReader, SampleWriter, index
-from so_tui.runs.index import BLOCK_STEPS, LARGEST_SEGMENT_BYTES, index_path, segments
-from so_tui.runs.metrics import MetricsReader
+from so_tui.runs import MetricsWriter, RunDirectory, RunReader, SampleWriter, metrics
+from so_tui.runs.metrics import MetricsReader, StepRows
 from so_tui.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -33,6 +33,7 @@ from so_tui.runs.records import (
     WarningRecord,
     encode_line,
 )
+from so_tui.runs.segments import read_lines, segments
 from tests.support.waiting import LIMIT_S
 
 Step = Callable[..., StepRecord]
@@ -86,6 +87,12 @@ def losses(reader: RunReader, first: float = 0, last: float = math.inf) -> list[
     return [record.loss for record in reader.metrics.steps(first, last)]
 
 
+def rows(reader: RunReader, field: str) -> list[tuple[int, float | None]]:
+    """What charts get."""
+    portions = StepRows(reader.metrics, [field, "step_s"]).read(60.0)
+    return [(row.step, getattr(row, field)) for portion in portions for row in portion]
+
+
 def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -> None:
     records: list[MetricRecord] = [
         start(1),
@@ -119,15 +126,8 @@ def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(
     assert isinstance(records[1], StepRecord)
     assert str(records[1].loss) == str(loss)
     assert records[1].gradient_norm is None
-    blocks = reader.metrics.blocks(["loss", "gradient_norm"])
-    rows = {name: column.tolist() for name, column in blocks.items()}
-    assert (rows["records"], rows["loss.finite"]) == ([1, 2], [1, 1])
-    assert (rows["loss.min"], rows["loss.max"], rows["loss.sum"]) == (
-        [2.0, 1.0],
-        [2.0, 1.0],
-        [2.0, 1.0],
-    )
-    assert rows["gradient_norm.finite"] == [1, 1]
+    assert str(rows(reader, "loss")) == str([(0, 2.0), (1, loss), (2, 1.0)])
+    assert rows(reader, "gradient_norm") == [(0, 1.5), (1, None), (2, 1.5)]
 
 
 def test_unknown_kinds_and_fields_and_broken_lines_are_skipped(
@@ -175,43 +175,53 @@ def test_a_reader_follows_over_many_segments(run: RunDirectory, step: Step) -> N
     assert len(segments(run.metrics_dir)) > 10
     assert seen == [step(i, loss=float(i)) for i in range(600)]
     assert losses(reader) == [float(i) for i in range(600)]
-    blocks = reader.metrics.blocks(["loss"])
-    assert blocks["last"].tolist() == [0.0, *(50.0 * i for i in range(1, 12)), 599.0]
-    assert blocks["loss.last"] == blocks["loss.max"] == blocks["last"]
+    assert rows(reader, "loss") == [(i, float(i)) for i in range(600)]
 
 
 def test_a_late_reader_draws_what_it_did_not_read(run: RunDirectory, step: Step) -> None:
     write(run, 1, [step(i, loss=float(i % 100)) for i in range(3000)], segment_bytes=100_000)
     reader = RunReader(run)
     assert 0 < len(read_all(reader)) < 500
-    blocks = reader.metrics.blocks(["loss"])
-    assert sum(blocks["records"]) == 3000
-    assert {*blocks["loss.min"][1:]} == {0.0, 1.0, 51.0}
+    assert rows(reader, "loss") == [(i, float(i % 100)) for i in range(3000)]
     assert losses(reader, 1000, 1049) == [float(i) for i in range(50)]
     assert [record.step for record in reader.recent(1500)] == list(range(1500, 3000))
 
 
-def test_gaps_stay_gaps(run: RunDirectory, step: Step) -> None:
-    write(run, 1, [step(i) for i in (*range(1, 11), *range(901, 911))])
-    reader = RunReader(run)
-    read_all(reader)
-    blocks = reader.metrics.blocks(["gpu_memory_peak_bytes"])
-    assert [*zip(blocks["first"], blocks["last"], blocks["records"], strict=True)] == [
-        (1, 10, 10),
-        (901, 910, 10),
-    ]
-    assert blocks["gpu_memory_peak_bytes.finite"].tolist() == [0, 0]
-
-
-def test_an_empty_run_has_no_blocks(run: RunDirectory) -> None:
+def test_an_empty_run_has_no_steps(run: RunDirectory) -> None:
     reader = RunReader(run)
     assert read_all(reader) == []
     assert reader.latest is None
-    assert not reader.metrics.blocks(["loss"])["first"]
+    assert rows(reader, "loss") == []
     assert losses(reader) == []
 
 
-@pytest.mark.parametrize("resumed", [BLOCK_STEPS * 3, BLOCK_STEPS * 3 + 17, 0])
+def test_segments_are_read_once_for_charts_and_other_records(
+    run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = CheckpointRecord(attempt=1, time=1.0, step=700, path="p", bytes=1, seconds=1.0)
+    records: list[MetricRecord] = [*map(step, range(700)), saved, *map(step, range(700, 2000))]
+    write(run, 1, records, segment_bytes=200_000)
+    read_bytes = Counter[Path]()
+
+    def counted(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
+        lines, end = read_lines(path, offset, limit_bytes)
+        read_bytes[path] += end - offset
+        return lines, end
+
+    monkeypatch.setattr(metrics, "read_lines", counted)
+    reader = MetricsReader(run)
+    reader.poll(limit_records=5000, limit_s=60.0, earlier=False)
+    assert reader.latest is not None
+    assert reader.latest.step == 1999
+    assert not list(reader.checkpoints)
+    drawn = [row.step for rows in StepRows(reader, ["loss"]).read(60.0) for row in rows]
+    assert drawn == list(range(2000))
+    assert list(reader.checkpoints) == [saved]
+    for path in sorted(read_bytes)[:-1]:  # the newest is read before all others, too
+        assert read_bytes[path] <= path.stat().st_size + metrics._HEAD_BYTES
+
+
+@pytest.mark.parametrize("resumed", [150, 167, 0])
 @pytest.mark.parametrize("late", [False, True], ids=["live", "late"])
 def test_a_resume_supersedes_later_steps(
     run: RunDirectory, step: Step, resumed: int, late: bool
@@ -227,15 +237,16 @@ def test_a_resume_supersedes_later_steps(
         read_all(reader)
         assert reader.latest is not None
         assert reader.latest.step == resumed + 199
-        assert reader.metrics.blocks([])["last"][-1] == resumed + 199
+        assert rows(reader, "loss")[-1] == (resumed + 199, 1.0)
     write(
         run, 2, [start(2), ResumedRecord(attempt=2, time=2e9, step=resumed)], segment_bytes=50_000
     )
-    update = reader.poll(limit_s=10)
-    assert update.redraw
+    before = StepRows(reader.metrics, ["loss"])
+    reader.poll(limit_s=10)
+    assert before.outdated is not late
     assert reader.latest is not None
     assert reader.latest.step == resumed
-    assert reader.metrics.blocks([])["last"][-1] == resumed
+    assert rows(reader, "loss")[-1] == (resumed, 1.0)
     write(
         run,
         2,
@@ -245,16 +256,14 @@ def test_a_resume_supersedes_later_steps(
     read_all(reader)
     everything = resumed + 151
     assert losses(reader) == [1.0] * (resumed + 1) + [5.0] * 150
-    blocks = reader.metrics.blocks(["loss"])
-    assert sum(blocks["records"]) == sum(blocks["loss.finite"]) == everything
-    assert sum(blocks["loss.sum"]) == resumed + 1 + 5 * 150
-    assert blocks["last"].tolist() == sorted(set(blocks["last"]))
+    drawn = rows(reader, "loss")
+    assert drawn == [(i, 1.0 if i <= resumed else 5.0) for i in range(everything)]
     assert [record.step for record in reader.recent(everything)] == list(range(everything))
     assert {record.path for record in reader.checkpoints} == {"0", str(resumed)}
     fresh = RunReader(run)
     read_all(fresh)
     assert losses(fresh) == losses(reader)
-    assert fresh.metrics.blocks(["loss"]) == blocks
+    assert rows(fresh, "loss") == drawn
 
 
 def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
@@ -281,26 +290,14 @@ def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
         ) as torn:  # as if it had died in the middle of its write
             torn.write(b'{"kind":"step","attempt":1,"ti')
     assert len(steps) >= 1500
-    assert steps == sorted(
-        set(steps)
-    )  # each once, in order; what the reader was too slow for it has taken over by index
+    assert steps == list(range(len(steps)))  # each once, in order
     MetricsWriter(run, 6).close()
-    assert all(index_path(path).exists() for path in segments(run.metrics_dir).values())
     fresh = RunReader(run)
     read_all(fresh)
     for each in (reader, fresh):
         assert each.latest is not None
         assert each.latest.step >= steps[-1]
         assert losses(each) == [float(i) for i in range(each.latest.step + 1)]
-
-
-def test_a_missing_index_is_written_later(run: RunDirectory, step: Step) -> None:
-    writer = write(run, 1, [step(i) for i in range(100)], close=False, segment_bytes=20_000)
-    first = index_path(segments(run.metrics_dir)[1])
-    first.unlink()
-    for i in range(100, 200):
-        writer.append(step(i))
-    assert first.exists()
 
 
 def test_a_full_disk_is_reported_and_does_not_damage_the_next_record(
@@ -366,22 +363,6 @@ def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(
     assert [record.step for record in reader.recent(300)] == list(range(1, 201))
 
 
-def test_the_index_of_a_lost_segment_does_not_pass_for_that_of_a_new_one(
-    run: RunDirectory, step: Callable[..., StepRecord]
-) -> None:
-    first = MetricsWriter(run, 1)
-    first.append(step(1))
-    first.close()
-    (segment,) = segments(run.metrics_dir).values()
-    segment.unlink()
-    second = MetricsWriter(run, 2)
-    second.append(step(7, attempt=2))
-    reader = MetricsReader(run)
-    while reader.poll(limit_records=10_000, limit_s=1.0).more:
-        pass
-    assert [record.step for record in reader.recent(10)] == [7]
-
-
 def read_completely(run: RunDirectory) -> MetricsReader:
     reader = MetricsReader(run)
     while reader.poll(limit_records=10_000, limit_s=10.0).more:
@@ -395,24 +376,17 @@ def loop(path: Path) -> None:
     path.symlink_to(path)
 
 
-def too_large(path: Path) -> None:
-    os.truncate(path, LARGEST_SEGMENT_BYTES + 1)
-
-
-@pytest.mark.parametrize("harm", [loop, too_large])
-def test_an_earlier_segment_that_cannot_be_read_is_left_out(
-    run: RunDirectory, step: Step, harm: Callable[[Path], None]
-) -> None:
+def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory, step: Step) -> None:
     for attempt in (1, 2, 3):
         write(
             run,
             attempt,
             [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
         )
-    harm(segments(run.metrics_dir)[2])
+    loop(segments(run.metrics_dir)[2])
     reader = read_completely(run)
     assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 200), *range(300, 400)]
-    assert sum(reader.blocks(["loss"])["records"]) == 200
+    assert sum(map(len, StepRows(reader, ["loss"]).read(60.0))) == 200
     assert reader.unread_share == 0
 
 
@@ -429,8 +403,9 @@ def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(
     late = first.rename(first.with_name("not-copied-yet"))
     reader = read_completely(run)
     late.rename(first)
-    progress = reader.poll(limit_records=1000, limit_s=10.0)
-    assert (progress.records, progress.redraw) == ((), True)
+    drawn = StepRows(reader, ["loss"])
+    assert reader.poll(limit_records=1000, limit_s=10.0).records == ()
+    assert drawn.outdated
     with newest.open("ab") as file:
         file.write(encode_line(step(300, attempt=2)))
     assert reader.poll(limit_records=1000, limit_s=10.0).records == (step(300, attempt=2),)
@@ -446,7 +421,6 @@ def test_a_poll_says_whether_the_newest_records_or_only_earlier_ones_are_still_t
             attempt,
             [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
         )
-    index_path(segments(run.metrics_dir)[1]).unlink()
     reader = MetricsReader(run)
     progress = reader.poll(limit_records=50, limit_s=10.0)
     assert (len(progress.records), progress.more, progress.behind) == (50, True, True)
@@ -460,19 +434,13 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
-    original = index.with_few_warnings
+    original = metrics._with_few_warnings
 
-    def counted(events: list[MetricRecord], most: int) -> list[MetricRecord]:
+    def counted(events: list[MetricRecord]) -> list[MetricRecord]:
         passes.append(len(events))
-        return original(events, most)
+        return original(events)
 
-    monkeypatch.setattr(index, "with_few_warnings", counted)
-    monkeypatch.setattr("so_tui.runs.metrics.with_few_warnings", counted)
-    count = 20 * index.MOST_WARNINGS + 100
-    summary = index._SegmentSummary()
-    for number in range(count):
-        summary.add(EvaluationRecord(attempt=1, time=1e9, step=number, loss=1.0, tokens=1), number)
-    assert len(summary.events) == count
+    monkeypatch.setattr(metrics, "_with_few_warnings", counted)
     records: list[MetricRecord] = []
     for number in range(100):
         records += [
@@ -484,6 +452,18 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
     reader.poll(limit_records=1000, limit_s=10.0)
     assert len(reader.evaluations) == 100
     assert len(passes) < 10
+
+
+def test_only_the_newest_warnings_are_kept(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_MOST_WARNINGS", 10)
+    for attempt in (1, 2):
+        warnings = [WarningRecord(attempt=attempt, time=1e9, message=str(at)) for at in range(25)]
+        write(run, attempt, [start(attempt), *warnings])
+    reader = read_completely(run)
+    assert [warning.message for warning in reader.warnings] == [str(at) for at in range(15, 25)]
+    assert reader.start == start(2)
 
 
 def test_a_segment_that_fails_to_close_costs_no_later_record(
@@ -500,7 +480,7 @@ def test_a_segment_that_fails_to_close_costs_no_later_record(
         close(descriptor)
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("so_tui.runs.index.os.close", failing)
+    monkeypatch.setattr("so_tui.runs.segments.os.close", failing)
     with pytest.raises(OSError, match="quota"):
         writer.append(step(2, loss=float("1" * 300)))
     monkeypatch.undo()

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.index import segments
 from so_tui.runs.records import EvaluationRecord, ResumedRecord, StepRecord
 from so_tui.runs.results import (
     RunResults,
@@ -19,6 +18,7 @@ from so_tui.runs.results import (
     recent_results,
     results_of,
 )
+from so_tui.runs.segments import segments
 from so_tui.spec import find_preset, with_values
 from so_tui.ui.charts.series import StepSeries, mean_of
 
@@ -63,7 +63,7 @@ def test_the_loss_is_that_at_the_end_of_the_chart_whatever_the_log_interval(
     writer.close()
     spec = with_values(SPEC, {"train.log_interval": "2"})
     series = StepSeries(mean_steps(80, 2), ("loss",), ("loss",))
-    series.add_whole(read_all(run))
+    series.add_window(read_all(run), 1, 80)
     found = recent_results(run, spec, 80)
     assert found.mean_steps == series.span == 10
     assert found.loss == pytest.approx(series.series[mean_of("loss")].value(len(series) - 1))

@@ -28,6 +28,7 @@ from so_tui.machine import load_machine, machine_json
 from so_tui.plan.planner import make_plan
 from so_tui.runs import RunDirectory, RunReader, read_spec, read_state, state, state_with_truth
 from so_tui.runs.directory import run_id
+from so_tui.runs.metrics import StepRows
 from so_tui.spec import InputError, SoTuiError, find_preset, spec_tree
 from so_tui.trust.text import printable
 from tests.support.make_run import quad_machine, write_run
@@ -174,7 +175,7 @@ def read_all(run: RunDirectory) -> None:
         while reader.poll().more:
             continue
         reader.poll()
-        reader.metrics.blocks(("loss", "step_s"))
+        list(StepRows(reader.metrics, ("loss", "step_s")).read(60.0))
         for _ in reader.metrics.steps(0, 1000):
             continue
         reader.recent(100)

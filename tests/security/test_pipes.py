@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 STATE = ("state.json",)
-RECORDS = ("metrics/000001.jsonl", "metrics/000001.index", "attempts/001/output.here.log")
+RECORDS = ("metrics/000001.jsonl", "attempts/001/output.here.log")
 """What is read only if the state could be."""
 
 

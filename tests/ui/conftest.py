@@ -4,6 +4,7 @@ nothing worked out twice.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +44,9 @@ def _unhurried_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one poll read as much as it can. By the clock, a busy machine gets less far, which the
     next poll of a screen makes up for.
     """
-    monkeypatch.setattr("so_tui.runs.metrics.time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(
+        "so_tui.runs.metrics.time", SimpleNamespace(sleep=time.sleep, monotonic=lambda: 0.0)
+    )
 
 
 @pytest.fixture

@@ -232,23 +232,6 @@ async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
         )
 
 
-async def test_an_ema_that_is_approximate_early_on_says_so_in_its_name(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("so_tui.ui.dashboard.follow.CLOSE_STEPS", 100)
-    save_layout(ChartLayout(shown=("loss",), grid=(1, 1), ema=0.93))
-    run = write_run(runs_dir, steps=8010, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
-        await ui.until(lambda: "EMA 0.93 after blocks " in ui.heading("#loss"))
-        await ui.press("i", *["left"] * 60)
-        await ui.until(lambda: "EMA 0.93 of blocks " in ui.heading("#loss"))
-        await ui.press("escape")
-        await ui.press("w")
-        await ui.until(lambda: "EMA 0.95 " in ui.heading("#loss"))
-        assert "blocks" not in ui.heading("#loss")
-
-
 async def test_the_mouse_zooms_pans_and_points(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=400, seconds_of_samples=2)
     async with opened(runs_dir, open_run=run) as ui:
@@ -439,7 +422,7 @@ async def test_a_chart_is_exported_as_a_picture_and_its_values_as_a_table(
 def test_samples_of_another_run_stand_at_its_own_steps() -> None:
     series = StepSeries(5)
     for number, at in ((1, 100.0), (2, 110.0), (4, 130.0)):
-        series.add(step_record(number, time=at))
+        series.extend([step_record(number, time=at)])
     assert list(steps_at([90.0, 100.0, 105.0, 120.0, 130.0, 131.0], 6, series)) == [
         -math.inf,
         1,
@@ -493,20 +476,14 @@ def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:
 
 def test_an_exponential_mean_is_corrected_for_its_beginning() -> None:
     mean = _ExponentialMean(0.9)
-    assert math.isnan(mean.at(0))
-    for step in range(5):
-        mean.add(step, 3.0)
-    mean.add(5, math.nan)
-    assert mean.at(5) == pytest.approx(3.0)
+    means = mean.extend(range(7), [math.nan, *[3.0] * 5, math.nan])
+    assert math.isnan(means[0])
+    assert means[1:] == pytest.approx([3.0] * 6)
     weights = [0.9 ** (9 - step) for step in range(10)]
-    once, block = _ExponentialMean(0.9), _ExponentialMean(0.9)
-    for step in range(10):
-        once.add(step, float(step))
-    assert once.at(9) == pytest.approx(
+    means = _ExponentialMean(0.9).extend(range(10), [float(step) for step in range(10)])
+    assert means[9] == pytest.approx(
         sum(weight * step for step, weight in enumerate(weights)) / sum(weights)
     )
-    block.add(9, 45.0, 10)
-    assert block.at(9) == pytest.approx(4.5)
 
 
 def test_a_robust_scale_leaves_outliers_out_and_counts_them() -> None:

@@ -173,21 +173,52 @@ def test_the_load_of_a_node_is_visible_beside_that_of_its_gpu(rows: int) -> None
     assert {style for _, style in cells} == {roles["main"], roles["gpu"]}
 
 
-def test_a_mean_is_that_of_the_finite_values_of_the_last_steps() -> None:
-    mean, seen = _TrailingMean(3), []
-    for step, value in enumerate([1.0, 2.0, math.nan, 6.0, math.inf, math.nan, math.nan, 5.0], 1):
-        mean.add(step, value)
-        seen.append(mean.at(step))
+@pytest.mark.parametrize("portion", [1, 3, 8])
+def test_a_mean_is_that_of_the_finite_values_of_the_last_steps(portion: int) -> None:
+    mean, seen = _TrailingMean(3), list[float]()
+    values = [1.0, 2.0, math.nan, 6.0, math.inf, math.nan, math.nan, 5.0]
+    for first in range(0, 8, portion):
+        part = values[first : first + portion]
+        seen += mean.extend(range(first, first + len(part)), part)
     assert seen[:6] == [1.0, 1.5, 1.5, 4.0, 6.0, 6.0]
     assert math.isnan(seen[6])
     assert seen[7] == 5.0
 
 
+def test_a_mean_after_a_spike_is_exact() -> None:
+    values = [2.0 + at % 7 / 10 for at in range(400)]
+    values[100] = 1e30
+    means = _TrailingMean(50).extend(range(400), values)
+    assert means[-1] == pytest.approx(math.fsum(values[350:]) / 50, rel=1e-12)
+    assert means[150] == pytest.approx(math.fsum(values[101:151]) / 50, rel=1e-12)
+
+
 def test_values_too_large_to_sum_have_no_mean_and_do_no_harm() -> None:
-    mean = _TrailingMean(10)
-    for step in range(4):
-        mean.add(step, 1.7e308)
-    assert not math.isfinite(mean.at(3))
+    mean = _TrailingMean(2)
+    means = mean.extend(range(6), [1.7e308] * 4 + [1.0, 3.0])
+    assert not math.isfinite(means[3])
+    assert means[5] == 2.0
+
+
+@pytest.mark.parametrize(("several", "batch"), [(1, 1), (1, 37), (2, 40), (8, 64)])
+def test_extremes_of_any_range(several: int, batch: int) -> None:
+    chance = random.Random(batch)
+    values = [chance.gauss(0, 1) if chance.random() > 0.05 else math.nan for _ in range(4096)]
+    series = Series()
+    for start in range(0, len(values), batch):
+        series.extend(values[start : start + batch], several)
+    for each, drawn in ((several, series), (2 * several, series.halved())):
+        assert len(drawn) == len(values) // each
+        for _ in range(300):
+            start = chance.randrange(len(drawn))
+            stop = chance.randrange(start, len(drawn) + 1)
+            part = values[start * each : stop * each]
+            finite = [value for value in part if math.isfinite(value)]
+            assert drawn.extremes(start, stop) == ((min(finite), max(finite)) if finite else None)
+            assert drawn.has_gap(start, stop) == (len(finite) < len(part))
+        gaps = sum(math.isnan(value) for value in values)
+        assert drawn.missing(len(drawn)) == gaps
+        assert repr(drawn.value(17)) == repr(values[18 * each - 1])
 
 
 def test_round_values() -> None:

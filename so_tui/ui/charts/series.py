@@ -7,87 +7,156 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, compress
+from operator import attrgetter
+from typing import Any
 
-from so_tui.runs.index import BLOCK_STEPS, WEIGHTED, Columns, block_end, total
-from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import EvaluationRecord, StepRecord, is_time
-from so_tui.runs.results import SINGLE_STEPS, mean_name, mean_steps
-from so_tui.runs.samples import NO_EXTREMES, MinMaxPyramid
+from so_tui.runs.metrics import MetricsReader, StepRows
+from so_tui.runs.records import EvaluationRecord
+from so_tui.runs.results import MEAN_RECORDS, mean_steps, total
 from so_tui.svg import Curve, curves
 
 FANOUT = 16
-"""A range query takes under 100 comparisons at a million values, and the pyramid 7 % more
+"""A range query takes under 100 comparisons at a million values, and the upper levels 14 % more
 memory.
 """
 
 
 class Series:
-    """Append-only values with their extremes. NaN and infinities are gaps.
+    """Append-only values with the extremes of any range of them. NaN and infinities are gaps.
 
-    One thread appends. Others may read at the same time, up to a length that they learned after an
-    append.
+    Level 0 has an entry for each value, or for the least, the greatest and the last of several.
+    Each entry of a level above combines FANOUT entries of the level below. One thread appends.
+    Others may read at the same time, up to a length that they learned after an append.
     """
 
-    __slots__ = ("_extremes", "_gap_values", "_gaps", "_last")
+    __slots__ = ("_gap_values", "_gaps", "_highs", "_last", "_lows")
 
     def __init__(self) -> None:
-        self._extremes = MinMaxPyramid(FANOUT)
-        self._last = array("d")
-        """The last value of each of the first entries, those that stand for several values."""
+        values = array("d")
+        self._lows, self._highs = [values], [values]
+        """By level. While no entry stands for several values, those of level 0 are one array, with
+        NaN for gaps.
+        """
+        self._last = values
         self._gaps: array[int] = array("q")
         """Entries with a gap."""
         self._gap_values: array[int] = array("q")
         """Values missing in the gaps up to each."""
 
     def __len__(self) -> int:
-        return len(self._extremes)
+        return len(self._last)  # appended to last
 
     def append(self, value: float) -> None:
         """Append one value."""
-        if math.isfinite(value):
-            self._extremes.append(value, value)
-        else:
-            self._add_gap(len(self), 1)
-            self._extremes.append(*NO_EXTREMES)
+        self.extend((value,))
+
+    def extend(self, values: Sequence[float], several: int = 1) -> None:
+        """Append values, of which ``several`` make an entry each time."""
+        if several > 1:
+            self._separate()
+        lows = highs = values
+        if not all(map(math.isfinite, values)):
+            values = [value if math.isfinite(value) else math.nan for value in values]
+            lows = [math.inf if value != value else value for value in values]
+            highs = [-math.inf if value != value else value for value in values]
+            for index, value in enumerate(values):
+                if value != value:
+                    self._add_gap(len(self) + index // several)
+        if several > 1:
+            lows, highs = _reduce(min, lows, several), _reduce(max, highs, several)
+            values = values[several - 1 :: several]
+        if self._last is not self._highs[0]:
+            self._lows[0].extend(lows)
+            self._highs[0].extend(highs)
+        self._last.extend(values)
+        self._combine()
 
     def append_range(self, low: float, high: float) -> None:
         """Append the extremes of several finite values."""
-        self._extremes.append(low, high)
+        self._separate()
+        self._lows[0].append(low)
+        self._highs[0].append(high)
+        self._last.append(low / 2 + high / 2)
+        self._combine()
 
-    def extend(
-        self,
-        lows: Sequence[float],
-        highs: Sequence[float],
-        last: Sequence[float],
-        missing: Sequence[float],
-    ) -> None:
-        """Append entries that stand for several values each, before any others: extremes, last
-        value, number of values that are missing.
-        """
-        for index, count in enumerate(missing, len(self)):
-            if count > 0:
-                self._add_gap(index, int(count))
-        self._last.extend(last)
-        self._extremes.extend(lows, highs)
+    def halved(self) -> Series:
+        """Return a series of half as many entries, an even number, each for two of this one."""
+        half = Series()
+        lows, highs = self._bounds(0, 0, len(self))
+        half._last = self._last[1::2]
+        half._lows = [array("d", _reduce(min, lows, 2))]
+        half._highs = [array("d", _reduce(max, highs, 2))]
+        gaps = {gap // 2: count for gap, count in zip(self._gaps, self._gap_values, strict=True)}
+        half._gaps, half._gap_values = array("q", gaps), array("q", gaps.values())
+        half._combine()
+        return half
 
-    def _add_gap(self, index: int, count: int) -> None:
-        self._gap_values.append((self._gap_values[-1] if self._gap_values else 0) + count)
-        self._gaps.append(index)
+    def _separate(self) -> None:
+        """Let entries have a least and a greatest value besides the last one."""
+        if self._last is self._highs[0]:
+            self._lows[0], self._highs[0] = self._bounds(0, 0, len(self))
+
+    def _bounds(self, level: int, start: int, stop: int) -> tuple[array[float], array[float]]:
+        """Return the least and the greatest values of some entries; infinite for gaps."""
+        low, high = self._lows[level][start:stop], self._highs[level][start:stop]
+        if self._last is self._highs[level] and self.has_gap(start, stop):
+            low = array("d", (math.inf if value != value else value for value in low))
+            high = array("d", (-math.inf if value != value else value for value in high))
+        return low, high
+
+    def _add_gap(self, index: int) -> None:
+        values = self._gap_values[-1] + 1 if self._gaps else 1
+        if self._gaps and self._gaps[-1] == index:
+            self._gap_values[-1] = values
+        else:
+            self._gap_values.append(values)
+            self._gaps.append(index)
+
+    def _combine(self) -> None:
+        """Bring the upper levels up to date with level 0."""
+        level = 0
+        while complete := len(self._highs[level]) // FANOUT:
+            if level + 1 == len(self._highs):
+                self._lows.append(array("d"))
+                self._highs.append(array("d"))
+            done = len(self._highs[level + 1])
+            if done == complete:
+                return
+            low, high = self._bounds(level, done * FANOUT, complete * FANOUT)
+            self._lows[level + 1].extend(_reduce(min, low, FANOUT))
+            self._highs[level + 1].extend(_reduce(max, high, FANOUT))
+            level += 1
 
     def value(self, index: int) -> float:
         """Return the value at ``index``, the last one of several; NaN for a gap."""
-        if index < len(self._last):
-            return self._last[index] if math.isfinite(self._last[index]) else math.nan
-        return (self._extremes.low(index) + self._extremes.high(index)) / 2
+        return self._last[index]
 
     def extremes(self, start: int, stop: int) -> tuple[float, float] | None:
         """Return minimum and maximum of the values ``[start, stop)``; None if there is none to
         draw.
         """
-        return self._extremes.extremes(start, stop)
+        if stop - start == 1:  # most columns of a short run
+            low, high = self._lows[0][start], self._highs[0][start]
+            return (low, high) if low <= high else None
+        least, greatest, level = math.inf, -math.inf, 0
+        while start < stop:
+            lows, highs = self._lows[level], self._highs[level]
+            climbs = level + 1 < len(self._lows) and stop - start > 2 * FANOUT
+            head = min(stop, -(-start // FANOUT) * FANOUT) if climbs else stop
+            tail = max(head, stop // FANOUT * FANOUT) if climbs else stop
+            for first, last in ((start, head), (tail, stop)):
+                for index in range(first, last):
+                    if lows[index] < least:
+                        least = lows[index]
+                    if highs[index] > greatest:
+                        greatest = highs[index]
+            if not climbs:
+                break
+            start, stop, level = head // FANOUT, tail // FANOUT, level + 1
+        return (least, greatest) if least <= greatest else None
 
     def missing(self, length: int) -> int:
         """Return how many values are gaps in the first ``length`` entries."""
@@ -100,34 +169,48 @@ class Series:
         return position < len(self._gaps) and self._gaps[position] < stop
 
 
+def _reduce(pick: Callable[..., float], values: Sequence[float], several: int) -> list[float]:
+    """Return the least or the greatest of each ``several`` values."""
+    return list(map(pick, *(values[first::several] for first in range(several))))
+
+
 class _TrailingMean:
     """Mean of the finite values of the last ``span`` steps, up to and including a step."""
 
-    __slots__ = ("_counts", "_steps", "_sums", "span")
+    __slots__ = ("_steps", "_values", "span")
 
     def __init__(self, span: int) -> None:
         self.span = span
-        self._steps: deque[float] = deque()
-        self._sums: deque[float] = deque()
-        self._counts: deque[float] = deque()
+        self._steps: list[float] = []
+        self._values: list[float] = []
+        """Finite ones of the last steps."""
 
-    def add(self, step: float, values: float, count: float = 1) -> None:
-        """Add a value, or the sum of ``count`` values, of the steps up to ``step``. A value that is
-        not finite is left out.
+    def extend(self, steps: Sequence[float], values: Sequence[float]) -> list[float]:
+        """Add values of later steps. Return the mean at each of them, NaN where there is no finite
+        value.
         """
-        if count > 0 and math.isfinite(values):
-            self._steps.append(step)
-            self._sums.append(values)
-            self._counts.append(count)
-
-    def at(self, step: float) -> float:
-        """Return the mean at a step, not before the last one that was added; NaN if there is no
-        finite value.
-        """
-        while self._steps and self._steps[0] <= step - self.span:
-            for column in (self._steps, self._sums, self._counts):
-                column.popleft()
-        return total(self._sums) / sum(self._counts) if self._steps else math.nan
+        finite = [math.isfinite(value) for value in values]
+        ends = accumulate(finite, initial=len(self._values))
+        next(ends)
+        self._steps += compress(steps, finite)
+        self._values += compress(values, finite)
+        windows = [(bisect_right(self._steps, step - self.span), next(ends)) for step in steps]
+        sums = list(accumulate(self._values, initial=0.0))
+        means = [
+            (sums[end] - sums[start]) / (end - start) if start < end else math.nan
+            for start, end in windows
+        ]
+        # Differences of sums lose digits beside a value that is much larger than a mean.
+        largest = max(map(abs, self._values), default=0.0)
+        least = min(map(abs, means), default=0.0)
+        if not (largest <= 100 * least and math.isfinite(sums[-1])):
+            means = [
+                total(self._values[start:end]) / (end - start) if start < end else math.nan
+                for start, end in windows
+            ]
+        if windows:
+            del self._steps[: windows[-1][0]], self._values[: windows[-1][0]]
+        return means
 
 
 class _ExponentialMean:
@@ -142,27 +225,17 @@ class _ExponentialMean:
         self.weight = weight
         self._total = self._share = 0.0
 
-    def add(self, step: float, values: float, count: float = 1) -> None:
-        """Add a value, or the sum of ``count`` values, which stand for as many equal ones. One that
-        is not finite is left out.
+    def extend(self, steps: Sequence[float], values: Sequence[float]) -> list[float]:
+        """Add values of later steps. Return the average at each of them, NaN before the first
+        finite value.
         """
-        if count > 0 and math.isfinite(values):
-            kept = self.weight**count
-            self._total = kept * self._total + (1 - kept) * values / count
-            self._share = kept * self._share + (1 - kept)
-
-    def add_weighted(self, step: float, values: float, count: float) -> None:
-        """Add ``count`` values by their sum, in which each has the weight to the power of how many
-        come after it.
-        """
-        if count > 0 and math.isfinite(values):
-            kept = self.weight**count
-            self._total = kept * self._total + (1 - self.weight) * values
-            self._share = kept * self._share + (1 - kept)
-
-    def at(self, step: float) -> float:
-        """Return the average up to now; NaN if there is no finite value."""
-        return self._total / self._share if self._share else math.nan
+        means = []
+        for value in values:
+            if math.isfinite(value):
+                self._total = self.weight * self._total + (1 - self.weight) * value
+                self._share = self.weight * self._share + (1 - self.weight)
+            means.append(self._total / self._share if self._share else math.nan)
+        return means
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +388,10 @@ def _points(line: Line, per: float) -> list[tuple[float, float]]:
     return found
 
 
-# Step records of a run, or of a window of it, as series to draw: early ones in blocks, the newest
-# one by one.
+# Step records of a run, or of a window of it, as series to draw.
 #
-# Where one changes into the other follows from the newest step alone, so that a run looks the same
-# however and whenever it was opened.
+# Each row is a step, in runs of up to MOST_ROWS. In longer ones a row has the least, the greatest
+# and the last value of several.
 
 
 METRICS = (
@@ -333,26 +405,15 @@ METRICS = (
 )
 SMOOTHED = ("loss", "gradient_norm")
 """Metrics that have a mean unless others are asked for."""
+MOST_ROWS = 200_000
+"""When a run has as many rows, they are combined: to at most half as many, also later."""
 NEGLIGIBLE = 1e-9
 """Share of a value in an exponential moving average below which it need not be known."""
-
-
-def approximate_name(ema: float, *, here: bool) -> str:
-    """Return the name of an EMA that blocks count in with their means: ``here``, or only in steps
-    before.
-    """
-    return f"{mean_name(0, ema)} {'of' if here else 'after'} blocks"
 
 
 def mean_of(metric: str) -> str:
     """Return the name of the series of a metric's means."""
     return f"{metric} mean"
-
-
-def _single_from(first: int, latest: int) -> int:
-    """Return the step from which on a run is drawn step by step; those before it are blocks."""
-    whole = latest // SINGLE_STEPS * SINGLE_STEPS - SINGLE_STEPS
-    return whole + 1 if whole > first else first
 
 
 def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: float = 0.0) -> Line:
@@ -368,13 +429,11 @@ def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: flo
 
 
 class StepSeries:
-    """Metrics by step, and the means of some. One thread appends; readers pass the lengths that
-    they learned after an append.
+    """Metrics by step, and the means of some. One thread appends; readers pass the length that they
+    learned after an append.
 
-    A mean at a step is that of the finite values of the last ``span`` steps. It is known at each
-    single step and at the ends of blocks. With ``ema`` it is an exponential moving average with
-    that weight: exact for the weights of which blocks have sums. With others, a block counts as
-    that many steps with its mean, up to ``approximate_until``.
+    A mean at a step is that of the finite values of the last ``span`` steps; with ``ema`` it is an
+    exponential moving average with that weight.
     """
 
     def __init__(
@@ -388,22 +447,16 @@ class StepSeries:
         self.ema = ema
         self.metrics = tuple(metrics)
         self.steps, self.times = array("d"), array("d")
-        self.mean_steps, self.mean_times = array("d"), array("d")
         self.means = {metric: mean_of(metric) for metric in smoothed if metric in metrics}
-        self.series = {name: Series() for name in (*self.metrics, *self.means.values())}
-        self.coarse = 0
-        """Number of rows that are blocks, the first ones."""
-        self.single_from = 0
-        """From this step on, a row stands for a single step."""
+        self.series = {name: Series() for name in (*self.means.values(), *self.metrics)}
+        self.halvings = 0
+        """How often rows were combined: most stand for two to the power of that many steps."""
         self.begin = math.nan, math.nan
         """The first step and its time."""
         self._range = math.inf, -math.inf
-        """Steps of which all records are here."""
-        self._windows = self._new_windows()
-
-    def _new_windows(self) -> dict[str, _TrailingMean | _ExponentialMean]:
-        return {
-            metric: _TrailingMean(self.span) if self.ema is None else _ExponentialMean(self.ema)
+        """Steps of which all records are here, of a window."""
+        self._windows = {
+            metric: _TrailingMean(span) if ema is None else _ExponentialMean(ema)
             for metric in self.means
         }
 
@@ -413,41 +466,18 @@ class StepSeries:
         if self.ema is None:
             return self.span
         records = math.log(NEGLIGIBLE) / math.log(max(self.ema, NEGLIGIBLE))
-        return self.span * math.ceil(records / min(self.span, BLOCK_STEPS))
-
-    @property
-    def _weights(self) -> tuple[float, ...]:
-        """Weights of which blocks have sums that are needed."""
-        return (self.ema,) if self.ema in WEIGHTED else ()
+        return self.span * math.ceil(records / min(self.span, MEAN_RECORDS))
 
     def __len__(self) -> int:
-        return len(self.series[self.metrics[-1]])  # appended to last
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Numbers of rows of the metrics and of the means."""
-        means = len(self.series[list(self.means.values())[-1]]) if self.means else 0
-        return len(self), means
+        return len(self.times)  # appended to last
 
     @property
     def last_step(self) -> float:
         return self.steps[-1] if self.steps else -math.inf
 
-    @property
-    def coarse_until(self) -> float:
-        """The last step of the blocks; 0 if there is none."""
-        return self.steps[self.coarse - 1] if self.coarse else 0.0
-
-    @property
-    def approximate_until(self) -> float:
-        """The last step whose EMA is approximate; 0 if there is none."""
-        return 0.0 if self.ema is None or self._weights else self.coarse_until
-
-    def line(self, name: str, role: str, lengths: tuple[int, int]) -> Line:
+    def line(self, name: str, role: str, length: int) -> Line:
         """Return the first rows of a metric or a mean as a line with this role."""
-        if name in self.means.values():
-            return Line(self.series[name], lengths[1], self.mean_times, self.mean_steps, role)
-        return Line(self.series[name], lengths[0], self.times, self.steps, role)
+        return Line(self.series[name], length, self.times, self.steps, role)
 
     def covers(self, low: float, high: float) -> bool:
         """Return whether all rows between two steps are present."""
@@ -455,95 +485,52 @@ class StepSeries:
             len(self) > 0 and self._range[0] <= low and high <= max(self._range[1], self.last_step)
         )
 
-    def add_whole(self, reader: MetricsReader) -> None:
-        """Append all that is known of a run: blocks, then single steps. Raises OSError."""
-        first, latest = reader.first_step, reader.latest
-        if first is None or latest is None:
-            return
-        self.single_from = _single_from(first, latest.step)
-        if self.single_from > first:
-            self._add_blocks(
-                reader.blocks((*self.metrics, "time"), self.single_from - 1, self._weights)
-            )
-        if self._weights:  # what is known of all blocks goes on
-            self._range = self.single_from, latest.step
-            for record in reader.steps(self.single_from, latest.step):
-                self.add(record)
-        else:
-            self.add_single(reader, self.single_from, latest.step)
-
-    def add_single(self, reader: MetricsReader, first: float, last: float) -> None:
-        """Append the steps ``first`` to ``last`` one by one. Raises OSError."""
-        self._windows = self._new_windows()
+    def add_window(self, reader: MetricsReader, first: float, last: float) -> None:
+        """Append the steps ``first`` to ``last`` of a run one by one. Raises OSError."""
         self._range = first, last
-        for record in reader.steps(first - self._memory_steps, last):
-            if record.step >= first:
-                self.add(record)
-            else:
-                self._add_to_windows(record)
+        records = list(reader.steps(first - self._memory_steps, last))
+        before = sum(record.step < first for record in records)
+        self._add_means(records[:before])
+        self.extend(records[before:])
 
-    def _add_blocks(self, blocks: Columns) -> None:
-        """Append the blocks before any step."""
-        if not blocks["last"]:
+    def extend(self, rows: Sequence[Any]) -> None:
+        """Append later rows: step records, or what ``StepRows`` yields."""
+        if not rows:
             return
-        begun = blocks["time.min"][0]
-        self.begin = blocks["first"][0], begun if is_time(begun) else 0.0
-        self.steps.extend(blocks["last"])
-        before = 0.0
-        for time in blocks["time.last"]:
-            before = time if is_time(time) else before
-            self.times.append(before)
-        self.mean_steps.extend(float(block_end(step)) for step in blocks["last"])
-        self.mean_times.extend(self.times)
-        records = blocks["records"]
-        for metric, name in self.means.items():
-            window, part = self._windows[metric], "sum"
-            add: Callable[[float, float, float], None] = window.add
-            if isinstance(window, _ExponentialMean) and self._weights:
-                part, add = WEIGHTED[window.weight], window.add_weighted
-            for end, values, count in zip(
-                self.mean_steps, blocks[f"{metric}.{part}"], blocks[f"{metric}.finite"], strict=True
-            ):
-                add(end, values, count)
-                self.series[name].append(window.at(end))
-        for metric in self.metrics:
-            finite = blocks[f"{metric}.finite"]
-            missing = [
-                most - min(max(count, 0.0), most)
-                for most, count in zip(records, finite, strict=True)
-            ]
-            low, high, newest = (blocks[f"{metric}.{part}"] for part in ("min", "max", "last"))
-            self.series[metric].extend(low, high, newest, missing)
-        self.coarse = len(self.steps)
-
-    def add(self, record: StepRecord) -> None:
-        """Append the next record."""
-        # A mean at the end of a block that has no record of its own, as one of blocks has.
-        if (
-            self.mean_steps
-            and self.mean_steps[-1] < (end := block_end(self.mean_steps[-1])) < record.step
-        ):
-            self._add_means(float(end), self.mean_times[-1])
         if not self.steps:
-            self.begin = float(record.step), record.time
-        self._add_to_windows(record)
-        self.steps.append(float(record.step))
-        self.times.append(record.time)
-        self._add_means(float(record.step), record.time)
-        for name in self.metrics:
-            value = getattr(record, name)
-            self.series[name].append(math.nan if value is None else float(value))
+            self.begin = float(rows[0].step), rows[0].time
+        values = self._add_means(rows) | {name: _values(rows, name) for name in self.metrics}
+        steps, times = _values(rows, "step"), _values(rows, "time")
+        several = 1 << self.halvings
+        whole = len(rows) // several * several
+        for name, series in self.series.items():
+            series.extend(values[name][:whole], several)
+            series.extend(values[name][whole:])
+        self.steps.extend([*steps[several - 1 : whole : several], *steps[whole:]])
+        self.times.extend([*times[several - 1 : whole : several], *times[whole:]])
 
-    def _add_to_windows(self, record: StepRecord) -> None:
-        for metric, window in self._windows.items():
-            value = getattr(record, metric)
-            window.add(float(record.step), math.nan if value is None else float(value))
+    def halved(self) -> StepSeries:
+        """Return series of half as many rows, an even number, to which more can be appended.
+        Nothing can be to these any more.
+        """
+        half = StepSeries(self.span, self.metrics, tuple(self.means), self.ema)
+        half.steps, half.times = self.steps[1::2], self.times[1::2]
+        half.series = {name: series.halved() for name, series in self.series.items()}
+        half.halvings, half.begin, half._windows = self.halvings + 1, self.begin, self._windows
+        return half
 
-    def _add_means(self, step: float, time: float) -> None:
-        self.mean_steps.append(step)
-        self.mean_times.append(time)
-        for metric, name in self.means.items():
-            self.series[name].append(self._windows[metric].at(step))
+    def _add_means(self, rows: Sequence[Any]) -> dict[str, list[float]]:
+        steps = _values(rows, "step")
+        return {
+            name: self._windows[metric].extend(steps, _values(rows, metric))
+            for metric, name in self.means.items()
+        }
+
+
+def _values(rows: Sequence[Any], name: str) -> list[float]:
+    """Return a column of rows, with NaN for what was not measured."""
+    values = list(map(attrgetter(name), rows))
+    return [math.nan if value is None else value for value in values] if None in values else values
 
 
 class FollowedSteps:
@@ -561,44 +548,55 @@ class FollowedSteps:
             tuple(smoothed),
             None,
         )
-        self._outdated = True
-        """Whether the series lack steps, or have some that do not count any more."""
         self.series = StepSeries(mean_steps(0), metrics, smoothed)
+        """What is drawn."""
+        self.unread_share = 0.0
+        """How much of the run is still to be read before it is drawn to its end."""
+        self._rows: StepRows | None = None
+        self._made: object = None
+        """What ``_next`` is for."""
+        self._next = self.series
+        """What is read: ``series`` themselves, unless those are still whole while all is read
+        again.
+        """
+        self._left: list[Any] = []
+        """Rows that are too few for one that stands for several."""
 
     def want(self, metrics: Sequence[str], smoothed: Sequence[str], ema: float | None) -> None:
-        """Have other metrics, or others smoothed, from the next update on."""
-        wanted = tuple(metrics), tuple(smoothed), ema
-        self._outdated = self._outdated or wanted != self._wanted
-        self._wanted = wanted
+        """Have other metrics, or others smoothed, from the next reading on."""
+        self._wanted = tuple(metrics), tuple(smoothed), ema
 
     def new_series(self, span: int) -> StepSeries:
         """Return empty series of what is wanted."""
         metrics, smoothed, ema = self._wanted
         return StepSeries(span, metrics, smoothed, ema)
 
-    def take(self, records: Sequence[StepRecord], *, redraw: bool) -> list[StepRecord]:
-        """Append new records, as the result of a poll. Return those that were appended."""
-        self._outdated = self._outdated or redraw
-        if self._outdated:
-            return []
-        new = [record for record in records if record.step > self.series.last_step]
-        for record in new:
-            self.series.add(record)
-        return new
-
-    def update(self, span: int) -> bool:
-        """Draw all steps anew where that is necessary; ``span`` is that of the means. Return
-        whether it was. Raises OSError.
+    def read(self, span: int, limit_s: float) -> bool:
+        """Read what the reader has found since, or all again where that is necessary, for about
+        ``limit_s``; ``span`` is that of the means. Return whether there is more. Raises OSError.
         """
-        first, latest = self._reader.first_step, self._reader.latest
-        coarser = (
-            first is not None
-            and latest is not None
-            and _single_from(first, latest.step) != self.series.single_from
-        )
-        if not self._outdated and not coarser and span == self.series.span:
-            return False
-        series = self.new_series(span)
-        series.add_whole(self._reader)
-        self.series, self._outdated = series, False
-        return True
+        if self._rows is None or self._rows.outdated or self._made != (self._wanted, span):
+            self._rows, self._made = StepRows(self._reader, self._wanted[0]), (self._wanted, span)
+            self._next, self._left = self.new_series(span), []
+        for rows in self._rows.read(limit_s):
+            self._left += rows
+            whole = len(self._left) >> self._next.halvings << self._next.halvings
+            self._add(whole)
+        self.unread_share = self._rows.unread_share
+        if not self.unread_share:
+            self._add(len(self._left))
+        if not self.unread_share or self._next.last_step >= self.series.last_step:
+            self.series = self._next
+        return self.unread_share > 0
+
+    def _add(self, count: int) -> None:
+        self._next.extend(self._left[:count])
+        del self._left[:count]
+        shown = self._next is self.series
+        while (
+            len(self._next) >= (MOST_ROWS // 2 if self._next.halvings else MOST_ROWS)
+            and len(self._next) % 2 == 0
+        ):
+            self._next = self._next.halved()
+        if shown:
+            self.series = self._next

@@ -30,7 +30,7 @@ from so_tui.ui.chart_metrics import (
 )
 from so_tui.ui.charts.chart import Chart, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
-from so_tui.ui.charts.series import Axis, Line, approximate_name
+from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
@@ -343,12 +343,9 @@ def _lines(
 
 def _mean_name(chart: Chart, shown: _Shown) -> str:
     """Return the name of the mean in as many words as leave room for the other values."""
-    snapshot, axis, cursor = shown.snapshot, shown.axis, shown.view.cursor
-    whole = snapshot.whole
+    snapshot, whole = shown.snapshot, shown.snapshot.whole
     if whole.ema is not None:
-        until = snapshot.approximate_until(axis)
-        here = axis is not None and cursor is not None and axis.position(cursor)[0] <= until
-        return approximate_name(whole.ema, here=here) if until else mean_name(whole.span, whole.ema)
+        return mean_name(whole.span, whole.ema)
     room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
     return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
 

@@ -2,7 +2,7 @@
 snapshots.
 
 The follower owns the series and is the only one to append. A snapshot refers to them together with
-their lengths, so the event loop may read them while the next poll appends.
+their length, so the event loop may read them while the next poll appends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from so_tui.machine.inspect import checked_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
-from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, Update, deleted, read_spec
+from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, deleted, read_spec
 from so_tui.runs import state as control
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, Sample, StepRecord
@@ -26,17 +26,15 @@ from so_tui.ui.textual_fixes import give_back
 
 RECENT_STEPS = 30
 CLOSE_STEPS = 24_000
-"""Most steps that are read one by one for a window: more than a terminal has dots for blocks."""
+"""Most steps that are read one by one for a window: more than a terminal has dots for rows of
+several steps.
+"""
 MOST_POLLS = 10
 """Polls of the reader, 0.1 s each at most, in one poll here: enough to catch up with a fast run
 without freezing the screen.
 """
-MOST_POLLS_OF_EARLIER = 4
-"""The same while earlier steps are read, which the newest do not wait for."""
-REDRAWN_SHARE = 0.04
-"""Share of a run that is read between two drawings of it, which take as long as they would for all
-of it.
-"""
+READ_S = 0.3
+"""How long one poll may read for the charts."""
 
 
 class RunFollower:
@@ -62,10 +60,11 @@ class RunFollower:
         self._steps = FollowedSteps(self._reader.metrics)
         self._checking = False
         self._closer: StepSeries | None = None
-        self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
-        self._reads_earlier = False
-        self._drawn_share = 2.0
-        """What was unread when the series were last drawn anew."""
+        self._recent: tuple[StepRecord, ...] = ()
+        self._released = False
+        """Whether the last poll combined rows, or read the last of many: the screen does not hold
+        what that took any more.
+        """
 
     @property
     def _whole(self) -> StepSeries:
@@ -95,23 +94,22 @@ class RunFollower:
         if wanted is not None:
             self._steps.want(wanted.fields, wanted.smoothed, wanted.ema)
         try:
-            for count in range(MOST_POLLS):
-                update = self._reader.poll()
+            for _ in range(MOST_POLLS):
+                update = self._reader.poll(earlier=False)
                 lines += update.log_lines
                 self._new_samples += update.samples.items()
-                self._take_steps(update)
                 self._read_attempt(update.state)
-                if not update.more or (update.unread_share and count + 1 >= MOST_POLLS_OF_EARLIER):
+                if not update.behind:
                     break
-            self._draw_steps(update.unread_share)
+            complete = self._read_steps()
             if wanted is not None:
                 self._loads.want(wanted.samples)
-            while self._new_samples:
-                self._loads.add(*self._new_samples[0], self._whole.begin[1])
-                self._new_samples.popleft()
-            if (
-                not self._reader.metrics.unread_share
-            ):  # until then the first step that is known is not the first
+            # What was sampled before the first step is not shown.
+            if complete or len(self._whole):
+                while self._new_samples:
+                    self._loads.add(*self._new_samples[0], self._whole.begin[1])
+                    self._new_samples.popleft()
+            if complete:
                 self._loads.average(self._whole.times)
             self._read_window(window)
             self._inspected = self._inspector.read(cursor)
@@ -119,39 +117,36 @@ class RunFollower:
             state = self._reader.state
             self._checking = state is not None and unconfirmed(self.run, state, self._watch)
         except OSError as error:
-            self._steps.take((), redraw=True)  # records may have been read and lost
             read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
         return self._snapshot(tuple(lines), read_error)
 
-    def _draw_steps(self, unread_share: float) -> None:
-        """Draw the series anew where necessary, and the loads once their whole time is known."""
-        if unread_share and self._drawn_share - unread_share < REDRAWN_SHARE:
-            return
-        self._drawn_share = unread_share or 2.0
-        if self._steps.update(self._mean_steps()):
-            self._closer = None
-            self._recent.clear()
-            self._recent.extend(self._reader.recent(RECENT_STEPS))
-        if self._reads_earlier and not unread_share:
-            self._loads.restart(self._whole.begin[1])
+    def _read_steps(self) -> bool:
+        """Read new steps, also for a window that reaches to the newest. Return whether all are
+        known.
+        """
+        if self._released:
             give_back()
-        self._reads_earlier = unread_share > 0
-
-    def _take_steps(self, update: Update) -> None:
-        """Append new records to the whole run, and to the window if it reaches to the newest."""
-        follows = self._closer is not None and self._closer.last_step == self._whole.last_step
-        new = self._steps.take(update.steps, redraw=update.redraw)
-        self._recent.extend(new)
-        if self._closer is not None and follows:
-            for record in new:
-                self._closer.add(record)
+        before, newest = self._whole, self._whole.last_step
+        was_complete = not self._steps.unread_share
+        more = self._steps.read(self._mean_steps(), READ_S)
+        if self._closer is not None:
+            if self._whole is not before:
+                self._closer = None
+            elif self._closer.last_step == newest:
+                self._closer.extend([*self._reader.metrics.steps(newest + 1, math.inf)])
+        newest_known = self._recent[-1] if self._recent else None
+        if self._reader.latest != newest_known or not (more or was_complete):
+            self._recent = tuple(self._reader.recent(RECENT_STEPS))
+        combined = self._whole.halvings > before.halvings
+        self._released = combined or not (more or was_complete)
+        return not more
 
     def _read_window(self, window: tuple[float, float] | None) -> None:
-        """Read the steps of ``window`` one by one where only blocks of them are known, and as many
-        again on both sides.
+        """Read the steps of ``window`` one by one where rows stand for several, and as many again
+        on both sides.
         """
         whole = self._whole
-        if not whole.coarse or (window is not None and window[0] >= whole.single_from):
+        if not whole.halvings:
             self._closer = None
             return
         first, last = whole.begin[0], whole.last_step
@@ -170,7 +165,7 @@ class RunFollower:
         ):
             margin = min(width, (CLOSE_STEPS - width) / 2)
             closer = self._steps.new_series(whole.span)
-            closer.add_single(
+            closer.add_window(
                 self._reader.metrics, max(first, low - margin), min(last, high + margin)
             )
             self._closer = closer
@@ -215,14 +210,14 @@ class RunFollower:
             binding=reader.binding,
             end=reader.end,
             latest=reader.latest,
-            recent=tuple(self._recent),
+            recent=self._recent,
             checkpoints=reader.checkpoints,
             evaluations=self._evaluated(reader.evaluations),
             resumes=reader.metrics.resumes,
             warnings=reader.warnings,
             whole=self._whole,
-            lengths=self._whole.lengths,
-            unread_share=reader.metrics.unread_share,
+            length=len(self._whole),
+            unread_share=self._steps.unread_share,
             closer=self._closer,
             nodes=self._loads.nodes(self._machine),
             gpus=self._loads.gpus(),

@@ -38,9 +38,8 @@ class Overlaid:
 
     run: RunDirectory
     steps: StepSeries
-    lengths: tuple[int, int]
+    length: int
     times: array[float]
-    mean_times: array[float]
     """When its rows would be if it had begun with the followed run."""
     more: bool = False
     """Whether some of it is still to be read."""
@@ -72,16 +71,14 @@ class Overlaid:
         name = mean_of(field) if field in self.steps.means else field
         if name not in self.steps.series:
             return None
-        line = self.steps.line(name, role, self.lengths)
-        times = self.mean_times if name != field else self.times
-        return Line(line.series, line.length, times, line.steps, role)
+        return Line(self.steps.series[name], self.length, self.times, self.steps.steps, role)
 
     @property
     def end(self) -> tuple[float, float]:
         """Its last step, and when that would be; zeros before the first."""
         return (
-            (self.steps.steps[self.lengths[0] - 1], self.times[self.lengths[0] - 1])
-            if self.lengths[0]
+            (self.steps.steps[self.length - 1], self.times[self.length - 1])
+            if self.length
             else (0.0, 0.0)
         )
 
@@ -153,36 +150,30 @@ class Overlays:
         followed.steps.want(wanted.fields, wanted.smoothed, wanted.ema)
         followed.wanted = wanted
         try:
-            update = followed.reader.poll(limit_records=20_000, limit_s=READ_S)
-            followed.steps.take(update.steps, redraw=update.redraw)
+            update = followed.reader.poll(limit_records=20_000, limit_s=READ_S, earlier=False)
             start, latest = followed.reader.start, followed.reader.latest
-            if latest is not None:
-                total_steps = start.total_steps if start is not None else 0
-                followed.steps.update(mean_steps_of(followed.spec, total_steps, latest.step))
-            if wanted.samples and not update.more:
+            total_steps = start.total_steps if start is not None else 0
+            span = mean_steps_of(followed.spec, total_steps, latest.step if latest else 0)
+            more = followed.steps.read(span, READ_S) or update.more
+            if wanted.samples and not more:
                 followed.add_samples(update.samples, wanted.samples)
             else:
                 followed.newest |= {host: samples[-1] for host, samples in update.samples.items()}
         except OSError as error:
             _log.info("%s is not laid over: %s", run.path, error)
-            followed.steps.take((), redraw=True)  # records may have been read and lost
             followed.due = time.monotonic() + POLL_S
             return
-        followed.due = 0.0 if update.more else time.monotonic() + POLL_S
+        followed.due = 0.0 if more else time.monotonic() + POLL_S
         series = followed.steps.series
         shift = begun - series.begin[1] if len(series) else 0.0
-        times, mean_times = (
-            array("d", (at + shift for at in column))
-            for column in (series.times, series.mean_times)
-        )
+        times = array("d", (at + shift for at in series.times))
         evaluated = followed.reader.evaluations
         followed.shown = Overlaid(
             run,
             series,
-            series.lengths,
+            len(series),
             times,
-            mean_times,
-            update.more,
+            more,
             evaluations=evaluation_line(evaluated, "main", shift) if evaluated else None,
             sampled=followed.sampled(shift) if wanted.samples else {},
         )

@@ -199,14 +199,6 @@ def _run_files() -> tuple[Kind, ...]:
         )
         for how, harm in (_HARMS | {"flipped": spoil}).items()
     )
-    index = tuple(
-        _kind(
-            f"index-{how}",
-            f"the index of the metrics is {how}",
-            harmed(of_run("metrics/*.index"), harm),
-        )
-        for how, harm in _HARMS.items()
-    )
     attempt = tuple(
         _kind(
             f"{name}-{how}",
@@ -216,7 +208,7 @@ def _run_files() -> tuple[Kind, ...]:
         for name in ("launch", "command")
         for how, harm in (("torn", tear), ("missing", remove))
     )
-    return (*state, *spec, *metrics, *index, *attempt)
+    return (*state, *spec, *metrics, *attempt)
 
 
 def _missing_folder(scene: Scene, chance: Random) -> None:

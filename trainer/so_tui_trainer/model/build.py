@@ -215,7 +215,7 @@ def _causal(
     if spec.weights == "pretrained":
         index = read_index(weights_folder(spec))
         found = weights.match_weights(meta, index)
-        weights.refuse(found, spec)
+        weights.refuse_mismatch(found, spec)
     causal = weights.empty_model(
         config, meta, implementation, ds_config, trust_remote_code=spec.trust_remote_code
     )

@@ -165,7 +165,7 @@ def _realised(
     }
 
 
-def refuse(found: _Match, model: ModelSpec) -> None:
+def refuse_mismatch(found: _Match, model: ModelSpec) -> None:
     """Refuse a checkpoint that does not match the model.
 
     Raises:

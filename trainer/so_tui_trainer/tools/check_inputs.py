@@ -101,7 +101,7 @@ def _stored(spec: RunSpec, source: Path) -> list[str]:
     meta = weights.meta_model(
         load_config(spec.model), trust_remote_code=spec.model.trust_remote_code
     )
-    weights.refuse(weights.match_weights(meta, read_index(folder)), spec.model)
+    weights.refuse_mismatch(weights.match_weights(meta, read_index(folder)), spec.model)
     return []
 
 

@@ -1,0 +1,181 @@
+"""Numbered files of lines, written by one process. A file does not change once a higher number
+exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from so_tui.trust.files import UnfitFileError, open_descriptor
+
+MEBIBYTE = 1 << 20
+SUFFIX = ".jsonl"
+_BLOCK_BYTES = 1 << 16
+LONGEST_LINE_BYTES = 8 * MEBIBYTE
+"""Limit of a record. The binding of a thousand ranks takes less than one."""
+
+
+def segments(folder: Path, stem: str = "") -> dict[int, Path]:
+    """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the
+    folder is missing.
+    """
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - faster than a Path for each name
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found = {}
+    for name in names:
+        number = name[len(stem) : -len(SUFFIX)]
+        if (
+            name.startswith(stem)
+            and name.endswith(SUFFIX)
+            and number.isdecimal()
+            and number.isascii()
+            and len(number) <= 12
+        ):
+            found[int(number)] = folder / name
+    return dict(sorted(found.items()))
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a segment; 0 if it is gone."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - once for each segment: a method of Path costs twice as much
+    except OSError:
+        return 0
+
+
+def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
+    """Return the complete lines from ``offset`` on, without newlines, and the offset after them.
+
+    Reads about ``limit_bytes``, more if a single line is longer. An incomplete last line is left
+    for the next call. A file that does not exist, or is no regular file, reads as empty, and so
+    does the rest of a file after a line that is longer than any record.
+    """
+    try:
+        descriptor = open_descriptor(path)
+    except (FileNotFoundError, UnfitFileError):
+        return [], offset
+    try:
+        unread_bytes = os.fstat(descriptor).st_size - offset
+        if unread_bytes <= 0:
+            return [], offset
+        block = os.pread(descriptor, min(limit_bytes, unread_bytes), offset)
+        if b"\n" not in block:
+            parts, at = [block], offset + len(block)
+            while (
+                b"\n" not in parts[-1]
+                and at - offset < LONGEST_LINE_BYTES
+                and (more := os.pread(descriptor, MEBIBYTE, at))
+            ):
+                parts.append(more)
+                at += len(more)
+            block = b"".join(parts)
+    finally:
+        os.close(descriptor)
+    end = block.rfind(b"\n") + 1
+    return block[:end].split(b"\n")[:-1], offset + end
+
+
+def read_span(path: Path, start: int, end: int) -> Iterator[bytes]:
+    """Yield the complete lines between two offsets, without newlines; otherwise as
+    ``read_lines``.
+    """
+    while start < end:
+        lines, reached = read_lines(path, start, min(MEBIBYTE, end - start))
+        if reached == start:
+            return
+        yield from lines
+        start = reached
+
+
+def cut_incomplete_line(path: Path) -> None:
+    """Cut off what a killed writer or a full disk left of a segment's last line. Only for a segment
+    that nobody writes.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+
+
+class SegmentWriter:
+    """Appends lines to the newest segment and starts another one when it is full.
+
+    Each line is one write, so lines never mix, and a crash can only leave the last line incomplete.
+    A writer never changes segments of other writers: after a restart it continues with the next
+    number. For one thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stem: str = "",
+        *,
+        limit_bytes: int = 4 * MEBIBYTE,
+        on_closed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Create the folder, but not its parent, so that a deleted run stays deleted. Raises
+        OSError.
+        """
+        self._folder = folder
+        self._stem = stem
+        self._limit_bytes = limit_bytes
+        self._on_closed = on_closed
+        self._path: Path | None = None
+        self._fd = -1
+        self._size = 0
+        self._incomplete = False
+        folder.mkdir(exist_ok=True)
+
+    def append(self, line: bytes) -> None:
+        """Write a line that ends in a newline. After an OSError (disk full), the next line starts
+        on a new line.
+        """
+        if self._path is not None and self._size + len(line) > self._limit_bytes:
+            self.close()
+        if self._path is None:
+            self._open_next()
+        data = b"\n" + line if self._incomplete else line
+        self._incomplete = True
+        while data:
+            written = os.write(self._fd, data)  # short only when the disk fills up
+            self._size += written
+            data = data[written:]
+        self._incomplete = False
+
+    def close(self) -> None:
+        """Close the current segment; no more lines are appended to it, even if an OSError says that
+        some of it is lost.
+        """
+        if self._path is None:
+            return
+        self._path, self._size, self._incomplete = None, 0, False
+        os.close(self._fd)  # once: after an error, too, its number is free for another file
+        self._on_closed()
+
+    def _open_next(self) -> None:
+        number = max(segments(self._folder, self._stem), default=0) + 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        while True:
+            path = self._folder / f"{self._stem}{number:06d}{SUFFIX}"
+            try:
+                self._fd = os.open(path, flags, 0o640)
+            except FileExistsError:
+                number += 1
+                continue
+            self._path = path
+            return
