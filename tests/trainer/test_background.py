@@ -16,7 +16,7 @@ from so_tui.runs import create_run, state
 from so_tui.runs.directory import checkpoint_folders, run_id
 from so_tui.runs.records import BindingRecord, CheckpointRecord, EndRecord, PhaseRecord, StepRecord
 from so_tui_trainer import checkpoint, checkpoint_folder
-from tests.faults.shim import Shim, build
+from benchmarks.faults.shim import Shim, build
 from tests.support.launching import log, records, start, tiny
 from tests.support.python_path import python_path
 

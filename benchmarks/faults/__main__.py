@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: inflict faults on real runs of ``tiny``, and report after which
+"""``python -m benchmarks.faults``: inflict faults on real runs of ``tiny``, and report after which
 something did not hold.
 """
 
@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from tests.faults import campaign, processes, report
-from tests.faults.kind import Kind
-from tests.faults.kinds import KINDS, matching
-from tests.faults.scene import NeverCameError
+from benchmarks.faults import campaign, processes, report
+from benchmarks.faults.kind import Kind
+from benchmarks.faults.kinds import KINDS, matching
+from benchmarks.faults.scene import NeverCameError
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def _fault(text: str) -> tuple[int, Kind]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.faults", description=__doc__.partition(": ")[2]
+        prog="python -m benchmarks.faults", description=__doc__.partition(": ")[2]
     )
     parser.add_argument(
         "--rounds",

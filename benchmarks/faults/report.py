@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from tests.faults.campaign import Result
+from benchmarks.faults.campaign import Result
 
 
 def table(results: Sequence[Result]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from tests.faults.scene import How, Moment, Scene
+from benchmarks.faults.scene import How, Moment, Scene
 
 Begin = Literal["detached", "plain", "screen", "stopped"]
 """How the run begins. ``stopped`` is a copy of a run that was stopped with three checkpoints; it

@@ -1,7 +1,7 @@
 """Run one so-tui command, and write the codes of what it refuses, which only its messages would
 tell otherwise.
 
-``python -m tests.faults.command FILE ARGUMENT...``: FILE gets a JSON list of codes.
+``python -m benchmarks.faults.command FILE ARGUMENT...``: FILE gets a JSON list of codes.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from tests.faults.kind import FINISHED, STOPPED, Kind, Told, failed, told
-from tests.faults.kinds.requests import list_from_everywhere, resume_twice, supervise_again
-from tests.faults.kinds.signals import ANY_TIME
-from tests.faults.scene import Moment, Scene
-from tests.faults.shim import Locks, Shim
+from benchmarks.faults.kind import FINISHED, STOPPED, Kind, Told, failed, told
+from benchmarks.faults.kinds.requests import list_from_everywhere, resume_twice, supervise_again
+from benchmarks.faults.kinds.signals import ANY_TIME
+from benchmarks.faults.scene import Moment, Scene
+from benchmarks.faults.shim import Locks, Shim
 
 
 def shim_of(scene: Scene) -> Shim:

@@ -28,9 +28,8 @@ from so_tui.runs.records import (
     decode_metric,
 )
 from so_tui.spec import InputError
-from tests.faults import processes
-from tests.faults.shim import Shim
-from tests.support.python_path import checkout_path
+from benchmarks.faults import processes
+from benchmarks.faults.shim import Shim
 
 STEPS = 20
 SAVE_EVERY = 3
@@ -47,6 +46,7 @@ SETTINGS = (
 )
 """Of every run: small and short. Most of its time are the imports of its ranks."""
 _OWN = ("CONFIG", "STATE", "DATA")
+_CHECKOUT = (Path(__file__).parents[2], Path(__file__).parents[2] / "trainer")
 _LIMIT_S = 240.0
 """No moment of such a run is later, on two busy cores."""
 _POLL_S = 0.01
@@ -115,7 +115,9 @@ class Scene:
         run = {
             "XDG_RUNTIME_DIR": str(self._runtime),
             processes.MARK: self.mark,
-            "PYTHONPATH": checkout_path(),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [*map(str, _CHECKOUT), os.environ.get("PYTHONPATH")])
+            ),
             "CUDA_VISIBLE_DEVICES": "",
         }
         given = {
@@ -178,7 +180,7 @@ class Scene:
         seconds.
         """
         codes = Path(tempfile.mkstemp(dir=self.folder, suffix=".codes")[1])
-        argv = [sys.executable, "-P", "-m", "tests.faults.command", str(codes), *arguments]
+        argv = [sys.executable, "-P", "-m", "benchmarks.faults.command", str(codes), *arguments]
         out, err = codes.with_suffix(".out"), codes.with_suffix(".err")
         with (
             out.open("wb") as to_out,

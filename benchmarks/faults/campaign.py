@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from tests.faults import experiment, shim, verdict
-from tests.faults.kind import Kind
-from tests.faults.scene import NeverCameError, Scene
+from benchmarks.faults import experiment, shim, verdict
+from benchmarks.faults.kind import Kind
+from benchmarks.faults.scene import NeverCameError, Scene
 
 _LEAST_CORES = 2
 """Of a run with two ranks."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import campaign
-from tests.faults.processes import marked
+from benchmarks.faults import campaign
+from benchmarks.faults.processes import marked
 from tests.support.python_path import ROOT, checkout_path
 
 KINDS = ("kill-tree-saving", "checkpoint-states-torn", "disk-full-metrics", "two-supervisors")
@@ -29,7 +29,7 @@ def test_after_four_faults_everything_holds(tmp_path: Path) -> None:
     argv = [
         sys.executable,
         "-m",
-        "tests.faults",
+        "benchmarks.faults",
         "--seed",
         "17",
         "--jobs",

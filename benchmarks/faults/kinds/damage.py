@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from tests.faults.kind import STOPPED, Kind, Told, told
-from tests.faults.scene import NeverCameError, Scene
+from benchmarks.faults.kind import STOPPED, Kind, Told, told
+from benchmarks.faults.scene import NeverCameError, Scene
 
 Harm = Callable[[Path, Random], None]
 Find = Callable[[Scene], Path]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.faults.kind import FINISHED, STOPPED, Kind, failed, told
-from tests.faults.kinds.signals import ANY_TIME, kill_tree
-from tests.faults.scene import Scene
+from benchmarks.faults.kind import FINISHED, STOPPED, Kind, failed, told
+from benchmarks.faults.kinds.signals import ANY_TIME, kill_tree
+from benchmarks.faults.scene import Scene
 
 
 def stop(scene: Scene, _chance: Random) -> None:
@@ -42,7 +42,7 @@ def list_from_everywhere(scene: Scene, chance: Random) -> None:
     """Kill the supervisor, and let several commands find that out at once."""
     from signal import SIGKILL
 
-    from tests.faults.kinds.signals import send
+    from benchmarks.faults.kinds.signals import send
 
     send("supervisor", SIGKILL)(scene, chance)
     waiting = [scene.begin("runs", "--json", "--runs-dir", str(scene.runs_dir)) for _ in range(3)]

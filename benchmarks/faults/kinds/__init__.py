@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.faults.kind import Kind
-from tests.faults.kinds import damage, environment, requests, signals
+from benchmarks.faults.kind import Kind
+from benchmarks.faults.kinds import damage, environment, requests, signals
 
 KINDS: tuple[Kind, ...] = (*signals.KINDS, *requests.KINDS, *damage.KINDS, *environment.KINDS)
 

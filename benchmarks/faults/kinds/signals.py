@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from tests.faults import processes
-from tests.faults.kind import FINISHED, STOPPED, UNOBSERVED, Begin, Kind, Told, failed, told
-from tests.faults.scene import Moment, Scene
+from benchmarks.faults import processes
+from benchmarks.faults.kind import FINISHED, STOPPED, UNOBSERVED, Begin, Kind, Told, failed, told
+from benchmarks.faults.scene import Moment, Scene
 
 ANY_TIME: tuple[Moment, ...] = ("loading", "training", "saving")
 _BUSY: tuple[Moment, ...] = ("training", "saving")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.faults.kind import Told
+from benchmarks.faults.kind import Told
 
 Losses = Mapping[int, frozenset[str]]
 """Losses by step, as hexadecimal floats: several where attempts that repeat a step differ."""
