@@ -8,12 +8,12 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from so_tui.runs import RunDirectory
-from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, StepRecord
 from benchmarks.faults import processes
 from benchmarks.faults.kind import Kind, Told
 from benchmarks.faults.scene import SAVE_EVERY, STEPS, Moment, NeverCameError, Scene, readable
 from benchmarks.faults.verdict import Expected, Losses, Seen
+from so_tui.runs import RunDirectory
+from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, StepRecord
 
 _AFTER_END_S = 15.0
 """How long processes may take to be gone after the end of their run."""

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from benchmarks.faults import processes
+from benchmarks.faults.shim import Shim
 from so_tui.runs import RunDirectory, read_state
 from so_tui.runs.records import (
     FINAL_STATES,
@@ -28,8 +30,6 @@ from so_tui.runs.records import (
     decode_metric,
 )
 from so_tui.spec import InputError
-from benchmarks.faults import processes
-from benchmarks.faults.shim import Shim
 
 STEPS = 20
 SAVE_EVERY = 3

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.shim import Shim, build
 from so_tui.runs import create_run, state
 from so_tui.runs.directory import checkpoint_folders, run_id
 from so_tui.runs.records import BindingRecord, CheckpointRecord, EndRecord, PhaseRecord, StepRecord
 from so_tui_trainer import checkpoint, checkpoint_folder
-from benchmarks.faults.shim import Shim, build
 from tests.support.launching import log, records, start, tiny
 from tests.support.python_path import python_path
 
