@@ -255,7 +255,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_
 
 
 def test_killed_and_resumed_in_a_new_process_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Twenty steps in every mode. The worker must end with its rank."""
+    """In every mode. The worker must end with its rank."""
     script = Path(rank_processes.__file__).with_name("engine_ranks.py")
     (rank,) = rank_processes.start(script, ["first", str(tmp_path)], 1, accelerator="cuda")
     worker = rank_processes.worker_of(rank)

@@ -27,7 +27,7 @@ from tests.support.reference_adamw import core_of, record_gradients
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 12
 
 
 class Recomputed(support.Model):
@@ -182,22 +182,22 @@ def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_of_the_step_befo
         assert (losses, support.states(made, tmp_path / "found")) == expected
 
 
-@pytest.mark.parametrize(("first", "second"), [("none", "cpu"), ("cpu", "none"), ("cpu", "cpu")])
+@pytest.mark.parametrize(("first", "second"), [("none", "cpu"), ("cpu", "none")])
 def test_a_run_resumes_with_weights_elsewhere(
     first: Parameters, second: Parameters, tmp_path: Path
 ) -> None:
     data = support.batches(STEPS)
     with engine(first, ratio=0.8, speculation_bytes=ALL) as made:
-        support.train(made, data[:10])
+        support.train(made, data[:6])
         superoffload.save_state(made, tmp_path / "saved")
-        expected = support.train(made, data[10:]), support.states(made, tmp_path / "expected")
+        expected = support.train(made, data[6:]), support.states(made, tmp_path / "expected")
     with engine(second, ratio=0.8) as made:
         support.train(
             made, support.batches(3, seed=5)
         )  # what was trained before must have no effect
         superoffload.load_state(made, tmp_path / "saved")
         assert (
-            support.train(made, data[10:]),
+            support.train(made, data[6:]),
             support.states(made, tmp_path / "found"),
         ) == expected
 

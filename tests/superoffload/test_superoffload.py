@@ -38,11 +38,8 @@ STEPS = 20
     ("ratio", "clipping", "accumulation", "dtype"),
     [
         (1.0, 0.0, 1, torch.bfloat16),
-        pytest.param(0.5, 0.0, 1, torch.float32, marks=pytest.mark.slow),
         pytest.param(0.0, 1e-3, 1, torch.bfloat16, marks=pytest.mark.slow),
         (0.5, 1e-3, 1, torch.bfloat16),
-        pytest.param(1.0, 1e6, 1, torch.float32, marks=pytest.mark.slow),
-        pytest.param(0.5, 0.0, 3, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(0.5, 1e-3, 3, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(1.0, 1e6, 2, torch.float32, marks=pytest.mark.slow),
     ],
