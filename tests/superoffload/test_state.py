@@ -32,26 +32,6 @@ MODES: list[tuple[support.Mode, float]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "ratio"), MODES)
-def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
-    run = support.spec(mode, ratio, clipping=1.0)
-    data = support.batches(10)
-    with support.engine(run) as whole:
-        losses = support.train(whole, data)
-        expected = support.states(whole, tmp_path / "whole")
-    with support.engine(run) as first:
-        support.train(first, data[:5])
-        superoffload.save_state(first, tmp_path / "middle")
-    with support.engine(run) as second:
-        support.train(
-            second, support.batches(2, seed=9)
-        )  # what was trained before must have no effect
-        superoffload.load_state(second, tmp_path / "middle")
-        assert support.train(second, data[5:]) == losses[5:]
-        assert support.states(second, tmp_path / "end") == expected
-
-
-@pytest.mark.slow
 def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
     """Each mode loads the state of the one before, with other sub-groups. All states hold the same
     values.

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
@@ -18,6 +19,7 @@ from benchmarks.architecture_models import KINDS, MULTIMODAL, of_kind
 from so_tui.spec import ModelSpec
 from so_tui.spec.attention import Needs, Present
 from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.model import attention, checkpointing
 from so_tui_trainer.model.build import _refuse_unlisted, build
 from so_tui_trainer.model.config import disable_dropout, load_config
@@ -81,6 +83,19 @@ def test_frequencies_are_those_of_each_documents_own_length(kind: str) -> None:
     check_packing(ModelSpec(id=kind, weights="random", config=config))
 
 
+def loss_alone(causal: Any, docs: Documents, batches: Batches, rows: int) -> Tensor:
+    """Return the sum of the losses of the documents of the first rows, each computed alone."""
+    total = torch.zeros(())
+    for index in batches._indices(0, rows):
+        for document in batches.sequences.of(int(index)):
+            part = slice(docs.offsets[document], docs.offsets[document + 1])
+            ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
+            labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
+            logits = causal(input_ids=ids).logits[0, :-1]
+            total = total + cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return total
+
+
 def check_packing(model: ModelSpec) -> None:
     torch.manual_seed(0)
     config = load_config(model)
@@ -94,15 +109,7 @@ def check_packing(model: ModelSpec) -> None:
     )
     batch = next(batches.micro_batches(1))
     weight = 1 / len(batch.targets)
-    alone = torch.zeros(())
-    for index in batches._indices(0, len(batch.input_ids)):
-        for document in batches.sequences.of(int(index)):
-            part = slice(docs.offsets[document], docs.offsets[document + 1])
-            ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
-            labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-            alone = alone + cross_entropy(
-                causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum"
-            )
+    alone = loss_alone(causal, docs, batches, len(batch.input_ids))
     torch.autograd.backward(alone * weight)
     expected = {
         key: parameter.grad
@@ -167,15 +174,7 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     batch = next(batches.micro_batches(1))
     assert not batch.real.all()
     weight = 1 / len(batch.targets)
-    alone = torch.zeros(())
-    for index in batches._indices(0, len(batch.input_ids)):
-        (document,) = batches.sequences.of(int(index))
-        part = slice(docs.offsets[document], docs.offsets[document + 1])
-        ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
-        labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-        alone = alone + cross_entropy(
-            causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum"
-        )
+    alone = loss_alone(causal, docs, batches, len(batch.input_ids))
     torch.autograd.backward(alone * weight)
     expected = {key: parameter.grad for key, parameter in causal.named_parameters()}
     causal.zero_grad()

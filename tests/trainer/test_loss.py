@@ -18,7 +18,7 @@ from so_tui_trainer.model.loss import HeadLoss, expected_first_loss
 from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.documents import documents, spec
 from tests.support.launching import tiny
-from tests.support.models import causal_model, grad_of
+from tests.support.models import causal_model
 
 
 @pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
@@ -149,38 +149,6 @@ def test_without_trained_tokens_the_loss_is_zero_and_so_are_the_gradients() -> N
     torch.autograd.backward(loss)
     assert loss == 0
     assert not weight.grad.any()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_packed_documents_train_as_if_each_were_alone(implementation: str, tied: bool) -> None:
-    torch.manual_seed(0)
-    config = load_config(tiny().model)
-    config.tie_word_embeddings = tied
-    causal = causal_model(config, dtype=torch.float32, attention=implementation)
-    model = TrainedModel(causal, implementation)
-    docs = documents(30)
-    batches = Batches(docs, spec(data__sequence_length="128"), 0)
-    batch = next(batches.micro_batches(1))
-    assert len(batch.boundaries) > 6  # really packed
-    packed = model(batch, 1 / len(batch.targets))
-    torch.autograd.backward(packed)
-    gradients = {name: grad_of(parameter).clone() for name, parameter in causal.named_parameters()}
-    model.zero_grad()
-    alone = torch.zeros(())
-    for index in batches._indices(0, len(batch.input_ids)):
-        for document in batches.sequences.of(int(index)):
-            part = slice(docs.offsets[document], docs.offsets[document + 1])
-            ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
-            labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-            alone = alone + cross_entropy(
-                causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum"
-            )
-    alone = alone / len(batch.targets)
-    torch.autograd.backward(alone)
-    torch.testing.assert_close(packed, alone)
-    for name, parameter in causal.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=2e-6, msg=name)
 
 
 def test_micro_batches_weigh_their_tokens_not_themselves() -> None:

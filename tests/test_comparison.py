@@ -7,25 +7,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.comparison import figures, ground, original, processes
+from benchmarks.comparison import figures, ground, original
 from benchmarks.comparison.figures import Step
 from benchmarks.comparison.parts import (
     BY_NAME,
-    PARTS,
     SEQUENCES,
     SHAPES,
     published_ds_config,
-    spec_changes,
 )
 from benchmarks.comparison.processes import Ended, Line
-from so_tui.spec import find_preset, with_values
 
 TINY, FULL = SHAPES["tiny"], SHAPES["qwen3-4b"]
 
@@ -69,38 +65,6 @@ def test_tokens_per_second_leaves_warm_up_out_and_weighs_steps_by_their_length()
         figures.measured(_steps((1.0, 1), (1.0, 1), (1.0, 1)), warmup=3)
 
 
-def _row(part: str, tokens_per_s: float, shape: str = "qwen3-4b") -> dict[str, Any]:
-    return {"part": part, "shape": shape} | figures.measured(_steps((1.0, int(tokens_per_s))), 0)
-
-
-def test_the_table_has_the_newest_row_of_each_part_and_says_by_how_much_it_is_behind() -> None:
-    rows = [
-        _row("original", 50),
-        _row("original", 100),
-        _row("ours", 750),
-        _row("original-packed", 300),
-        _row("gpu", 7, shape="tiny"),
-        {"part": "trl", "shape": "qwen3-4b", "error": "exit code 1\nno such package"},
-    ]
-    lines = figures.table(rows, "qwen3-4b").splitlines()
-    cells = {
-        line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:]
-        for line in lines[2:]
-        if line.startswith("|")
-    }
-    assert [BY_NAME[name].title for name in ("ours", "original-packed", "original")] == list(cells)
-    assert cells[BY_NAME["original"].title][-2:] == ["100", "7.50"]
-    assert cells[BY_NAME["original-packed"].title][-1] == "2.50"
-    assert lines[-1].endswith("not measured (no such package)")
-
-
-def test_a_padding_trainers_speed_is_also_told_for_rows_of_mean_length() -> None:
-    row = _row("original", 100) | {"data": {"tokens_per_row": 200.0}}  # 1,000 positions a second
-    row["at_mean_row"] = figures.at_mean_row(row, 4096)
-    assert row["at_mean_row"] == pytest.approx(1000 / 4096 * 200)
-    assert "| 100 (49 with rows of mean length) |" in figures.table([row], "qwen3-4b")
-
-
 def test_the_docs_show_the_table_of_the_data_or_say_that_there_is_none() -> None:
     root = Path(figures.__file__).parents[2]
     data, text = (
@@ -111,12 +75,6 @@ def test_the_docs_show_the_table_of_the_data_or_say_that_there_is_none() -> None
         assert figures.table(json.loads(data.read_text()), "qwen3-4b") in text
     else:
         assert "Not measured yet" in text
-
-
-def test_a_later_error_does_not_hide_what_was_measured() -> None:
-    rows = [_row("ours", 750), {"part": "ours", "shape": "qwen3-4b", "error": "out of memory"}]
-    assert figures.newest(rows, "qwen3-4b")["ours"]["useful_tokens_per_s"] == 750
-    assert "not measured" not in figures.table(rows, "qwen3-4b")
 
 
 def test_steps_of_the_original_last_from_line_to_line() -> None:
@@ -176,55 +134,10 @@ def test_useful_tokens_of_the_original_follow_the_order_of_deepspeeds_loader(
     assert len(set(seen)) > 1
 
 
-def test_packed_batches_become_what_hugging_faces_loss_wants(tmp_path: Path) -> None:
-    import torch
-
-    from benchmarks.comparison.packed import labels
-    from so_tui_trainer.data import documents, tokens
-    from so_tui_trainer.data.batches import Batches
-
-    laid = _laid(tmp_path)
-    changes = spec_changes(BY_NAME["original-packed"], TINY, laid.rows, laid.tokenizer) | {
-        "train.micro_batch": "2"
-    }
-    spec = with_values(find_preset(TINY.preset).spec, changes)
-    batches = Batches(
-        documents.read(tokens.prepare(spec, tmp_path / "cache"), spec.data), spec, rank=0
-    )
-    (batch,) = batches.micro_batches(1)
-    wanted = labels(batch)
-    trained = wanted != -100
-    assert int(trained.sum()) == batches.counts(1).trained_tokens > 0
-    assert torch.equal(wanted[trained], batch.input_ids[trained])
-    assert not trained[
-        batch.position_ids == 0
-    ].any()  # the loss shifts by one: a document's first token must not be a target
-
-
 def _laid(folder: Path) -> ground.Ground:
     source = folder / "rows.json"
     source.write_text(json.dumps(ROWS))
     return ground.lay(folder / "work", source, TINY)
-
-
-def test_the_ground_has_every_row_and_is_laid_once(tmp_path: Path) -> None:
-    laid = _laid(tmp_path)
-    assert ground.read_rows(Path(laid.rows).read_text()) == ROWS
-    assert [file.name for file in Path(laid.rows_folder).iterdir()] == ["train.jsonl"]
-    assert laid.facts["rows"] == len(ROWS)
-    assert laid.facts["tokens_per_row"] * len(ROWS) / laid.facts[
-        "tokens_per_word"
-    ] == pytest.approx(sum(len(_text(row).split()) for row in ROWS))
-    before = Path(laid.rows).stat().st_mtime_ns
-    assert _laid(tmp_path) == laid
-    assert Path(laid.rows).stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match="instruction"):
-        ground.read_rows('[{"text": "no instruction"}]')
-
-
-def _text(row: dict[str, str]) -> str:
-    middle = f"\n\n### Input:\n{row['input']}" if row["input"] else ""
-    return f"### Instruction:\n{row['instruction']}{middle}\n\n### Response:\n{row['output']}"
 
 
 def test_the_published_configuration_is_taken_as_it_is_written() -> None:
@@ -247,19 +160,6 @@ def test_the_published_configuration_is_taken_as_it_is_written() -> None:
     )
     with pytest.raises(ValueError, match="no DeepSpeed configuration"):
         published_ds_config("echo nothing", SEQUENCES, 1, FULL)
-
-
-def test_every_part_of_ours_is_a_valid_run_of_its_length(tmp_path: Path) -> None:
-    for shape in SHAPES.values():
-        for part in PARTS:
-            changes = spec_changes(part, shape, str(tmp_path / "rows.jsonl"), str(tmp_path))
-            spec = with_values(find_preset(shape.preset).spec, changes)
-            assert spec.offload.ratio == 0.9
-            assert (
-                spec.train.gradient_clipping == 1.0
-            )  # the default, as the published configuration has it by leaving it out
-            assert spec.benchmark.warmup_steps + spec.benchmark.measured_steps == part.steps
-    assert max(part.sequences_per_step() for part in PARTS) * FULL.sequence_length <= 131_072
 
 
 @pytest.mark.slow
@@ -301,34 +201,3 @@ def test_a_part_is_measured_once_and_shown_in_the_table(tmp_path: Path) -> None:
     assert part.title in printed
     assert "already measured" in told(*measure, "--only", part.name)
     assert json.loads(out.read_text()) == [row]
-
-
-def test_a_process_is_ended_when_it_has_said_enough_and_its_children_with_it(
-    tmp_path: Path,
-) -> None:
-    child = (
-        "import subprocess, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, 'enough', "
-        "sep='\\n', flush=True); time.sleep(60)"
-    )
-    begin = time.monotonic()
-    ended = processes.run(
-        [sys.executable, "-c", child], {}, 30, lambda text: text.startswith("enough")
-    )
-    assert time.monotonic() - begin < 20
-    assert not ended.late
-    assert not _alive(int(ended.lines[0].text))
-    late = processes.run(
-        [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"],
-        {},
-        1.5,
-        lambda _: False,
-    )
-    assert late.late
-    assert "took longer than" in processes.row_of(late, 1.5)["error"]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
