@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -41,6 +42,7 @@ OUR_FOLDERS = (
     "trainer/",
     "tests/",
     "benchmarks/",
+    "tools/",
     "presets/",
     "docs/",
     "locks/",
@@ -268,3 +270,12 @@ def test_each_feature_that_so_tui_has_is_shown_by_a_test() -> None:
     assert [
         row[1].strip() for row in rows if row[2].strip() == "Y" and "`tests/" not in row[-2]
     ] == []
+
+
+def test_every_test_that_is_selected_for_aarch64_exists() -> None:
+    """A name that matches nothing would end that run, or leave out nothing."""
+    selection = tomllib.loads((ROOT / "tools" / "aarch64" / "selection.toml").read_text())
+    for test in (test for kind in selection.values() for part in kind for test in part["tests"]):
+        path, _, name = test.partition("::")
+        assert (ROOT / path).exists(), test
+        assert not name or f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test

@@ -26,19 +26,8 @@ pytestmark = pytest.mark.system
 
 def test_after_four_faults_everything_holds(tmp_path: Path) -> None:
     out, runs = tmp_path / "faults.jsonl", tmp_path / "runs"
-    argv = [
-        sys.executable,
-        "-m",
-        "benchmarks.faults",
-        "--seed",
-        "17",
-        "--jobs",
-        "2",
-        "--out",
-        str(out),
-        "--folder",
-        str(runs),
-    ]
+    argv = [sys.executable, "-m", "benchmarks.faults", "--seed", "17", "--jobs", "2"]
+    argv += ["--out", str(out), "--folder", str(runs)]
     argv += [word for kind in KINDS for word in ("--only", kind)]
     environment = os.environ | {"PYTHONPATH": checkout_path()}
     done = subprocess.run(

@@ -201,6 +201,7 @@ def test_a_mixture_trains_with_it_through_zero3_with_and_without_recompute(tmp_p
     settings = {
         "train__steps": "4",
         "train__router_loss_coefficient": "0.1",
+        "gpus": "1",
         "checkpoint__at_end": "false",
     }
     started = {}

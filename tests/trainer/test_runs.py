@@ -142,6 +142,7 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
     }
     spec = tiny(
         **changes,
+        gpus="1",
         train__steps="2",
         train__learning_rate="1e-4",
         checkpoint__at_end="false",

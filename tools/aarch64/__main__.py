@@ -1,4 +1,4 @@
-"""``python -m tests.aarch64``: run the light install on aarch64: a few commands, then the tests
+"""``python -m tools.aarch64``: run the light install on aarch64: a few commands, then the tests
 that ``selection.toml`` names.
 """
 
@@ -14,8 +14,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.aarch64.environment import ENVIRONMENT, MissingError, emulated_python
-from tests.support.python_path import ROOT
+from tools.aarch64.environment import ENVIRONMENT, ROOT, MissingError, emulated_python
 
 SELECTION = Path(__file__).with_name("selection.toml")
 COMMANDS = ("--version", "inspect", "plan qwen3-14b --machine gh200-480")

@@ -17,8 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.python_path import ROOT
-
+ROOT = Path(__file__).parents[2]
 SUITE, VERSION = "bookworm", "3.11"
 """Of Debian, and its Python: the oldest that so-tui supports."""
 PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "libgomp1", "libstdc++6")

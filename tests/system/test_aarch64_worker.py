@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.aarch64.environment import ENVIRONMENT, MissingError, emulated_python
+from tools.aarch64.environment import ENVIRONMENT, MissingError, emulated_python
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
