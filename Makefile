@@ -167,7 +167,7 @@ check-automation: $(LIGHT)
 
 # Files that are made from others, and what the documents say of the repository.
 check-repository: $(LIGHT)
-	@$(BIN)/python -m pytest -q -m repository tests/test_docs.py tests/test_automation.py tests/test_containers.py \
+	@$(BIN)/python -m pytest -q -m repository tests/test_docs.py tests/test_automation.py tests/test_automation.py \
 		tests/commands tests/spec/test_reference.py
 
 screenshots: $(TRAIN)

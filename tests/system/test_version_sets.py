@@ -28,7 +28,7 @@ TESTS = (
     "tests/superoffload/test_superoffload.py",
     "tests/superoffload/test_own_loop.py",
     "tests/superoffload/test_speculation.py",
-    "tests/trainer/test_model.py",
+    "tests/trainer/test_engine_settings.py",
     "tests/trainer/test_matching.py",
     "tests/trainer/test_loading.py",
     "tests/trainer/test_kernels.py",

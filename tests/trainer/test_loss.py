@@ -2,19 +2,25 @@
 and gradients.
 """
 
+from __future__ import annotations
+
+import inspect
+import re
 import weakref
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from so_tui.model import flops as model_loss
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.loss import HeadLoss, expected_first_loss
+from so_tui_trainer.model.loss import LOGIT_KEYS, HeadLoss, expected_first_loss
 from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.documents import documents, spec
 from tests.support.launching import tiny
@@ -185,3 +191,39 @@ def test_matrices_decay_and_norms_do_not_in_the_order_of_the_model() -> None:
     order = [name for name, _ in model.named_parameters()]
     assert decay["names"] == [name for name in order if name in set(decay["names"])]
     assert len(order) == len(decay["names"]) + len(rest["names"])
+
+
+CHANGES = re.compile(
+    r"self\.(?:config\.(?:text_config\.)?)?(\w*(?:logits?_s|logits_mup|multiplier|cap(?:ping)?\b|"
+    r"unpadded)\w*)"
+)
+"""What a forward pass reads that scales, caps or cuts logits."""
+READ_ALREADY = {"logit_softcap"}
+"""A module that is made of a configuration key which is known."""
+OTHER_NAMES = {
+    "granite": "logits_scaling",
+    "gemma2": "final_logit_softcapping",
+    "cohere": "logit_scale",
+}
+
+
+def keys_read(kind: str) -> set[str]:
+    """Return the configuration keys with which a model's forward pass changes its logits."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    model_class = getattr(transformers, names if isinstance(names, str) else names[0])
+    return set(CHANGES.findall(inspect.getsource(model_class.forward)))
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+def test_keys_are_found_in_the_source(kind: str) -> None:
+    assert keys_read(kind) == {OTHER_NAMES[kind]}
+
+
+def test_every_key_with_which_a_model_changes_its_logits_is_known() -> None:
+    """A model with one that is not would be trained with a wrong loss."""
+    unknown = {
+        kind: keys - {*LOGIT_KEYS, *READ_ALREADY}
+        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if (keys := keys_read(kind))
+    }
+    assert not {kind: keys for kind, keys in unknown.items() if keys}
