@@ -23,7 +23,7 @@ from superoffload.settings import Settings
 from tests.support.engine import binding
 from tests.support.launching import tiny
 from tests.support.models import causal_model
-from tests.support.problems import refusal
+from tests.support.problems import coded, refusal
 
 VALUES = {
     "offload.mode": "superoffload",
@@ -151,9 +151,8 @@ def test_limits_of_the_control_group_count(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_mode_that_nobody_resolved_is_refused() -> None:
-    with pytest.raises(OffloadError) as caught:
+    with coded(OffloadError, "mode-not-resolved"):
         engine_settings(spec(offload__mode="auto"), binding())
-    assert caught.value.code == "mode-not-resolved"
 
 
 SHAPE = {
