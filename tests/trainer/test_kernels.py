@@ -24,23 +24,10 @@ from so_tui_trainer.model.config import disable_dropout
 from so_tui_trainer.model.kernels import cross_entropy_gradient, gated, log_sum_exp, rotate
 from tests.support.models import causal_model, grad_of
 from tests.support.python_path import checkout_path
+from tests.support.small_training import EXPERTS
+from tests.support.small_training import SHAPE as BASE
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-EXPERTS = {
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+SHAPE = BASE | {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
 EXPECTED = {
     "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "apply_rotary_pos_emb"},
     "llama": {"LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"},

@@ -20,28 +20,15 @@ from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.tools.presets import parameter_table
+from tests.support import models
 from tests.support.documents import documents, spec
 from tests.support.launching import log, records, start, tiny
 from tests.support.models import another, causal_model
 from tests.support.problems import refusal
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 128,
-    "vocab_size": 2048,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    key: value for key, value in models.SMALL.items() if key not in ("rope_scaling", "layer_types")
+} | {"num_hidden_layers": 3, "sliding_window": 128, "vocab_size": 2048}
 
 
 def mixture(name: str) -> PreTrainedModel:
