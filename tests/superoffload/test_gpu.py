@@ -334,34 +334,6 @@ def test_the_worker_touches_no_gpu_driver() -> None:
         assert not any(trace in open_files(pid) for trace in ("libcuda", "/dev/nvidia"))
 
 
-def test_the_worker_is_no_compute_process_of_any_gpu() -> None:
-    import pynvml
-
-    with engine(spec("superoffload", 0.5)) as made:
-        support.train(made, support.batches(2))
-        pynvml.nvmlInit()
-        try:
-            devices = [
-                pynvml.nvmlDeviceGetHandleByIndex(index)
-                for index in range(pynvml.nvmlDeviceGetCount())
-            ]
-            listed = {
-                process.pid
-                for device in devices
-                for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device)
-            }
-        except pynvml.NVMLError as error:
-            pytest.skip(f"NVML does not list compute processes here: {error}")
-        finally:
-            pynvml.nvmlShutdown()
-        if os.getpid() not in listed:
-            pytest.skip(
-                "NVML lists processes by numbers of another namespace: not even this one is among "
-                "them"
-            )
-        assert superoffload.worker_pid(made) not in listed
-
-
 WEIGHTS_FROM_A_THREAD = """
 from threading import Thread
 import torch

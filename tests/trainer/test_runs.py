@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -163,20 +161,6 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
     assert (before.step, after.step) == (0, 2)
     assert before.loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert after.loss < before.loss
-
-
-def test_the_export_tool_answers_in_json(finished_run: RunDirectory, tmp_path: Path) -> None:
-    request = json.dumps({"run": str(finished_run.path), "to": str(tmp_path / "model")})
-    command = [sys.executable, "-m", "so_tui_trainer.tools.export"]
-    done = subprocess.run(command, input=request, capture_output=True, text=True, check=True)
-    answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["done"]
-    assert answer["step"] == 12
-    assert (tmp_path / "model" / "model.safetensors").stat().st_size <= answer["bytes"]
-    assert (
-        json.loads((tmp_path / "model" / "so_tui_export.json").read_text())["run"]
-        == finished_run.name
-    )
 
 
 def test_stopped_evaluated_and_resumed_it_trains_as_if_never_stopped(
