@@ -220,7 +220,8 @@ def test_stopped_evaluated_and_resumed_it_trains_as_if_never_stopped(
         }
         for each in (finished_run, run)
     )
-    assert (set(at_end), set(often)) == ({12}, {5, 10, 12})
+    assert set(at_end) == {12}
+    assert set(often) == {5, 10, 12} - {end.step}  # not where a stop was requested
     assert often[12] == at_end[12]
 
 
