@@ -105,16 +105,6 @@ def test_what_speculates_is_spread_over_the_model_as_far_as_memory_goes() -> Non
     assert speculating([10], 9) == speculating([], 9) == ()
 
 
-def test_second_states_take_no_more_than_the_states_leave() -> None:
-    with support.engine(
-        support.spec("superoffload", 1.0, clipping=1e6),
-        speculation_bytes=1 << 40,
-        available_bytes=lambda: 900_000,
-    ) as made:
-        support.train(made, support.batches(2))
-        assert superoffload.stats(made).kept_steps == 0
-
-
 @pytest.mark.parametrize(("ranks", "speculates"), [(1, True), (2, True), (4, False)])
 def test_the_ranks_of_a_host_share_what_they_all_find_available(
     ranks: int, speculates: bool, monkeypatch: pytest.MonkeyPatch
@@ -159,14 +149,6 @@ def test_weights_are_restored_after_the_last_gradient_has_been_copied(
         support.train(made, support.batches(1))
         assert waited_for
         assert all(waited_for[index] is copied[index] for index in waited_for)
-
-
-def test_without_clipping_nothing_speculates() -> None:
-    with support.engine(
-        support.spec("superoffload", 1.0, clipping=0.0), speculation_bytes=ALL
-    ) as made:
-        support.train(made, support.batches(3))
-        assert superoffload.stats(made).kept_steps == superoffload.stats(made).redone_steps == 0
 
 
 @pytest.mark.parametrize(

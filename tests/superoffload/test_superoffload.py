@@ -241,24 +241,19 @@ def test_stats_are_those_of_one_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(
-    accumulation: int, tmp_path: Path
-) -> None:
-    with support.engine(
-        support.spec("superoffload", 0.8, clipping=1.0, accumulation=accumulation)
-    ) as made:
-        support.train(made, support.batches(2 * accumulation))
+def test_a_gradient_that_is_not_finite_stops_before_a_step(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 0.8, clipping=1.0, accumulation=2)) as made:
+        support.train(made, support.batches(4))
         before = support.states(made, tmp_path / "before")
         support.poison(made)
         with pytest.raises(superoffload.NonFiniteGradientError) as caught:
-            support.train(made, support.batches(accumulation))
+            support.train(made, support.batches(2))
         assert (caught.value.step, caught.value.sub_group, caught.value.poisoned) == (3, 0, False)
         assert support.states(made, tmp_path / "after") == before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ratio", "accumulation"), [(1.0, 1), (0.5, 1), (1.0, 2), (0.0, 1)])
+@pytest.mark.parametrize(("ratio", "accumulation"), [(1.0, 1), (0.5, 2), (0.0, 1)])
 def test_a_poisoned_state_is_not_saved(ratio: float, accumulation: int, tmp_path: Path) -> None:
     with support.engine(
         support.spec("superoffload", ratio, clipping=0.0, accumulation=accumulation)
