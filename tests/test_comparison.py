@@ -55,7 +55,7 @@ def _steps(*steps: tuple[float, int]) -> list[Step]:
     return [Step(step_s=seconds, useful_tokens=tokens, positions=1000) for seconds, tokens in steps]
 
 
-def test_tokens_per_second_leaves_warm_up_out_and_weighs_steps_by_their_length() -> None:
+def test_tokens_per_second_leave_warm_up_out() -> None:
     told = figures.measured(_steps((60.0, 900), (1.0, 100), (3.0, 500)), warmup=1)
     assert told["useful_tokens_per_s"] == pytest.approx(600 / 4)
     assert told["positions_per_s"] == pytest.approx(2000 / 4)
@@ -65,7 +65,7 @@ def test_tokens_per_second_leaves_warm_up_out_and_weighs_steps_by_their_length()
         figures.measured(_steps((1.0, 1), (1.0, 1), (1.0, 1)), warmup=3)
 
 
-def test_the_docs_show_the_table_of_the_data_or_say_that_there_is_none() -> None:
+def test_the_docs_show_the_table_of_the_data() -> None:
     root = Path(figures.__file__).parents[2]
     data, text = (
         root / "benchmarks/results/compare-h200.json",
@@ -102,7 +102,7 @@ def test_steps_of_the_original_last_from_line_to_line() -> None:
     )
 
 
-def test_useful_tokens_of_the_original_follow_the_order_of_deepspeeds_loader(
+def test_useful_tokens_follow_the_order_of_deepspeeds_loader(
     tmp_path: Path,
 ) -> None:
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader

@@ -38,7 +38,7 @@ def accounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(
+def test_accounting_refuses_accounts_and_knows_how_jobs_ended(
     accounted: Cluster, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError) as caught:

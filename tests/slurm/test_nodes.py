@@ -34,7 +34,7 @@ def node_state(run: RunDirectory) -> NodeState:
     return read_json(run.node_path(1, 1), NodeState)
 
 
-def test_two_nodes_train_as_two_ranks_of_one_do_and_a_second_job_continues(
+def test_two_nodes_train_as_two_ranks_and_a_second_job_continues(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     run = two_nodes(tmp_path / "nodes", train__steps=str(STEPS))
@@ -85,9 +85,7 @@ def test_a_node_that_fails_is_reported_and_the_run_resumes(
     assert (again.state, again.step) == ("finished", steps)
 
 
-def test_a_supervisor_that_is_killed_on_another_node_ends_the_run(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_supervisor_killed_on_another_node_ends_the_run(cluster: Cluster, tmp_path: Path) -> None:
     run = two_nodes(tmp_path, train__steps="50000")
     wait_for(run, trains)
     supervisor = node_state(run).supervisor

@@ -52,7 +52,7 @@ def do_not_wait(cluster: Cluster, job: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_job_that_is_warned_continues_as_if_nothing_had_happened(
+def test_a_job_that_is_warned_continues_exactly(
     nodes: int, cluster: Cluster, tmp_path: Path
 ) -> None:
     run = submit(tmp_path / "again", train__steps=str(STEPS), nodes=str(nodes), gpus="1")
@@ -80,9 +80,7 @@ def test_a_run_whose_node_fails_continues_on_another(cluster: Cluster, tmp_path:
     assert stop(run).state == "stopped"
 
 
-def test_a_run_on_two_nodes_waits_for_one_that_failed_and_continues(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_run_on_two_nodes_waits_for_one_that_failed(cluster: Cluster, tmp_path: Path) -> None:
     run = submit(tmp_path, train__steps="50000", checkpoint__every_steps="2", nodes="2", gpus="1")
     saved = wait_for(run, lambda state: (state.saved_step or 0) >= 2)
     cluster.stop_node("n2")

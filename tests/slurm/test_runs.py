@@ -57,9 +57,7 @@ def test_inspect_in_an_allocation_records_its_node(cluster: Cluster) -> None:
     assert seen.machine.hostname in NODES
 
 
-def test_a_queued_run_says_why_it_waits_and_leaves_the_queue_when_it_is_stopped(
-    busy: Cluster, tmp_path: Path
-) -> None:
+def test_a_queued_run_says_why_it_waits_and_can_be_stopped(busy: Cluster, tmp_path: Path) -> None:
     run = submit(tmp_path)
     state = wait_for(run, lambda state: "waits" in state.detail)
     assert state.state == "queued"
@@ -88,9 +86,7 @@ def test_somebody_else_cancels_a_queued_job(busy: Cluster, tmp_path: Path) -> No
     assert (state.state, state.code) == ("stopped", OutcomeCode.JOB_CANCELLED)
 
 
-def test_a_running_job_that_somebody_cancels_is_said_to_be_cancelled(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_running_job_can_be_cancelled_by_somebody_else(cluster: Cluster, tmp_path: Path) -> None:
     run = submit(tmp_path, train__steps="5000")
     wait_for(run, lambda state: state.state == "training")
     submission = read_submission(run, 1)
@@ -101,7 +97,7 @@ def test_a_running_job_that_somebody_cancels_is_said_to_be_cancelled(
     assert run.attempts() == (1,)
 
 
-def test_an_interpreter_of_another_architecture_is_refused_before_its_job_waits(
+def test_an_interpreter_of_another_architecture_is_refused(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     machine = msgspec.structs.replace(quad_machine(), architecture="riscv64")
@@ -127,15 +123,13 @@ def test_the_folder_of_the_runs_may_have_any_name(
     assert "/no/such/python" in state.reason  # what the job wrote was found
 
 
-def test_an_interpreter_that_cannot_use_the_gpus_of_the_plan_ends_the_job_at_once(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_an_interpreter_without_gpus_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
     state = wait_for(planned_for_gpus(tmp_path), ended)
     assert (state.state, state.code) == ("lost", OutcomeCode.JOB_FAILED)
     assert "site profile" in state.reason
 
 
-def test_a_node_without_the_gpus_of_the_plan_is_refused_in_the_job(
+def test_a_node_without_the_planned_gpus_is_refused_in_the_job(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     python = tmp_path / "python"  # says that torch can use GPUs, though that of these tests cannot

@@ -41,7 +41,7 @@ def test_norm_is_that_of_all_ranks() -> None:
     assert norm.read(squares, 1) == pytest.approx(math.sqrt(45))
 
 
-def test_norm_names_the_sub_group_that_is_not_finite_on_another_rank() -> None:
+def test_norm_names_a_sub_group_that_is_infinite_elsewhere() -> None:
     norm = norm_of_two(0.0, math.inf)
     with pytest.raises(NonFiniteGradientError, match="second") as caught:
         norm.read(norm.all_rank_squares([], {0: 1.0}), 7)
@@ -67,7 +67,7 @@ def arrivals() -> _Arrivals:
     return _Arrivals([group("a", "b"), group("c")], accumulation_steps=2)
 
 
-def test_a_sub_group_is_complete_with_its_last_gradient_of_a_micro_batch(
+def test_a_sub_group_is_complete_with_its_last_gradient(
     arrivals: _Arrivals,
 ) -> None:
     assert not arrivals.has_begun
@@ -93,7 +93,7 @@ def test_missing_gradients_are_named(arrivals: _Arrivals) -> None:
         arrivals.end_micro_batch(7)
 
 
-def test_a_gradient_comes_once_in_each_of_the_steps_micro_batches(arrivals: _Arrivals) -> None:
+def test_a_gradient_comes_once_in_each_micro_batch(arrivals: _Arrivals) -> None:
     micro_batch(arrivals)
     arrivals.add(gradient(0, 0))
     with coded(superoffload.OffloadError, "second-gradient"):
@@ -123,7 +123,7 @@ def test_gradients_are_clipped_as_torch_clips_them(norm: float, limit: float) ->
         ((), 0.0),
     ],
 )
-def test_a_layer_waits_for_the_optimizer_from_having_nothing_to_do_until_its_weights_are_there(
+def test_a_layer_waits_from_idleness_until_its_weights_are_there(
     updated: tuple[float, ...], seconds: float
 ) -> None:
     assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(Transfers()) == pytest.approx(

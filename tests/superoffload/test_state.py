@@ -97,7 +97,7 @@ def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: 
         assert all(math.isfinite(loss) for loss in support.train(loaded, support.batches(2)))
 
 
-def test_a_state_of_another_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_state_of_another_model_is_refused_before_loading(tmp_path: Path) -> None:
     with support.engine(support.spec("zerooffload", 1.0)) as saved:
         support.train(saved, support.batches(1))
         superoffload.save_state(saved, tmp_path / "saved")
@@ -208,7 +208,7 @@ def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
 
 
 @pytest.mark.parametrize("change", [("names", ("b", "a")), ("numels", (3, 4)), ("numel", 5)])
-def test_ranks_whose_files_are_laid_out_differently_are_not_joined(
+def test_ranks_with_files_of_other_layouts_are_not_joined(
     change: tuple[str, Any], tmp_path: Path
 ) -> None:
     """A parameter is looked up where the first rank has it: another's values would be read there,
@@ -234,9 +234,7 @@ def test_ranks_whose_files_are_laid_out_differently_are_not_joined(
 
 
 @pytest.mark.parametrize("step", [-1, 2**70])
-def test_an_impossible_step_is_found_before_adam_would_divide_by_zero(
-    step: int, tmp_path: Path
-) -> None:
+def test_an_impossible_step_of_a_state_is_refused(step: int, tmp_path: Path) -> None:
     record = checkpoint.SubGroupRecord(1, "cpu", step, moments=True, names=("a",), numels=(1,))
     described = checkpoint.Manifest(
         deepspeed="0",
@@ -303,7 +301,7 @@ def written(path: Path, content: bytes, watch: Callable[[], None] = lambda: None
     file.close()
 
 
-def test_no_more_than_two_pieces_are_in_memory_and_none_at_the_end(on_disk: Path) -> None:
+def test_a_paced_file_keeps_two_pieces_in_memory_at_most(on_disk: Path) -> None:
     content = os.urandom(SIZE)
     seen: list[int] = []
     written(on_disk, content, lambda: seen.append(cached_bytes(on_disk)))

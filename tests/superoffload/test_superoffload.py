@@ -73,7 +73,7 @@ def train_late(made: Any, tokens: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", [False, True])
-def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: bool) -> None:
+def test_waits_between_steps_can_be_left_out_of_stats(left_out: bool) -> None:
     """An evaluation waits for the weights before the next step's forward, which then has nothing to
     wait for.
     """
@@ -91,7 +91,7 @@ def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: b
 
 
 @pytest.mark.slow
-def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_computes(
+def test_waits_are_measured_in_the_stream_that_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing
@@ -153,7 +153,7 @@ class Mixture(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_an_expert_without_tokens_in_a_leaf_module_has_a_gradient_of_zero(clipping: float) -> None:
+def test_an_expert_without_tokens_has_a_gradient_of_zero(clipping: float) -> None:
     from deepspeed.utils import safe_get_full_optimizer_state, set_z3_leaf_modules
 
     run = support.spec("superoffload", 0.5, clipping=clipping, accumulation=2)
@@ -170,7 +170,7 @@ def test_an_expert_without_tokens_in_a_leaf_module_has_a_gradient_of_zero(clippi
 
 
 @pytest.mark.slow
-def test_the_loss_falls_and_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
+def test_waiting_for_weights_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
     run = support.spec("superoffload", 0.8, clipping=1.0)
     data = support.batches(1) * 12
     with support.engine(run) as lazy:
@@ -201,7 +201,7 @@ def test_weights_read_between_steps_are_those_of_the_last_step() -> None:
 
 
 @pytest.mark.slow
-def test_sub_groups_held_back_for_the_norm_return_in_the_order_in_which_forward_uses_them(
+def test_sub_groups_return_in_the_order_of_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
@@ -360,7 +360,7 @@ def test_a_learning_rate_that_changes_too_late_is_refused(in_tensor: bool) -> No
 
 
 @pytest.mark.slow
-def test_a_step_keeps_its_learning_rate_when_its_tensor_gets_the_next_one(tmp_path: Path) -> None:
+def test_a_step_keeps_the_learning_rate_of_its_tensor(tmp_path: Path) -> None:
     """Most of a step's commands leave later, while the scheduler already writes the next step's
     rate.
     """

@@ -142,7 +142,7 @@ def listed(model: ModelSpec, config: Any) -> ModelSpec:
     )
 
 
-def test_a_model_that_does_not_list_its_recurrent_layers_is_refused() -> None:
+def test_a_model_with_unlisted_recurrent_layers_is_refused() -> None:
     """Data is laid out by the spec: without the list, documents would meet in them."""
     model = another("qwen3_next")
     unlisted = msgspec.structs.replace(

@@ -26,7 +26,7 @@ def silent(_message: str) -> None:
     return None
 
 
-def test_a_run_there_and_back_has_the_same_states_and_place_in_the_data(tmp_path: Path) -> None:
+def test_a_converted_run_keeps_states_and_place_in_the_data(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path / "runs", 5)
     *_, answer = convert({"run": str(run.path), "to": str(tmp_path / "theirs")})
     assert answer["step"] == 5

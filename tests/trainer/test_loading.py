@@ -41,7 +41,7 @@ def test_every_rank_holds_its_part_of_the_checkpoint_to_the_bit(
 
 
 @pytest.mark.slow
-def test_no_rank_holds_more_than_its_part_and_what_the_formula_says(
+def test_loading_takes_no_more_memory_than_the_formula_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large: dict[str, Any] = {

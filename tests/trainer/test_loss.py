@@ -148,7 +148,7 @@ def test_the_loss_of_a_large_vocabulary_stays_below_two_gib() -> None:
     assert model_loss.recomputed_logits(3000, 151_936) == 0
 
 
-def test_without_trained_tokens_the_loss_is_zero_and_so_are_the_gradients() -> None:
+def test_without_trained_tokens_loss_and_gradients_are_zero() -> None:
     hidden, weight = torch.randn(1, 4, 8, requires_grad=True), nn.Parameter(torch.randn(10, 8))
     nothing = torch.zeros(0, dtype=torch.int64)
     loss = HeadLoss(weight)(hidden, nothing, nothing, 1.0)
@@ -182,7 +182,7 @@ def test_random_weights_start_where_they_must() -> None:
     )
 
 
-def test_matrices_decay_and_norms_do_not_in_the_order_of_the_model() -> None:
+def test_matrices_decay_and_norms_do_not() -> None:
     model = TrainedModel(causal_model(load_config(tiny().model)), "sdpa")
     decay, rest = parameter_groups(model, tiny())
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.01, 0.0)
@@ -219,7 +219,7 @@ def test_keys_are_found_in_the_source(kind: str) -> None:
     assert keys_read(kind) == {OTHER_NAMES[kind]}
 
 
-def test_every_key_with_which_a_model_changes_its_logits_is_known() -> None:
+def test_every_key_that_changes_logits_is_known() -> None:
     """A model with one that is not would be trained with a wrong loss."""
     unknown = {
         kind: keys - {*LOGIT_KEYS, *READ_ALREADY}

@@ -57,9 +57,7 @@ def gradients_of(causal: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
-def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
-    name: str, policy: checkpointing.Policy
-) -> None:
+def test_router_loss_is_that_of_transformers(name: str, policy: checkpointing.Policy) -> None:
     causal = mixture(name)
     docs = documents(30)
     batch = next(Batches(docs, spec(data__sequence_length="100"), 0).micro_batches(1))
@@ -100,7 +98,7 @@ def test_it_is_that_of_transformers_whatever_is_packed_padded_or_computed_again(
         )
 
 
-def test_it_is_that_of_transformers_where_logits_are_not_what_a_router_returns_first() -> None:
+def test_router_loss_finds_logits_that_come_second() -> None:
     """Llama 4's returns the scores of the chosen experts first."""
     torch.manual_seed(0)
     causal = causal_model(
@@ -184,7 +182,7 @@ def _toml(value: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_mixture_trains_with_it_through_zero3_with_and_without_recompute(tmp_path: Path) -> None:
+def test_a_mixture_trains_alike_with_and_without_recompute(tmp_path: Path) -> None:
     settings = {
         "train__steps": "4",
         "train__router_loss_coefficient": "0.1",

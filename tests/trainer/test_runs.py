@@ -163,7 +163,7 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
     assert after.loss < before.loss
 
 
-def test_stopped_evaluated_and_resumed_it_trains_as_if_never_stopped(
+def test_resumed_and_evaluated_run_trains_as_if_never_stopped(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
     """Nor does evaluating change anything, though under ZeRO-3 weights still arrive while the next
@@ -287,7 +287,7 @@ def test_stopped_while_it_loads_it_trains_and_saves_nothing(tmp_path: Path) -> N
     assert not any(run.checkpoints_dir.glob("step-*"))
 
 
-def test_a_step_whose_gradient_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> None:
     """The weights of a token that occurs in one row only are NaN."""
     causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
     token = load_tokenizer(tiny()).encode("~", add_special_tokens=False)[-1]
