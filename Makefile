@@ -19,7 +19,7 @@ TORCH_INDEX ?=
 SYSTEM_TORCH ?=
 CPU_LIMIT ?=
 COVERAGE ?=
-SYSTEM_TESTS ?= tests/ui/test_cost.py tests/system tests/slurm tests/faults tests/security/test_looking.py tests/launch/test_fetch.py \
+SYSTEM_TESTS ?= tests/ui/test_cost.py tests/system tests/slurm tests/security/test_looking.py tests/launch/test_fetch.py \
 	tests/launch/test_new_preset_hub.py tests/trainer/test_architectures.py
 
 BIN := $(VENV)/bin
@@ -27,7 +27,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LIGHT := $(VENV)/.light
 PACKAGES := $(VENV)/.packages
 TRAIN := $(VENV)/.train
-AARCH64_KERNEL := tests/system/test_aarch64_kernel.py
+AARCH64_TESTS := tests/system/test_aarch64_kernel.py tests/system/test_aarch64_worker.py
 DOCS := $(VENV)/.docs
 
 # The first run compiles DeepSpeed's CPU Adam kernel; with ccache only the very first one pays for it.
@@ -123,12 +123,12 @@ ALONE := tests/ui/test_cost.py
 test-system: $(TRAIN)
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m tests.support.set_environments
 	@$(if $(filter $(ALONE),$(SYSTEM_TESTS)),$(PYTEST) -m system $(ALONE))
-	@$(PYTEST) -m system --ignore=$(AARCH64_KERNEL) $(filter-out $(ALONE),$(SYSTEM_TESTS)) $(WORKERS)
+	@$(PYTEST) -m system $(addprefix --ignore=,$(AARCH64_TESTS)) $(filter-out $(ALONE),$(SYSTEM_TESTS)) $(WORKERS)
 
 # The light install, then the Adam kernel and its worker. A part that this machine cannot run says what it lacks.
 aarch64-test: $(TRAIN)
-	@$(BIN)/python -m tests.aarch64
-	@$(PYTEST) -m system $(AARCH64_KERNEL) tests/aarch64
+	@$(BIN)/python -m tools.aarch64
+	@$(PYTEST) -m system $(AARCH64_TESTS)
 
 test-gpu: $(TRAIN)
 	@$(BIN)/python -m pytest -m gpu
@@ -167,7 +167,7 @@ check-automation: $(LIGHT)
 
 # Files that are made from others, and what the documents say of the repository.
 check-repository: $(LIGHT)
-	@$(BIN)/python -m pytest -q -m repository tests/test_docs.py tests/test_tour.py tests/test_automation.py tests/test_containers.py \
+	@$(BIN)/python -m pytest -q -m repository tests/test_docs.py tests/test_automation.py tests/test_automation.py \
 		tests/commands tests/spec/test_reference.py
 
 screenshots: $(TRAIN)

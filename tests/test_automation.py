@@ -1,10 +1,10 @@
-"""Workflows and commit hooks run what everybody can run here: ``make`` targets, which ``.ci/run``
-runs too.
-"""
+"""Workflows, commit hooks and container files run and hold what everybody can run here."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from containers.make import files
 from tests.support.python_path import ROOT
-
-pytestmark = pytest.mark.repository
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -51,6 +50,7 @@ def steps(workflow: Path) -> Iterator[dict[str, Any]]:
         yield from job["steps"]
 
 
+@pytest.mark.repository
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_install_debian_packages_and_make_what_ci_run_makes(workflow: Path) -> None:
     commands = [step["run"].strip() for step in steps(workflow) if "run" in step]
@@ -61,6 +61,7 @@ def test_workflows_install_debian_packages_and_make_what_ci_run_makes(workflow: 
     assert targets - checked_before_landing() == set()
 
 
+@pytest.mark.repository
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_name_actions_by_commit_and_keep_no_credentials(workflow: Path) -> None:
     used = [step for step in steps(workflow) if "uses" in step]
@@ -72,9 +73,64 @@ def test_workflows_name_actions_by_commit_and_keep_no_credentials(workflow: Path
     )
 
 
+@pytest.mark.repository
 def test_every_check_is_a_hook_with_the_same_command() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
     assert {
         hook["entry"].removeprefix("make --no-print-directory ") for hook in hooks
     } == prerequisites("check")
+
+
+FILES = dict(files())
+
+
+@pytest.mark.repository
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_container_file_is_current(path: Path) -> None:
+    assert path.read_text() == FILES[path], "run: python containers/make.py"
+
+
+@pytest.mark.repository
+def test_no_container_file_is_left_of_an_image_that_is_gone() -> None:
+    kept = {"make.py", "images.toml", *(path.name for path in FILES)}
+    assert {path.name for path in (ROOT / "containers").iterdir() if path.is_file()} == kept
+
+
+@pytest.mark.repository
+def test_everything_that_is_copied_exists() -> None:
+    common = tomllib.loads((ROOT / "containers" / "images.toml").read_text())
+    assert all((ROOT / name).is_file() for name in common["files"])
+    assert all((ROOT / name).is_dir() for name in common["folders"])
+
+
+@pytest.mark.repository
+@pytest.mark.parametrize("name", ["ngc", "cuda"])
+def test_the_makefile_uses_the_torch_of_an_image_that_has_one(name: str) -> None:
+    (command,) = re.findall(
+        r"\bmake -C \S+ (.*install)$",
+        (ROOT / "containers" / f"{name}.Containerfile").read_text(),
+        re.MULTILINE,
+    )
+    dry = ["make", "--dry-run", "--always-make", "VENV=environment", *command.split()]
+    shown = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (
+        "--system-site-packages" in shown,
+        re.search(r"install +torch==", shown) is not None,
+    ) == (name == "ngc", name != "ngc")
+    assert "locks/newest.txt" in shown
+    assert "build_ops" not in shown  # compiled for the CPU of the machine that makes the image
+
+
+@pytest.mark.repository
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.suffix == ".toml"], ids=lambda path: path.name
+)
+def test_an_environment_of_cscs_names_an_image_and_texts_only(path: Path) -> None:
+    environment = tomllib.loads(path.read_text())
+    assert environment["image"].endswith(".sqsh")
+    assert all(isinstance(value, str) for value in environment["env"].values())
+    assert all(
+        source == target
+        for source, _, target in (mount.partition(":") for mount in environment["mounts"])
+    )

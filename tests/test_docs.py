@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -42,6 +43,7 @@ OUR_FOLDERS = (
     "trainer/",
     "tests/",
     "benchmarks/",
+    "tools/",
     "presets/",
     "docs/",
     "locks/",
@@ -54,12 +56,6 @@ def names(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_every_relative_link_leads_to_a_file(page: Path) -> None:
-    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, made as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
@@ -67,24 +63,26 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
-    """A link whose address is broken over two lines leads nowhere."""
-    links = [link for link in TO_HEADING.findall(page.read_text()) if "://" not in link[0]]
+def test_every_link_leads_somewhere_and_every_named_file_exists(page: Path) -> None:
+    """A link whose address is broken over two lines leads nowhere. Whether another site answers is
+    not tried.
+    """
+    text = page.read_text()
+    targets = LINK.findall(text)
+    assert [
+        name for name in targets if "://" not in name and not (page.parent / name).exists()
+    ] == []
+    sites = [urlsplit(target) for target in targets if "://" in target]
+    assert all(site.scheme == "https" and "." in site.netloc for site in sites)
+    headings = [link for link in TO_HEADING.findall(text) if "://" not in link[0]]
     assert [
         (file, anchor)
-        for file, anchor in links
+        for file, anchor in headings
         if anchor not in anchors(page.parent / file if file else page)
     ] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
-    named = [
-        text
-        for text in CODE.findall(page.read_text())
-        if text.startswith(OUR_FOLDERS) and re.fullmatch(r"[\w./-]+", text)
-    ]
-    assert [text for text in named if not (ROOT / text).exists()] == []
+    quoted = [name for name in CODE.findall(text) if name.startswith(OUR_FOLDERS)]
+    files = [name for name in quoted if re.fullmatch(r"[\w./-]+", name)]
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 def test_every_function_that_architecture_names_is_in_its_file() -> None:
@@ -114,14 +112,6 @@ def test_what_to_change_is_in_files_that_exist(page: str, least: int) -> None:
     assert len(rows.splitlines()) >= least
     named = [text for text in CODE.findall(rows) if "/" in text]
     assert [text for text in named if not (ROOT / text).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_every_link_to_another_site_is_a_complete_address(page: Path) -> None:
-    """No network here: whether it answers is not tried."""
-    for target in (target for target in LINK.findall(page.read_text()) if "://" in target):
-        address = urlsplit(target)
-        assert (address.scheme, "." in address.netloc) == ("https", True), target
 
 
 def test_the_codes_are_current() -> None:
@@ -285,3 +275,12 @@ def test_each_feature_that_so_tui_has_is_shown_by_a_test() -> None:
     assert [
         row[1].strip() for row in rows if row[2].strip() == "Y" and "`tests/" not in row[-2]
     ] == []
+
+
+def test_every_test_that_is_selected_for_aarch64_exists() -> None:
+    """A name that matches nothing would end that run, or leave out nothing."""
+    selection = tomllib.loads((ROOT / "tools" / "aarch64" / "selection.toml").read_text())
+    for test in (test for kind in selection.values() for part in kind for test in part["tests"]):
+        path, _, name = test.partition("::")
+        assert (ROOT / path).exists(), test
+        assert not name or f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test

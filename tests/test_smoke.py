@@ -12,15 +12,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from so_tui.runs import RunDirectory, alive, read_state
-from so_tui.runs.records import FINAL_STATES, CheckpointRecord, ResumedRecord, RunState, StepRecord
+from so_tui.runs.records import CheckpointRecord, ResumedRecord, StepRecord
+from tests.support.fake_runs import ended, wait_for
 from tests.support.launching import records
 from tests.support.planted_secrets import SECRETS, open_to_others, secrets_in
 from tests.support.python_path import checkout_path
@@ -49,29 +49,6 @@ def so_tui(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def story(run: RunDirectory) -> str:
-    """Return the run's state and the end of what its processes wrote."""
-    logs = [
-        path.read_text(errors="replace")[-3000:]
-        for path in sorted(run.attempts_dir.glob("*/*.log"))
-    ]
-    return "\n".join([repr(read_state(run)), *logs])
-
-
-def wait_for(
-    run: RunDirectory, until: Callable[[RunState], bool], *, attempt: int, timeout_s: float = 240.0
-) -> RunState:
-    """Return the first state that satisfies ``until``; fail when this attempt ends before, or takes
-    too long.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not until(state := read_state(run)):
-        assert state.state not in FINAL_STATES or state.attempt < attempt, story(run)
-        assert time.monotonic() < deadline, story(run)
-        time.sleep(0.05)
-    return state
-
-
 @pytest.fixture
 def runs_dir(tmp_path: Path) -> Iterator[Path]:
     """A folder for the run; its processes are killed at the end, whatever happened."""
@@ -97,13 +74,13 @@ def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(
     assert started.returncode == 0, started.stderr
     run = RunDirectory(valid("run-detach", started.stdout)["path"])
 
-    state = wait_for(run, lambda state: state.step >= 3, attempt=1)
+    state = wait_for(run, lambda state: state.step >= 3, timeout_s=240)
     victim = next(
         process for process in state.processes if process.role == "rank" and process.rank == 1
     )
     os.kill(victim.pid, signal.SIGKILL)
-    failed = wait_for(run, lambda state: state.state in FINAL_STATES, attempt=2)
-    assert failed.state == "failed", story(run)
+    failed = wait_for(run, ended, timeout_s=240, of_attempt=2)
+    assert failed.state == "failed", failed
     assert not [process for process in failed.processes if alive(process)]
     assert so_tui("watch", str(run.path), "--plain").returncode == 1
 
@@ -112,9 +89,9 @@ def test_the_tiny_model_trains_survives_a_kill_resumes_and_is_exported(
     resumed = so_tui("resume", str(run.path), "--detach", "--set", f"train.steps={steps}")
     assert resumed.returncode == 0, resumed.stderr
     finished = wait_for(
-        run, lambda state: state.attempt == 2 and state.state in FINAL_STATES, attempt=3
+        run, lambda state: state.attempt == 2 and ended(state), timeout_s=240, of_attempt=3
     )
-    assert (finished.state, finished.step) == ("finished", steps), story(run)
+    assert (finished.state, finished.step) == ("finished", steps), finished
 
     found = records(run)
     resumed_at = next(record.step for record in found if isinstance(record, ResumedRecord))

@@ -1,13 +1,15 @@
-"""The tiers of the tests themselves."""
+"""The tiers of the tests themselves, and their folders."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from so_tui.folders import default_runs_dir, state_home, user_folder
 from tests.support.python_path import checkout_path
 from tests.support.tiers import launches_ranks
 
@@ -34,28 +36,14 @@ def test_a_launch_is_recognised_by_its_arguments(argv: tuple[str, ...], launches
     assert launches_ranks(argv) is launches
 
 
-def inner_session(folder: Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
+def inner_session(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
     """Run one test file in a pytest of its own, with the plugin."""
     (folder / "test_inner.py").write_text(test)
     plugins = ("-p", "tests.support.tiers", "-p", "no:cacheprovider")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--rootdir",
-        str(folder),
-        *plugins,
-        *options,
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(folder), *plugins]
+    own = {"PYTHONPATH": checkout_path()}
     return subprocess.run(
-        command,
-        env={"PYTHONPATH": checkout_path()},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+        [*command, str(folder)], env=own, cwd=folder, capture_output=True, text=True, check=False
     )
 
 
@@ -68,13 +56,7 @@ def test_an_unmarked_test_that_launches_ranks_fails(tmp_path: Path) -> None:
     assert accepted.returncode == pytest.ExitCode.OK, accepted.stdout
 
 
-def test_session_fails_beyond_its_cpu_limit(tmp_path: Path) -> None:
-    burns = (
-        "import time\ndef test_it():\n    while time.process_time() < {seconds}:\n        pass\n"
-    )
-    within = inner_session(tmp_path, burns.format(seconds=0), "-n1", "--cpu-limit=60")
-    assert within.returncode == pytest.ExitCode.OK, within.stdout
-    beyond = inner_session(tmp_path, burns.format(seconds=4), "-n1", "--cpu-limit=4")
-    assert beyond.returncode == pytest.ExitCode.TESTS_FAILED, beyond.stdout
-    assert "1 passed" in beyond.stdout
-    assert "limit 4 s" in beyond.stdout
+def test_tests_have_folders_of_their_own(tmp_path: Path) -> None:
+    folders = (default_runs_dir(), user_folder(), state_home())
+    assert all(folder.is_relative_to(tmp_path) for folder in folders)
+    assert tmp_path.is_relative_to(tempfile.gettempdir())

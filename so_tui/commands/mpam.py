@@ -108,14 +108,7 @@ def print_mpam_script(machine: Machine, plan: Plan | None, files: SystemFiles | 
                 "the kernel has no resctrl file system",
                 "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD).",
             )
-        print(
-            _script(
-                machine.label,
-                "mounts resctrl",
-                [_NOT_MOUNTED.format(mount=MOUNT)],
-                [f"umount {MOUNT}"],
-            )
-        )
+        print(_mount_script(machine.label))
         return 0
     bindings = plan.binding if plan is not None else _on_all_gpus(machine)
     wanted = _partitions(found, bindings, machine.label)
@@ -299,6 +292,11 @@ def _group(folder: str, partition: Partition) -> Iterator[str]:
     yield f"mkdir {folder}"
     yield from (f"echo {shlex.quote(line)} > {folder}/schemata" for line in partition.schemata)
     yield f"echo {cpu_ranges(partition.cpus)} > {folder}/cpus_list"
+
+
+def _mount_script(host: str) -> str:
+    """Return a script that mounts resctrl, whose limits are only known then."""
+    return _script(host, "mounts resctrl", [_NOT_MOUNTED.format(mount=MOUNT)], [f"umount {MOUNT}"])
 
 
 def _script(host: str, does: str, apply: Sequence[str], undo: Sequence[str]) -> str:

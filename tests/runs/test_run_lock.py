@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.faults import shim
 from so_tui.runs import RunDirectory
 from so_tui.runs.liveness import OLD_S, STALE_S, HostIdentity, identify, this_host
 from so_tui.runs.lock import Owner, run_lock
 from so_tui.runs.records import Process
-from tests.faults import shim
 
 TAKE = """
 import sys, time

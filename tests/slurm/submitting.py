@@ -10,8 +10,8 @@ from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import current_state, start
 from so_tui.launch.places import machine_of
 from so_tui.runs import RunDirectory
-from so_tui.runs.records import FINAL_STATES, RunState
-from tests.support.launching import tiny
+from so_tui.runs.records import FINAL_STATES, RunState, StepRecord
+from tests.support.launching import records, tiny
 
 
 def submit(folder: Path, **changes: str) -> RunDirectory:
@@ -31,3 +31,14 @@ def wait_for(
 
 def ended(state: RunState) -> bool:
     return state.state in FINAL_STATES
+
+
+def trains(state: RunState) -> bool:
+    return state.state == "training" and state.step >= 2
+
+
+def losses(run: RunDirectory, steps: int) -> list[float]:
+    """Return the losses that count, of all steps."""
+    found = {record.step: record.loss for record in records(run) if isinstance(record, StepRecord)}
+    assert sorted(found) == list(range(1, steps + 1))
+    return [found[step] for step in sorted(found)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from so_tui.launch.lifecycle import current_state
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job
 from so_tui.launch.slurm.executor import read_submission
@@ -37,7 +38,7 @@ def accounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(
+def test_accounting_refuses_accounts_and_knows_how_jobs_ended(
     accounted: Cluster, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError) as caught:
@@ -53,6 +54,7 @@ def test_a_wrong_account_is_refused_and_the_database_knows_how_a_job_ended(
     accounted.stop_node("n1")
     state = wait_for(run, lambda state: state.state == "lost")
     assert state.code == OutcomeCode.NODE_FAILED
+    assert current_state(run) == state  # recorded
     recorded = _ended(submission.job_id)
     assert (recorded.state, recorded.nodes) == ("NODE_FAIL", "n1")
     assert run.attempt_dir(1).samefile(recorded.folder)

@@ -13,9 +13,9 @@ import pytest
 from so_tui.launch.lifecycle import stop
 from so_tui.launch.slurm.executor import read_submission
 from so_tui.runs import RunDirectory
-from so_tui.runs.records import ResumedRecord, RunState, StepRecord
+from so_tui.runs.records import ResumedRecord
 from tests.slurm.cluster import Cluster
-from tests.slurm.submitting import ended, submit, wait_for
+from tests.slurm.submitting import ended, losses, submit, trains, wait_for
 from tests.support.launching import records, tiny, train
 
 pytestmark = pytest.mark.system
@@ -27,16 +27,6 @@ STEPS = 16
 def _requeues(_polled_quickly: None) -> None:
     site = Path(os.environ["XDG_CONFIG_HOME"]) / "so-tui" / "sites" / "generic.toml"
     site.write_text(site.read_text() + "requeue = true\n")
-
-
-def trains(state: RunState) -> bool:
-    return state.state == "training" and state.step >= 2
-
-
-def losses(run: RunDirectory) -> list[float]:
-    found = {record.step: record.loss for record in records(run) if isinstance(record, StepRecord)}
-    assert sorted(found) == list(range(1, STEPS + 1))
-    return [found[step] for step in sorted(found)]
 
 
 def job_of(run: RunDirectory, attempt: int) -> str:
@@ -62,7 +52,7 @@ def do_not_wait(cluster: Cluster, job: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_job_that_is_warned_continues_as_if_nothing_had_happened(
+def test_a_job_that_is_warned_continues_exactly(
     nodes: int, cluster: Cluster, tmp_path: Path
 ) -> None:
     run = submit(tmp_path / "again", train__steps=str(STEPS), nodes=str(nodes), gpus="1")
@@ -74,7 +64,7 @@ def test_a_job_that_is_warned_continues_as_if_nothing_had_happened(
     assert job_of(run, 2) == job_of(run, 1)
     whole, code = train(tiny(train__steps=str(STEPS), gpus=str(nodes)), tmp_path / "whole")
     assert code == 0
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
+    assert losses(run, STEPS) == pytest.approx(losses(whole, STEPS), rel=1e-6)
 
 
 def test_a_run_whose_node_fails_continues_on_another(cluster: Cluster, tmp_path: Path) -> None:
@@ -90,9 +80,7 @@ def test_a_run_whose_node_fails_continues_on_another(cluster: Cluster, tmp_path:
     assert stop(run).state == "stopped"
 
 
-def test_a_run_on_two_nodes_waits_for_one_that_failed_and_continues(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_run_on_two_nodes_waits_for_one_that_failed(cluster: Cluster, tmp_path: Path) -> None:
     run = submit(tmp_path, train__steps="50000", checkpoint__every_steps="2", nodes="2", gpus="1")
     saved = wait_for(run, lambda state: (state.saved_step or 0) >= 2)
     cluster.stop_node("n2")

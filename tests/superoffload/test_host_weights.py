@@ -23,11 +23,12 @@ from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.shared_states import WEIGHTS_MEMORY_NAME
 from tests.support import engine as support
 from tests.support import rank_processes
+from tests.support.problems import coded
 from tests.support.reference_adamw import core_of, record_gradients
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 12
 
 
 class Recomputed(support.Model):
@@ -182,22 +183,22 @@ def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_of_the_step_befo
         assert (losses, support.states(made, tmp_path / "found")) == expected
 
 
-@pytest.mark.parametrize(("first", "second"), [("none", "cpu"), ("cpu", "none"), ("cpu", "cpu")])
+@pytest.mark.parametrize(("first", "second"), [("none", "cpu"), ("cpu", "none")])
 def test_a_run_resumes_with_weights_elsewhere(
     first: Parameters, second: Parameters, tmp_path: Path
 ) -> None:
     data = support.batches(STEPS)
     with engine(first, ratio=0.8, speculation_bytes=ALL) as made:
-        support.train(made, data[:10])
+        support.train(made, data[:6])
         superoffload.save_state(made, tmp_path / "saved")
-        expected = support.train(made, data[10:]), support.states(made, tmp_path / "expected")
+        expected = support.train(made, data[6:]), support.states(made, tmp_path / "expected")
     with engine(second, ratio=0.8) as made:
         support.train(
             made, support.batches(3, seed=5)
         )  # what was trained before must have no effect
         superoffload.load_state(made, tmp_path / "saved")
         assert (
-            support.train(made, data[10:]),
+            support.train(made, data[6:]),
             support.states(made, tmp_path / "found"),
         ) == expected
 
@@ -251,8 +252,7 @@ def test_a_change_by_hand_lasts() -> None:
 
 def test_states_for_which_there_is_no_memory_are_refused() -> None:
     with (
-        pytest.raises(superoffload.OffloadError) as caught,
+        coded(superoffload.OffloadError, "host-memory"),
         engine("cpu", available_bytes=lambda: 1000),
     ):
         pass
-    assert caught.value.code == "host-memory"

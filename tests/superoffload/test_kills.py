@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.rank_processes import environment, free_port
 
-ROUNDS = 20
+ROUNDS = 10
 RANKS = 2
 
 

@@ -1,3 +1,5 @@
+"""Parts of a step: gradients and their norm, when sub-groups are stepped, what is waited for."""
+
 from __future__ import annotations
 
 import math
@@ -5,10 +7,16 @@ import math
 import pytest
 import torch
 
+import superoffload
+from superoffload.commands import GradientSource, Operation
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
-from superoffload.norm import GradientNorm
+from superoffload.meter import LayerWait, Meter
+from superoffload.norm import GradientNorm, clip_factor
+from superoffload.optimizer import _Arrivals
+from superoffload.steps import NormSource, StepTime, step_policy
 from superoffload.transfers import Transfers
+from tests.support.problems import coded
 
 
 def norm_of_two(*others: float) -> GradientNorm:
@@ -33,8 +41,152 @@ def test_norm_is_that_of_all_ranks() -> None:
     assert norm.read(squares, 1) == pytest.approx(math.sqrt(45))
 
 
-def test_norm_names_the_sub_group_that_is_not_finite_on_another_rank() -> None:
+def test_norm_names_a_sub_group_that_is_infinite_elsewhere() -> None:
     norm = norm_of_two(0.0, math.inf)
     with pytest.raises(NonFiniteGradientError, match="second") as caught:
         norm.read(norm.all_rank_squares([], {0: 1.0}), 7)
     assert (caught.value.step, caught.value.sub_group) == (7, 1)
+
+
+def group(*names: str) -> SubGroup:
+    return SubGroup(torch.zeros(len(names)), 0, names, tuple(range(len(names))), on_gpu=False)
+
+
+def gradient(sub_group: int, member: int) -> Gradient:
+    return Gradient(sub_group, member, torch.zeros(1))
+
+
+def micro_batch(arrivals: _Arrivals) -> None:
+    for place in ((0, 0), (0, 1), (1, 0)):
+        arrivals.add(gradient(*place))
+    arrivals.end_micro_batch(1)
+
+
+@pytest.fixture
+def arrivals() -> _Arrivals:
+    return _Arrivals([group("a", "b"), group("c")], accumulation_steps=2)
+
+
+def test_a_sub_group_is_complete_with_its_last_gradient(
+    arrivals: _Arrivals,
+) -> None:
+    assert not arrivals.has_begun
+    arrivals.add(gradient(0, 1))
+    assert arrivals.has_begun
+    assert not arrivals.is_complete(0)
+    arrivals.add(gradient(0, 0))
+    assert (arrivals.is_complete(0), arrivals.is_complete(1)) == (True, False)
+    arrivals.add(gradient(1, 0))
+    arrivals.end_micro_batch(1)
+    assert (arrivals.micro_batch, arrivals.is_complete(0)) == (1, False)
+    arrivals.begin_step()
+    assert not arrivals.has_begun
+
+
+def test_missing_gradients_are_named(arrivals: _Arrivals) -> None:
+    arrivals.add(gradient(0, 0))
+    with coded(
+        superoffload.OffloadError,
+        "missing-gradient",
+        match=r"2 trainable parameters .* step 7, micro-batch 1: b, c\.",
+    ):
+        arrivals.end_micro_batch(7)
+
+
+def test_a_gradient_comes_once_in_each_micro_batch(arrivals: _Arrivals) -> None:
+    micro_batch(arrivals)
+    arrivals.add(gradient(0, 0))
+    with coded(superoffload.OffloadError, "second-gradient"):
+        arrivals.add(gradient(0, 0))
+    arrivals.begin_step()
+    micro_batch(arrivals)
+    micro_batch(arrivals)
+    with coded(superoffload.OffloadError, "too-many-micro-batches"):
+        arrivals.add(gradient(0, 0))
+
+
+@pytest.mark.parametrize(("norm", "limit"), [(4.0, 1.0), (1.0, 1.0), (0.5, 1.0), (3.0, 0.0)])
+def test_gradients_are_clipped_as_torch_clips_them(norm: float, limit: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.full_like(parameter, norm)
+    torch.nn.utils.clip_grad_norm_([parameter], limit or float("inf"))
+    assert norm * clip_factor(norm, limit) == pytest.approx(parameter.grad.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("updated", "seconds"),
+    [
+        ((2.5,), 1.5),  # what follows until 3.0 is the all-gather
+        ((0.5,), 0.0),  # the weights had arrived while the GPU still computed
+        ((0.5, 2.0), 1.0),  # the host was kept until 2.0, by weights that are needed later
+        ((4.0,), 2.0),  # copied for another stream: the layer had begun
+        ((), 0.0),
+    ],
+)
+def test_a_layer_waits_from_idleness_until_its_weights_are_there(
+    updated: tuple[float, ...], seconds: float
+) -> None:
+    assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(Transfers()) == pytest.approx(
+        seconds
+    )
+
+
+def test_waits_in_forward_are_part_of_what_is_exposed() -> None:
+    meter = Meter(Transfers())
+    meter.current.layer_waits += [LayerWait(0.0, 1.0, (0.75,)), LayerWait(2.0, 3.0, (5.0,))]
+    meter.current.step_waits.append((3.0, 3.5))
+    meter.end_step()
+    stats = meter.stats()
+    assert (stats.exposed_in_forward_s, stats.exposed_wait_s) == pytest.approx((1.75, 2.25))
+    meter.current.layer_waits.append(LayerWait(0.0, 1.0, (1.0,)))
+    meter.leave_out_waits()
+    meter.end_step()
+    assert meter.stats().exposed_in_forward_s == 0.0
+
+
+EARLY, SPECULATIVE, HELD_BACK = (
+    StepTime.GRADIENT_COMPLETE,
+    StepTime.SPECULATIVE,
+    StepTime.NORM_KNOWN,
+)
+
+
+GPU, WORKER = NormSource.GPU, NormSource.WORKER
+STEP, SPECULATE, ACCUMULATE = Operation.STEP, Operation.SPECULATE, Operation.ACCUMULATE
+STAGING, SUM, BOTH = (
+    GradientSource.STAGING,
+    GradientSource.ACCUMULATED,
+    GradientSource.ACCUMULATED_AND_STAGING,
+)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "clipping", "speculates", "time", "norm", "is_read", "operations", "sources"),
+    [
+        (1, 0.0, False, EARLY, GPU, False, (None, STEP), (STAGING, STAGING)),
+        (1, 0.0, True, EARLY, GPU, False, (None, STEP), (STAGING, STAGING)),
+        (1, 1.0, False, HELD_BACK, GPU, True, (None, None), (STAGING, STAGING)),
+        (1, 1.0, True, SPECULATIVE, GPU, True, (None, SPECULATE), (STAGING, STAGING)),
+        (3, 0.0, False, EARLY, WORKER, True, (ACCUMULATE, STEP), (STAGING, BOTH)),
+        (3, 1.0, False, HELD_BACK, WORKER, True, (ACCUMULATE, ACCUMULATE), (SUM, SUM)),
+        (3, 1.0, True, SPECULATIVE, WORKER, True, (ACCUMULATE, SPECULATE), (STAGING, BOTH)),
+    ],
+)
+def test_step_policy_of_clipping_accumulation_and_speculation(
+    accumulation: int,
+    clipping: float,
+    speculates: bool,
+    time: StepTime,
+    norm: NormSource,
+    is_read: bool,
+    operations: tuple[Operation | None, Operation | None],
+    sources: tuple[GradientSource, GradientSource],
+) -> None:
+    """Operations on a complete sub-group before the boundary and at it. Sources of the gradient in
+    the step's first micro-batch, if the step is cut short to it, and in a later one.
+    """
+    policy = step_policy(accumulation, clipping, speculates=speculates)
+    assert (policy.step_time, policy.norm_source) == (time, norm)
+    assert (policy.norm_is_read_before_step, policy.accumulates) == (is_read, accumulation > 1)
+    assert (policy.on_complete(boundary=False), policy.on_complete(boundary=True)) == operations
+    assert (policy.gradient_source(0), policy.gradient_source(2)) == sources

@@ -26,16 +26,11 @@ def test_three_ranks_of_which_some_hold_only_padding() -> None:
     rank_processes.finish(start("reference", Path(), 3))
 
 
-def test_two_ranks_that_step_before_the_norm_is_known(tmp_path: Path) -> None:
-    rank_processes.finish(start("speculation", tmp_path, 2))
+def test_two_ranks_that_speculate_and_wait_for_a_late_worker(tmp_path: Path) -> None:
+    rank_processes.finish(start("speculation,late_worker", tmp_path, 2))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_waiting_for_a_late_worker_is_exposed_optimizer_time_not_forward(ranks: int) -> None:
-    rank_processes.finish(start("late_worker", Path(), ranks))
-
-
-def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path: Path) -> None:
+def test_killed_ranks_leave_nothing_and_resume_bit_for_bit(tmp_path: Path) -> None:
     """Neither Adam workers nor named shared memory: DeepSpeed's CPU collectives would leave 69 MB a
     rank, named by the port.
     """
@@ -52,7 +47,7 @@ def test_killed_ranks_leave_nothing_and_resumed_they_go_on_bit_for_bit(tmp_path:
     rank_processes.finish(start("second", tmp_path, 2))
 
 
-def test_time_for_which_a_rank_is_suspended_with_its_worker_does_not_count_for_the_watchdog(
+def test_watchdog_does_not_count_the_time_of_a_suspended_rank(
     tmp_path: Path,
 ) -> None:
     """A scheduler suspends all processes of a job. The rank resumes first and finds its worker

@@ -14,6 +14,7 @@ import superoffload
 from so_tui.model.sharding import copied
 from superoffload.optimizer import SuperOffload
 from tests.support import engine as support
+from tests.support.problems import coded
 from tests.support.reference_adamw import core_of
 
 pytestmark = pytest.mark.slow
@@ -34,15 +35,12 @@ def speculating(core: SuperOffload) -> frozenset[int]:
 @pytest.mark.parametrize(
     ("clipping", "accumulation", "speculation_bytes", "copies_bytes", "states"),
     [
-        (0.0, 1, 0, ALL, "fp32"),
-        (0.0, 2, 0, ALL, "fp32"),
         (10.7, 1, 0, ALL, "fp32"),
-        (10.7, 1, ALL, 0, "fp32"),
         (10.7, 1, ALL, ALL, "fp32"),
         (7.1, 2, ALL, 0, "fp32"),
         (10.7, 1, ALL // 2**14, ALL // 2**13, "fp32"),
         (10.7, 1, ALL, 0, "int8-moments"),
-        (0.0, 1, 0, ALL, "bf16-moments"),
+        (0.0, 2, 0, ALL, "bf16-moments"),
         (0.0, 1, 0, 0, "fp32"),
     ],
 )
@@ -167,9 +165,8 @@ def test_copies_in_use_are_not_overwritten(tmp_path: Path) -> None:
     with support.engine(support.spec("superoffload", 1.0), copies_bytes=ALL) as made:
         support.train(made, support.batches(1))
         save = superoffload.begin_save(made, tmp_path / "first")
-        with pytest.raises(superoffload.OffloadError) as caught:
+        with coded(superoffload.OffloadError, "copies-in-use"):
             superoffload.begin_save(made, tmp_path / "second")
-        assert caught.value.code == "copies-in-use"
         save.close()  # given up: what is there is no complete state
         with pytest.raises(superoffload.OffloadError):
             superoffload.verify_state(tmp_path / "first")

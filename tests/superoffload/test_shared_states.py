@@ -18,6 +18,7 @@ from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
 from superoffload.memory_layout import MemorySize, Segment
 from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates
+from tests.support.problems import coded
 from tests.support.shared_memory import SHARED_MEMORY, files_in_shared_memory, named_after
 
 
@@ -75,12 +76,12 @@ def test_a_limit_of_the_process_is_reported_with_the_size() -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, before[1]))
     try:
-        with pytest.raises(
+        with coded(
             superoffload.OffloadError,
+            "host-memory-limit",
             match=r"0\.4 GB of host memory .*Cannot allocate memory.*ulimit",
-        ) as caught:
+        ):
             SharedStates(bf16(30_000_000), torch.bfloat16, pin=False)
-        assert caught.value.code == "host-memory-limit"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert not own_memory()

@@ -65,12 +65,11 @@ def trained(
     [
         (1, 1.0, torch.bfloat16, 24),
         (1, 0.5, torch.float32, 40),
-        (4, 1.0, torch.bfloat16, 14),
-        (1, 0.5, torch.bfloat16, 200),
-        (4, 0.5, torch.bfloat16, 200),
+        (4, 1.0, torch.float32, 14),
+        (4, 0.5, torch.bfloat16, 40),
     ],
 )
-def test_steps_with_norms_above_and_below_the_limit_have_the_bits_of_steps_that_are_held_back(
+def test_speculation_has_the_bits_of_steps_that_are_held_back(
     accumulation: int, ratio: float, dtype: torch.dtype, steps: int, tmp_path: Path
 ) -> None:
     run = support.spec(
@@ -97,23 +96,13 @@ def test_the_rest_is_held_back_where_memory_is_short(share: float, tmp_path: Pat
     assert bool(found[2].kept_steps) == bool(share)
 
 
-def test_what_speculates_is_spread_over_the_model_as_far_as_memory_goes() -> None:
+def test_what_speculates_is_spread_as_far_as_memory_goes() -> None:
     assert speculating([10] * 8, 40) == (1, 3, 5, 7)
     assert speculating([10] * 8, 79) == (1, 2, 3, 4, 5, 6, 7)
     assert speculating([10] * 8, 80) == tuple(range(8))
     assert speculating([10, 20, 5, 30], 64) == (1, 2, 3)
     assert speculating([50, 20, 5], 30) == (1, 2)
     assert speculating([10], 9) == speculating([], 9) == ()
-
-
-def test_second_states_take_no_more_than_the_states_leave() -> None:
-    with support.engine(
-        support.spec("superoffload", 1.0, clipping=1e6),
-        speculation_bytes=1 << 40,
-        available_bytes=lambda: 900_000,
-    ) as made:
-        support.train(made, support.batches(2))
-        assert superoffload.stats(made).kept_steps == 0
 
 
 @pytest.mark.parametrize(("ranks", "speculates"), [(1, True), (2, True), (4, False)])
@@ -137,7 +126,7 @@ def test_the_ranks_of_a_host_share_what_they_all_find_available(
         support.train(made, support.batches(1))
 
 
-def test_weights_are_restored_after_the_last_gradient_has_been_copied(
+def test_weights_are_restored_after_the_last_gradient_is_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU the norm is known before that, and the copy would overwrite the weights in the
@@ -162,18 +151,10 @@ def test_weights_are_restored_after_the_last_gradient_has_been_copied(
         assert all(waited_for[index] is copied[index] for index in waited_for)
 
 
-def test_without_clipping_nothing_speculates() -> None:
-    with support.engine(
-        support.spec("superoffload", 1.0, clipping=0.0), speculation_bytes=ALL
-    ) as made:
-        support.train(made, support.batches(3))
-        assert superoffload.stats(made).kept_steps == superoffload.stats(made).redone_steps == 0
-
-
 @pytest.mark.parametrize(
     ("accumulation", "speculation_bytes"), [(1, ALL), (1, 0), (2, 0), (2, ALL)]
 )
-def test_a_step_whose_gradient_is_not_finite_might_never_have_been(
+def test_a_step_that_is_not_finite_might_never_have_been(
     accumulation: int, speculation_bytes: int, tmp_path: Path
 ) -> None:
     run = support.spec("superoffload", 0.8, clipping=5.0, accumulation=accumulation)
@@ -215,7 +196,7 @@ def test_the_weights_on_the_gpu_are_those_before_a_skipped_step(tmp_path: Path) 
         )
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run_with_sound_states(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_end_the_run_with_sound_states(tmp_path: Path) -> None:
     with support.engine(
         support.spec("superoffload", 0.8, clipping=5.0), speculation_bytes=ALL, max_skipped_steps=2
     ) as made:
@@ -254,7 +235,7 @@ def test_a_saved_state_is_that_of_the_set_that_was_accepted(tmp_path: Path) -> N
         assert superoffload.stats(made).kept_steps == 2
 
 
-def test_killed_between_speculation_and_the_norm_a_run_resumes_as_if_nothing_had_happened(
+def test_killed_while_speculating_a_run_resumes_exactly(
     tmp_path: Path,
 ) -> None:
     run = support.spec("superoffload", 1.0, clipping=5.0)
@@ -282,7 +263,7 @@ def steps_early(core: SuperOffload) -> bool:
     return 0 in core.speculating
 
 
-def test_a_run_that_always_exceeds_the_limit_is_held_back_until_it_no_longer_does() -> None:
+def test_speculation_pauses_while_the_limit_is_exceeded() -> None:
     found = Speculation()
     assert found.is_worthwhile
     for _ in range(REMEMBERED):

@@ -22,11 +22,10 @@ from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.model.build import _set_leaf_modules
 from so_tui_trainer.model.trained import TrainedModel
 from superoffload.deepspeed_adapter.engine import sub_group_states
-from superoffload.gpu_states import Gradient, SubGroup
-from superoffload.norm import GradientNorm
 from superoffload.optimizer import SuperOffload
 from superoffload.transfers import Transfers
 from tests.support import engine as support
+from tests.support.problems import coded
 from tests.support.reference_adamw import Reference, core_of
 
 WATCHDOG_TIMEOUT_S = 30.0
@@ -38,11 +37,8 @@ STEPS = 20
     ("ratio", "clipping", "accumulation", "dtype"),
     [
         (1.0, 0.0, 1, torch.bfloat16),
-        pytest.param(0.5, 0.0, 1, torch.float32, marks=pytest.mark.slow),
         pytest.param(0.0, 1e-3, 1, torch.bfloat16, marks=pytest.mark.slow),
         (0.5, 1e-3, 1, torch.bfloat16),
-        pytest.param(1.0, 1e6, 1, torch.float32, marks=pytest.mark.slow),
-        pytest.param(0.5, 0.0, 3, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(0.5, 1e-3, 3, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(1.0, 1e6, 2, torch.float32, marks=pytest.mark.slow),
     ],
@@ -67,22 +63,6 @@ def test_twenty_steps_are_those_of_float32_adamw(
             assert torch.equal(state.weights, state.master_weights.to(dtype))
 
 
-def test_norm_is_of_the_gradients_of_all_ranks() -> None:
-    def add_other_ranks(squares: torch.Tensor) -> None:
-        squares.add_(11.0)
-
-    group = SubGroup(torch.zeros(2), 0, ("weight",), (0,), on_gpu=True)
-    norm = GradientNorm(
-        (group,),
-        torch.device("cpu"),
-        Transfers(),
-        all_reduce=add_other_ranks,
-        poisons=False,
-    )
-    norm.add([Gradient(sub_group=0, member=0, values=torch.tensor([1.0, 2.0]))])
-    assert norm.read(norm.all_rank_squares((), {}), step=1) == pytest.approx(4.0)
-
-
 def train_late(made: Any, tokens: torch.Tensor) -> None:
     """Take a step that the Adam worker begins 0.3 s late. Clipping must hold it back until then."""
     made.backward(made(tokens))
@@ -93,7 +73,7 @@ def train_late(made: Any, tokens: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", [False, True])
-def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: bool) -> None:
+def test_waits_between_steps_can_be_left_out_of_stats(left_out: bool) -> None:
     """An evaluation waits for the weights before the next step's forward, which then has nothing to
     wait for.
     """
@@ -111,7 +91,7 @@ def test_waits_between_steps_can_be_left_out_of_the_next_steps_stats(left_out: b
 
 
 @pytest.mark.slow
-def test_what_the_host_waits_for_in_another_stream_is_measured_in_the_one_that_computes(
+def test_waits_are_measured_in_the_stream_that_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing
@@ -144,33 +124,6 @@ def test_waiting_for_all_weights_between_steps_is_not_in_forward() -> None:
         assert superoffload.stats(made).exposed_in_forward_s < 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ratio", "accumulation"), [(0.37, 8), (1.0, 1)])
-def test_odd_sizes_with_occasional_clipping_are_those_of_float32_adamw(
-    ratio: float, accumulation: int
-) -> None:
-    """Cover a parameter larger than a sub-group, one of a single element, a limit that some norms
-    exceed, and a learning rate of 0.
-    """
-    run = support.spec("superoffload", ratio, clipping=18.0, accumulation=accumulation)
-    torch.manual_seed(run.train.seed)
-    with support.engine(run, model=support.OddModel()) as made:
-        reference = Reference(made, run.train.gradient_clipping)
-        assert (
-            max(group.weights.numel() for group in reference.core.sub_groups)
-            > 2 * run.offload.sub_group_size
-        )
-        norms = []
-        for step, rate in enumerate((1e-2, 3e-2, 0.0, 1e-3, 1e-2, 1e-2)):
-            superoffload.set_learning_rate(made, rate)
-            support.train(made, support.batches(accumulation, seed=step))
-            norms.append(reference.step(rate))
-            assert superoffload.gradient_norm(made) == pytest.approx(norms[-1], rel=1e-6)
-        assert min(norms) < run.train.gradient_clipping < max(norms)
-        superoffload.synchronize(made)
-        reference.assert_same_states(made)
-
-
 def record_waits(core: SuperOffload, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which every sub-group is added when its weights are waited for."""
     waits: list[int] = []
@@ -200,7 +153,7 @@ class Mixture(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_an_expert_without_tokens_in_a_leaf_module_has_a_gradient_of_zero(clipping: float) -> None:
+def test_an_expert_without_tokens_has_a_gradient_of_zero(clipping: float) -> None:
     from deepspeed.utils import safe_get_full_optimizer_state, set_z3_leaf_modules
 
     run = support.spec("superoffload", 0.5, clipping=clipping, accumulation=2)
@@ -217,7 +170,7 @@ def test_an_expert_without_tokens_in_a_leaf_module_has_a_gradient_of_zero(clippi
 
 
 @pytest.mark.slow
-def test_the_loss_falls_and_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
+def test_waiting_for_weights_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
     run = support.spec("superoffload", 0.8, clipping=1.0)
     data = support.batches(1) * 12
     with support.engine(run) as lazy:
@@ -248,7 +201,7 @@ def test_weights_read_between_steps_are_those_of_the_last_step() -> None:
 
 
 @pytest.mark.slow
-def test_sub_groups_held_back_for_the_norm_return_in_the_order_in_which_forward_uses_them(
+def test_sub_groups_return_in_the_order_of_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
@@ -288,24 +241,19 @@ def test_stats_are_those_of_one_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_gradient_that_is_not_finite_stops_before_anything_is_stepped(
-    accumulation: int, tmp_path: Path
-) -> None:
-    with support.engine(
-        support.spec("superoffload", 0.8, clipping=1.0, accumulation=accumulation)
-    ) as made:
-        support.train(made, support.batches(2 * accumulation))
+def test_a_gradient_that_is_not_finite_stops_before_a_step(tmp_path: Path) -> None:
+    with support.engine(support.spec("superoffload", 0.8, clipping=1.0, accumulation=2)) as made:
+        support.train(made, support.batches(4))
         before = support.states(made, tmp_path / "before")
         support.poison(made)
         with pytest.raises(superoffload.NonFiniteGradientError) as caught:
-            support.train(made, support.batches(accumulation))
+            support.train(made, support.batches(2))
         assert (caught.value.step, caught.value.sub_group, caught.value.poisoned) == (3, 0, False)
         assert support.states(made, tmp_path / "after") == before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ratio", "accumulation"), [(1.0, 1), (0.5, 1), (1.0, 2), (0.0, 1)])
+@pytest.mark.parametrize(("ratio", "accumulation"), [(1.0, 1), (0.5, 2), (0.0, 1)])
 def test_a_poisoned_state_is_not_saved(ratio: float, accumulation: int, tmp_path: Path) -> None:
     with support.engine(
         support.spec("superoffload", ratio, clipping=0.0, accumulation=accumulation)
@@ -328,10 +276,9 @@ def test_a_killed_worker_is_reported_within_seconds(clipping: float, tmp_path: P
         support.train(made, support.batches(2))
         os.kill(superoffload.worker_pid(made), signal.SIGKILL)  # type: ignore[arg-type]
         begin = time.monotonic()
-        with pytest.raises(superoffload.WorkerLostError, match=r"ended by SIGKILL") as caught:  # noqa: PT012
+        with coded(superoffload.WorkerLostError, "worker-ended", match=r"ended by SIGKILL"):
             support.train(made, support.batches(2))
             superoffload.synchronize(made)
-        assert caught.value.code == "worker-ended"
         assert time.monotonic() - begin < WATCHDOG_TIMEOUT_S, "the watchdog did not have to find it"
         with pytest.raises(superoffload.WorkerLostError):
             superoffload.save_state(made, tmp_path)
@@ -351,12 +298,13 @@ def test_a_stopped_worker_is_reported_after_the_watchdog_timeout(
             client, "_watchdog_timeout_s", 0.5
         )  # only now: a busy machine may start the worker for longer
         os.kill(superoffload.worker_pid(made), signal.SIGSTOP)  # type: ignore[arg-type]
-        with pytest.raises(  # noqa: PT012
-            superoffload.WorkerLostError, match=r"during step of sub-group .*stopped \(SIGSTOP"
-        ) as caught:
+        with coded(
+            superoffload.WorkerLostError,
+            "worker-stuck",
+            match=r"during step of sub-group .*stopped \(SIGSTOP",
+        ):
             support.train(made, support.batches(2))
             superoffload.synchronize(made)
-        assert caught.value.code == "worker-stuck"
 
 
 @pytest.mark.slow
@@ -369,10 +317,9 @@ def test_a_parameter_without_gradient_is_named() -> None:
     torch.manual_seed(0)
     with (
         support.engine(support.spec("superoffload", 0.5), model=Unused()) as made,
-        pytest.raises(superoffload.OffloadError, match=r"spare\.weight, spare\.bias") as caught,
+        coded(superoffload.OffloadError, "missing-gradient", match=r"spare\.weight, spare\.bias"),
     ):
         support.train(made, support.batches(1))
-    assert caught.value.code == "missing-gradient"
 
 
 @pytest.mark.slow
@@ -388,9 +335,8 @@ def test_weights_on_an_nvme_disk_are_refused(tmp_path: Path) -> None:
     }
     model = support.Model().to(support.DEVICE, torch.bfloat16)
     settings = engine_settings(run, support.binding())
-    with pytest.raises(superoffload.OffloadError, match=r"nvme.*device \"cpu\"") as caught:
+    with coded(superoffload.OffloadError, "offload-param", match=r"nvme.*device \"cpu\""):
         superoffload.initialize(model, support.parameter_groups(model), settings, config)
-    assert caught.value.code == "offload-param"
     with support.engine(
         support.spec("superoffload", 1.0, parameters="cpu")
     ) as made:  # nothing is left of it
@@ -398,30 +344,23 @@ def test_weights_on_an_nvme_disk_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_learning_rate_set_too_late_is_refused() -> None:
-    with support.engine(support.spec("superoffload", 1.0)) as made:
-        loss = made(support.batches(1)[0])
-        made.backward(loss)
-        superoffload.set_learning_rate(made, 1e-3)
-        with pytest.raises(superoffload.OffloadError) as caught:
-            made.step()
-        assert caught.value.code == "learning-rate-changed"
-
-
-@pytest.mark.slow
-def test_a_learning_rate_in_a_tensor_that_changes_too_late_is_refused() -> None:
+@pytest.mark.parametrize("in_tensor", [False, True])
+def test_a_learning_rate_that_changes_too_late_is_refused(in_tensor: bool) -> None:
     with support.engine(support.spec("superoffload", 1.0)) as made:
         rate = torch.tensor(1e-3)
-        superoffload.set_learning_rate(made, rate)  # type: ignore[arg-type]
+        if in_tensor:
+            superoffload.set_learning_rate(made, rate)  # type: ignore[arg-type]
         made.backward(made(support.batches(1)[0]))
-        rate.fill_(1e-2)
-        with pytest.raises(superoffload.OffloadError) as caught:
+        if in_tensor:
+            rate.fill_(1e-2)
+        else:
+            superoffload.set_learning_rate(made, 1e-3)
+        with coded(superoffload.OffloadError, "learning-rate-changed"):
             made.step()
-        assert caught.value.code == "learning-rate-changed"
 
 
 @pytest.mark.slow
-def test_a_step_keeps_its_learning_rate_when_its_tensor_gets_the_next_one(tmp_path: Path) -> None:
+def test_a_step_keeps_the_learning_rate_of_its_tensor(tmp_path: Path) -> None:
     """Most of a step's commands leave later, while the scheduler already writes the next step's
     rate.
     """

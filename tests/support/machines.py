@@ -8,16 +8,19 @@ MIB = 2**20
 
 
 def superchips(
-    count: int, *, node_mib: int = 117_000, hbm_mib: int = 97_280, name: str = "NVIDIA GH200 120GB"
+    count: int,
+    *,
+    node_mib: int = 117_000,
+    hbm_mib: int = 97_280,
+    name: str = "NVIDIA GH200 120GB",
+    cores: int = 72,
 ) -> Machine:
-    """``count`` Grace Hopper superchips, 72 cores each, one CPU node and one GPU memory node per
-    chip.
-    """
+    """``count`` Grace Hopper superchips, one CPU node and one GPU memory node per chip."""
     nodes = [
         NumaNode(
             id=chip,
             kind="cpu",
-            cpus=tuple(range(72 * chip, 72 * chip + 72)),
+            cpus=tuple(range(cores * chip, cores * chip + cores)),
             memory_total_bytes=node_mib * MIB,
         )
         for chip in range(count)

@@ -14,7 +14,7 @@ import msgspec
 
 from so_tui.folders import state_home
 from so_tui.launch.launch import write_launch
-from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
+from so_tui.machine.types import Machine, Mpam
 from so_tui.plan.plan import Launch, Plan, RankBinding
 from so_tui.plan.planner import make_plan
 from so_tui.runs import (
@@ -41,6 +41,8 @@ from so_tui.runs.records import (
     StepRecord,
 )
 from so_tui.spec import find_preset, with_values
+from tests.support.machines import superchips
+from tests.support.plans import SOFTWARE
 
 GIB = 1024**3
 STEP_S = 3.1
@@ -64,58 +66,24 @@ _plans: dict[bytes, Plan] = {}
 
 def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
     """A host like four GH200: a CPU node and a GPU with its own memory node each."""
-    cpu_nodes = [
-        NumaNode(
-            id=node,
-            kind="cpu",
-            cpus=tuple(range(node * cores, (node + 1) * cores)),
-            memory_total_bytes=117 * GIB,
-            distances=(10,) * (2 * nodes),
-        )
-        for node in range(nodes)
-    ]
-    gpu_nodes = [
-        NumaNode(id=4 + 8 * node, kind="gpu-memory", cpus=(), memory_total_bytes=95 * GIB)
-        for node in range(nodes)
-    ]
-    gpus = [
-        Gpu(
-            index=node,
-            name="NVIDIA GH200 120GB",
-            pci_bus_id=f"00{node}9:01:00.0",
-            numa_node=node,
-            memory_node=4 + 8 * node,
-            cpus=cpu_nodes[node].cpus,
-            memory_total_bytes=95 * GIB,
-            memory_used_bytes=0,
-            compute_mode="Default",
-            c2c=True,
-        )
-        for node in range(nodes)
-    ]
-    every = tuple(range(nodes * cores))
-    return Machine(
+    chips = superchips(nodes, node_mib=117 * 1024, hbm_mib=95 * 1024, cores=cores)
+    replace = msgspec.structs.replace
+    return replace(
+        chips,
         hostname="quad-gh200",
-        cpu_name="Neoverse-V2",
-        architecture="aarch64",
         page_size_bytes=65536,
-        online_cpus=every,
-        allowed_cpus=every,
-        host_memory_bytes=nodes * 117 * GIB,
         shm_total_bytes=234 * GIB,
         shm_free_bytes=234 * GIB,
         mpam=Mpam(state="off", evidence="no /sys/fs/resctrl"),
-        software=Software(
-            python="3.11",
-            torch="2.11.0",
-            torch_cuda="13.0",
-            deepspeed="0.19.8",
-            transformers="5.23.0",
-            numactl="2.0.18",
-            numactl_works=True,
+        software=replace(SOFTWARE, python="3.11", torch="2.11.0", compiler=None),
+        numa_nodes=(
+            *(replace(node, distances=(10,) * (2 * nodes)) for node in chips.cpu_nodes),
+            *(replace(node, id=4 + 8 * chip) for chip, node in enumerate(chips.numa_nodes[nodes:])),
         ),
-        numa_nodes=(*cpu_nodes, *gpu_nodes),
-        gpus=tuple(gpus),
+        gpus=tuple(
+            replace(gpu, memory_node=4 + 8 * gpu.index, memory_used_bytes=0, compute_mode="Default")
+            for gpu in chips.gpus
+        ),
         live=False,
     )
 

@@ -12,22 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.helper_jobs import (
-    Bin,
     DataPreview,
-    Held,
-    PackedSequence,
     Progress,
-    Sample,
-    SourceView,
 )
 from so_tui.launch.supervisor.samples import HostProcess, _GpuUse
 from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine
-from so_tui.plan.measured import Figures
 from so_tui.runs import MetricsWriter, RunDirectory, write_state
 from so_tui.runs.listing import RunNotes, write_notes
 from so_tui.runs.records import PhaseRecord, State
@@ -48,7 +43,7 @@ from so_tui.ui.chart_metrics import HARDWARE, samples_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.machine.host import WINDOW_S, HostView
 from so_tui.ui.snapshot import CORES, MEMORY, LoadStore
-from so_tui.validation.report import Outcome, Report, TrainingFound, _agreement_of
+from so_tui.validation.report import Report
 from tests.support.make_run import GIB, plan_for, sample, write_run
 
 NOW = 1_800_000_000.0
@@ -225,99 +220,8 @@ def _processes(machine: Machine) -> Iterator[HostProcess]:
     yield HostProcess(917, "rsync", "backup", 0.9, GIB // 8, (), None)
 
 
-ROWS = "builtin:tiny/rows.jsonl"
-DATA = DataPreview(
-    rows=355,
-    documents=355,
-    tokens=14_310,
-    trained_tokens=5_351,
-    truncated=0,
-    dropped=0,
-    dropped_too_long=0,
-    cut=0,
-    held_out=0,
-    longest=91,
-    mean_length=40.3,
-    sequence_length=256,
-    packing=True,
-    sequences=57,
-    packing_efficiency=0.9807,
-    layout="the Alpaca layout (the tokenizer has no chat template)",
-    loss="assistant",
-    histogram=(
-        Bin(15, 28, 57, 1_424),
-        Bin(29, 35, 89, 2_837),
-        Bin(36, 42, 73, 2_831),
-        Bin(43, 49, 60, 2_756),
-        Bin(50, 56, 37, 1_953),
-        Bin(57, 91, 39, 2_509),
-    ),
-    sources=(
-        SourceView(
-            rows=355,
-            documents=355,
-            tokens=14_310,
-            trained_tokens=5_351,
-            truncated=0,
-            dropped=0,
-            dropped_too_long=0,
-            cut=0,
-            source=ROWS,
-            format="alpaca",
-            weight=1.0,
-            share=1.0,
-            times_an_epoch=1.0,
-        ),
-    ),
-    sequence=PackedSequence(
-        tuple(
-            Held(ROWS, row, tokens)
-            for row, tokens in ((153, 44), (211, 44), (300, 44), (304, 44), (347, 44), (44, 36))
-        ),
-        256,
-    ),
-    samples=(
-        Sample(
-            ROWS,
-            1,
-            45,
-            24,
-            (
-                (
-                    (
-                        "### Instruction:\nWhat is the difference between git fetch and git "
-                        "pull?\n\n### Response:\n"
-                    ),
-                    False,
-                ),
-                (
-                    (
-                        "git fetch only downloads new commits. git pull also merges them into the "
-                        "current branch.<|eos|>"
-                    ),
-                    True,
-                ),
-            ),
-        ),
-        Sample(
-            ROWS,
-            3,
-            32,
-            10,
-            (
-                (
-                    (
-                        "### Instruction:\nConvert the temperature to Fahrenheit.\n\n-5 degrees "
-                        "Celsius\n\n### Response:\n"
-                    ),
-                    False,
-                ),
-                ("-5 degrees Celsius are 23 degrees Fahrenheit.<|eos|>", True),
-            ),
-        ),
-    ),
-    warnings=(),
-)
+_ANSWERS = Path(__file__).parents[1] / "data"
+DATA = msgspec.json.decode((_ANSWERS / "data_preview.json").read_bytes(), type=DataPreview)
 
 
 def preview_data(_spec: RunSpec, _rows: int, _cancel: object) -> Iterator[Progress | DataPreview]:
@@ -374,79 +278,5 @@ class FixedModel:
 
 def validation_report() -> Report:
     """Return the report of a machine whose validation has come to its last part."""
-    training = [
-        ("gpu", "all on the GPU, fp32 states", 4, 3.02, 2.95, (11.9, 9.4, 8.1)),
-        (
-            "superoffload",
-            "SuperOffload, ratio 0.15, fp32 states",
-            4,
-            3.18,
-            3.11,
-            (11.9, 9.4, 8.1003),
-        ),
-        (
-            "superoffload-1",
-            "SuperOffload, ratio 0.90, 8-bit states, one GPU",
-            1,
-            4.91,
-            4.4,
-            (11.9, 9.41, 8.102),
-        ),
-        ("zerooffload", "ZeRO-Offload", 4, 6.71, 6.3, (11.9, 9.4, 8.1)),
-    ]
-    outcomes = (
-        *(_trained(*row) for row in training),
-        Outcome(
-            key="all-hosts",
-            title="SuperOffload on two hosts",
-            estimate_s=90,
-            state="left-out",
-            reason="takes about 90 s",
-        ),
-        Outcome(
-            key="sequences",
-            title="sequences of 65,536 tokens",
-            estimate_s=60,
-            state="failed",
-            seconds=41,
-            reason="out of GPU memory",
-        ),
-        Outcome(key="save", title="a checkpoint while training", estimate_s=70),
-    )
-    return Report(
-        so_tui="0.3.0",
-        begun="2027-01-15T07:40:00+00:00",
-        host="quad-gh200",
-        gpus=4,
-        shape="llama-3.1-8b, 8 layers",
-        outcomes=outcomes,
-        agreement=_agreement_of(outcomes),
-    )
-
-
-def _trained(
-    key: str, title: str, ranks: int, measured_s: float, planned_s: float, losses: tuple[float, ...]
-) -> Outcome:
-    figures = Figures(
-        step_s=measured_s,
-        forward_s=0.8,
-        backward_s=2.0,
-        exposed_optimizer_s=0.1,
-        gpu_reserved_bytes=70 * GIB,
-        gpu_device_bytes=0,
-        host_bytes=80 * GIB,
-    )
-    found = TrainingFound(
-        settings={},
-        ranks=ranks,
-        placed="bound",
-        clipping=1.0,
-        steps=8,
-        measured=figures,
-        predicted=replace(figures, step_s=planned_s),
-        useful_tokens_per_s=12_400 * ranks / measured_s,
-        model_tflops_per_gpu=1240 / measured_s,
-        example_tflops=1300 * ranks / measured_s,
-        losses=losses,
-    )
-    return Outcome(key=key, title=title, estimate_s=80, state="measured", seconds=75, result=found)
+    content = (_ANSWERS / "validation_report.json").read_bytes()
+    return msgspec.json.decode(content, type=Report)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from so_tui.launch.launch import launch_of
-from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
+from so_tui.machine.types import Machine, NumaNode, Software
 from so_tui.plan.plan import DeepSpeedBinding, Launch, MemoryPolicy, Plan, RankBinding
 from so_tui.spec import find_preset
 from so_tui.spec.run_spec import DataSpec, Mode, RunSpec, TrainSpec
+from tests.support.machines import superchips
 
 GIB = 2**30
 TINY = find_preset("tiny").spec.model
@@ -26,38 +27,17 @@ SOFTWARE = Software(
 
 def quad_gh200(**changes: object) -> Machine:
     """Four Grace Hopper superchips, 72 cores each."""
-    nodes = [
-        NumaNode(
-            id=i, kind="cpu", cpus=tuple(range(72 * i, 72 * i + 72)), memory_total_bytes=117 * GIB
-        )
-        for i in range(4)
-    ]
-    gpus = [
-        Gpu(
-            index=i,
-            name="NVIDIA GH200 120GB",
-            pci_bus_id=f"00{i}9:01:00.0",
-            numa_node=i,
-            memory_node=4 + 8 * i,
-            cpus=nodes[i].cpus,
-            memory_total_bytes=95 * GIB,
-            uuid=f"GPU-0000000{i}-aaaa",
-        )
-        for i in range(4)
-    ]
-    machine = Machine(
+    four = superchips(4, node_mib=117 * 1024, hbm_mib=95 * 1024)
+    machine = msgspec.structs.replace(
+        four,
         hostname="quad",
-        cpu_name="Neoverse-V2",
-        architecture="aarch64",
         page_size_bytes=65536,
-        online_cpus=tuple(range(288)),
-        allowed_cpus=tuple(range(288)),
-        host_memory_bytes=4 * 117 * GIB,
-        shm_total_bytes=234 * GIB,
-        mpam=Mpam(state="off", evidence=""),
         software=SOFTWARE,
-        numa_nodes=tuple(nodes),
-        gpus=tuple(gpus),
+        numa_nodes=four.cpu_nodes,
+        gpus=tuple(
+            msgspec.structs.replace(gpu, uuid=f"GPU-0000000{gpu.index}-aaaa", c2c=None)
+            for gpu in four.gpus
+        ),
     )
     return msgspec.structs.replace(machine, **changes)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,3 +23,11 @@ def refusal(call: Callable[[], object]) -> Problem:
     assert problem.code
     assert problem.remedy
     return problem
+
+
+@contextmanager
+def coded(kind: type[Exception], code: str, match: str | None = None) -> Iterator[None]:
+    """Expect an error of a kind with a code."""
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    assert getattr(caught.value, "code", None) == code

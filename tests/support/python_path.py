@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install")
+"""Arguments of Python that install packages."""
 
 
 def python_path(*first: Path | str) -> str:

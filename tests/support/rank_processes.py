@@ -63,12 +63,13 @@ def start(
     ]
 
 
-def finish(ranks: Ranks) -> None:
-    """Wait for all ranks and assert that each ended with code 0."""
+def finish(ranks: Ranks) -> list[str]:
+    """Wait for all ranks, assert that each ended with code 0, and return their outputs."""
     outputs = [rank.communicate(timeout=400)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(
         output[-4000:] for output in outputs
     )
+    return outputs
 
 
 def leave() -> NoReturn:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from so_tui.machine.software import VersionSet, version_sets
-from tests.support.python_path import ROOT
+from tests.support.python_path import PIP, ROOT
 
 *OLDER, _ = version_sets()
 
@@ -35,14 +35,7 @@ def environment(packages: VersionSet) -> Path:
     python, complete = folder / "bin" / "python", folder / "complete"
     if not complete.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip: list[str | Path] = [
-            python,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--quiet",
-            "install",
-        ]
+        pip: list[str | Path] = [python, *PIP]
         index = ["--index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
         subprocess.run([*pip, "-r", locks[0]], check=True)
         subprocess.run([*pip, *index, f"torch=={packages.torch}"], check=True)

@@ -16,22 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from so_tui import __version__
-from tests.support.python_path import ROOT
+from tests.support.python_path import PIP, ROOT
 
 pytestmark = pytest.mark.system
 
-INDEX_SETTINGS = (
-    "PIP_",
-    "UV_",
-    "SSL_",
-    "REQUESTS_",
-    "HTTP_",
-    "HTTPS_",
-    "NO_PROXY",
-    "http_",
-    "https_",
-    "no_proxy",
-)
+PROXIES = ("HTTP_", "HTTPS_", "NO_PROXY")
+INDEX_SETTINGS = ("PIP_", "UV_", "SSL_", "REQUESTS_", *PROXIES, *map(str.lower, PROXIES))
 """What says where packages come from. Nothing else of the environment reaches the installers."""
 STEPS = 4
 
@@ -73,16 +63,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with ``pipx`` and ``uv``."""
     folder = tmp_path_factory.mktemp("tools")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [
-        str(folder / "bin" / "python"),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--quiet",
-        "install",
-        "pipx",
-        "uv",
-    ]
+    install = [str(folder / "bin" / "python"), *PIP, "pipx", "uv"]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"pipx and uv could not be installed: {done.stderr.strip().splitlines()[-1]}")
@@ -122,13 +103,8 @@ def torch_of_the_site(tmp_path: Path) -> Path:
     with, and only what it needs.
     """
     pytest.importorskip("torch")
-    packages = (
-        tmp_path
-        / ".local"
-        / "lib"
-        / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        / "site-packages"
-    )
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = tmp_path / ".local" / "lib" / version / "site-packages"
     packages.mkdir(parents=True)
     found: dict[str, Distribution] = {}
     needed("torch", found)
@@ -157,17 +133,8 @@ def test_beside_the_torch_of_a_site_the_train_extra_trains_the_tiny_model(
     assert "torch" not in ours
 
     so_tui = tmp_path / ".local" / "bin" / "so-tui"
-    trained = call(
-        tmp_path,
-        so_tui,
-        "run",
-        "tiny",
-        "--plain",
-        "--runs-dir",
-        tmp_path / "runs",
-        "--set",
-        f"train.steps={STEPS}",
-    )
+    options = ["--plain", "--runs-dir", str(tmp_path / "runs"), "--set", f"train.steps={STEPS}"]
+    trained = call(tmp_path, so_tui, "run", "tiny", *options)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert f"finished at step {STEPS}" in trained.stdout
     listed = json.loads(

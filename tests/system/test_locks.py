@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from so_tui.machine.software import PACKAGES, VersionSet, version_sets
-from tests.aarch64.environment import wheel_options
-from tests.support.python_path import ROOT
+from tests.support.python_path import PIP, ROOT
+from tools.aarch64.environment import wheel_options
 
 pytestmark = pytest.mark.system
 
@@ -51,23 +51,9 @@ def test_every_locked_package_has_a_wheel_for_aarch64(
 ) -> None:
     requirements = tmp_path / "requirements.txt"
     requirements.write_text("\n".join(line for lock in locks for line in locked(lock)))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--quiet",
-        "install",
-        "--dry-run",
-    ]
-    options = [
-        *wheel_options(version),
-        "--target",
-        str(tmp_path / "target"),
-        "-r",
-        str(requirements),
-    ]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    command = [sys.executable, *PIP, "--dry-run", *wheel_options(version)]
+    command += ["--target", str(tmp_path / "target"), "-r", str(requirements)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.python_path import python_path
+from tests.support.python_path import PIP, python_path
 
 pytestmark = pytest.mark.system
 
@@ -83,20 +83,8 @@ print(json.dumps({"rows": rows, "config": config, "name": name, "ended": ended, 
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the real wandb and tensorboard, from a package index."""
     folder = tmp_path_factory.mktemp("packages")
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--target",
-            folder,
-            "wandb>=0.22",
-            "tensorboard",
-        ],
-        check=True,
-    )
+    install = [sys.executable, *PIP, "--target", str(folder), "wandb>=0.22", "tensorboard"]
+    subprocess.run(install, check=True)
     return folder
 
 

@@ -28,7 +28,7 @@ TESTS = (
     "tests/superoffload/test_superoffload.py",
     "tests/superoffload/test_own_loop.py",
     "tests/superoffload/test_speculation.py",
-    "tests/trainer/test_model.py",
+    "tests/trainer/test_engine_settings.py",
     "tests/trainer/test_matching.py",
     "tests/trainer/test_loading.py",
     "tests/trainer/test_kernels.py",
@@ -81,18 +81,8 @@ def losses(python: Path, model: Path, runs_dir: Path) -> list[float]:
     settings = [
         argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")
     ]
-    trained = call(
-        python,
-        "so_tui",
-        "run",
-        "tiny",
-        "--plain",
-        "--gpus",
-        "2",
-        "--runs-dir",
-        str(runs_dir),
-        *settings,
-    )
+    options = ["--plain", "--gpus", "2", "--runs-dir", str(runs_dir), *settings]
+    trained = call(python, "so_tui", "run", "tiny", *options)
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
     (run,) = map(RunDirectory, (path.parent for path in runs_dir.glob("*/state.json")))
     return [record.loss for record in records(run) if isinstance(record, StepRecord)]
@@ -128,16 +118,7 @@ def test_a_model_learns_as_with_the_newest(
 
 
 def test_the_engine_steps_as_adamw_and_models_are_built(installed: Installed) -> None:
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not gpu and not system",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not system"]
+    options += ["-n", "2", "--dist", "loadfile"]
     tested = call(installed.python, "pytest", *options, *TESTS)
     assert tested.returncode == 0, tested.stdout[-4000:]

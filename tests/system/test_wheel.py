@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from so_tui import __version__
-from tests.support.python_path import ROOT
+from tests.support.python_path import PIP, ROOT
 
 pytestmark = pytest.mark.system
 
@@ -29,14 +29,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel, and nothing else, in an empty environment."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    install = [
-        str(folder / "bin" / "python"),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--quiet",
-        "install",
-    ]
+    install = [str(folder / "bin" / "python"), *PIP]
     subprocess.run(
         [*install, "-c", str(ROOT / "locks" / "light.txt"), str(wheel)], check=True, cwd=folder
     )
@@ -88,14 +81,7 @@ def test_the_wheel_holds_the_presets_and_the_trainer_with_its_kernel(wheel: Path
 
 
 def test_the_light_install_needs_no_framework(environment: Path) -> None:
-    freeze = [
-        str(environment / "bin" / "python"),
-        "-m",
-        "pip",
-        "list",
-        "--format=json",
-        "--disable-pip-version-check",
-    ]
+    freeze = [str(environment / "bin" / "python"), "-m", "pip", "list", "--format=json"]
     listed = json.loads(subprocess.run(freeze, check=True, capture_output=True, text=True).stdout)
     assert not {package["name"].lower() for package in listed} & set(FRAMEWORKS)
 
@@ -164,16 +150,8 @@ def contents(wheel: Path) -> dict[str, list[bytes]]:
 def test_the_wheel_says_which_commit_it_was_built_from(so_tui: Run) -> None:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("there is no git, or no checkout")
-    described = [
-        "git",
-        "-C",
-        str(ROOT),
-        "describe",
-        "--always",
-        "--exclude=*",
-        "--abbrev=12",
-        "--dirty",
-    ]
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    described = ["git", "-C", str(ROOT), *describe]
     commit = subprocess.run(described, capture_output=True, text=True, check=False)
     if commit.returncode != 0:
         pytest.skip(f"git does not read this checkout: {commit.stderr}")

@@ -259,30 +259,6 @@ def test_the_docs_show_what_was_measured(
     assert all(part in shown for part in tables(rows).split("\n\n"))
 
 
-def test_steps_beside_their_plans_leave_out_kernels_and_what_was_not_planned() -> None:
-    planned = {
-        "sequence_length": 1024,
-        "document": 512,
-        "backend": "sdpa",
-        "policy": "full",
-        "set": [],
-        "step_s": 2.0,
-        "model_tflops": 5,
-    }
-    planned |= {
-        "planned_step_s": 3.0,
-        "gpu_reserved_gib": 4.0,
-        "planned_reserved_gib": 4.5,
-        "what": "step",
-    }
-    older = {key: value for key, value in planned.items() if not key.startswith("planned_")}
-    assert (
-        planned_table([{"what": "kernel"}, older, planned]).splitlines()[2:]
-        == planned_table([planned]).splitlines()[2:]
-    )
-    assert planned_table([older]).splitlines()[2:] == []
-
-
 def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under ROCm torch calls an MI300A 9.4, as if it were a Hopper, for which flash-attn 3 and 4
     are made.

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.shim import Shim, build
 from so_tui.runs import create_run, state
 from so_tui.runs.directory import checkpoint_folders, run_id
 from so_tui.runs.records import BindingRecord, CheckpointRecord, EndRecord, PhaseRecord, StepRecord
 from so_tui_trainer import checkpoint, checkpoint_folder
-from tests.faults.shim import Shim, build
 from tests.support.launching import log, records, start, tiny
 from tests.support.python_path import python_path
 
@@ -125,7 +125,7 @@ def states(path: Path) -> list[bytes]:
     ]
 
 
-def test_a_run_trains_on_and_resumes_exactly_and_what_falls_due_meanwhile_waits(
+def test_a_run_trains_on_and_resumes_exactly_and_what_is_due_waits(
     tmp_path: Path,
 ) -> None:
     run = Run(tmp_path, 0.1, checkpoint__keep="9")
@@ -149,13 +149,13 @@ def test_a_run_trains_on_and_resumes_exactly_and_what_falls_due_meanwhile_waits(
     assert states(Path(run.saved[-1].path)) == expected
 
 
-def test_one_that_is_killed_stopped_or_lacks_space_leaves_the_one_before(
+def test_killed_stopped_or_without_space_it_leaves_the_one_before(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     library = build(tmp_path_factory.getbasetemp())
     if library is None:
         pytest.skip("the disk is filled by a library that needs a C compiler")
-    run = Run(tmp_path, 0.2, train__steps="10000", checkpoint__keep="1")
+    run = Run(tmp_path, 0.2, gpus="1", train__steps="10000", checkpoint__keep="1")
     run.start()
     run.wait_for(lambda: bool(run.saved) and run.is_writing)
     run.kill()

@@ -1,8 +1,20 @@
+"""Micro-batches: what ranks share, rows of documents, and how they are made ahead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from so_tui_trainer.data.batches import Batches
+from so_tui_trainer.data.batches import PREFETCH_DEPTH, Batches, MicroBatch, Prefetcher, _rows_apart
 from tests.support.documents import documents, spec
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
@@ -126,3 +138,85 @@ def test_end_to_end_only_a_sixty_fourth_of_a_micro_batch_is_padding(packing: str
     for row, one in zip(in_rows_too, batches.micro_batches(1), strict=True):
         assert torch.equal(row.input_ids[row.real], one.input_ids[one.real])
         assert torch.equal(row.targets, one.targets)
+
+
+CPU = torch.device("cpu")
+
+
+def test_everything_comes_in_order() -> None:
+    batches = Batches(documents(), spec(), 0)
+    expected = [
+        (step, batch.input_ids) for step in range(3, 6) for batch in batches.micro_batches(step)
+    ]
+    with Prefetcher(batches.iterate(3, 5), CPU) as prefetcher:
+        found = list(prefetcher)
+    assert len(found) == len(expected) == 9
+    for (step, ids), (counts, batch) in zip(expected, found, strict=True):
+        assert torch.equal(ids, batch.input_ids)
+        assert counts.trained_tokens == batches.counts(step).trained_tokens
+
+
+def test_it_is_ahead_but_not_by_much_and_leaves_no_thread() -> None:
+    made: list[int] = []
+
+    def source() -> Iterator[MicroBatch]:
+        for portion in Batches(documents(), spec(), 0).iterate(1, 100):
+            made.append(1)
+            yield portion
+
+    before = threading.active_count()
+    with Prefetcher(source(), CPU) as prefetcher:
+        next(prefetcher)
+        deadline = time.monotonic() + LIMIT_S
+        while len(made) < 1 + PREFETCH_DEPTH and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert 1 + PREFETCH_DEPTH <= len(made) <= 2 + PREFETCH_DEPTH
+    assert threading.active_count() == before
+
+
+def test_an_error_is_raised_where_the_batch_would_have_come() -> None:
+    def source() -> Iterator[MicroBatch]:
+        yield from Batches(documents(), spec(), 0).iterate(1, 1)
+        raise OSError("the file is gone")
+
+    with Prefetcher(source(), CPU) as prefetcher:
+        for _ in range(3):
+            next(prefetcher)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the file is gone"):
+                next(prefetcher)
+
+
+LENGTHS = st.lists(st.integers(0, 700), min_size=1, max_size=40).filter(any)
+
+
+def boundaries(lengths: list[int]) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+@given(LENGTHS)
+def test_every_token_is_in_the_row_of_its_document_and_nothing_else_is(lengths: list[int]) -> None:
+    places, *groups = _rows_apart(boundaries(lengths))
+    tokens = torch.arange(sum(lengths))
+    together = torch.cat([tokens[group].flatten() for group in groups])
+    assert torch.equal(together[places], tokens)
+    rows = [row.tolist() for group in groups for row in group]
+    documents = torch.split(tokens, lengths)
+    found = sorted(sorted(set(row)) for row in rows)
+    assert found == [document.tolist() for document in documents if len(document)]
+    assert all(row == sorted(row) for row in rows), "tokens follow each other as in the document"
+
+
+@given(LENGTHS)
+def test_what_is_computed_beyond_the_ends_is_little(lengths: list[int]) -> None:
+    """Below a third of the tokens, apart from documents shorter than a kernel's block."""
+    _, *groups = _rows_apart(boundaries(lengths))
+    for group in groups:
+        ends = [len(set(row.tolist())) for row in group]
+        assert group.shape[1] <= 64 or group.numel() <= sum(ends) / 0.75
+
+
+def test_documents_of_similar_lengths_are_computed_together() -> None:
+    _, *groups = _rows_apart(boundaries([100, 10, 95, 400, 80, 30]))
+    assert [tuple(group.shape) for group in groups] == [(1, 400), (3, 100), (2, 30)]

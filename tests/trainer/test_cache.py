@@ -23,7 +23,7 @@ from so_tui_trainer.data.tokens import _row_shares, load_tokenizer, prepare
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny
-from tests.support.problems import refusal
+from tests.support.problems import coded, refusal
 
 
 def spec_of(path: Path, **changes: str) -> RunSpec:
@@ -301,6 +301,5 @@ def test_a_rank_that_does_not_see_the_first_ones_cache_says_so(
     monkeypatch.setattr(
         "so_tui_trainer.data.tokens.prepare", lambda *_, **__: tmp_path / "on-another-host"
     )
-    with pytest.raises(TrainingError) as caught:
+    with coded(TrainingError, "cache-not-shared"):
         session._read_training_data(tiny(), single_rank, lambda _: None, lambda *_: None)
-    assert caught.value.code == "cache-not-shared"

@@ -154,15 +154,6 @@ def test_every_answer_is_trained_from_where_the_model_takes_over_to_its_stop_tok
         ]
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, HEADERS, BRACKETS, CHANNELS])
-def test_the_text_is_what_the_template_writes(template: str) -> None:
-    tokenizer = tokenizer_with(template)
-    parts = _segments(chat_of(tokenizer), TALK)
-    assert "".join(part.text for part in parts) == tokenizer.apply_chat_template(
-        [m._asdict() for m in TALK], tokenize=False
-    )
-
-
 def test_a_thought_that_the_template_drops_from_earlier_turns_does_not_move_the_mask() -> None:
     thinks = tuple(
         m._replace(content=f"<think>\nhm\n</think>\n\n{m.content}") if m.role == "assistant" else m

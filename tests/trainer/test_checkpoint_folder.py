@@ -20,6 +20,7 @@ from so_tui_trainer.checkpoint_folder import _verify, claim, newest, read_manife
 from so_tui_trainer.failures import TrainingError
 from tests.support.checkpoints import written
 from tests.support.launching import tiny
+from tests.support.problems import coded
 
 
 def spec_in(folder: Path, keep: int = 2) -> RunSpec:
@@ -53,9 +54,8 @@ def test_a_run_of_the_same_name_never_gets_the_checkpoints_of_another(tmp_path: 
     assert caught.value.code == "checkpoint-folder-taken"
     assert caught.value.reason.startswith(f"checkpoint.folder: {folder} ")
     assert names(folder) == before
-    with pytest.raises(TrainingError) as caught:
+    with coded(TrainingError, "checkpoints-unreadable"):
         newest(folder, run_id(second))
-    assert caught.value.code == "checkpoints-unreadable"
 
 
 def test_a_folder_without_an_identity_is_taken_only_by_a_run_without_one(tmp_path: Path) -> None:
@@ -72,9 +72,8 @@ def test_a_folder_without_an_identity_is_taken_only_by_a_run_without_one(tmp_pat
     found = newest(folder, run_id(old))
     assert found is not None
     assert found.manifest.step == 5
-    with pytest.raises(TrainingError) as caught:
+    with coded(TrainingError, "checkpoint-folder-taken"):
         claim(new, spec)
-    assert caught.value.code == "checkpoint-folder-taken"
 
 
 def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
@@ -82,9 +81,8 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     run = create_run(spec, tmp_path / "runs")
     folder = claim(run, spec)
     folder.chmod(0o777)
-    with pytest.raises(TrainingError) as caught:
+    with coded(TrainingError, "checkpoint-folder-taken"):
         claim(run, spec)
-    assert caught.value.code == "checkpoint-folder-taken"
 
 
 def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(
@@ -187,9 +185,8 @@ def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(
     path.write_bytes(
         msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {"sub_groups": [group]})
     )
-    with pytest.raises(superoffload.OffloadError, match="sizes are impossible") as caught:
+    with coded(superoffload.OffloadError, "unreadable", match="sizes are impossible"):
         list(superoffload.saved_master_weights(folder))
-    assert caught.value.code == "unreadable"
 
 
 @pytest.mark.parametrize(
@@ -208,9 +205,8 @@ def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
         pytest.raises(superoffload.OffloadError) if name.startswith("optimizer") else nullcontext()
     ):
         superoffload.verify_state(folder / "step-000003" / "optimizer")
-    with pytest.raises(TrainingError) as caught:
+    with coded(TrainingError, "checkpoints-unreadable"):
         newest(folder)
-    assert caught.value.code == "checkpoints-unreadable"
 
 
 @pytest.mark.parametrize("name", ["rank_00000.states", "rank_00000.json"])
@@ -220,9 +216,8 @@ def test_a_pipe_as_a_state_does_not_block(name: str, tmp_path: Path) -> None:
     states = written(folder, 3, "", spec_in(tmp_path)) / "optimizer"
     (states / name).unlink()
     os.mkfifo(states / name)
-    with pytest.raises(superoffload.OffloadError) as caught:
+    with coded(superoffload.OffloadError, "unreadable"):
         superoffload.verify_state(states)
-    assert caught.value.code == "unreadable"
 
 
 def test_a_states_description_of_more_than_its_limit_is_not_read(tmp_path: Path) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.cpp_extension import _get_build_directory
 from transformers import AutoConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -17,23 +23,11 @@ from so_tui_trainer.model import fused
 from so_tui_trainer.model.config import disable_dropout
 from so_tui_trainer.model.kernels import cross_entropy_gradient, gated, log_sum_exp, rotate
 from tests.support.models import causal_model, grad_of
+from tests.support.python_path import checkout_path
+from tests.support.small_training import EXPERTS
+from tests.support.small_training import SHAPE as BASE
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-EXPERTS = {
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+SHAPE = BASE | {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
 EXPECTED = {
     "qwen3": {"Qwen3RMSNorm", "Qwen3MLP", "apply_rotary_pos_emb"},
     "llama": {"LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"},
@@ -201,3 +195,21 @@ def test_the_softmax_on_the_gpu_is_that_of_the_cpu(rows: int, columns: int) -> N
     torch.testing.assert_close(
         gradient.cpu(), cross_entropy_gradient(logits, expected, targets, 0.01)
     )
+
+
+@pytest.mark.slow
+def test_what_a_killed_compilation_leaves_holds_nobody_up() -> None:
+    left = Path(_get_build_directory("cpu_adam", False)) / "lock"
+    left.touch()
+    build = [sys.executable, "-m", "so_tui_trainer.tools.build_ops"]
+    done = subprocess.run(
+        build,
+        input="{}",
+        env=os.environ | {"PYTHONPATH": checkout_path()},
+        capture_output=True,
+        text=True,
+        timeout=180,  # far more than compiling takes
+        check=True,
+    )
+    assert json.loads(done.stdout)["deepspeed"] == ""
+    assert not left.exists()

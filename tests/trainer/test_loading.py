@@ -1,13 +1,11 @@
-"""Weights into a model that is cut over one and two ranks, and the memory that takes. The ranks are
-this file, run as a script.
+"""Weights into a model that is cut over two ranks, and the memory that takes. The ranks are this
+file, run as a script.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import rank_processes
 from tests.support.models import ONE_OF_EACH, saved
-from tests.support.python_path import checkout_path
 
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -26,48 +24,26 @@ DS_CONFIG = {
 MIB = 1 << 20
 
 
-def run_ranks(ranks: int, *arguments: str) -> list[str]:
-    """What each rank printed last."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "SO_TUI_RENDEZVOUS": f"file://{tempfile.mkdtemp()}/store",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": checkout_path(Path(__file__).parent),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, *arguments],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(
-        output[-4000:] for output in outputs
-    )
+def run_ranks(what: str, folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    """What each of two ranks printed last."""
+    patch.setenv("SO_TUI_RENDEZVOUS", f"file://{tempfile.mkdtemp()}/store")
+    outputs = rank_processes.finish(rank_processes.start(Path(__file__), [what, str(folder)], 2))
     return [output.strip().rpartition("\n")[2] for output in outputs]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_rank_holds_its_part_of_the_checkpoint_to_the_bit(ranks: int, tmp_path: Path) -> None:
+def test_every_rank_holds_its_part_of_the_checkpoint_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind, name in ONE_OF_EACH.items():
         saved(name, tmp_path / kind, tie_word_embeddings=kind == "qwen3")
-    assert run_ranks(ranks, "compare", str(tmp_path)) == [f"{len(ONE_OF_EACH)} models"] * ranks
+    assert run_ranks("compare", tmp_path, monkeypatch) == [f"{len(ONE_OF_EACH)} models"] * 2
 
 
 @pytest.mark.slow
-def test_no_rank_holds_more_than_its_part_and_what_the_formula_says(tmp_path: Path) -> None:
+def test_loading_takes_no_more_memory_than_the_formula_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     large: dict[str, Any] = {
         "hidden_size": 512,
         "moe_intermediate_size": 512,
@@ -79,7 +55,7 @@ def test_no_rank_holds_more_than_its_part_and_what_the_formula_says(tmp_path: Pa
     )
     whole = sum(parameter.numel() * 2 for parameter in model.parameters())
     del model
-    for line in run_ranks(2, "measure", str(tmp_path)):
+    for line in run_ranks("measure", tmp_path, monkeypatch):
         found = json.loads(line)
         assert found["peak"] < whole / 2 + found["formula"] + 50 * MIB
         assert found["formula"] + 50 * MIB < whole / 3  # else the line above says little

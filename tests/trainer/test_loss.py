@@ -2,23 +2,29 @@
 and gradients.
 """
 
+from __future__ import annotations
+
+import inspect
+import re
 import weakref
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from so_tui.model import flops as model_loss
 from so_tui_trainer.data.batches import Batches
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.loss import HeadLoss, expected_first_loss
+from so_tui_trainer.model.loss import LOGIT_KEYS, HeadLoss, expected_first_loss
 from so_tui_trainer.model.trained import TrainedModel, parameter_groups
 from tests.support.documents import documents, spec
 from tests.support.launching import tiny
-from tests.support.models import causal_model, grad_of
+from tests.support.models import causal_model
 
 
 @pytest.mark.parametrize("block", [30, 7 * 30, 10**6], ids=lambda logits: f"blocks of {logits}")
@@ -142,45 +148,13 @@ def test_the_loss_of_a_large_vocabulary_stays_below_two_gib() -> None:
     assert model_loss.recomputed_logits(3000, 151_936) == 0
 
 
-def test_without_trained_tokens_the_loss_is_zero_and_so_are_the_gradients() -> None:
+def test_without_trained_tokens_loss_and_gradients_are_zero() -> None:
     hidden, weight = torch.randn(1, 4, 8, requires_grad=True), nn.Parameter(torch.randn(10, 8))
     nothing = torch.zeros(0, dtype=torch.int64)
     loss = HeadLoss(weight)(hidden, nothing, nothing, 1.0)
     torch.autograd.backward(loss)
     assert loss == 0
     assert not weight.grad.any()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_packed_documents_train_as_if_each_were_alone(implementation: str, tied: bool) -> None:
-    torch.manual_seed(0)
-    config = load_config(tiny().model)
-    config.tie_word_embeddings = tied
-    causal = causal_model(config, dtype=torch.float32, attention=implementation)
-    model = TrainedModel(causal, implementation)
-    docs = documents(30)
-    batches = Batches(docs, spec(data__sequence_length="128"), 0)
-    batch = next(batches.micro_batches(1))
-    assert len(batch.boundaries) > 6  # really packed
-    packed = model(batch, 1 / len(batch.targets))
-    torch.autograd.backward(packed)
-    gradients = {name: grad_of(parameter).clone() for name, parameter in causal.named_parameters()}
-    model.zero_grad()
-    alone = torch.zeros(())
-    for index in batches._indices(0, len(batch.input_ids)):
-        for document in batches.sequences.of(int(index)):
-            part = slice(docs.offsets[document], docs.offsets[document + 1])
-            ids = torch.tensor(docs.tokens[part], dtype=torch.int64)[None]
-            labels = torch.where(torch.tensor(docs.trained[part]), ids[0], -100)[1:]
-            alone = alone + cross_entropy(
-                causal(input_ids=ids).logits[0, :-1], labels, ignore_index=-100, reduction="sum"
-            )
-    alone = alone / len(batch.targets)
-    torch.autograd.backward(alone)
-    torch.testing.assert_close(packed, alone)
-    for name, parameter in causal.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=2e-6, msg=name)
 
 
 def test_micro_batches_weigh_their_tokens_not_themselves() -> None:
@@ -208,7 +182,7 @@ def test_random_weights_start_where_they_must() -> None:
     )
 
 
-def test_matrices_decay_and_norms_do_not_in_the_order_of_the_model() -> None:
+def test_matrices_decay_and_norms_do_not() -> None:
     model = TrainedModel(causal_model(load_config(tiny().model)), "sdpa")
     decay, rest = parameter_groups(model, tiny())
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.01, 0.0)
@@ -217,3 +191,39 @@ def test_matrices_decay_and_norms_do_not_in_the_order_of_the_model() -> None:
     order = [name for name, _ in model.named_parameters()]
     assert decay["names"] == [name for name in order if name in set(decay["names"])]
     assert len(order) == len(decay["names"]) + len(rest["names"])
+
+
+CHANGES = re.compile(
+    r"self\.(?:config\.(?:text_config\.)?)?(\w*(?:logits?_s|logits_mup|multiplier|cap(?:ping)?\b|"
+    r"unpadded)\w*)"
+)
+"""What a forward pass reads that scales, caps or cuts logits."""
+READ_ALREADY = {"logit_softcap"}
+"""A module that is made of a configuration key which is known."""
+OTHER_NAMES = {
+    "granite": "logits_scaling",
+    "gemma2": "final_logit_softcapping",
+    "cohere": "logit_scale",
+}
+
+
+def keys_read(kind: str) -> set[str]:
+    """Return the configuration keys with which a model's forward pass changes its logits."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    model_class = getattr(transformers, names if isinstance(names, str) else names[0])
+    return set(CHANGES.findall(inspect.getsource(model_class.forward)))
+
+
+@pytest.mark.parametrize("kind", OTHER_NAMES)
+def test_keys_are_found_in_the_source(kind: str) -> None:
+    assert keys_read(kind) == {OTHER_NAMES[kind]}
+
+
+def test_every_key_that_changes_logits_is_known() -> None:
+    """A model with one that is not would be trained with a wrong loss."""
+    unknown = {
+        kind: keys - {*LOGIT_KEYS, *READ_ALREADY}
+        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if (keys := keys_read(kind))
+    }
+    assert not {kind: keys for kind, keys in unknown.items() if keys}

@@ -11,7 +11,7 @@ from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.records import EndRecord, StepRecord
 from so_tui.spec import RunSpec
 from tests.support.launching import log, records, start, tiny
-from tests.support.waiting import LIMIT_S, running
+from tests.support.waiting import running, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +40,9 @@ def started(
     return psutil.Process(runner.pid), family, workers
 
 
-def gone(processes: list[psutil.Process]) -> bool:
-    """Return whether the processes end within a minute. Zombies hold no resources and count as
-    ended.
-    """
-    deadline = time.monotonic() + LIMIT_S
-    while left := any(running(process.pid) and process.is_running() for process in processes):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    return not left
+def wait_for_end_of(processes: list[psutil.Process]) -> None:
+    """Zombies hold no resources and count as ended."""
+    wait_until(lambda: not any(running(each.pid) and each.is_running() for each in processes))
 
 
 def test_whoever_dies_first_the_others_follow(tmp_path: Path) -> None:
@@ -61,7 +54,7 @@ def test_whoever_dies_first_the_others_follow(tmp_path: Path) -> None:
     end = records(run)[-1]
     assert isinstance(end, EndRecord)
     assert (end.state, end.code) == ("failed", "adam-worker-lost")
-    assert gone(family)
+    wait_for_end_of(family)
 
     runner, family, _ = started(run, spec, 2)
     launchers = [
@@ -70,4 +63,4 @@ def test_whoever_dies_first_the_others_follow(tmp_path: Path) -> None:
     assert launchers
     for process in (runner, *launchers):
         process.kill()
-    assert gone(family)
+    wait_for_end_of(family)

@@ -20,7 +20,7 @@ from so_tui_trainer.model.weights import (
     _Match,
     match_weights,
     meta_model,
-    refuse,
+    refuse_mismatch,
 )
 from tests.support.models import ONE_OF_EACH, saved, scaled_down
 from tests.support.problems import refusal
@@ -61,7 +61,7 @@ def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 
 
 def refused(found: _Match) -> str:
-    problem = refusal(lambda: refuse(found, ModelSpec(id="some/model")))
+    problem = refusal(lambda: refuse_mismatch(found, ModelSpec(id="some/model")))
     assert (problem.code, problem.field, problem.value) == (
         "weights-mismatch",
         "model.id",
@@ -78,7 +78,7 @@ def test_the_checkpoints_of_every_architecture_are_taken_as_they_are(
     assert LAYOUT[kind] in read_index(tmp_path)
     found = matched(model, tmp_path)
     assert (found.missing, found.unexpected, found.mismatched) == ((), (), ())
-    refuse(found, ModelSpec(id="some/model"))
+    refuse_mismatch(found, ModelSpec(id="some/model"))
     assert {name for conversion in found.conversions for name in conversion.shapes} == set(
         model.state_dict()
     )

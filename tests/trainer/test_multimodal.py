@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from so_tui.spec import InputError, ModelSpec
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import read_index
-from so_tui_trainer.model.weights import _realised, match_weights, meta_model, refuse
+from so_tui_trainer.model.weights import _realised, match_weights, meta_model, refuse_mismatch
 from so_tui_trainer.tools.describe_model import describe
 from tests.support.models import SMALL, known
 
@@ -116,7 +116,7 @@ def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path
     index = read_index(tmp_path)
     meta = meta_model(config)
     found = match_weights(meta, index)
-    refuse(found, model)
+    refuse_mismatch(found, model)
     factory: Any = AutoModelForCausalLM
     language = factory.from_config(config, dtype=torch.float32)
     tensors = {
@@ -182,7 +182,7 @@ def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(
     model = ModelSpec(id=str(tmp_path), weights="pretrained")
     config = load_config(model)
     assert config.tie_word_embeddings == tied
-    refuse(match_weights(meta_model(config), read_index(tmp_path)), model)
+    refuse_mismatch(match_weights(meta_model(config), read_index(tmp_path)), model)
     answer: dict[str, Any] = list(describe({"model": str(tmp_path)}))[-1]
     tensors = [
         tensor

@@ -24,7 +24,7 @@ from so_tui_trainer.model.weights import (
     _converted_folder,
     match_weights,
     meta_model,
-    refuse,
+    refuse_mismatch,
     trainable_folder,
     weights_folder,
 )
@@ -91,7 +91,7 @@ def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
                 source[f"{name}_blocks"], source[f"{name}_scales"]
             )
             assert torch.equal(tensor, expected), name
-    refuse(
+    refuse_mismatch(
         match_weights(meta_model(load_config(ModelSpec(id=str(packed)))), read_index(folder)),
         ModelSpec(id=str(packed)),
     )

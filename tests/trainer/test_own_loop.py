@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 import pytest
 
 from so_tui.runs import create_run
-from so_tui.runs.records import StepRecord
+from so_tui.runs.records import EndRecord, StepRecord
 from so_tui.spec import RunSpec
 from tests.support.launching import log, records, start, tiny
 from tests.support.python_path import checkout_path
@@ -78,6 +79,7 @@ def loop(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None:
+    """The trainer's run is a benchmark: a warm-up step, and a summary of the others."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -93,7 +95,8 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
         "model__tokenizer": "builtin:tiny",
     }
     training = {
-        "train__steps": str(STEPS),
+        "benchmark__warmup_steps": "1",
+        "benchmark__measured_steps": str(STEPS - 1),
         "train__schedule": "constant",
         "train__warmup_ratio": "0",
         "data__packing": "false",
@@ -103,7 +106,13 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
     )
     run = create_run(spec, tmp_path / "runs")
     assert start(run, spec).wait(timeout=400) == 0, log(run)
-    trainers = [record.loss for record in records(run) if isinstance(record, StepRecord)]
+    *_, end = records(run)
+    assert isinstance(end, EndRecord)
+    assert (end.state, end.step, end.saved) == ("finished", STEPS, "")
+    steps = [record for record in records(run) if isinstance(record, StepRecord)]
+    assert end.summary["measured_steps"] == STEPS - 1
+    assert end.summary["step_s"] == pytest.approx(median(step.step_s for step in steps[1:]))
+    trainers = [step.loss for step in steps]
 
     (tmp_path / "spec.json").write_bytes(msgspec.json.encode(spec))
     # In a process of its own, since a process group and DeepSpeed's accelerator are of a process.

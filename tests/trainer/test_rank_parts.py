@@ -1,8 +1,10 @@
-"""Parts of a rank that need no training: binding, clocks, failures, the watch over finite
-values.
-"""
+"""Parts of a rank that need no training: binding, clocks, memory, failures, and what is sent."""
+
+from __future__ import annotations
 
 import errno
+import gc
+import mmap
 import os
 import re
 import resource
@@ -10,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -19,7 +23,7 @@ import torch
 
 from so_tui.machine import inspect_machine
 from so_tui.plan.planner import make_plan
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import MetricsWriter, RunDirectory, create_run, new_attempt
 from so_tui.runs.records import (
     EndRecord,
     MetricRecord,
@@ -29,19 +33,29 @@ from so_tui.runs.records import (
     WarningRecord,
     decode_metric,
 )
-from so_tui.spec import InputError
-from so_tui_trainer import failures
+from so_tui.runs.samples import read_network_rate
+from so_tui.spec import InputError, TrainSpec
+from so_tui_trainer import failures, metrics, session
 from so_tui_trainer.checkpoint import _all_ranks
+from so_tui_trainer.data import sources
 from so_tui_trainer.data.batches import StepCounts
-from so_tui_trainer.failures import Failure, NonFiniteError
-from so_tui_trainer.loop import _log_line
-from so_tui_trainer.metrics import Metrics, Step, StepClock, StepPart
+from so_tui_trainer.failures import Explanation, Failure, NonFiniteError
+from so_tui_trainer.loop import _log_line, learning_rate
+from so_tui_trainer.metrics import (
+    Metrics,
+    Step,
+    StepClock,
+    StepPart,
+    _HostMemory,
+    _rank_memory_bytes,
+)
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
 from superoffload.meter import OffloadStats
 from tests.support.launching import records, tiny
 from tests.support.records import step_record
+from tests.support.waiting import LIMIT_S, wait_until
 
 BIND = """
 import sys, threading, msgspec
@@ -317,3 +331,296 @@ def test_the_log_gives_the_speed_by_gpu_only_where_there_are_gpus(
 ) -> None:
     line = _log_line(step_record(3, gpu_memory_peak_bytes=memory), 10)
     assert re.findall(r"TFLOPS/\w+", line) == [unit]
+
+
+def _rates(
+    schedule: str, total: int = 100, warmup: float = 0.1, decay: float = 0.1, floor: float = 0.0
+) -> list[float]:
+    train = TrainSpec(
+        learning_rate=1.0,
+        schedule=schedule,  # type: ignore[arg-type]
+        warmup_ratio=warmup,
+        decay_ratio=decay,
+        min_learning_rate_ratio=floor,
+    )
+    return [learning_rate(step, total, train) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_it_rises_to_the_peak_over_the_warm_up(schedule: str) -> None:
+    rates = _rates(schedule)
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert max(rates) == 1.0
+
+
+def test_cosine_and_linear_fall_and_never_waste_a_step_on_zero() -> None:
+    for schedule in ("cosine", "linear"):
+        falling = _rates(schedule)[10:]
+        assert falling[0] == 1.0
+        assert all(after < before for before, after in pairwise(falling))
+        assert 0 < falling[-1] < 0.02
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    assert _rates("cosine", total=101, warmup=0.0)[50] == pytest.approx(0.5, abs=0.02)
+
+
+def test_constant_stays() -> None:
+    assert set(_rates("constant")[9:]) == {1.0}
+
+
+def test_a_run_of_one_step_has_a_rate() -> None:
+    assert _rates("cosine", total=1, warmup=0.05) == [1.0]
+
+
+def test_wsd_stays_at_the_peak_and_falls_over_its_last_steps() -> None:
+    rates = _rates("wsd", decay=0.2)
+    assert set(rates[9:81]) == {1.0}
+    assert rates[80:] == pytest.approx([1 - step / 20 for step in range(20)])
+
+
+def test_the_decay_of_wsd_leaves_the_warm_up_alone() -> None:
+    rates = _rates("wsd", total=10, warmup=0.5, decay=1.0)
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_falling_schedules_end_just_above_their_floor(schedule: str) -> None:
+    rates = _rates(schedule, total=1000, floor=0.1)
+    assert max(rates) == 1.0
+    assert 0.1 < rates[-1] < 0.11
+    assert min(rates[100:]) == rates[-1]
+
+
+STUBBORN = """
+import signal
+import time
+from so_tui_trainer.session import _install_handlers
+
+def fail():
+    raise OSError("no space left on the device")
+
+_install_handlers(fail, fail)
+signal.raise_signal(signal.SIGUSR1)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def failure(rank: int) -> Failure:
+    return Failure(rank=rank, code="disk-full", reason="full", suggestion="", step=rank)
+
+
+def test_a_report_that_is_not_whole_does_not_hide_another_ranks() -> None:
+    """The disk was full, or the rank was killed while it wrote."""
+    run = create_run(tiny())
+    run.attempt_dir(1).mkdir()
+    (run.attempt_dir(1) / "failure.rank1.json").touch()
+    assert failures.reported(run, 1, 4) is None
+    failures.report(failure(2), run, 1)
+    assert failures.reported(run, 1, 4) == failure(2)
+
+
+def test_a_rank_that_cannot_write_why_it_failed_ends_all_the_same() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as rank:
+        try:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == b"ready\n"
+            rank.terminate()
+            assert rank.wait(LIMIT_S) == 143
+            assert rank.stderr is not None
+            assert b"no space left" in rank.stderr.read()
+        finally:
+            rank.kill()
+
+
+@pytest.mark.parametrize("part", [b'\\"', b"\\\\"])
+def test_a_row_that_was_cut_off_in_a_string_is_checked_at_once(part: bytes) -> None:
+    row = b"[" * (sources.MOST_NESTED + 1) + b"]" * (sources.MOST_NESTED + 1)
+    began = time.process_time()
+    assert not sources._is_deep(b'{"text": "' + row + part * 20_000)
+    assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (True, bool),
+        ("host", str),
+        (Path("/a"), Path),
+        (None, Path | None),
+        (Explanation("code", "reason", "suggestion"), Explanation | None),
+    ],
+)
+def test_values_arrive_as_they_were(value: object, kind: object, single_rank: Ranks) -> None:
+    assert single_rank.all_gather(value, kind) == [value]
+    assert single_rank.broadcast(value, kind) == value
+
+
+def test_a_value_of_another_type_is_refused(single_rank: Ranks) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        single_rank.broadcast("text", int)
+
+
+class Knot:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_was_loaded_is_never_looked_at_again_and_garbage_is_not_kept() -> None:
+    loaded, garbage = Knot(), Knot()
+    gone = weakref.ref(garbage)
+    del garbage
+    try:
+        session.freeze_garbage()
+        assert gone() is None
+        assert not any(each is loaded for each in gc.get_objects())
+        later = Knot()
+        assert any(each is later for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
+class Reads:
+    """Measurements that take as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.begun = 0
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def __call__(self) -> int:
+        self.begun += 1
+        assert self.may_end.wait(60)
+        self.made += 1
+        return self.made
+
+
+def test_a_step_never_waits_for_a_measurement_but_the_first() -> None:
+    now, reads = [0.0], Reads()
+    memory = _HostMemory(reads, lambda: now[0])
+    assert memory.latest_bytes() == 1
+    reads.may_end.clear()
+    now[0] = 25.0
+    assert [memory.latest_bytes() for _ in range(3)] == [1, 1, 1]
+    wait_until(lambda: reads.begun == 2)
+    reads.may_end.set()
+    wait_until(lambda: memory.latest_bytes() == 2)
+    assert reads.begun == 2, "one at a time"
+
+
+@pytest.mark.parametrize(("age_s", "interval_s"), [(60.0, 20.0), (200.0, 500.0)])
+def test_costly_measurements_become_rare_once_memory_has_been_touched(
+    age_s: float, interval_s: float
+) -> None:
+    now, reads = [0.0], Reads()
+
+    def slow() -> int:
+        now[0] += 5.0
+        return reads()
+
+    memory = _HostMemory(slow, lambda: now[0])
+    memory.latest_bytes()
+    now[0] = age_s
+    memory.latest_bytes()
+    wait_until(lambda: memory.latest_bytes() == 2)
+    now[0] = age_s + 5.0 + interval_s - 1
+    memory.latest_bytes()
+    assert reads.begun == 2
+    now[0] += 2
+    memory.latest_bytes()
+    wait_until(lambda: memory.latest_bytes() == 3)
+
+
+def test_it_counts_what_has_been_touched() -> None:
+    before = _rank_memory_bytes()
+    with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(b"\1" * len(memory))
+        assert _rank_memory_bytes() - before > 60 << 20
+
+
+def test_threads_that_end_meanwhile_do_not_hide_adams_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A training process has threads that come and go."""
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            short = [threading.Thread(target=int) for _ in range(30)]
+            for thread in short:
+                thread.start()
+            for thread in short:
+                thread.join()
+
+    busy = [threading.Thread(target=come_and_go) for _ in range(3)]
+    with subprocess.Popen(["sleep", "1000"]) as worker:
+        monkeypatch.setattr(metrics, "pss_bytes", lambda pid: int(pid == worker.pid))
+        try:
+            for thread in busy:
+                thread.start()
+            assert [_rank_memory_bytes() for _ in range(300)] == [1] * 300
+        finally:
+            ended.set()
+            for thread in busy:
+                thread.join()
+            worker.kill()
+
+
+_RANK = """
+import sys
+import torch, torch.distributed as dist
+from so_tui.runs import RunDirectory
+from so_tui_trainer.metrics import record_network_rate
+from so_tui_trainer.ranks import Ranks
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+record_network_rate(Ranks(dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD), RunDirectory(sys.argv[3]), 1, 2)
+dist.destroy_process_group()
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "whole_bytes"),
+    [(0.0, 1e9, 1 << 26), (0.0, 1e7, 1 << 20), (0.0, 1e12, 1 << 28), (1e-3, 1e10, 1 << 28)],
+)
+def test_the_rate_is_that_of_a_tensor_that_takes_long_enough(
+    latency_s: float,
+    bytes_per_s: float,
+    whole_bytes: int,
+    single_rank: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def both_s(_ranks: Ranks, size: int) -> float:
+        asked.append(size)
+        return latency_s + 2 * size * 11 / 12 / bytes_per_s
+
+    monkeypatch.setattr(metrics, "_both_s", both_s)
+    assert metrics._measure_network_rate(single_rank._replace(size=12)) == pytest.approx(
+        bytes_per_s, rel=0.05
+    )
+    assert asked[-1] == whole_bytes
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_and_the_first_one_records_it(tmp_path: Path) -> None:
+    run = create_run(tiny(nodes="2", gpus="1"), tmp_path)
+    attempt = new_attempt(run)
+    meeting = f"file://{tmp_path / 'meeting'}"
+    python = [sys.executable, "-W", "error::FutureWarning"]  # of older names of torch's functions
+    ranks = [
+        subprocess.Popen([*python, "-c", _RANK, meeting, str(rank), str(run.path)])
+        for rank in range(2)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    rate = read_network_rate(run, attempt)
+    assert rate is not None
+    assert rate.nodes == 2
+    assert 1e6 < rate.bytes_per_s < 1e12

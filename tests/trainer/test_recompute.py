@@ -23,6 +23,7 @@ from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import load_config
 from tests.support.attention import PLAIN
 from tests.support.models import another, causal_model, grad_of
+from tests.support.problems import coded
 from tests.support.small_training import (
     EXPERTS,
     MIXTURES,
@@ -236,9 +237,8 @@ def test_more_attention_in_a_layer_than_is_planned_is_refused() -> None:
     )
     checkpointing.install(causal, "attention", host)
     causal.train()
-    with pytest.raises(TrainingError) as refused:
+    with coded(TrainingError, "layer-inputs-unforeseen"):
         forward(causal)
-    assert refused.value.code == "layer-inputs-unforeseen"
 
 
 def test_evaluation_leaves_nothing_in_host_memory() -> None:

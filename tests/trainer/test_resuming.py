@@ -16,12 +16,16 @@ from so_tui.runs import RunDirectory, create_run, read_state, write_state
 from so_tui.runs.directory import run_id
 from so_tui.spec import DataSource, RunSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
+from so_tui_trainer.checkpoint import _rounding_warnings
 from so_tui_trainer.checkpoint_folder import Found, claim
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
 from superoffload.resharding import Rounded
+from tests.support import engine as support
 from tests.support.checkpoints import written
 from tests.support.launching import tiny
+from tests.support.planning import spec_of
+from tests.support.problems import coded
 
 SPEC = tiny(checkpoint__keep="9")
 
@@ -140,9 +144,8 @@ def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(
     assert found is not None
     assert (found.manifest.step, told) == (1, ["checkpoint-missing"])
     paths[0].rename(paths[0].with_name("elsewhere, too"))
-    with pytest.raises(TrainingError) as caught:
+    with coded(TrainingError, "checkpoint-missing"):
         checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
-    assert caught.value.code == "checkpoint-missing"
 
 
 @pytest.mark.parametrize(
@@ -185,4 +188,36 @@ def test_starting_over_sets_them_all_aside(run: RunDirectory) -> None:
     assert sorted(path.name for path in paths[0].parent.glob("step-*")) == [
         "step-000001.superseded",
         "step-000002.superseded",
+    ]
+
+
+NONE, BOTH = Rounded(blocks=0, numel=0), Rounded(blocks=3, numel=2_000_000)
+
+
+def codes(before: dict[str, str], now: dict[str, str], rounded: Rounded) -> list[str]:
+    ours = {"offload__mode": "superoffload"}
+    saved = support.manifest(5, spec_of("tiny", **{**ours, **before}), ranks=2)
+    return [
+        warning.code
+        for warning in _rounding_warnings(saved, spec_of("tiny", **{**ours, **now}), rounded)
+    ]
+
+
+@pytest.mark.parametrize("states", ["bf16-moments", "int8-moments"])
+def test_another_format_and_the_same_one(states: str) -> None:
+    compact = {"offload__states": states}
+    assert codes({}, {}, NONE) == codes(compact, compact, NONE) == []
+    assert codes({}, compact, BOTH) == codes(compact, {}, NONE) == ["states-format-changed"]
+    assert codes(compact, compact, BOTH) == ["moments-rounded", "blocks-rounded-again"]
+
+
+def test_without_offload_moments_are_fp32_whatever_the_spec_says() -> None:
+    compact = {"offload__states": "int8-moments"}
+    assert codes(compact | {"offload__mode": "gpu"}, compact, BOTH) == ["states-format-changed"]
+    assert codes(compact | {"offload__mode": "gpu"}, {}, NONE) == []
+
+
+def test_moments_that_begin_anew_are_all_there_is_to_say() -> None:
+    assert codes({"offload__engine": "deepspeed"}, {}, Rounded(blocks=0, numel=0, restarted=5)) == [
+        "moments-restarted"
     ]

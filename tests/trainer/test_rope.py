@@ -72,47 +72,32 @@ def test_positions_are_scaled_as_transformers_does_and_exported(
     assert loaded.model.rotary_emb.attention_scaling == ours.model.rotary_emb.attention_scaling
 
 
-@pytest.mark.parametrize("kind", ["llama3", "several", "none", "own", "own-of-experts", "unused"])
-def test_positions_that_cannot_be_scaled_are_refused(kind: str) -> None:
-    model = another("gemma3_text") if kind == "several" else scaled_down("llama-3.1-8b")
-    if kind == "llama3":
-        rope = {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        }
-        model = msgspec.structs.replace(
-            model,
-            config=model.config
-            | {
-                "rope_scaling": rope | {"original_max_position_embeddings": 32},
-                "max_position_embeddings": 256,
-            },
-        )
-    if kind == "none":
-        model = msgspec.structs.replace(
-            model,
-            config={
-                "model_type": "gpt2",
-                "n_embd": 32,
-                "n_layer": 1,
-                "n_head": 4,
-                "vocab_size": 99,
-            },
-        )
-    if kind == "own":
-        model = scaled_down("phi-4")
-    if kind == "own-of-experts":
-        model = msgspec.structs.replace(model, config=model.config | {"model_type": "phimoe"})
-    if kind == "unused":  # described, but no layer turns anything by its position
-        hybrid = {
-            "model_type": "granitemoehybrid",
-            "layer_types": ["mamba", "attention"],
-            "num_hidden_layers": 2,
-        }
-        model = msgspec.structs.replace(model, config=hybrid)
-    scaled = msgspec.structs.replace(model, rope_scaling="yarn", rope_factor=2.0)
+LLAMA = scaled_down("llama-3.1-8b")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 99}
+HYBRID = {"model_type": "granitemoehybrid", "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama3", LLAMA.config | {"rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 256}),
+        ("several", another("gemma3_text").config),
+        ("none", GPT2),
+        ("own", scaled_down("phi-4").config),
+        ("own of experts", LLAMA.config | {"model_type": "phimoe"}),
+        ("unused", HYBRID | {"layer_types": ["mamba", "attention"]}),
+    ],
+)
+def test_positions_that_cannot_be_scaled_are_refused(kind: str, config: dict[str, Any]) -> None:
+    """Of an unused kind, no layer turns anything by its position, though it is described."""
+    scaled = msgspec.structs.replace(LLAMA, config=config, rope_scaling="yarn", rope_factor=2.0)
     problem = refusal(lambda: load_config(scaled))
     assert (problem.code, problem.field) == ("rope-not-scalable", "model.rope_scaling")
 

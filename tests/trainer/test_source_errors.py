@@ -42,6 +42,7 @@ NARRATOR = (
         ("rows.json", '[{"instruction": "a", "output": "b"},', "data-source-unreadable"),
         ("rows.jsonl", "[1, 2]\n3", "data-source-unreadable"),
         ("rows.jsonl", "", "data-source-empty"),
+        ("rows.jsonl", "\n\n  \n", "data-source-empty"),
         ("rows.csv", "instruction,output\na,b\nc,d,e\n", "data-source-unreadable"),
         ("rows.parquet", "no parquet", "data-source-unreadable"),
         ("rows.json", "[]", "data-source-empty"),
@@ -66,34 +67,42 @@ def test_an_unusable_file_is_named(
     )
 
 
+DEEP = f'{{"messages": {"[" * 5_000}1{"]" * 5_000}}}'
+NINES = "9" * 5000
+
+
+def nested(opening: str, closing: str, levels: int) -> str:
+    return f'{GOOD}\n{GOOD}\n{{"messages": {opening * levels}1{closing * levels}}}\n'
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "row"),
+    ("name", "content", "code", "row"),
     [
-        ("rows.json", "not json at all", 1),
-        ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', 3),
-        ("rows.jsonl", f'{GOOD}\n{{"instruction": "a",\n{GOOD}\n', 2),
+        ("rows.json", "not json at all", "data-row-not-json", 1),
+        ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', "data-row-not-json", 3),
+        ("rows.jsonl", f'{GOOD}\n{{"instruction": "a",\n{GOOD}\n', "data-row-not-json", 2),
+        ("rows.jsonl", nested("[", "]", 3_000), "data-row-too-deep", 3),
+        ("rows.jsonl", nested('{"a":', "}", 50_000), "data-row-too-deep", 3),
+        ("rows.json", f"[{GOOD},\n{GOOD},\n{DEEP}]", "data-row-too-deep", None),
+        ("rows.json.gz", f"[\n{DEEP}]", "data-row-too-deep", None),
+        ("rows.jsonl", f'{{"messages": {NINES}}}\n', "data-row-unreadable", 1),
+        ("rows.jsonl", json.dumps({"messages": f"[{NINES}]"}), "data-row-unreadable", 1),
+        (
+            "rows.jsonl",
+            f'{{"instruction": "a", "output": {NINES}}}\n{{"instruction"\n',
+            "data-number-too-long",
+            1,
+        ),
     ],
+    ids=lambda value: str(value)[:20],
 )
-def test_a_row_that_is_not_json_is_named(tmp_path: Path, name: str, content: str, row: int) -> None:
-    (tmp_path / name).write_text(content)
-    problem = source_refusal(tmp_path / name, tmp_path)
-    assert (problem.code, problem.value) == ("data-row-not-json", f"{tmp_path / name}, row {row}")
-
-
-@pytest.mark.parametrize("opening", ["[", '{"a":'])
-@pytest.mark.parametrize("levels", [3_000, 50_000])
-def test_a_row_that_is_nested_too_deeply_is_named(
-    tmp_path: Path, opening: str, levels: int
+def test_a_row_that_is_no_json_or_too_deep_or_long_is_named(
+    name: str, content: str, code: str, row: int | None, tmp_path: Path
 ) -> None:
-    closing = {"[": "]", '{"a":': "}"}[opening]
-    (tmp_path / "rows.jsonl").write_text(
-        f'{GOOD}\n{GOOD}\n{{"messages": {opening * levels}1{closing * levels}}}\n'
-    )
-    problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
-    assert (problem.code, problem.value) == (
-        "data-row-too-deep",
-        f"{tmp_path / 'rows.jsonl'}, row 3",
-    )
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    problem = source_refusal(path, tmp_path)
+    assert (problem.code, problem.value) == (code, f"{path}, row {row}" if row else str(path))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -105,23 +114,6 @@ def test_a_row_that_is_too_long_is_named_at_once(tmp_path: Path, name: str) -> N
     problem = source_refusal(tmp_path / name, tmp_path)
     assert (problem.code, problem.value) == ("data-row-too-long", f"{tmp_path / name}, row 2")
     assert time.process_time() - begun < 5, "8 GiB are not read"
-
-
-DEEP = f'{{"messages": {"[" * 5_000}1{"]" * 5_000}}}'
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("rows.json", f"[{GOOD},\n{GOOD},\n{DEEP}]"), ("rows.json.gz", f"[\n{DEEP}]")],
-)
-def test_a_list_that_is_nested_too_deeply_is_refused(
-    tmp_path: Path, name: str, content: str
-) -> None:
-    (tmp_path / name).write_bytes(
-        gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
-    )
-    problem = source_refusal(tmp_path / name, tmp_path)
-    assert (problem.code, problem.value) == ("data-row-too-deep", str(tmp_path / name))
 
 
 def test_rows_of_a_compressed_file_in_a_folder_are_checked(tmp_path: Path) -> None:
@@ -139,35 +131,11 @@ def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path: Path) -> Non
     assert source_refusal(tmp_path / "rows.jsonl.gz", tmp_path).code == "data-row-too-long"
 
 
-NINES = "9" * 5000
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (f'{{"messages": {NINES}}}', "data-row-unreadable"),
-        (json.dumps({"messages": f"[{NINES}]"}), "data-row-unreadable"),
-        (f'{{"instruction": "a", "output": {NINES}}}\n{{"instruction"', "data-number-too-long"),
-    ],
-)
-def test_a_row_with_a_number_of_thousands_of_digits_is_named(
-    tmp_path: Path, content: str, code: str
-) -> None:
-    (tmp_path / "rows.jsonl").write_text(f"{content}\n")
-    problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
-    assert (problem.code, problem.value) == (code, f"{tmp_path / 'rows.jsonl'}, row 1")
-
-
 def test_pipes_and_devices_are_no_data(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     assert source_refusal(tmp_path / "rows.jsonl", tmp_path).code == "data-source-not-a-file"
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     assert source_refusal(tmp_path / "zero.jsonl", tmp_path).code == "data-source-not-a-file"
-
-
-def test_a_file_of_blank_lines_is_empty(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n\n  \n")
-    assert source_refusal(tmp_path / "rows.jsonl", tmp_path).code == "data-source-empty"
 
 
 @pytest.mark.parametrize(

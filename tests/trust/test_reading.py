@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults import shim
 from so_tui.trust.files import Unfit, UnfitFileError, read_bounded
-from tests.faults import shim
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 

@@ -328,7 +328,7 @@ async def test_tables_that_are_drawn_before_they_are_measured_are_whole(
         screen = ui.screen
         assert isinstance(screen, PresetsScreen | RunsScreen)
         await ui.until(lambda: screen.table.row_count and ui.app.runs)
-        screen._fill()
+        screen.filtered()
         ui.text()
         await ui.pilot.pause()
         row, text = (3, "Qwen3 14B") if page == "1" else (1, "a-run-with-a-name")

@@ -54,7 +54,8 @@ class _EventFile:
                 steps in earlier files.
         """
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 1_000_000_000:010d}.{socket.gethostname()}.{os.getpid()}"
+        now_s = time.time_ns() // 1_000_000_000
+        name = f"events.out.tfevents.{now_s:010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab", buffering=0)
         self._write(time.time(), 0, _bytes(3, b"brain.Event:2"))
         if purge_after is not None:

@@ -5,9 +5,10 @@ states on the GPU and are stepped there. The states of the others are in host me
 Adam worker. One staging buffer per sub-group carries the gradient to the host and the new weights
 back, 2 bytes a parameter in each direction:
 
-    backward        gradient -> staging buffer (d2h stream)               as soon as it is reduced
-    worker          AdamW; the new weights overwrite the gradient         as soon as the sub-group is complete *
-    worker client   staging buffer -> weights (h2d stream)                as soon as the worker is done
+    backward        gradient -> staging buffer (d2h stream), as soon as it is reduced
+    worker          AdamW, as soon as the sub-group is complete *; the new weights
+                    overwrite the gradient
+    worker client   staging buffer -> weights (h2d stream), as soon as the worker is done
     forward         waits, layer by layer, for the weights it is about to use
 
 Weights can be in host memory instead (``host_weights``), those of the CPU sub-groups. Then the
@@ -15,10 +16,10 @@ worker leaves the new weights there, nothing is copied after a step, and every f
 copies each layer to the GPU before it computes.
 
 * Gradient clipping needs the norm of all gradients first. A sub-group that has a second set of
-  states is stepped into it all the same, as
-if the norm were within the limit. When the norm is known the new set is accepted without a copy, or
-all sub-groups are stepped again from the old one. Sub-groups without a second set are held back
-until then. Either way the result is exactly that of clipped AdamW.
+states is stepped into it all the same, as if the norm were within the limit. When the norm is known
+the new set is accepted without a copy, or all sub-groups are stepped again from the old one.
+Sub-groups without a second set are held back until then. Either way the result is exactly that of
+clipped AdamW.
 
 The worker always takes the sub-group that the next forward needs first. What it has not finished
 when backward is over is needed late, so forward hides it.

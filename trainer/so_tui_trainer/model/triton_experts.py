@@ -56,8 +56,8 @@ def gated(
     result = torch.empty((rows, columns), dtype=products.dtype, device=products.device)
     if rows:
         _gated_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
-            products.contiguous(), shares.contiguous(), order, bias, experts, result, columns, gate.alpha, gate.limit, gate.shift,
-            interleaved=gate.interleaved, block=_COLUMNS,
+            products.contiguous(), shares.contiguous(), order, bias, experts, result, columns,
+            gate.alpha, gate.limit, gate.shift, interleaved=gate.interleaved, block=_COLUMNS,
         )  # fmt: skip
     return result
 
@@ -77,8 +77,9 @@ def gated_backward(
     of_shares = torch.empty(shares.shape, dtype=shares.dtype, device=shares.device)
     if rows:
         _gated_backward_kernel[(rows,)](
-            gradient.contiguous(), products.contiguous(), shares.contiguous(), order, bias, experts, of_products, of_shares,
-            columns, gate.alpha, gate.limit, gate.shift, interleaved=gate.interleaved, block=_COLUMNS,
+            gradient.contiguous(), products.contiguous(), shares.contiguous(), order, bias, experts,
+            of_products, of_shares, columns, gate.alpha, gate.limit, gate.shift,
+            interleaved=gate.interleaved, block=_COLUMNS,
         )  # fmt: skip
     return of_products, of_shares
 

@@ -1,0 +1,203 @@
+"""The comparison's figures: what counts as useful, over which time, and what the table makes of
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.comparison import figures, ground, original
+from benchmarks.comparison.figures import Step
+from benchmarks.comparison.parts import (
+    BY_NAME,
+    SEQUENCES,
+    SHAPES,
+    published_ds_config,
+)
+from benchmarks.comparison.processes import Ended, Line
+
+TINY, FULL = SHAPES["tiny"], SHAPES["qwen3-4b"]
+
+ROWS = [
+    {
+        "instruction": f"Say {number} words",
+        "input": "" if number % 3 else "slowly",
+        "output": "word " * number,
+    }
+    for number in range(1, 31)
+]
+
+SHELL = """#!/bin/bash
+cat > "$DS_CONFIG_JSON" << EOF
+{"train_batch_size": $BATCH_SIZE, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3, "reduce_bucket_size": 4e8,
+ "sub_group_size": 4e8, "offload_optimizer": {"device": "cpu", "pin_memory": true, "ratio": 0.90, "super_offload": true}}}
+EOF
+cat > "$DS_CONFIG_JSON" << EOF
+{"train_batch_size": 1}
+EOF
+"""  # noqa: E501
+
+SCRIPT = """
+def preprocess_alpaca_example(example, tokenizer, max_length):
+    text = example["instruction"] + example["output"]
+    return tokenizer(text, truncation=True, max_length=max_length, padding="max_length")
+"""
+
+
+def _steps(*steps: tuple[float, int]) -> list[Step]:
+    return [Step(step_s=seconds, useful_tokens=tokens, positions=1000) for seconds, tokens in steps]
+
+
+def test_tokens_per_second_leave_warm_up_out() -> None:
+    told = figures.measured(_steps((60.0, 900), (1.0, 100), (3.0, 500)), warmup=1)
+    assert told["useful_tokens_per_s"] == pytest.approx(600 / 4)
+    assert told["positions_per_s"] == pytest.approx(2000 / 4)
+    assert told["padding"] == pytest.approx(0.7)
+    assert told["step_s"] == 2.0
+    with pytest.raises(ValueError, match="nothing after 3"):
+        figures.measured(_steps((1.0, 1), (1.0, 1), (1.0, 1)), warmup=3)
+
+
+def test_the_docs_show_the_table_of_the_data() -> None:
+    root = Path(figures.__file__).parents[2]
+    data, text = (
+        root / "benchmarks/results/compare-h200.json",
+        (root / "docs/comparison.md").read_text(),
+    )
+    if data.exists():
+        assert figures.table(json.loads(data.read_text()), "qwen3-4b") in text
+    else:
+        assert "Not measured yet" in text
+
+
+def test_steps_of_the_original_last_from_line_to_line() -> None:
+    part = BY_NAME["original"]
+    lines = []
+    for number in range(1, part.steps + 1):
+        text = (
+            f"Step {number:4d} | Loss: 1.5000 | Time:  {number}00ms | TFLOPS: 99.00 | Tokens/s:   "
+            "2500"
+        )
+        # Its two handlers print each line twice.
+        lines += [
+            Line(10.0 * number, f"10:00:00 - finetune_zero3 - INFO - {text}"),
+            Line(10.0 * number + 1, f"INFO:finetune_zero3:{text}"),
+        ]
+    tokens = list(range(100, 100 + part.steps))
+    row = original.row(Ended(tuple(lines), None, False, 1.0), part, FULL, tokens, 60)
+    assert [step["step_s"] for step in row["steps"]] == [0.1] + [10.0] * (part.steps - 1)
+    assert [step["useful_tokens"] for step in row["steps"]] == tokens
+    assert {step["positions"] for step in row["steps"]} == {SEQUENCES * 4096}
+    assert row["reported"]["tokens_per_s"] == [2500.0] * part.steps
+    assert (
+        "exit code 3"
+        in original.row(Ended(tuple(lines[:4]), 3, False, 1.0), part, FULL, tokens, 60)["error"]
+    )
+
+
+def test_useful_tokens_follow_the_order_of_deepspeeds_loader(
+    tmp_path: Path,
+) -> None:
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+    from transformers import AutoTokenizer, default_data_collator
+
+    from benchmarks.comparison.original_ground import useful_tokens
+
+    laid = _laid(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    scope: dict[str, Any] = {}
+    exec(SCRIPT, scope)
+    tokenizer = AutoTokenizer.from_pretrained(laid.tokenizer)
+    rows = ground.read_rows(Path(laid.rows).read_text())
+    prepared = [dict(scope["preprocess_alpaca_example"](row, tokenizer, 64)) for row in rows]
+    loader = DeepSpeedDataLoader(
+        prepared,
+        SEQUENCES,
+        pin_memory=False,
+        local_rank=0,
+        tput_timer=None,
+        collate_fn=default_data_collator,
+        num_local_io_workers=0,
+        data_parallel_world_size=1,
+        data_parallel_rank=0,
+    )
+    seen = [int(batch["attention_mask"].sum()) for batch in islice(iter(loader), 5)]
+    assert useful_tokens(script, Path(laid.rows), laid.tokenizer, 64, 5) == seen
+    assert len(set(seen)) > 1
+
+
+def _laid(folder: Path) -> ground.Ground:
+    source = folder / "rows.json"
+    source.write_text(json.dumps(ROWS))
+    return ground.lay(folder / "work", source, TINY)
+
+
+def test_the_published_configuration_is_taken_as_it_is_written() -> None:
+    config = published_ds_config(SHELL, SEQUENCES, 1, FULL)
+    assert config["train_batch_size"] == 4
+    assert "gradient_clipping" not in config
+    assert config["zero_optimization"]["offload_optimizer"] == {
+        "device": "cpu",
+        "pin_memory": True,
+        "ratio": 0.9,
+        "super_offload": True,
+    }
+    long = published_ds_config(SHELL, SEQUENCES, 8, FULL)
+    assert (long["train_batch_size"], long["gradient_accumulation_steps"]) == (32, 8)
+    assert (
+        "super_offload"
+        not in published_ds_config(SHELL, SEQUENCES, 1, TINY)["zero_optimization"][
+            "offload_optimizer"
+        ]
+    )
+    with pytest.raises(ValueError, match="no DeepSpeed configuration"):
+        published_ds_config("echo nothing", SEQUENCES, 1, FULL)
+
+
+@pytest.mark.slow
+def test_a_part_is_measured_once_and_shown_in_the_table(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / original.SHELL).write_text(SHELL)
+    out = tmp_path / "out.json"
+    compare = [
+        sys.executable,
+        str(Path(figures.__file__).parents[1] / "compare.py"),
+        "--out",
+        str(out),
+        "--shape",
+        "tiny",
+    ]
+    measure = [
+        str(tmp_path / "rows.json"),
+        "--original",
+        str(tmp_path / "finetune_zero3.py"),
+        "--work",
+        str(tmp_path / "work"),
+    ]
+
+    def told(*arguments: str) -> str:
+        return subprocess.run(
+            [*compare, *arguments], capture_output=True, text=True, check=True
+        ).stdout
+
+    part = BY_NAME["original-packed"]
+    printed = told(*measure, "--only", part.name)
+    (row,) = json.loads(out.read_text())
+    assert len(row["steps"]) == len(row["losses"]) == part.steps
+    assert row["losses"][-1] < row["losses"][0]
+    assert (
+        row["useful_tokens_per_s"]
+        == figures.measured(row["steps"], part.warmup)["useful_tokens_per_s"]
+    )
+    assert told("--table") == figures.table([row], "tiny") + "\n"
+    assert part.title in printed
+    assert "already measured" in told(*measure, "--only", part.name)
+    assert json.loads(out.read_text()) == [row]
