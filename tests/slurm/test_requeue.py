@@ -20,7 +20,7 @@ from tests.support.launching import records, tiny, train
 
 pytestmark = pytest.mark.system
 
-STEPS = 16
+STEPS = 10
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def do_not_wait(cluster: Cluster, job: str) -> None:
     Slurm gives it a start time two minutes later. Within the second in which the job ended, nodes
     refuse its credential.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while (
         cluster.run("squeue", "--noheader", f"--jobs={job}", "--format=%T").strip() != "PENDING"
         or cluster.has_steps()
@@ -51,18 +51,15 @@ def do_not_wait(cluster: Cluster, job: str) -> None:
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_job_that_is_warned_continues_exactly(
-    nodes: int, cluster: Cluster, tmp_path: Path
-) -> None:
-    run = submit(tmp_path / "again", train__steps=str(STEPS), nodes=str(nodes), gpus="1")
+def test_a_warned_job_of_two_nodes_continues_exactly(cluster: Cluster, tmp_path: Path) -> None:
+    run = submit(tmp_path / "again", train__steps=str(STEPS), nodes="2", gpus="1")
     wait_for(run, trains)
     cluster.run("scancel", "--signal=USR1", job_of(run, 1))
     do_not_wait(cluster, job_of(run, 1))
     state = wait_for(run, lambda state: ended(state) and state.attempt == 2)
     assert (state.state, state.step, run.attempts()) == ("finished", STEPS, (1, 2))
     assert job_of(run, 2) == job_of(run, 1)
-    whole, code = train(tiny(train__steps=str(STEPS), gpus=str(nodes)), tmp_path / "whole")
+    whole, code = train(tiny(train__steps=str(STEPS), gpus="2"), tmp_path / "whole")
     assert code == 0
     assert losses(run, STEPS) == pytest.approx(losses(whole, STEPS), rel=1e-6)
 

@@ -31,8 +31,8 @@ async def test_a_screen_shows_why_a_run_waits_and_cancels_it(busy: Cluster, tmp_
 async def test_a_screen_follows_a_job_on_another_host(cluster: Cluster, tmp_path: Path) -> None:
     run = submit(tmp_path, train__steps="3")
     async with opened(tmp_path, open_run=run) as ui:
-        await ui.until(lambda: "step 3 / 3" in ui.text(), 90)
-        await ui.until(lambda: current_state(run).state == "finished", 60)
+        await ui.until(lambda: "step 3 / 3" in ui.text(), 240)
+        await ui.until(lambda: current_state(run).state == "finished", 120)
         await ui.state_shown("finished")
 
 

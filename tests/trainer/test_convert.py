@@ -104,15 +104,14 @@ def test_a_checkpoint_of_another_model_leaves_no_run_behind(tmp_path: Path) -> N
 def test_a_converted_run_resumes_with_another_engine(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """Two ranks of SuperOffload trained to step 10; one of ZeRO-Offload continues from what
-    DeepSpeed would read.
+    """Two ranks of SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed
+    would read.
     """
     run = RunDirectory(tmp_path / finished_run.name)
     shutil.copytree(finished_run.path, run.path)
     shutil.rmtree(run.checkpoints_dir / "step-000012")
     list(convert({"run": str(run.path), "to": str(tmp_path / "theirs")}))
-    one_rank = {"gpus": "1", "train__gradient_accumulation": "2", "checkpoint__at_end": "false"}
-    spec = tiny(**TWELVE_STEPS, **one_rank, offload__mode="zerooffload")
+    spec = tiny(**TWELVE_STEPS, offload__mode="zerooffload", checkpoint__at_end="false")
     made = from_deepspeed(tmp_path / "theirs", spec, tmp_path / "back", silent)
     assert start(made, spec).wait(timeout=400) == 0, log(made)
     before, after = (
@@ -121,4 +120,4 @@ def test_a_converted_run_resumes_with_another_engine(
     )
     assert sorted(after) == [11, 12]
     for step, loss in after.items():
-        assert loss == pytest.approx(before[step], rel=1e-2)
+        assert loss == pytest.approx(before[step], rel=1e-3)
