@@ -8,7 +8,7 @@ import time
 from datetime import datetime
 
 from so_tui.runs import RunDirectory, RunReader, Update, deleted
-from so_tui.runs import state as control
+from so_tui.runs import state as run_state
 from so_tui.runs.liveness import EXIT_CODES
 from so_tui.runs.records import (
     ENDING,
@@ -108,7 +108,7 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
                 printer.note(f"\nno longer watching; {run.name} stops by itself after its step")
                 return 4
             stopping = True
-            control.request(run, "stop")
+            run_state.request(run, "stop")
             printer.note(
                 "\nstopping after this step, with a checkpoint (interrupt again to stop watching)"
             )
@@ -133,7 +133,7 @@ def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printe
     be full for a while.
     """
     try:
-        control.request(run, "stop", reason=f"so-tui received {received.name}")
+        run_state.request(run, "stop", reason=f"so-tui received {received.name}")
     except (OSError, SoTuiError) as error:
         printer.note_once(
             brief_message(f"{run.name} cannot be asked to stop at the moment: {error}")

@@ -31,6 +31,7 @@ from so_tui.spec import (
     RunSpec,
     check_tree,
     create_preset,
+    generation,
     load_catalog,
     spec_tree,
     with_values,
@@ -38,7 +39,6 @@ from so_tui.spec import (
 from so_tui.spec.check import exists, is_folder, path_fault
 from so_tui.spec.errors import refuse, reject
 from so_tui.spec.generation import Ask, Device, Event, LoadModel, Prompt, Sampling
-from so_tui.spec.generation import Cancel as generation_Cancel
 from so_tui.spec.model_table import layer_kinds, packing_problem
 from so_tui.spec.presets import BUILTIN, with_absolute_paths
 from so_tui.trust.decoding import prepare
@@ -683,7 +683,7 @@ class ModelProcess:
 
     def cancel(self) -> None:
         """End the answers to everything that was asked."""
-        self._send(generation_Cancel(number=self._asked))
+        self._send(generation.Cancel(number=self._asked))
 
     def events(self) -> Iterator[Event]:
         """Yield what happens, until the process ends. Raises the errors of ``call_tool``."""
@@ -695,5 +695,5 @@ class ModelProcess:
         """End the process."""
         self._process.close()
 
-    def _send(self, request: LoadModel | Ask | generation_Cancel) -> None:
+    def _send(self, request: LoadModel | Ask | generation.Cancel) -> None:
         self._process.send(msgspec.to_builtins(request))

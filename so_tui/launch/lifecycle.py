@@ -31,7 +31,7 @@ from so_tui.launch.supervisor.ending import (
     request_stop,
 )
 from so_tui.plan.plan import Launch
-from so_tui.runs import state as control
+from so_tui.runs import state as run_state
 from so_tui.runs.directory import (
     RunDirectory,
     checkpoint_folders,
@@ -287,8 +287,8 @@ def resume(run: RunDirectory, launch: Launch, *, executor: Executor | None = Non
         0 if launch.start_over else len(checkpoint_folders(checkpoints_folder(run, launch.spec)))
     )
     _check(launch, executor, saved=saved, runs_dir=run.path)
-    for action in control.ACTIONS:
-        control.clear(run, action)
+    for action in run_state.ACTIONS:
+        run_state.clear(run, action)
     attempt = new_attempt(run)
     try:
         _start_attempt(run, attempt, launch, executor)
@@ -416,7 +416,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
     except (
         KeyboardInterrupt
     ):  # the supervisor may be alive by now and would train a run that the user has cancelled
-        control.request(run, "stop", reason="interrupted while it was started")
+        run_state.request(run, "stop", reason="interrupted while it was started")
         raise
 
 

@@ -9,8 +9,8 @@ is faster. The tokens of an optimizer step and the sequence length stay as given
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace as ext_replace
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -381,7 +381,7 @@ def _expected_s(found: Assessment) -> float:
     there = step_with(
         found,
         found.spec,
-        ext_replace(target, resources=ext_replace(target.resources, speed=slower)),
+        dataclasses.replace(target, resources=dataclasses.replace(target.resources, speed=slower)),
     )
     return found.step.total_s if there is None else (found.step.total_s + there.total_s) / 2
 

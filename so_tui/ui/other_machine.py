@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from textual.suggester import Suggester
 
-from so_tui.machine import Machine as machine_Machine
+from so_tui.machine import Machine
 from so_tui.machine.known import MACHINES, machine_of
 from so_tui.ui.shared_app import SharedApp
 
@@ -40,10 +40,10 @@ def ask_for_machine(app: SharedApp) -> None:
     """Ask for a machine, and plan for it."""
     from so_tui.ui.dialogs import AskText
 
-    def read(given: str) -> tuple[machine_Machine | None, str]:
+    def read(given: str) -> tuple[Machine | None, str]:
         return (machine_of(given) if given else None), given
 
-    def chosen(described: tuple[machine_Machine | None, str] | None) -> None:
+    def chosen(described: tuple[Machine | None, str] | None) -> None:
         if described is not None:
             app.plan_for(*described)
 

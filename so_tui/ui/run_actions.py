@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from textual.message import Message
 
 from so_tui.runs import RunDirectory, delete_run, log_readers, read_spec, read_state
-from so_tui.runs import state as control
+from so_tui.runs import state as run_state
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.runs.liveness import Liveness, sighting
 from so_tui.runs.lock import evidence, record_end
@@ -169,14 +169,16 @@ def save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
     _request(app, run, "checkpoint", "Saving a checkpoint after this step")
 
 
-def _request(app: SharedApp, run: RunDirectory, action: control.Action, confirmation: str) -> None:
+def _request(
+    app: SharedApp, run: RunDirectory, action: run_state.Action, confirmation: str
+) -> None:
     """Write a request into the run's folder, where rank 0 looks for it between steps."""
 
     def work() -> None:
         from so_tui.launch.executors import ensure_supervised
 
         with reporting(app, run.name, "asked", run.control_dir):  # it may be another user's run
-            control.request(run, action, reason="asked on the screen")
+            run_state.request(run, action, reason="asked on the screen")
             ensure_supervised(run)
             app.call_from_thread(app.notify, confirmation, markup=False)
 

@@ -69,6 +69,8 @@ def harmed_trees(draw: st.DrawFn, valid: Tree) -> Tree:
     """Return a copy of a tree with one to three values replaced, removed, wrapped or repeated."""
     tree = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
+        if not tree:
+            break
         parent, key = draw(st.sampled_from(_places(tree)))
         match draw(st.sampled_from(("replace", "replace", "remove", "wrap", "add"))):
             case "replace":
@@ -81,8 +83,6 @@ def harmed_trees(draw: st.DrawFn, valid: Tree) -> Tree:
                 parent[draw(st.sampled_from(_TEXTS))] = copy.deepcopy(draw(HOSTILE))
             case "add":
                 parent.extend([copy.deepcopy(draw(HOSTILE))] * draw(st.integers(1, 50)))
-        if not tree:
-            break
     return tree
 
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 import superoffload
 from so_tui.plan.plan import Plan
 from so_tui.runs import RunDirectory, read_state
-from so_tui.runs import state as control
+from so_tui.runs import state as run_state
 from so_tui.runs.directory import checkpoints_folder, run_id
 from so_tui.runs.records import CheckpointRecord, StepRecord
 from so_tui.runs.results import add_answers
@@ -92,7 +92,7 @@ class Control:
         self._told = False
         """The log says that a request waits."""
         if ranks.first:  # Requests of an earlier attempt were meant for it.
-            control.clear(run, "checkpoint")
+            run_state.clear(run, "checkpoint")
 
     def stop_early(self) -> None:
         """Check for a stop request between parts of the loading. All ranks must call it.
@@ -100,10 +100,10 @@ class Control:
         Raises:
             StoppedEarlyError: A stop is requested; raised on all ranks.
         """
-        if self._ranks.broadcast("stop" in control.pending(self._run), bool):
+        if self._ranks.broadcast("stop" in run_state.pending(self._run), bool):
             raise StoppedEarlyError
 
-    def poll(self) -> frozenset[control.Action]:
+    def poll(self) -> frozenset[run_state.Action]:
         """Return what was broadcast after the step before, and broadcast what is requested now. All
         ranks must call it after every step.
         """
@@ -115,7 +115,7 @@ class Control:
             if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
                 self._newer_checked_at = time.monotonic()
                 refuse_if_superseded(self._run, self._attempt)
-            requested = control.pending(self._run)
+            requested = run_state.pending(self._run)
             # A request for a checkpoint is broadcast once; one to stop stays until the run ends.
             self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * (
                 "checkpoint" in requested and self._cleared()
@@ -124,7 +124,7 @@ class Control:
                 self._flags[0] |= _CHECKPOINT
                 self.saved()
         self._broadcast = dist.broadcast(self._flags, src=0, group=self._ranks.group, async_op=True)
-        actions: dict[control.Action, int] = {"stop": _STOP, "checkpoint": _CHECKPOINT}
+        actions: dict[run_state.Action, int] = {"stop": _STOP, "checkpoint": _CHECKPOINT}
         return frozenset(action for action, bit in actions.items() if received & bit)
 
     def _cleared(self) -> bool:
@@ -132,7 +132,7 @@ class Control:
         it would be carried out at every step.
         """
         try:
-            control.clear(self._run, "checkpoint")
+            run_state.clear(self._run, "checkpoint")
         except OSError as error:
             if not self._told:
                 print(

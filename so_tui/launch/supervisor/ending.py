@@ -24,7 +24,7 @@ from so_tui.launch.command import log_line
 from so_tui.launch.supervisor.host_check import HostDiffersError, LockTakenError
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.plan.plan import Launch
-from so_tui.runs import state as control
+from so_tui.runs import state as run_state
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import EXIT_CODES, HostIdentity
 from so_tui.runs.metrics import MetricsReader
@@ -712,7 +712,7 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
 KillAction = Literal["wait", "terminate", "kill"]
 
 
-class StopRequest(control.Request, frozen=True, kw_only=True):
+class StopRequest(run_state.Request, frozen=True, kw_only=True):
     """A stop with a time limit, after which the processes are killed. ``so-tui stop`` writes it,
     the supervisor reads it.
     """
@@ -724,7 +724,7 @@ def request_stop(run: RunDirectory, **asked: Any) -> None:
     """Ask the run to stop; ``asked`` are fields of ``StopRequest``. A later request replaces an
     earlier one, but a scheduler's or a signal's does not replace a person's. Raises OSError.
     """
-    control.request(run, "stop", StopRequest, **asked)
+    run_state.request(run, "stop", StopRequest, **asked)
 
 
 def stop_request(run: RunDirectory) -> StopRequest | None:

@@ -14,7 +14,7 @@ from so_tui.machine.inspect import checked_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, deleted, read_spec
-from so_tui.runs import state as control
+from so_tui.runs import state as run_state
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, Sample, StepRecord
 from so_tui.runs.results import mean_steps_of
@@ -232,7 +232,7 @@ class RunFollower:
             else 0.0,
             read_error=read_error,
             deleted=deleted(self.run),
-            stop_asked="stop" in control.pending(self.run),
+            stop_asked="stop" in run_state.pending(self.run),
             checking=self._checking,
         )
 
