@@ -96,13 +96,13 @@ IN_MEMORY := if awk '$$2 == "/dev/shm" && $$3 == "tmpfs" && $$4 !~ /noexec/ { fo
 
 PYTEST := $(BIN)/python -m pytest --durations=15 --durations-min=1 $(if $(CPU_LIMIT),--cpu-limit=$(CPU_LIMIT))
 # The tests of a file share a worker and its fixtures. There is one worker more than the two cores of a small machine, since tests wait
-# for processes, for ranks and for each other's disks.
-WORKERS := --dist loadfile --no-loadscope-reorder -n 3
+# for processes and ranks. Clusters of the system tier have deadlines that three at once would miss.
+WORKERS := --dist loadfile --no-loadscope-reorder -n
 
 # Measuring slows everything down, so that tests of speed may fail (1): tests are judged without it.
 test: $(TRAIN)
 	@$(if $(COVERAGE),rm -rf build/coverage)
-	@$(IN_MEMORY) $(PYTEST) -m "not slow and not system and not gpu and not repository" $(WORKERS) $(if $(COVERAGE),--cov --cov-report= || [ $$? = 1 ])
+	@$(IN_MEMORY) $(PYTEST) -m "not slow and not system and not gpu and not repository" $(WORKERS) 3 $(if $(COVERAGE),--cov --cov-report= || [ $$? = 1 ])
 	@$(if $(COVERAGE),$(MAKE) --no-print-directory coverage-report)
 
 # GitHub shows what is added to GITHUB_STEP_SUMMARY on the page of the job.
@@ -116,14 +116,14 @@ test-all: test
 	@$(MAKE) --no-print-directory test-slow
 
 test-slow: $(TRAIN)
-	@$(IN_MEMORY) $(PYTEST) -m "slow and not gpu" $(WORKERS)
+	@$(IN_MEMORY) $(PYTEST) -m "slow and not gpu" $(WORKERS) 3
 
 # What the dashboard costs is measured while nothing else runs. The other tests mostly wait.
 ALONE := tests/ui/test_cost.py
 test-system: $(TRAIN)
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m tests.support.set_environments
 	@$(if $(filter $(ALONE),$(SYSTEM_TESTS)),$(PYTEST) -m system $(ALONE))
-	@$(PYTEST) -m system $(addprefix --ignore=,$(AARCH64_TESTS)) $(filter-out $(ALONE),$(SYSTEM_TESTS)) $(WORKERS)
+	@$(PYTEST) -m system $(addprefix --ignore=,$(AARCH64_TESTS)) $(filter-out $(ALONE),$(SYSTEM_TESTS)) $(WORKERS) 2
 
 # The light install, then the Adam kernel and its worker. A part that this machine cannot run says what it lacks.
 aarch64-test: $(TRAIN)
