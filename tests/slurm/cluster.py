@@ -55,6 +55,7 @@ _CONF = """
 ClusterName=simulated
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={first_job}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=20
@@ -268,6 +269,9 @@ def running_cluster(
     values = {
         "host": socket.gethostname(),
         "port": ports[0],
+        # Ranks of several nodes meet at a port that follows from the job's number, and another
+        # worker of pytest has a cluster on the same host.
+        "first_job": 1 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
         "folder": folder,
         "nodes": "\n".join(nodes),
         "min_job_age_s": min_job_age_s,
