@@ -304,10 +304,6 @@ def variables(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> tup
     )
 
 
-def _change(name: str, value: str | None, reason: str) -> Variable:
-    return Variable(name=name, value=value, reason=reason)
-
-
 def apply(changes: tuple[Variable, ...], inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the inherited environment with the changes applied."""
     environment = dict(inherited)
@@ -373,7 +369,7 @@ def _allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variab
     if not options:
         return None
     name = "PYTORCH_ALLOC_CONF" if torch >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
-    return _change(
+    return Variable(
         name,
         ",".join(options),
         "less fragmentation of GPU memory; no rounding up of pinned memory",
@@ -381,27 +377,27 @@ def _allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variab
 
 
 def _markers(inherited: Mapping[str, str]) -> Iterator[Variable]:
-    yield _change(RUN_MARKER, Placeholder.RUN.value, "marks the processes of this run")
-    yield _change(
+    yield Variable(RUN_MARKER, Placeholder.RUN.value, "marks the processes of this run")
+    yield Variable(
         RUN_ID_MARKER,
         Placeholder.RUN_ID.value,
         "distinguishes this run from another one at the same path",
     )
-    yield _change(ATTEMPT_MARKER, Placeholder.ATTEMPT.value, "marks the processes of this attempt")
+    yield Variable(ATTEMPT_MARKER, Placeholder.ATTEMPT.value, "marks the processes of this attempt")
     if MARKER in inherited:
-        yield _change(MARKER, None, "marks alert commands; one has started this run")
+        yield Variable(MARKER, None, "marks alert commands; one has started this run")
 
 
 def _python(inherited: Mapping[str, str]) -> Iterator[Variable]:
     folder = str(Path(sys.executable).parent)
     path = inherited.get("PATH", "/usr/bin:/bin")
     if folder not in path.split(":"):
-        yield _change(
+        yield Variable(
             "PATH",
             f"{folder}:{path}",
             "finds this interpreter's tools (ninja compiles DeepSpeed's kernels)",
         )
-    yield _change(
+    yield Variable(
         "PYTHONSAFEPATH",
         "1",
         "imports modules from the installation, never from the current directory",
@@ -417,37 +413,37 @@ def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iter
     Ranks of several nodes need that network, and meet at the first node.
     """
     if plan.spec.nodes > 1:
-        yield _change(
+        yield Variable(
             NODE_MARKER,
             Placeholder.NODE.value,
             "marks the processes of this node",
         )
-        yield _change(
+        yield Variable(
             RENDEZVOUS,
             Placeholder.RENDEZVOUS.value,
             "an address of the first node, where the ranks meet",
         )
         if machine.gpus:
-            yield _change(
+            yield Variable(
                 "NCCL_DEBUG",
                 "INFO",
                 "NCCL writes to the log which network it uses between nodes",
             )
             if "NCCL_DEBUG_SUBSYS" not in inherited:
-                yield _change("NCCL_DEBUG_SUBSYS", "INIT", "and little else")
+                yield Variable("NCCL_DEBUG_SUBSYS", "INIT", "and little else")
     else:
-        yield _change(
+        yield Variable(
             RENDEZVOUS,
             Placeholder.RENDEZVOUS.value,
             "a file of your own in which the ranks meet",
         )
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            yield _change(
+            yield Variable(
                 name,
                 "lo",
                 "all ranks are on this host, so nothing listens on its networks",
             )
-    yield _change(
+    yield Variable(
         "NCCL_RAS_ENABLE",
         "0",
         "NCCL's status service would answer every user of this host",
@@ -457,7 +453,7 @@ def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iter
 def _code_folders(spec: RunSpec, inherited: Mapping[str, str]) -> Iterator[Variable]:
     for name, folder in code_folders(inherited, several_hosts=spec.nodes > 1).items():
         given = f"; others can open {inherited[name]}" if inherited.get(name) else ""
-        yield _change(
+        yield Variable(
             name,
             folder,
             f"compiled code comes from a folder that only you can open{given}",
@@ -467,14 +463,14 @@ def _code_folders(spec: RunSpec, inherited: Mapping[str, str]) -> Iterator[Varia
 def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
     threads = str(_rank_threads(plan))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        yield _change(
+        yield Variable(
             name,
             threads,
             "one thread for each Adam core; a site default of 1 would be very slow",
         )
     for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
         if name in inherited:
-            yield _change(
+            yield Variable(
                 name,
                 None,
                 (
@@ -482,7 +478,7 @@ def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
                     "KMP_AFFINITY"
                 ),
             )
-    yield _change(
+    yield Variable(
         "TOKENIZERS_PARALLELISM",
         "false",
         "keeps the tokenizer's thread pool off the bound cores",
@@ -491,16 +487,16 @@ def _threads(plan: Plan, inherited: Mapping[str, str]) -> Iterator[Variable]:
 
 def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator[Variable]:
     if not machine.gpus:
-        yield _change("DS_ACCELERATOR", "cpu", "this machine has no GPU")
+        yield Variable("DS_ACCELERATOR", "cpu", "this machine has no GPU")
         return
-    yield _change(
+    yield Variable(
         "CUDA_DEVICE_ORDER",
         "PCI_BUS_ID",
         "numbers the GPUs as NVML and the plan do",
     )
     for name in ROCM_VISIBLE_DEVICES:
         if name in inherited:
-            yield _change(
+            yield Variable(
                 name,
                 None,
                 "the command line names the GPUs, chosen among the visible ones",
@@ -513,7 +509,7 @@ def _gpu(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iterator
     if (given := inherited.get("TORCH_CUDA_ARCH_LIST")) and (
         valid := valid_arch_list(given)
     ) != given:
-        yield _change("TORCH_CUDA_ARCH_LIST", valid, f"DeepSpeed cannot parse {given}")
+        yield Variable("TORCH_CUDA_ARCH_LIST", valid, f"DeepSpeed cannot parse {given}")
 
 
 def _hub(spec: RunSpec) -> Iterator[Variable]:
@@ -522,4 +518,4 @@ def _hub(spec: RunSpec) -> Iterator[Variable]:
         source.startswith("builtin:")
         for source in (spec.model.id, *sources, spec.data.evaluation or "builtin:")
     ):
-        yield _change("HF_HUB_OFFLINE", "1", "everything this run needs is part of so-tui")
+        yield Variable("HF_HUB_OFFLINE", "1", "everything this run needs is part of so-tui")

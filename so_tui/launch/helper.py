@@ -184,9 +184,10 @@ def stream_tool(
             expired.set()
             process.end()
 
-        timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, expire)
+        timer = threading.Timer(timeout_s or 0.0, expire)
         timer.daemon = True
-        timer.start()
+        if timeout_s is not None:
+            timer.start()
         process.send(request)
         process.end_requests()
         try:

@@ -327,8 +327,12 @@ def _needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) -
         state.state == "stopped"
         and asked is not None
         and asked.warned
-        and (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
+        and _saved_more(state, before, start_over=start_over)
     )
+
+
+def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
+    return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
 
 
 def _lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
@@ -341,7 +345,7 @@ def _lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bo
     state = read_state(run)
     return (
         state.code == OutcomeCode.NODE_LOST
-        and (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
+        and _saved_more(state, before, start_over=start_over)
         and _may_continue(run, state)
     )
 

@@ -236,7 +236,7 @@ class PlanRow(Struct, frozen=True, kw_only=True):
     """Hosts."""
 
 
-class Variable(Struct, frozen=True, kw_only=True):
+class Variable(Struct, frozen=True):
     """One change to the environment. A value of None removes the variable."""
 
     name: str

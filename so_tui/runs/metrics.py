@@ -77,7 +77,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class _Segment:
-    """A segment that was read up to ``offset``: its records that are not steps, and where steps
+    """What was read of a segment, up to ``offset``: every record but the steps, and where steps
     begin.
     """
 
@@ -94,8 +94,8 @@ class _Segment:
         self._warnings = 0
 
     def add(self, record: MetricRecord, at: int) -> bool:
-        """Add the record that begins at a position. Return False for a step that does not come
-        after the one before.
+        """Add the record that begins at a position. Return False for a step that does not follow
+        the previous one.
         """
         self.attempt = self.attempt or record.attempt
         if isinstance(record, StepRecord):

@@ -268,7 +268,7 @@ class SampleWriter:
 def _pruned(folder: Path, resolution: Resolution) -> SegmentWriter:
     """Return a writer of the segments of one resolution that drops the oldest above its limit."""
 
-    def prune(_closed: object = None) -> None:
+    def prune() -> None:
         paths = list(segments(folder, resolution.stem).values())
         total = sum(path.stat().st_size for path in paths)
         for path in paths:

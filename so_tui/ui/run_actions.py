@@ -240,7 +240,7 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
     from so_tui.launch.lifecycle import resume
     from so_tui.launch.places import machine_of
 
-    def ask() -> None:
+    def ask(error: SoTuiError) -> None:
         app.starting = ""
         if isinstance(error, Refused):
             app.ask(
@@ -260,12 +260,11 @@ def _resume(app: SharedApp, run: RunDirectory, *, start_over: bool, assume_dead:
                 run, machine_of(read_spec(run)), start_over=start_over, assume_dead=assume_dead
             ),
         )
-    except SoTuiError as refusal:
-        error = refusal
+    except SoTuiError as error:
         # What the run saved is not there, or its host cannot be asked.
         missing = isinstance(error, Refused) and "checkpoint-missing" in error.codes
         if missing or _may_be_live(error):
-            app.call_from_thread(ask)
+            app.call_from_thread(ask, error)
         else:
             app.post_message(failure(f"{run.name} was not resumed", error))
     else:

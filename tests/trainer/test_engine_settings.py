@@ -1,4 +1,4 @@
-"""What the engine and ZeRO-3 are told of a run."""
+"""The settings of a run that the engine and ZeRO-3 get."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ HYBRID = {"model_type": "granitemoehybrid", "num_hidden_layers": 2}
     ],
 )
 def test_positions_that_cannot_be_scaled_are_refused(kind: str, config: dict[str, Any]) -> None:
-    """Of an unused kind, no layer turns anything by its position, though it is described."""
+    """In the unused kind no layer turns anything by its position, though it is described."""
     scaled = msgspec.structs.replace(LLAMA, config=config, rope_scaling="yarn", rope_factor=2.0)
     problem = refusal(lambda: load_config(scaled))
     assert (problem.code, problem.field) == ("rope-not-scalable", "model.rope_scaling")

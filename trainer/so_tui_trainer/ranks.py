@@ -61,7 +61,8 @@ class Ranks(NamedTuple):
         dist.broadcast(size, src=0, group=self.group)
         content = mine if self.first else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(content, src=0, group=self.group)
-        return _decoded(content, kind)  # type: ignore[no-any-return]
+        result: Value = _decoded(content, kind)
+        return result
 
     def all_gather_row(self, row: list[float]) -> list[list[float]]:
         """Return every rank's row of numbers, in rank order. Rows must have the same length.

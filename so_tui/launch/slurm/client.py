@@ -169,7 +169,7 @@ def cluster_name() -> str:
 
 
 def _sinfo(layout: str) -> str:
-    """Return what ``_sinfo`` prints of the partitions that this user can see, without a header.
+    """Return what ``sinfo`` prints of the partitions that this user can see, without a header.
     Raises SlurmError.
     """
     return _call(("sinfo", "--noheader", f"--format={layout}"))
@@ -235,7 +235,7 @@ def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
     return done.stdout
 
 
-# The partitions of a cluster as ``_sinfo`` lists them: limits, nodes, GPUs and features.
+# The partitions of a cluster as ``sinfo`` lists them: limits, nodes, GPUs and features.
 
 
 _FORMAT = "%P|%a|%l|%F|%G|%f"
@@ -269,7 +269,7 @@ def partitions() -> tuple[Partition, ...]:
 
 
 def _parse_partitions(printed: str) -> tuple[Partition, ...]:
-    """Parse lines of ``_sinfo``; a line of another form is left out."""
+    """Parse lines of ``sinfo``; a line of another form is left out."""
     found: dict[str, list[Partition]] = {}
     for line in printed.splitlines():
         if (part := _parsed(line.strip().split("|"))) is not None:

@@ -194,6 +194,11 @@ _ENDS: dict[str, OutcomeCode | None] = {
     "OUT_OF_MEMORY": OutcomeCode.KILLED_FOR_MEMORY,
     "FAILED": OutcomeCode.JOB_FAILED,
 }
+_PHASES = {
+    **dict.fromkeys(_RUNNING, JobPhase.RUNNING),
+    "COMPLETING": JobPhase.COMPLETING,
+    **dict.fromkeys(_ENDS, JobPhase.ENDED),
+}
 """States of jobs that have ended, and why. In any other, one of a newer Slurm too, a job may still
 run.
 """
@@ -351,18 +356,9 @@ def _status(job: Job) -> JobStatus:
         return JobStatus(
             job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
         )
-    phase = (
-        JobPhase.RUNNING
-        if job.state in _RUNNING
-        else JobPhase.COMPLETING
-        if job.state == "COMPLETING"
-        else JobPhase.ENDED
-        if job.state in _ENDS
-        else JobPhase.UNKNOWN
-    )
     return JobStatus(
         job_id=job.id,
-        phase=phase,
+        phase=_PHASES.get(job.state, JobPhase.UNKNOWN),
         nodes=job.nodes,
         end=_ENDS.get(job.state),
         output=_last_lines(Path(job.folder), job.id) if job.state == "FAILED" else "",

@@ -192,7 +192,7 @@ class Drag:
 
 
 LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
-"""Cells and rows of a chart from which on it has a frame."""
+"""A chart of at least this many cells and rows has a frame."""
 LEAST_COLUMNS = 4
 
 

@@ -655,8 +655,8 @@ class ConfigureScreen(ResizablePage):
             # The first field that is wrong says so, in its own line.
             if not self.form.go_to_wrong("not launched"):
                 reasons = planned.plan.reason_texts if planned.plan else ()
-                text = next(iter((*map(problem_text, planned.problems), *reasons)))
-                self.notify(text, title="Not launched", severity="error", markup=False)
+                texts = [*map(problem_text, planned.problems), *reasons]
+                self.notify(texts[0], title="Not launched", severity="error", markup=False)
         elif not planned.plan.fits:
             title = f"{planned.plan.spec.label} does not fit here"
             self.app.post_message(

@@ -129,7 +129,8 @@ def prepare(
         try:
             rows = next(steps)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            result: Path = end.value
+            return result
         if on_progress is not None:
             on_progress(*rows)
 
@@ -329,7 +330,8 @@ def _start(worker: _Worker) -> None:
 
 
 def _work(task: _Task) -> _Done:
-    return _process_state["worker"].work(task)  # type: ignore[no-any-return]
+    result: _Done = _process_state["worker"].work(task)
+    return result
 
 
 def _no_trained_tokens(opened: Opened, counts: Counts, limit: int) -> InputError:

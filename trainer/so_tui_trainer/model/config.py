@@ -117,9 +117,10 @@ def stored_config(model: ModelSpec) -> PretrainedConfig:
     """Read the config.json of a hub id or a folder. Raises whatever transformers does."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(  # type: ignore[no-any-return]
+    result: PretrainedConfig = AutoConfig.from_pretrained(
         resolve_source(model.id), revision=model.revision, trust_remote_code=model.trust_remote_code
     )
+    return result
 
 
 def _given_config(model: ModelSpec) -> PretrainedConfig:

@@ -68,13 +68,15 @@ def _rms_norm(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _gated_mlp(module: Any, hidden: Tensor) -> Tensor:
-    return module.down_proj(gated(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
+    result: Tensor = module.down_proj(gated(module.gate_proj(hidden), module.up_proj(hidden)))
+    return result
 
 
 def _stacked_gated_mlp(module: Any, hidden: Tensor) -> Tensor:
     """Compute an MLP whose gate and up projections are one matrix (Phi)."""
     gate, up = module.gate_up_proj(hidden).chunk(2, dim=-1)
-    return module.down_proj(gated(gate, up))  # type: ignore[no-any-return]
+    result: Tensor = module.down_proj(gated(gate, up))
+    return result
 
 
 def _mixture(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:

@@ -296,7 +296,8 @@ class TrainedModel(nn.Module):
             use_cache=False,
             **attention.arguments(batch, self.attention, self.causal.config, self.dtype),
         ).last_hidden_state
-        return self.loss(hidden, batch.predictors, targets, scale)  # type: ignore[no-any-return]
+        result: Tensor = self.loss(hidden, batch.predictors, targets, scale)
+        return result
 
 
 def _head(causal: PreTrainedModel) -> nn.Parameter:

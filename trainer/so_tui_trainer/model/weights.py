@@ -81,12 +81,13 @@ def constructed(
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
-    return factory.from_config(  # type: ignore[no-any-return]
+    result: PreTrainedModel = factory.from_config(
         config,
         dtype=torch.bfloat16,
         attn_implementation=implementation,
         trust_remote_code=trust_remote_code,
     )
+    return result
 
 
 def decoder_of(causal: PreTrainedModel) -> nn.Module:

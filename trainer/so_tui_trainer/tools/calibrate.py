@@ -79,7 +79,7 @@ def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Itera
         cpus = node["cpus"]
         # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
         best = 0.0
-        # Of the first node a curve: few cores, where it rises, and the default shares of cores.
+        # The first node gets a curve: few cores, where it rises, and the default shares of cores.
         shares = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1) if position == 0 else (0.5, 1)
         rounded = round if position == 0 else math.ceil
         for count in sorted({max(1, rounded(len(cpus) * share)) for share in shares}):
@@ -344,7 +344,8 @@ def _finish(child: subprocess.Popen[str]) -> Fields:
             "a measurement failed: "
             + (errors.strip().rpartition("\n")[2] or f"exit code {child.returncode}")
         )
-    return json.loads(out.strip().rpartition("\n")[2])  # type: ignore[no-any-return]
+    result: Fields = json.loads(out.strip().rpartition("\n")[2])
+    return result
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ def changed(
         try:
             item = next(steps)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            result: Result = end.value
+            return result
         yield change(item)
 
 
@@ -94,7 +95,8 @@ def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:
         if isinstance(error, InputError)
         else (Problem(code=code, field="", value="", message=str(error), remedy=""),)
     )
-    return msgspec.to_builtins(found)  # type: ignore[no-any-return]
+    result: list[Answer] = msgspec.to_builtins(found)
+    return result
 
 
 # The newest checkpoint of a run, for helpers that make a whole model of it.

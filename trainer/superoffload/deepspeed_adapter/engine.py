@@ -126,9 +126,10 @@ def shard(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Return a context in which the parameters of every new module are sharded over the ranks as
     soon as it is constructed.
     """
-    return deepspeed.zero.Init(  # type: ignore[no-any-return]
+    result: AbstractContextManager[Any] = deepspeed.zero.Init(
         config_dict_or_path=stage3.without_pinning(ds_config)
     )
+    return result
 
 
 def local_shard(parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
