@@ -102,18 +102,23 @@ class Watched:
         return Planned(step=step, rates=rates, binding=self._binding)
 
     def measure(self) -> Measured:
-        """Return what the run does from now on for a while."""
+        """Return what the run does from now on for a while. How long a step may take depends on
+        the host and on the cause, so that each has two minutes of its own.
+        """
         self._poll()
         steps, samples = len(self._steps), len(self._samples)
-        until = time.monotonic() + SECONDS
+        until = came = time.monotonic() + SECONDS
         while (
             time.monotonic() < until
             or len(self._steps) < steps + LEAST_STEPS
             or len(self._samples) < samples + 2
         ):
-            assert time.monotonic() < until + 120, read_state(self.run)
+            assert time.monotonic() < came + 120, read_state(self.run)
             time.sleep(0.1)
+            known = len(self._steps)
             self._poll()
+            if len(self._steps) > known:
+                came = time.monotonic()
         placed = replace(self._samples[-1], placement=_read_placements(self.processes))
         # The first step, and the first sample, began before.
         return _measured_of(
