@@ -21,7 +21,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from so_tui_trainer.model import fused
 from so_tui_trainer.model.config import disable_dropout
-from so_tui_trainer.model.kernels import cross_entropy_gradient, gated, log_sum_exp, rotate
+from so_tui_trainer.model.kernels import (
+    cross_entropy_gradient,
+    gated,
+    log_sum_exp,
+    replace_slow_products,
+    rotate,
+)
 from tests.support.models import causal_model, grad_of
 from tests.support.python_path import checkout_path
 from tests.support.small_training import EXPERTS
@@ -213,3 +219,23 @@ def test_what_a_killed_compilation_leaves_holds_nobody_up() -> None:
     )
     assert json.loads(done.stdout)["deepspeed"] == ""
     assert not left.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_replaced_products_and_their_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+    """In a linear layer with a bias, and in a product of batches."""
+    torch.manual_seed(0)
+    replace_slow_products()
+    rows, weight = torch.randn(40, 300, dtype=dtype), torch.randn(70, 300, dtype=dtype)
+    bias, batch = torch.randn(70, dtype=dtype), torch.randn(5, 300, 8, dtype=dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found = []
+    for kind in (dtype, wide):
+        leaf = weight.to(kind, copy=True).requires_grad_()
+        product = torch.nn.functional.linear(rows.to(kind), leaf, bias.to(kind))
+        torch.autograd.backward(product.sum())
+        batches = (0.5 * rows[:5, None].to(kind)) @ batch.to(kind)
+        found.append((product, grad_of(leaf), batches))
+    for ours, exact in zip(*found, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, exact.to(dtype), rtol=8e-3, atol=1e-3)

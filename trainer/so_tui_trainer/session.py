@@ -50,6 +50,7 @@ from so_tui_trainer.loop import Control, Loop, Outcome, StoppedEarlyError
 from so_tui_trainer.metrics import Metrics, record_network_rate
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build
+from so_tui_trainer.model.kernels import replace_slow_products
 from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.prompts import Prompts
@@ -283,7 +284,10 @@ class Session:
         # DeepSpeed uses a deprecated name of torch.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._load_stage("ranks", "starting the ranks")
-        ranks = join(use_gpu=self.plan.binding[0].gpu is not None)
+        use_gpu = self.plan.binding[0].gpu is not None
+        if not use_gpu:
+            replace_slow_products()
+        ranks = join(use_gpu)
         bindings = ranks.all_gather(self.report, RankBindingReport)
         self.recorder.write(
             BindingRecord(attempt=self.attempt, time=time.time(), ranks=tuple(bindings))

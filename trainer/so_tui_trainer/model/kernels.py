@@ -1,18 +1,17 @@
-"""Rotary position embedding in one pass over memory, with its backward pass; plain formulas without
-a GPU.
+"""Operations that PyTorch computes slowly: gated activation, rotary position embedding and parts
+of cross-entropy, each in one pass over the GPU's memory, and bf16 products on CPUs that lack bf16.
 """
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Gated activation: which one experts have, and ``silu(gate) * up`` in one pass over memory, with
-# its backward pass.
-#
-# Without a GPU it is computed by plain formulas.
+# Gated activation, with its backward pass. Without a GPU, plain formulas compute it.
 
 
 class Gate(NamedTuple):
@@ -160,3 +159,45 @@ def cross_entropy_gradient(
     return logits.copy_(
         softmax.scatter_add_(-1, column[:, None], (inside * -scale)[:, None].to(torch.float32))
     )
+
+
+# Matrix products of bf16 on a CPU.
+
+
+@cache
+def replace_slow_products() -> Any:
+    """Compute bf16 products in fp32 from here on if this CPU has no bf16 instructions.
+
+    PyTorch has no vectorised kernel for them then: on an AMD EPYC with AVX2, a step of ``tiny``
+    takes 4 times as long. Sums are in fp32 either way, and rounded once.
+
+    Returns:
+        What keeps the kernels registered.
+    """
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    ours: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for name in ("mm", "bmm", "addmm", "baddbmm"):
+            ours.impl(name, _in_fp32(getattr(torch.ops.aten, name).out), "CPU")
+    return ours
+
+
+def _in_fp32(product: Any) -> Any:
+    """Return a kernel that computes in fp32 what it is given in bf16.
+
+    ``product`` writes into its argument ``out``: that is an operator of its own, whose kernel is
+    not replaced.
+    """
+
+    def compute(*matrices: Tensor, **factors: Any) -> Tensor:
+        kind = matrices[0].dtype
+        if kind == torch.bfloat16 and all(matrix.dtype == kind for matrix in matrices):
+            wide = [matrix.float() for matrix in matrices]
+            narrow: Tensor = product(*wide, **factors, out=wide[-1].new_empty(0)).to(kind)
+            return narrow
+        result: Tensor = product(*matrices, **factors, out=matrices[-1].new_empty(0))
+        return result
+
+    return compute
