@@ -110,10 +110,9 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(
             await ui.press(*["tab"] * min(number, 1), "m")
             await ui.until(lambda: "m Back" in ui.key_line)
             assert isinstance(ui.screen.maximized, panel)
-            text = ui.text()
             for word in ("so-tui", "● 1 run live", "● training", "^p"):
-                assert word in text, word
-            assert "╱" not in text, "the panel has the whole width"
+                await ui.until(lambda word=word: word in ui.text())
+            assert "╱" not in ui.text(), "the panel has the whole width"
             assert ui.screen.maximized.region.bottom == size[1] - 1
             assert ("m", "All panels again") in [
                 (key, more) for _, keys in _key_groups(ui.screen) for key, _, more in keys
