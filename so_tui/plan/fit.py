@@ -37,7 +37,7 @@ from so_tui.plan.resources import (
     other_resources,
     resources_of,
 )
-from so_tui.plan.step_time import PassModel, SecondStates, StepModel, choose
+from so_tui.plan.step_time import SecondStates, StepModel, choose
 from so_tui.plan.terms import MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.run_spec import Mode, OffloadSpec, RunSpec
@@ -295,7 +295,7 @@ class Assessment:
     def rates(self) -> PlannedRates | None:
         """What ``step`` rests on."""
         model = step_model(self.placement, self.target)
-        return None if model is None else model.optimizer.rates()
+        return None if model is None else model.rates()
 
 
 def assess(spec: RunSpec, target: Target) -> Assessment:
@@ -508,11 +508,10 @@ def fetching_of(model: StepModel) -> Fetching | None:
     """Return what is predicted of fetching weights from host memory; None where the GPU has
     them.
     """
-    passes = model.passes
-    if not passes.placement.host_weights:
+    if not model.placement.host_weights:
         return None
-    computing = replace(model, passes=replace(passes, fetches=False)).step_time()
-    copies_s = passes.placement.spec.gradient_accumulation_steps * passes.fetched_weights_s
+    computing = replace(model, fetches=False).step_time()
+    copies_s = model.placement.spec.gradient_accumulation_steps * model.fetched_weights_s
     return Fetching(
         Passes(forward_s=computing.forward_s, backward_s=computing.backward_s), copies_s
     )
@@ -522,27 +521,19 @@ def step_model(placement: Placement, target: Target) -> StepModel | None:
     """Return what predicts the step of a placed spec; None where the speed is not known, or it
     cannot run.
     """
-    resources = target.resources
-    if (passes := pass_model(placement, target)) is None:
-        return None
-    adam_cores = (
-        resources.adam_cores if placement.spec.offload.mode == "superoffload" else resources.cores
-    )
-    return StepModel(passes=passes, adam_cores=adam_cores, ranks_per_node=resources.ranks_per_node)
-
-
-def pass_model(placement: Placement, target: Target) -> PassModel | None:
-    """Return what predicts the passes of a placed spec on the GPU; None as for ``step_model``."""
-    resources = target.resources
+    resources, between = target.resources, None
     if resources.speed is None or resources.problem:
         return None
-    share = resources.ranks / max(1, len(resources.machine.gpus))
-    return PassModel(
+    if target.hosts > 1:
+        share = resources.ranks / max(1, len(resources.machine.gpus))
+        between = between_hosts_bytes_per_s(resources.network, share)
+    superoffload = placement.spec.offload.mode == "superoffload"
+    return StepModel(
         placement=placement,
         speed=resources.speed,
         workload=target.workload,
         attention=attention_of(placement.spec, placement.profile, resources).backend,
-        between_hosts_bytes_per_s=between_hosts_bytes_per_s(resources.network, share)
-        if target.hosts > 1
-        else None,
+        between_hosts_bytes_per_s=between,
+        adam_cores=resources.adam_cores if superoffload else resources.cores,
+        ranks_per_node=resources.ranks_per_node,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from so_tui.model.profile import ModelProfile, in_tiles
-from so_tui.model.shape import StateLayout
+from so_tui.model.shape import Span, StateLayout
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
 from so_tui.plan.terms import Location
 from so_tui.spec.run_spec import RunSpec
@@ -88,6 +88,11 @@ class Placement:
         """
         size = self.spec.offload.sub_group_size
         return min(size, OWN_LARGEST_BUCKET) if own_engine(self.spec) else size
+
+    @property
+    def compute_spans(self) -> tuple[Span, ...]:
+        """When a forward pass uses each sub-group."""
+        return self.profile.compute_spans(self.layout.ranks, self.spec.offload.sub_group_size)
 
 
 def own_engine(spec: RunSpec) -> bool:

@@ -22,7 +22,7 @@ from so_tui.plan.fit import (
     assess,
     held_back_step,
     node_needs,
-    pass_model,
+    step_model,
     target_of,
 )
 from so_tui.plan.measured import correcting, corrects_passes
@@ -373,7 +373,7 @@ def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
         sum(term.bytes for term in found.terms if term.kind == kind) for kind in kinds
     )
     fact = InputsOnHost(bytes=inputs, results_bytes=results)
-    if (model := pass_model(found.placement, found.target)) is None:
+    if (model := step_model(found.placement, found.target)) is None:
         yield fact
         return
     speed = model.speed
@@ -388,7 +388,7 @@ def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
 def _weights_on_host(found: Assessment) -> Iterator[WeightsOnHost]:
     if not (moved := found.placement.host_weights):
         return
-    model = pass_model(found.placement, found.target)
+    model = step_model(found.placement, found.target)
     once = model.one_pass if model else None
     yield WeightsOnHost(
         bytes=2 * moved,

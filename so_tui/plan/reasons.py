@@ -263,15 +263,14 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
     model = step_model(found.placement, target)
     longer_s = None
     if model:
-        passes = dataclasses.replace(model.passes, between_hosts_bytes_per_s=None)
-        on_one_host = dataclasses.replace(model, passes=passes)
+        on_one_host = dataclasses.replace(model, between_hosts_bytes_per_s=None)
         longer_s = model.step_time().total_s - on_one_host.step_time().total_s
     yield AcrossHosts(
         machines=target.hosts,
         ranks=layout.ranks,
         bytes_per_step=times * gathered,
         network=target.resources.network,
-        seconds=times * model.passes.all_gather_s if model else None,
+        seconds=times * model.all_gather_s if model else None,
         longer_s=longer_s,
     )
 
