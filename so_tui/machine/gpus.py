@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from so_tui.machine.host import cpus_or_empty, distance
 from so_tui.machine.software import output_of
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import Gpu, NumaNode
+from so_tui.machine.types import Gpu, Nodes, NumaNode
 from so_tui.trust.decoding import decode_json
 
 # Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs, and their names
@@ -48,7 +48,7 @@ ROCm too knows an APU.
 """
 
 
-def _kfd_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> dict[str, dict[str, Any]] | None:
+def _kfd_gpus(files: SystemFiles, nodes: Nodes) -> dict[str, dict[str, Any]] | None:
     """Return what AMD's driver says of the GPUs that this process may use: by bus id, in ROCm's
     order, fields of ``Gpu``. None without a topology.
 
@@ -193,14 +193,16 @@ class _Asker:
     def devices(self) -> Iterator[tuple[int, Any, str]]:
         """Yield index, handle and bus id of each GPU that responds."""
         for index in range(self.ask("nvmlDeviceGetCount", read=int) or 0):
-            handle = self.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
-            bus_id = handle is not None and self.ask(
-                "nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId)
-            )
-            if bus_id:
-                yield index, handle, normal_bus_id(bus_id)
-            else:
+            handle: Any = self.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
+            bus_id = None
+            if handle is not None:
+                bus_id = self.ask(
+                    "nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId)
+                )
+            if bus_id is None:
                 self.errors.append(f"GPU {index} does not respond and is left out.")
+            else:
+                yield index, handle, normal_bus_id(bus_id)
 
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
         """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py
@@ -366,9 +368,7 @@ def pci_gpus(files: SystemFiles) -> tuple[Gpu, ...]:
     )
 
 
-def read_gpus(
-    files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, coherent: bool
-) -> _FoundGpus:
+def read_gpus(files: SystemFiles, nodes: Nodes, nvml: NvmlAnswer, *, coherent: bool) -> _FoundGpus:
     """Return the GPUs of a machine with their NUMA nodes.
 
     Args:
@@ -478,9 +478,7 @@ def _driver_name(files: SystemFiles, bus_id: str) -> str | None:
     return None
 
 
-def _with_nodes(
-    gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent: bool
-) -> tuple[Gpu, ...]:
+def _with_nodes(gpus: tuple[Gpu, ...], nodes: Nodes, *, coherent: bool) -> tuple[Gpu, ...]:
     """Fill in what the bus does not report: the CPU node (if there is only one), its CPUs, the
     GPU's memory node and size.
     """
@@ -509,7 +507,7 @@ def _with_nodes(
     )
 
 
-def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[str, int]:
+def _memory_nodes(gpus: tuple[Gpu, ...], nodes: Nodes) -> dict[str, int]:
     """Return the memory node of each GPU, by bus id.
 
     The memory nodes nearest to a CPU node belong to the GPUs attached to it, in PCI order. If their
@@ -533,7 +531,7 @@ def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[st
     return owned
 
 
-def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None:
+def _nearest_cpu_node(node: NumaNode, nodes: Nodes) -> int | None:
     """Return the CPU node at the smallest distance; None if two are equally near or no distance is
     known.
     """

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from so_tui.machine.system_files import SystemFiles, meminfo
-from so_tui.machine.types import NodeKind, NumaNode
+from so_tui.machine.types import Cores, Cpus, NodeKind, Nodes, NumaNode
 from so_tui.units import KIB, memory_size
 
 # Parse and format lists of CPU numbers as the kernel, numactl and DeepSpeed write them.
@@ -21,7 +21,7 @@ _LAST = (1 << 16) - 1
 """Number far above any CPU: a list in files of others must not take all memory."""
 
 
-def parse_cpus(text: str) -> tuple[int, ...]:
+def parse_cpus(text: str) -> Cpus:
     """Parse the kernel's list format (``0-3,8``) to ascending numbers. Raises ValueError for any
     other text.
     """
@@ -42,7 +42,7 @@ def cpu_ranges(cpus: Iterable[int]) -> str:
     )
 
 
-def contiguous_runs(cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+def contiguous_runs(cpus: Iterable[int]) -> Cores:
     """Return the maximal runs of consecutive numbers, ascending."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
@@ -53,7 +53,7 @@ def contiguous_runs(cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(run) for run in runs)
 
 
-def cpus_or_empty(text: str | None) -> tuple[int, ...]:
+def cpus_or_empty(text: str | None) -> Cpus:
     """Parse the text of a cpulist file; empty if the file is absent, empty or not a list."""
     try:
         return parse_cpus(text or "")
@@ -179,7 +179,7 @@ class Processor(NamedTuple):
     architecture: str
 
 
-def online_cpus(files: SystemFiles) -> tuple[int, ...]:
+def online_cpus(files: SystemFiles) -> Cpus:
     """Return all CPUs of the machine that are online."""
     return (
         cpus_or_empty(files.text("/sys/devices/system/cpu/online"))
@@ -188,7 +188,7 @@ def online_cpus(files: SystemFiles) -> tuple[int, ...]:
     )
 
 
-def allowed_cpus(files: SystemFiles, online: tuple[int, ...]) -> tuple[int, ...]:
+def allowed_cpus(files: SystemFiles, online: Cpus) -> Cpus:
     """Return the CPUs this process may run on: its affinity within its cpuset. For copied system
     files, all online CPUs.
     """
@@ -198,7 +198,7 @@ def allowed_cpus(files: SystemFiles, online: tuple[int, ...]) -> tuple[int, ...]
     return tuple(sorted(allowed & (_cpuset(files) or allowed)))
 
 
-def smt_siblings(files: SystemFiles, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def smt_siblings(files: SystemFiles, online: Cpus) -> Cores:
     """Return the CPUs of each physical core with several threads; empty if no core has, or if it is
     not reported.
     """
@@ -224,9 +224,7 @@ def allowed_memory_nodes(files: SystemFiles) -> tuple[int, ...] | None:
     return cpus_or_empty(found.group(1)) if files.live and found else None
 
 
-def memory_allowance_notes(
-    nodes: tuple[NumaNode, ...], allowed: tuple[int, ...] | None
-) -> tuple[str, ...]:
+def memory_allowance_notes(nodes: Nodes, allowed: Cpus | None) -> tuple[str, ...]:
     """Return a note if a cpuset excludes the memory of some CPU nodes."""
     with_memory = [node.id for node in nodes if node.kind == "cpu" and node.memory_total_bytes > 0]
     if allowed is None or set(with_memory) <= set(allowed):
@@ -240,9 +238,7 @@ def memory_allowance_notes(
     )
 
 
-def allowance_notes(
-    files: SystemFiles, online: tuple[int, ...], allowed: tuple[int, ...]
-) -> tuple[str, ...]:
+def allowance_notes(files: SystemFiles, online: Cpus, allowed: Cpus) -> tuple[str, ...]:
     """Return notes on why this process may use only some of the CPUs."""
     if not files.live:
         return ()
@@ -299,7 +295,7 @@ def _cpuinfo_fields(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _cpuinfo_processors(files: SystemFiles) -> tuple[int, ...]:
+def _cpuinfo_processors(files: SystemFiles) -> Cpus:
     lines = (files.text("/proc/cpuinfo") or "").splitlines()
     return tuple(
         int(line.partition(":")[2])
@@ -341,7 +337,7 @@ class _SharedMemory(NamedTuple):
 
 
 class _HostMemory(NamedTuple):
-    nodes: tuple[NumaNode, ...]
+    nodes: Nodes
     total_bytes: int
     """Sum over the CPU nodes."""
     limit_bytes: int | None
@@ -366,7 +362,7 @@ def page_size_bytes(files: SystemFiles) -> int | None:
     return os.sysconf("SC_PAGE_SIZE") if files.live else None
 
 
-def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> _HostMemory:
+def host_memory(files: SystemFiles, nodes: Nodes) -> _HostMemory:
     """Return the memory of the CPU nodes, corrected if the kernel's per-node figures lag behind
     memory that is being added.
     """
@@ -411,7 +407,7 @@ def available_bytes(files: SystemFiles) -> int | None:
     )
 
 
-def sole_memory_node(nodes: tuple[NumaNode, ...]) -> int | None:
+def sole_memory_node(nodes: Nodes) -> int | None:
     """Return the CPU node with all of the host's memory, which /proc/meminfo then describes; None
     if several nodes have memory.
     """
@@ -428,22 +424,18 @@ def caught_up(sizes: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
     return sizes | {name: whole[name] for name in ("MemTotal", "MemFree") if name in whole}
 
 
-def _caught_up_nodes(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tuple[NumaNode, ...]:
+def _caught_up_nodes(nodes: Nodes, whole: dict[str, int]) -> Nodes:
     sole, found = sole_memory_node(nodes), []
     for node in nodes:
         if node.id == sole:
             sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
             free = sizes.get("MemFree", node.memory_free_bytes)
-            node = msgspec.structs.replace(
-                node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=free
-            )
+            node = replace(node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=free)
         found.append(node)
     return tuple(found)
 
 
-def _gpu_memory_note(
-    nodes: tuple[NumaNode, ...], whole_bytes: int | None, host_bytes: int
-) -> list[str]:
+def _gpu_memory_note(nodes: Nodes, whole_bytes: int | None, host_bytes: int) -> list[str]:
     if whole_bytes is None or whole_bytes <= host_bytes * (1 + _DIFFERENCE):
         return []
     reason = (
@@ -482,7 +474,7 @@ def _grows(files: SystemFiles) -> bool:
 _NODES = "/sys/devices/system/node"
 
 
-def read_nodes(files: SystemFiles, online: tuple[int, ...]) -> tuple[NumaNode, ...]:
+def read_nodes(files: SystemFiles, online: Cpus) -> Nodes:
     """Return all online nodes in ascending order; a single node 0 with every CPU if the kernel has
     no NUMA support.
     """
@@ -507,9 +499,7 @@ def _read_node(files: SystemFiles, node: int) -> NumaNode:
     )
 
 
-def _node(
-    node: int, cpus: tuple[int, ...], memory: dict[str, int], distances: tuple[int, ...]
-) -> NumaNode:
+def _node(node: int, cpus: Cpus, memory: dict[str, int], distances: tuple[int, ...]) -> NumaNode:
     total = memory.get("MemTotal", 0)
     kind: NodeKind = "cpu" if cpus else "gpu-memory" if total > 0 else "empty"
     return NumaNode(
@@ -523,7 +513,7 @@ def _node(
     )
 
 
-def distance(nodes: tuple[NumaNode, ...], from_node: NumaNode, to_id: int) -> int | None:
+def distance(nodes: Nodes, from_node: NumaNode, to_id: int) -> int | None:
     """Return the kernel's distance between two nodes; None if unknown. Distances are listed in the
     order of online nodes.
     """

@@ -23,7 +23,7 @@ from msgspec import Struct
 from so_tui.folders import compiled_folder, host_folder
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import NumaNode, Software, version_numbers
+from so_tui.machine.types import Cpus, Nodes, Software, version_numbers
 from so_tui.trust.files import distrust_of_folder, private_folder
 from so_tui.trust.text import quoted
 
@@ -139,8 +139,8 @@ _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*")
 
 def read_software(
     files: SystemFiles,
-    nodes: tuple[NumaNode, ...],
-    allowed: tuple[int, ...],
+    nodes: Nodes,
+    allowed: Cpus,
     nvml_driver: str | None,
 ) -> Software:
     """Return the installed versions; all None for copied system files."""
@@ -181,7 +181,7 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def _trial_binding(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tuple[int, str]:
+def _trial_binding(nodes: Nodes, allowed: Cpus) -> tuple[int, str]:
     """Return a node with memory and its allowed CPUs, as arguments for numactl."""
     for node in nodes:
         cpus = set(node.cpus) & set(allowed)

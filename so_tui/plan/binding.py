@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from so_tui.machine.host import contiguous_runs, cpu_ranges
-from so_tui.machine.types import Gpu, Machine, NumaNode
+from so_tui.machine.types import Cores, Cpus, Gpu, Machine, Nodes
 from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec.errors import reject
 
@@ -23,10 +23,10 @@ from so_tui.spec.errors import reject
 # that span nodes.
 
 
-NodeCpus = Sequence[tuple[int, ...]]
+NodeCpus = Sequence[Cpus]
 
 
-def _numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
+def _numactl_nodes(nodes: Nodes) -> Cores:
     """Return CPUs per node as DeepSpeed reads them from ``numactl --hardware``: it counts the
     nodes, then looks for ids below that.
     """
@@ -36,7 +36,7 @@ def _numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
 
 def _numactl_prefix(
     nodes: NodeCpus, core_list: Sequence[int], ranks: int, rank: int
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
+) -> tuple[Cpus, tuple[str, ...]]:
     """Return the cores and the numactl command prefix of a rank. ``OMP_NUM_THREADS`` is the number
     of those cores.
 
@@ -94,7 +94,7 @@ class _CpuGroup(NamedTuple):
     """CPUs of one CPU node, or of several that list the same CPUs (``numa=fake``)."""
 
     nodes: tuple[int, ...]
-    cpus: tuple[int, ...]
+    cpus: Cpus
     """Those that this process may use."""
 
 
@@ -160,9 +160,7 @@ def uses_numactl(bindings: Sequence[RankBinding]) -> bool:
     return any(binding.deepspeed.numactl for binding in bindings)
 
 
-def _split_cores(
-    cpus: Sequence[int], cpu_adam_cores_fraction: float
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_cores(cpus: Sequence[int], cpu_adam_cores_fraction: float) -> tuple[Cpus, Cpus]:
     """Return the cores of the training process and of its Adam worker, which gets the fraction,
     rounded down, from the end of ``cpus``.
 
@@ -224,7 +222,7 @@ def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, 
 
 def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:
     allowed = set(machine.allowed_cpus)
-    nodes: dict[tuple[int, ...], list[int]] = {}
+    nodes: dict[Cpus, list[int]] = {}
     for node in machine.cpu_nodes:
         nodes.setdefault(node.cpus, []).append(node.id)
     groups = [
@@ -263,7 +261,7 @@ def _homes(groups: tuple[_CpuGroup, ...], wanted: tuple[Gpu | None, ...]) -> tup
     return tuple(group if group is not None else next(fill) for group in known)
 
 
-def _divided(machine: Machine, homes: tuple[_CpuGroup, ...]) -> tuple[tuple[int, ...], ...]:
+def _divided(machine: Machine, homes: tuple[_CpuGroup, ...]) -> Cores:
     """Return each rank's share of its CPUs, in rank order; with more ranks than cores a core is
     shared.
     """
@@ -276,7 +274,7 @@ def _divided(machine: Machine, homes: tuple[_CpuGroup, ...]) -> tuple[tuple[int,
     return tuple(shares)
 
 
-def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[int, ...]:
+def _slice(cores: Cores, ranks: int, seat: int) -> Cpus:
     """Return the seat-th of ``ranks`` nearly equal slices, of whole physical cores where there are
     enough.
     """
@@ -287,7 +285,7 @@ def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[i
     return tuple(sorted(cpu for core in cores[first:last] for cpu in core))
 
 
-def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _cores(machine: Machine, cpus: Sequence[int]) -> Cores:
     """Return CPUs by physical core: as the kernel reports them, else as far as their numbers show.
 
     Linux on x86 mostly numbers the second threads in a range of their own, of the same length as
@@ -296,7 +294,7 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]
     """
     if machine.smt_siblings:
         core_of = {cpu: core for core in machine.smt_siblings for cpu in core}
-        cores: dict[tuple[int, ...], list[int]] = {}
+        cores: dict[Cpus, list[int]] = {}
         for cpu in sorted(cpus):
             cores.setdefault(core_of.get(cpu, (cpu,)), []).append(cpu)
         return tuple(tuple(core) for core in cores.values())
@@ -311,7 +309,7 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]
     return tuple((cpu,) for cpu in sorted(cpus))
 
 
-def by_core(machine: Machine, cpus: Sequence[int]) -> tuple[int, ...]:
+def by_core(machine: Machine, cpus: Sequence[int]) -> Cpus:
     """Return CPUs with the threads of a core side by side, so that a cut splits at most one
     core.
     """
@@ -332,7 +330,7 @@ def _memory_policy(machine: Machine, home: _CpuGroup) -> MemoryPolicy:
 
 
 def _deepspeed(
-    machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
+    machine: Machine, cores: Cores, policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
     """Return what the launcher does for each rank with our core list. Where it would fail with one,
     it gets none and binds nothing.
@@ -352,7 +350,7 @@ def _deepspeed(
     )
 
 
-def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
+def _listed(machine: Machine, cores: Cores) -> list[int]:
     """Return the list whose equal slices, ascending, lie within each rank's cores, so that
     DeepSpeed binds each rank to its node at least.
 
@@ -378,7 +376,7 @@ def _cut(shares: Sequence[Sequence[int]]) -> list[Sequence[int]]:
 
 
 def _deepspeed_unlisted(
-    machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
+    machine: Machine, cores: Cores, policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
     """Return what the launcher does without a list: it takes the numbers below the count of
     physical cores, allowed or not.
@@ -390,7 +388,7 @@ def _deepspeed_unlisted(
 def _launched(
     machine: Machine,
     listed: list[int],
-    cores: tuple[tuple[int, ...], ...],
+    cores: Cores,
     policies: tuple[MemoryPolicy, ...],
 ) -> tuple[DeepSpeedBinding, ...]:
     """Return what the launcher does for each rank under a core list. Where numactl was not tried (a
@@ -430,7 +428,7 @@ def _launched(
     )
 
 
-def _numactl_error(machine: Machine, cpus: tuple[int, ...], numactl: tuple[str, ...]) -> str:
+def _numactl_error(machine: Machine, cpus: Cpus, numactl: tuple[str, ...]) -> str:
     """Return why numactl would fail to start the rank; empty where it would not."""
     if outside := set(cpus) - set(machine.allowed_cpus):
         return f"cores {cpu_ranges(outside)} may not be used"

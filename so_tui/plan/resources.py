@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.machine.host import distance
-from so_tui.machine.types import Gpu, Machine, Network, NumaNode, version_numbers
+from so_tui.machine.types import Gpu, Machine, Network, Nodes, version_numbers
 from so_tui.model.flops import seed_tflops_total
 from so_tui.model.profile import SINKS, ModelProfile, profile_of
 from so_tui.model.shape import Architecture, architecture
@@ -198,7 +198,7 @@ def _supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
     )
 
 
-def _memory_nodes(machine: Machine) -> tuple[NumaNode, ...]:
+def _memory_nodes(machine: Machine) -> Nodes:
     """Return the CPU nodes on which a run may allocate. The cpuset of a job on a part of a node may
     leave some out.
     """

@@ -23,7 +23,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -31,8 +31,9 @@ from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from so_tui.spec.errors import InputError, Problem, nearest, shown
+from so_tui.spec.errors import InputError, Problem, Problems, nearest, shown
 from so_tui.spec.keys import FieldInfo, FieldType, field_index, source_index
 from so_tui.spec.model_table import (
     REGENERATE,
@@ -49,7 +50,7 @@ from so_tui.spec.run_spec import DataSource, RunSpec
 
 def _sharing_problems(
     model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], gpus: Any
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield what speaks against ``train.sequence_parallel``, from sections of a plain tree, of
     whose types nothing is known.
     """
@@ -136,7 +137,7 @@ _EXPERTS = frozenset({"num_experts", "num_local_experts"})
 """Keys of models with experts in ``[model.config]``."""
 
 
-def _combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
+def _combination_problems(tree: dict[str, Any]) -> Problems:
     """Yield problems of combinations of keys. Single keys may be wrong too, so nothing is assumed
     about their types.
     """
@@ -153,7 +154,7 @@ def _combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
     yield from _sharing_problems(model, data, train, tree.get("gpus", 1))
 
 
-def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterator[Problem]:
+def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Problems:
     given = [key for key in LENGTHS if isinstance(train.get(key), int | float) and train[key]]
     if len(given) > 1:
         values = ", ".join(f"{key} = {shown(train[key])}" for key in given)
@@ -186,7 +187,7 @@ def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterat
         )
 
 
-def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
+def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Problems:
     config = _section(model, "config")
     if model.get("weights") == "random" and not config.get("model_type"):
         yield Problem(
@@ -251,7 +252,7 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
         )
 
 
-def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
+def _offload_problems(offload: dict[str, Any]) -> Problems:
     mode, engine, states = offload.get("mode"), offload.get("engine"), offload.get("states", "fp32")
     if states != "fp32" and (mode == "zerooffload" or engine == "deepspeed"):
         yield Problem(
@@ -284,7 +285,7 @@ def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
+def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Problems:
     if data.get("held_out") and (data.get("evaluation") or data.get("evaluation_split")):
         yield Problem(
             "several-evaluations",
@@ -435,7 +436,7 @@ def check_tree(tree: dict[str, Any], file: str = "") -> RunSpec:
     """
     problems = problems_in(tree)
     if problems:
-        raise InputError([msgspec.structs.replace(problem, file=file) for problem in problems])
+        raise InputError([replace(problem, file=file) for problem in problems])
     return msgspec.convert(tree, RunSpec)
 
 
@@ -464,7 +465,7 @@ def _required(struct: type[Struct]) -> tuple[str, ...]:
     return tuple(field.name for field in msgspec.structs.fields(struct) if field.required)
 
 
-def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -> Iterator[Problem]:
+def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -> Problems:
     keys = _keys(struct)
     for key, value in tree.items():
         path = f"{prefix}{key}"
@@ -505,7 +506,7 @@ def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Prob
     )
 
 
-def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
+def _value_problems(path: str, value: Any, kind: Any) -> Problems:
     if path == "data.source" and value in ([], ()):
         yield Problem(
             "no-data", "data.source", "[]", "names no data", _MISSING_REMEDIES["data.source"]
@@ -551,7 +552,7 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _gpu_problems(gpus: Sequence[int]) -> Iterator[Problem]:
+def _gpu_problems(gpus: Sequence[int]) -> Problems:
     """Yield what is wrong with a list of indices of GPUs."""
     if not gpus:
         yield Problem(
@@ -567,7 +568,7 @@ def _gpu_problems(gpus: Sequence[int]) -> Iterator[Problem]:
         )
 
 
-def _source_problems(path: str, part: Any) -> Iterator[Problem]:
+def _source_problems(path: str, part: Any) -> Problems:
     """Yield what is wrong with one source of a mixture."""
     if isinstance(part, dict):
         yield from _section_problems(part, DataSource, f"{path}.")

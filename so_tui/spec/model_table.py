@@ -13,13 +13,13 @@ Problem codes:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
 import msgspec
 
-from so_tui.spec.errors import Problem, shown
+from so_tui.spec.errors import Problem, Problems, shown
 from so_tui.spec.run_spec import ParameterBlock
 from so_tui.units import thousands
 
@@ -134,7 +134,7 @@ def table_text(blocks: Iterable[ParameterBlock]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table_problems(model: dict[str, Any]) -> Iterator[Problem]:
+def table_problems(model: dict[str, Any]) -> Problems:
     """Yield what is inconsistent in the table of a ``[model]`` tree, and between the table and
     ``[model.config]``.
 
@@ -184,9 +184,7 @@ def table_problems(model: dict[str, Any]) -> Iterator[Problem]:
         yield from _stale_table_problems(config, blocks)
 
 
-def _stale_table_problems(
-    config: dict[str, Any], blocks: tuple[ParameterBlock, ...]
-) -> Iterator[Problem]:
+def _stale_table_problems(config: dict[str, Any], blocks: tuple[ParameterBlock, ...]) -> Problems:
     """Yield the config keys that no longer match the table, for model types where this is
     certain.
     """
