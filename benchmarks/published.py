@@ -245,9 +245,7 @@ def _early_step_s(figure: Published) -> float:
     assert speed is not None
     layout = profile_of(plan.spec.model).layout(plan.gpus, plan.spec.offload)
     largest = max(group.numel for group in layout.sub_groups if group.device == "cpu")
-    states = step_time.OffloadedStates(
-        parameters=layout.numel, on_cpu=layout.cpu_numel, last_sub_group=largest
-    )
+    states = step_time.OffloadedStates(on_cpu=layout.cpu_numel, last_sub_group=largest)
     rate = speed.adam_bytes_per_s(len(plan.binding[0].adam_cpus), 1)
     return _gpu_s(figure) + step_time.exposed_adam_s(states, rate, without.backward_s)
 

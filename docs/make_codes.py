@@ -80,7 +80,13 @@ _SHAPES = {
     "Refusal": _shape("Problem", "code", "message", code="code", message="message"),
     "refuse": _shape("Problem", "code", "message", code="code", message="message"),
     "Finding": _shape(
-        "Finding", code="code", message="title", remedy="remedy", severity="severity", cost="cost"
+        "Finding",
+        *("code", "severity", "title"),
+        code="code",
+        message="title",
+        remedy="remedy",
+        severity="severity",
+        cost="cost",
     ),
     "OffloadError": _shape("Engine", "message", code="code", message="message"),
     "WorkerLostError": _shape("Engine", "message", code="code", message="message"),

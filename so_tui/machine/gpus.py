@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.machine.host import cpus_or_empty, distance
 from so_tui.machine.software import output_of
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import Gpu, NumaNode
+from so_tui.machine.types import Gpu, Nodes, NumaNode
 from so_tui.trust.decoding import decode_json
 
 # Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs, and their names
@@ -48,23 +48,9 @@ ROCm too knows an APU.
 """
 
 
-class KfdGpu(Struct, frozen=True, kw_only=True):
-    """A GPU that this process may use."""
-
-    bus_id: str
-    uuid: str | None
-    """As ROCm writes it in ROCR_VISIBLE_DEVICES: ``GPU-6cdb410c2f219ac0``."""
-    numa_node: int | None
-    """CPU node with the shortest link."""
-    memory_node: int | None
-    """The same where GPU and CPU share a socket, and so its memory: the GPU has none of its own."""
-    memory_bytes: int | None
-    partitions: int
-    """Into how many devices it is split (compute partitions, as CPX has them); 1 if it is whole."""
-
-
-def _kfd_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> tuple[KfdGpu, ...] | None:
-    """Return the GPUs in ROCm's order; None without a topology.
+def _kfd_gpus(files: SystemFiles, nodes: Nodes) -> dict[str, dict[str, Any]] | None:
+    """Return what AMD's driver says of the GPUs that this process may use: by bus id, in ROCm's
+    order, fields of ``Gpu``. None without a topology.
 
     The kernel lets no process read the properties of a GPU that its control group withholds.
     """
@@ -79,53 +65,46 @@ def _kfd_gpus(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> tuple[KfdGpu, 
         if properties.get("cpu_cores_count") and not properties.get("simd_count")
     ]
     homes = dict(zip(with_cores, (node for node in nodes if node.kind == "cpu"), strict=False))
-    gpus = {node: properties for node, properties in found.items() if properties.get("simd_count")}
-    parts = Counter(map(_bus_id, gpus.values()))
-    firsts = {_bus_id(properties): node for node, properties in reversed(gpus.items())}
-    return tuple(
-        _gpu(files, node, gpus[node], homes, parts[bus_id])
-        for bus_id, node in sorted(firsts.items(), key=itemgetter(1))
-    )
+    devices: dict[str, list[int]] = {}
+    for node, properties in found.items():
+        if properties.get("simd_count"):
+            # The function number of the PCI address counts partitions; the device itself has 0.
+            location = properties.get("location_id", 0)
+            bus_id = f"{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
+            devices.setdefault(f"{properties.get('domain', 0):04x}:{bus_id}", []).append(node)
+    return {
+        bus_id: _kfd_gpu(files, parts[0], found[parts[0]], homes, len(parts))
+        for bus_id, parts in sorted(devices.items(), key=itemgetter(1))
+    }
 
 
-def _gpu(
+def _kfd_gpu(
     files: SystemFiles,
     node: int,
     properties: dict[str, int],
     homes: dict[int, NumaNode],
     partitions: int,
-) -> KfdGpu:
+) -> dict[str, Any]:
     links = [link for link in _parts(files, node, "io_links") if link.get("node_to") in homes]
     nearest = min(links, key=lambda link: link.get("weight", 1 << 32), default={})
     home = homes.get(nearest.get("node_to", -1))
     shared = home if nearest.get("weight") == _SAME_SOCKET else None
-    banks = [
-        bank for bank in _parts(files, node, "mem_banks") if bank.get("heap_type") in _GPU_HEAPS
-    ]
-    own = partitions * sum(bank.get("size_in_bytes", 0) for bank in banks)
+    own = partitions * sum(
+        bank.get("size_in_bytes", 0)
+        for bank in _parts(files, node, "mem_banks")
+        if bank.get("heap_type") in _GPU_HEAPS
+    )
+    own_bytes = own if 0 < own <= _MOST_BYTES else None
     unique = properties.get("unique_id")
-    return KfdGpu(
-        bus_id=_bus_id(properties),
-        uuid=f"GPU-{unique:016x}" if unique else None,
-        numa_node=home.id if home else None,
-        memory_node=shared.id if shared else None,
-        memory_bytes=shared.memory_total_bytes
-        if shared
-        else own
-        if 0 < own <= _MOST_BYTES
-        else None,
-        partitions=partitions,
-    )
-
-
-def _bus_id(properties: dict[str, int]) -> str:
-    """Return the PCI address as sysfs writes it. The function number counts partitions; the device
-    itself has 0.
-    """
-    location = properties.get("location_id", 0)
-    return (
-        f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.0"
-    )
+    return {
+        # As ROCm writes it in ROCR_VISIBLE_DEVICES: ``GPU-6cdb410c2f219ac0``.
+        "uuid": f"GPU-{unique:016x}" if unique else None,
+        **({"numa_node": home.id} if home else {}),
+        # Where GPU and CPU share a socket, the GPU has no memory of its own.
+        "memory_node": shared.id if shared else None,
+        "memory_total_bytes": shared.memory_total_bytes if shared else own_bytes,
+        "mig": partitions > 1,
+    }
 
 
 def _parts(files: SystemFiles, node: int, kind: str) -> Iterator[dict[str, int]]:
@@ -141,14 +120,10 @@ def _numbers(files: SystemFiles, name: str) -> dict[str, int]:
 
 
 def _names_by_amd_smi() -> dict[str, str]:
-    """Return product names by bus id; empty where the tool is not installed or fails."""
-    return _names_in(output_of("amd-smi", "static", "--asic", "--bus", "--json") or "")
-
-
-def _names_in(output: str) -> dict[str, str]:
-    """Return the product names in the tool's output, by bus id as sysfs writes it. What is not of
-    that form is left out.
+    """Return product names by bus id as sysfs writes it; empty where the tool is not installed or
+    fails. What is not of the form of its output is left out.
     """
+    output = output_of("amd-smi", "static", "--asic", "--bus", "--json") or ""
     try:
         content: Any = decode_json(output.encode(), object)
     except msgspec.DecodeError:
@@ -178,23 +153,10 @@ T = TypeVar("T")
 _COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 
 
-class NvmlGpu(Struct, frozen=True, kw_only=True):
-    index: int
-    name: str
-    bus_id: str
-    uuid: str | None
-    memory_node: int | None
-    memory_total_bytes: int | None
-    memory_used_bytes: int | None
-    compute_mode: str | None
-    c2c: bool | None
-    mig: bool | None
-
-
 class NvmlAnswer(Struct, frozen=True, kw_only=True):
     answered: bool = False
     """Whether NVML started. Its list is then complete, even if empty (a job without GPUs)."""
-    gpus: tuple[NvmlGpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
     errors: tuple[str, ...] = ()
     """Errors of calls that should have succeeded, each a sentence."""
@@ -228,13 +190,19 @@ class _Asker:
             nvml.NVML_ERROR_INVALID_ARGUMENT,
         }
 
-    def find(self, index: int) -> tuple[Any, str] | None:
-        """Return the handle and the bus id of a GPU; None if it does not respond."""
-        handle = self.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
-        if handle is None:
-            return None
-        bus_id = self.ask("nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId))
-        return None if bus_id is None else (handle, bus_id)
+    def devices(self) -> Iterator[tuple[int, Any, str]]:
+        """Yield index, handle and bus id of each GPU that responds."""
+        for index in range(self.ask("nvmlDeviceGetCount", read=int) or 0):
+            handle: Any = self.ask("nvmlDeviceGetHandleByIndex", index, read=lambda handle: handle)
+            bus_id = None
+            if handle is not None:
+                bus_id = self.ask(
+                    "nvmlDeviceGetPciInfo", handle, read=lambda info: _nvml_text(info.busId)
+                )
+            if bus_id is None:
+                self.errors.append(f"GPU {index} does not respond and is left out.")
+            else:
+                yield index, handle, normal_bus_id(bus_id)
 
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
         """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py
@@ -266,8 +234,7 @@ def query_nvml() -> NvmlAnswer:
         )
     try:
         asker = _Asker(pynvml)
-        count = asker.ask("nvmlDeviceGetCount", read=int) or 0
-        gpus = tuple(gpu for index in range(count) if (gpu := _query_gpu(asker, index)) is not None)
+        gpus = tuple(_nvml_gpu(asker, *device) for device in asker.devices())
         driver = asker.ask("nvmlSystemGetDriverVersion", read=_nvml_text)
         return NvmlAnswer(
             answered=True, gpus=gpus, driver=driver, errors=tuple(dict.fromkeys(asker.errors))
@@ -286,21 +253,17 @@ def query_health() -> tuple[GpuHealth, ...]:
         return ()
     try:
         asker = _Asker(pynvml)
-        count = asker.ask("nvmlDeviceGetCount", read=int) or 0
-        found = (_health(asker, pynvml, index) for index in range(count))
-        return tuple(health for health in found if health is not None)
+        return tuple(_health(asker, *device) for device in asker.devices())
     finally:
         pynvml.nvmlShutdown()
 
 
-def _health(asker: _Asker, nvml: Any, index: int) -> GpuHealth | None:
-    if (found := asker.find(index)) is None:
-        return None
-    handle, bus_id = found
-    remapped = asker.ask(
-        "nvmlDeviceGetRemappedRows", handle, read=lambda rows: (bool(rows[2]), bool(rows[3]))
-    )
+def _health(asker: _Asker, _index: int, handle: Any, bus_id: str) -> GpuHealth:
+    nvml = asker.nvml
     errors = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    pending, failed = asker.ask(
+        "nvmlDeviceGetRemappedRows", handle, read=lambda rows: (bool(rows[2]), bool(rows[3]))
+    ) or (None, None)
     return GpuHealth(
         bus_id=bus_id,
         pids=asker.ask(
@@ -310,8 +273,8 @@ def _health(asker: _Asker, nvml: Any, index: int) -> GpuHealth | None:
         )
         or (),
         uncorrected_ecc_errors=asker.ask("nvmlDeviceGetTotalEccErrors", handle, *errors, read=int),
-        row_remap_pending=remapped[0] if remapped else None,
-        row_remap_failed=remapped[1] if remapped else None,
+        row_remap_pending=pending,
+        row_remap_failed=failed,
         persistence=asker.ask("nvmlDeviceGetPersistenceMode", handle, read=bool),
         compute_capability=asker.ask(
             "nvmlDeviceGetCudaComputeCapability",
@@ -321,22 +284,22 @@ def _health(asker: _Asker, nvml: Any, index: int) -> GpuHealth | None:
     )
 
 
-def _query_gpu(asker: _Asker, index: int) -> NvmlGpu | None:
-    if (found := asker.find(index)) is None:
-        asker.errors.append(f"GPU {index} does not respond and is left out.")
-        return None
-    handle, bus_id = found
-    memory = asker.ask(
+def _nvml_gpu(asker: _Asker, index: int, handle: Any, bus_id: str) -> Gpu:
+    name = asker.ask("nvmlDeviceGetName", handle, read=_nvml_text) or "NVIDIA GPU"
+    total, used = asker.ask(
         "nvmlDeviceGetMemoryInfo", handle, read=lambda info: (int(info.total), int(info.used))
-    )
-    return NvmlGpu(
+    ) or (None, None)
+    return Gpu(
         index=index,
-        name=asker.ask("nvmlDeviceGetName", handle, read=_nvml_text) or "NVIDIA GPU",
-        bus_id=bus_id,
+        name=name if name.startswith("NVIDIA") else f"NVIDIA {name}",
+        pci_bus_id=bus_id,
         uuid=asker.ask("nvmlDeviceGetUUID", handle, read=_nvml_text),
-        memory_node=asker.ask("nvmlDeviceGetNumaNodeId", handle, read=_node),
-        memory_total_bytes=memory[0] if memory else None,
-        memory_used_bytes=memory[1] if memory else None,
+        # Some drivers return -1 instead of "not supported".
+        memory_node=asker.ask(
+            "nvmlDeviceGetNumaNodeId", handle, read=lambda node: node if node >= 0 else None
+        ),
+        memory_total_bytes=total,
+        memory_used_bytes=used,
         compute_mode=asker.ask("nvmlDeviceGetComputeMode", handle, read=_COMPUTE_MODES.get),
         c2c=asker.ask(
             "nvmlDeviceGetC2cModeInfoV1", handle, read=lambda info: bool(info.isC2cEnabled)
@@ -347,11 +310,6 @@ def _query_gpu(asker: _Asker, index: int) -> NvmlGpu | None:
 
 def _nvml_text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-def _node(value: int) -> int | None:
-    """Return a node id; None for the -1 that some drivers return instead of "not supported"."""
-    return value if value >= 0 else None
 
 
 _PCI = "/sys/bus/pci/devices"
@@ -392,18 +350,6 @@ _PUBLISHED_MIB = {
 }
 
 
-class _PciGpu(NamedTuple):
-    """A GPU on the PCI bus, with or without a driver."""
-
-    bus_id: str
-    vendor: Literal["nvidia", "amd"]
-    name: str
-    numa_node: int | None
-    cpus: tuple[int, ...]
-    published_memory_bytes: int | None = None
-    """Memory size of GPUs with this device id."""
-
-
 class _FoundGpus(NamedTuple):
     """The GPUs that a run may use, and what to report about the others."""
 
@@ -413,15 +359,16 @@ class _FoundGpus(NamedTuple):
     notes: tuple[str, ...]
 
 
-def pci_gpus(files: SystemFiles) -> tuple[_PciGpu, ...]:
-    """Return all GPUs on the PCI bus, in bus order."""
+def pci_gpus(files: SystemFiles) -> tuple[Gpu, ...]:
+    """Return all GPUs on the PCI bus, with or without a driver, in bus order."""
     found = (_pci_gpu(files, bus_id) for bus_id in files.names(_PCI))
-    return tuple(gpu for gpu in found if gpu is not None)
+    return tuple(
+        replace(gpu, index=index)
+        for index, gpu in enumerate(gpu for gpu in found if gpu is not None)
+    )
 
 
-def read_gpus(
-    files: SystemFiles, nodes: tuple[NumaNode, ...], nvml: NvmlAnswer, *, coherent: bool
-) -> _FoundGpus:
+def read_gpus(files: SystemFiles, nodes: Nodes, nvml: NvmlAnswer, *, coherent: bool) -> _FoundGpus:
     """Return the GPUs of a machine with their NUMA nodes.
 
     Args:
@@ -435,51 +382,60 @@ def read_gpus(
     notes = list(nvml.errors)
     hidden: tuple[Gpu, ...] = ()
     if nvml.answered:
-        gpus = tuple(_from_nvml(gpu, on_bus) for gpu in nvml.gpus)
-    else:
-        usable = tuple(
-            gpu
-            for gpu in on_bus
-            if not files.live
-            or files.exists("/proc/driver/nvidia/version" if gpu.vendor == "nvidia" else "/dev/kfd")
+        at = {gpu.pci_bus_id: gpu for gpu in on_bus}
+        gpus = tuple(
+            replace(gpu, numa_node=place.numa_node, cpus=place.cpus)
+            if (place := at.get(gpu.pci_bus_id))
+            else gpu
+            for gpu in nvml.gpus
         )
+    else:
+        drivers = {"nvidia": "/proc/driver/nvidia/version", "amd": "/dev/kfd"}
+        usable = [gpu for gpu in on_bus if not files.live or files.exists(drivers[gpu.vendor])]
         if len(usable) < len(on_bus):
             notes.append(
                 f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left "
                 "out."
             )
-        gpus = tuple(
-            Gpu(
-                index=index,
-                name=gpu.name,
-                pci_bus_id=gpu.bus_id,
-                numa_node=gpu.numa_node,
-                cpus=gpu.cpus,
-                vendor=gpu.vendor,
-            )
-            for index, gpu in enumerate(usable)
-        )
+        gpus = tuple(replace(gpu, index=index) for index, gpu in enumerate(usable))
     if any(gpu.vendor == "amd" for gpu in gpus) and (amd := _kfd_gpus(files, nodes)) is not None:
-        gpus = _with_kfd(gpus, {gpu.bus_id: gpu for gpu in amd})
+        # AMD's are numbered as ROCm does, and those that their driver withholds left out.
+        order = list(amd)
+        kept = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
+        kept.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
+        gpus = tuple(
+            replace(gpu, **amd.get(gpu.pci_bus_id, {}) | {"index": index})
+            for index, gpu in enumerate(kept)
+        )
     if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
         names = _names_by_amd_smi()
-        gpus = tuple(
-            msgspec.structs.replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus
-        )
+        gpus = tuple(replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus)
     gpus = _with_nodes(gpus, nodes, coherent=coherent)
-    if not nvml.answered:
-        gpus, assumed = _with_published_memory(gpus, on_bus, nodes)
-        if assumed:
-            listed = ", ".join(str(gpu.index) for gpu in assumed)
+    # With more memory nodes than GPUs, MIG has partitioned some GPUs, and no size is assumed.
+    if not nvml.answered and sum(node.kind == "gpu-memory" for node in nodes) <= len(gpus):
+        sizes = {
+            gpu.index: size
+            for gpu in gpus
+            if gpu.memory_total_bytes is None and (size := _published_bytes(files, gpu))
+        }
+        gpus = tuple(
+            replace(gpu, memory_total_bytes=sizes.get(gpu.index, gpu.memory_total_bytes))
+            for gpu in gpus
+        )
+        if assumed := [gpu for gpu in gpus if gpu.index in sizes]:
             notes.append(
-                f"The memory size of GPU {listed} is unknown here; the published size of "
-                f"{assumed[0].name} is assumed."
+                f"The memory size of GPU {_indices(assumed)} is unknown here; the published size "
+                f"of {assumed[0].name} is assumed."
             )
     if files.live and (variable := hiding_variable(gpus, os.environ)):
         gpus, hidden = visible_gpus(gpus, os.environ[variable])
         if hidden:
-            notes.append(f"{variable} hides GPU {', '.join(str(gpu.index) for gpu in hidden)}.")
+            notes.append(f"{variable} hides GPU {_indices(hidden)}.")
     return _FoundGpus(gpus, tuple(gpu.index for gpu in hidden), tuple(notes))
+
+
+def _indices(gpus: Iterable[Gpu]) -> str:
+    return ", ".join(str(gpu.index) for gpu in gpus)
 
 
 def normal_bus_id(bus_id: str) -> str:
@@ -488,33 +444,31 @@ def normal_bus_id(bus_id: str) -> str:
     return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
-def _pci_gpu(files: SystemFiles, bus_id: str) -> _PciGpu | None:
+def _pci_gpu(files: SystemFiles, bus_id: str) -> Gpu | None:
     folder = f"{_PCI}/{bus_id}"
-    vendor, device_class = (
-        files.integer(f"{folder}/vendor"),
-        (files.integer(f"{folder}/class") or 0) >> 8,
-    )
-    if device_class not in {_NVIDIA: _DISPLAY_CLASSES, _AMD: _AMD_COMPUTE_CLASSES}.get(
-        vendor or 0, ()
-    ):
-        return None
-    node = files.integer(f"{folder}/numa_node")
+    vendor = files.integer(f"{folder}/vendor")
+    device_class = (files.integer(f"{folder}/class") or 0) >> 8
     device = files.integer(f"{folder}/device") or 0
-    name = (
-        _driver_name(files, bus_id) or _NAMES.get(device)
-        if vendor == _NVIDIA
-        else _AMD_NAMES.get(device)
-    )
-    return _PciGpu(
-        bus_id=bus_id.lower(),
-        vendor="nvidia" if vendor == _NVIDIA else "amd",
-        name=name or f"{'NVIDIA GPU [' if vendor == _NVIDIA else _NAMELESS_AMD}{device:04x}]",
-        numa_node=node if node is not None and node >= 0 else None,
-        cpus=cpus_or_empty(files.text(f"{folder}/local_cpulist")),
-        published_memory_bytes=_PUBLISHED_MIB[device] * 2**20
-        if vendor == _NVIDIA and device in _PUBLISHED_MIB
-        else None,
-    )
+    node = files.integer(f"{folder}/numa_node")
+    place: dict[str, Any] = {
+        "index": 0,
+        "pci_bus_id": bus_id.lower(),
+        "numa_node": node if node is not None and node >= 0 else None,
+        "cpus": cpus_or_empty(files.text(f"{folder}/local_cpulist")),
+    }
+    if vendor == _NVIDIA and device_class in _DISPLAY_CLASSES:
+        name = _driver_name(files, bus_id) or _NAMES.get(device)
+        return Gpu(name=name or f"NVIDIA GPU [{device:04x}]", **place)
+    if vendor == _AMD and device_class in _AMD_COMPUTE_CLASSES:
+        name = _AMD_NAMES.get(device) or f"{_NAMELESS_AMD}{device:04x}]"
+        return Gpu(name=name, vendor="amd", **place)
+    return None
+
+
+def _published_bytes(files: SystemFiles, gpu: Gpu) -> int:
+    """Return the published memory size of GPUs with this device id; 0 where it is not known."""
+    device = files.integer(f"{_PCI}/{gpu.pci_bus_id}/device")
+    return _PUBLISHED_MIB.get(device or 0, 0) << 20 if gpu.vendor == "nvidia" else 0
 
 
 def _driver_name(files: SystemFiles, bus_id: str) -> str | None:
@@ -524,58 +478,14 @@ def _driver_name(files: SystemFiles, bus_id: str) -> str | None:
     return None
 
 
-def _with_kfd(gpus: tuple[Gpu, ...], amd: dict[str, KfdGpu]) -> tuple[Gpu, ...]:
-    """Return the GPUs with what AMD's driver says of them, and without those that it withholds.
-    AMD's are numbered as ROCm does.
-    """
-    order = list(amd)
-    kept = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
-    kept.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
-    return tuple(
-        msgspec.structs.replace(gpu, index=index)
-        if (of := amd.get(gpu.pci_bus_id)) is None
-        else msgspec.structs.replace(
-            gpu,
-            index=index,
-            uuid=of.uuid,
-            numa_node=of.numa_node if of.numa_node is not None else gpu.numa_node,
-            memory_node=of.memory_node,
-            memory_total_bytes=of.memory_bytes,
-            mig=of.partitions > 1,
-        )
-        for index, gpu in enumerate(kept)
-    )
-
-
-def _from_nvml(gpu: NvmlGpu, on_bus: tuple[_PciGpu, ...]) -> Gpu:
-    bus_id = normal_bus_id(gpu.bus_id)
-    device = next((other for other in on_bus if other.bus_id == bus_id), None)
-    return Gpu(
-        index=gpu.index,
-        name=gpu.name if gpu.name.startswith("NVIDIA") else f"NVIDIA {gpu.name}",
-        pci_bus_id=bus_id,
-        numa_node=device.numa_node if device else None,
-        memory_node=gpu.memory_node,
-        cpus=device.cpus if device else (),
-        memory_total_bytes=gpu.memory_total_bytes,
-        memory_used_bytes=gpu.memory_used_bytes,
-        compute_mode=gpu.compute_mode,
-        uuid=gpu.uuid,
-        c2c=gpu.c2c,
-        mig=gpu.mig,
-    )
-
-
-def _with_nodes(
-    gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...], *, coherent: bool
-) -> tuple[Gpu, ...]:
+def _with_nodes(gpus: tuple[Gpu, ...], nodes: Nodes, *, coherent: bool) -> tuple[Gpu, ...]:
     """Fill in what the bus does not report: the CPU node (if there is only one), its CPUs, the
     GPU's memory node and size.
     """
     cpu_nodes = {node.id: node for node in nodes if node.kind == "cpu"}
     only_node = next(iter(cpu_nodes)) if len(cpu_nodes) == 1 else None
     attached = tuple(
-        msgspec.structs.replace(
+        replace(
             gpu, numa_node=home, cpus=gpu.cpus or (cpu_nodes[home].cpus if home is not None else ())
         )
         for gpu in gpus
@@ -585,7 +495,7 @@ def _with_nodes(
     sizes = {node.id: node.memory_total_bytes for node in nodes if node.kind == "gpu-memory"}
     known = {node.id for node in nodes}
     return tuple(
-        msgspec.structs.replace(
+        replace(
             gpu,
             memory_node=own,
             memory_total_bytes=gpu.memory_total_bytes
@@ -597,33 +507,7 @@ def _with_nodes(
     )
 
 
-def _with_published_memory(
-    gpus: tuple[Gpu, ...], on_bus: tuple[_PciGpu, ...], nodes: tuple[NumaNode, ...]
-) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """Fill in published memory sizes where nothing else is known.
-
-    With more memory nodes than GPUs, MIG has partitioned some GPUs, and nothing is assumed.
-
-    Returns:
-        All GPUs, and those whose size was filled in.
-    """
-    if sum(node.kind == "gpu-memory" for node in nodes) > len(gpus):
-        return gpus, ()
-    published = {device.bus_id: device.published_memory_bytes for device in on_bus}
-    filled = tuple(
-        msgspec.structs.replace(gpu, memory_total_bytes=published.get(gpu.pci_bus_id))
-        if gpu.memory_total_bytes is None
-        else gpu
-        for gpu in gpus
-    )
-    return filled, tuple(
-        after
-        for before, after in zip(gpus, filled, strict=True)
-        if after is not before and after.memory_total_bytes
-    )
-
-
-def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[str, int]:
+def _memory_nodes(gpus: tuple[Gpu, ...], nodes: Nodes) -> dict[str, int]:
     """Return the memory node of each GPU, by bus id.
 
     The memory nodes nearest to a CPU node belong to the GPUs attached to it, in PCI order. If their
@@ -647,19 +531,17 @@ def _memory_nodes(gpus: tuple[Gpu, ...], nodes: tuple[NumaNode, ...]) -> dict[st
     return owned
 
 
-def _nearest_cpu_node(node: NumaNode, nodes: tuple[NumaNode, ...]) -> int | None:
+def _nearest_cpu_node(node: NumaNode, nodes: Nodes) -> int | None:
     """Return the CPU node at the smallest distance; None if two are equally near or no distance is
     known.
     """
-    known = [
+    ranked = sorted(
         (far, other.id)
         for other in nodes
         if other.kind == "cpu" and (far := distance(nodes, node, other.id)) is not None
-    ]
-    ranked = sorted(known)
-    if not ranked or (len(ranked) > 1 and ranked[0][0] == ranked[1][0]):
-        return None
-    return ranked[0][1]
+    )
+    equally_near = len(ranked) > 1 and ranked[0][0] == ranked[1][0]
+    return ranked[0][1] if ranked and not equally_near else None
 
 
 def hiding_variable(gpus: Iterable[Gpu], environment: Mapping[str, str]) -> str | None:

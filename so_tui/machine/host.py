@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from so_tui.machine.system_files import SystemFiles, meminfo
-from so_tui.machine.types import NodeKind, NumaNode
+from so_tui.machine.types import Cores, Cpus, NodeKind, Nodes, NumaNode
 from so_tui.units import KIB, memory_size
 
 # Parse and format lists of CPU numbers as the kernel, numactl and DeepSpeed write them.
@@ -21,7 +21,7 @@ _LAST = (1 << 16) - 1
 """Number far above any CPU: a list in files of others must not take all memory."""
 
 
-def parse_cpus(text: str) -> tuple[int, ...]:
+def parse_cpus(text: str) -> Cpus:
     """Parse the kernel's list format (``0-3,8``) to ascending numbers. Raises ValueError for any
     other text.
     """
@@ -42,7 +42,7 @@ def cpu_ranges(cpus: Iterable[int]) -> str:
     )
 
 
-def contiguous_runs(cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+def contiguous_runs(cpus: Iterable[int]) -> Cores:
     """Return the maximal runs of consecutive numbers, ascending."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
@@ -53,7 +53,7 @@ def contiguous_runs(cpus: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(run) for run in runs)
 
 
-def cpus_or_empty(text: str | None) -> tuple[int, ...]:
+def cpus_or_empty(text: str | None) -> Cpus:
     """Parse the text of a cpulist file; empty if the file is absent, empty or not a list."""
     try:
         return parse_cpus(text or "")
@@ -118,21 +118,12 @@ def _memory_left(files: SystemFiles, folder: str) -> int | None:
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        limit, usage = (
-            files.integer(f"{folder}/{limit_name}"),
-            files.integer(f"{folder}/{usage_name}"),
-        )
+        limit = files.integer(f"{folder}/{limit_name}")
+        usage = files.integer(f"{folder}/{usage_name}")
         if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
-            lines = (
-                line.partition(" ")
-                for line in (files.text(f"{folder}/memory.stat") or "").splitlines()
-            )
-            cache = sum(
-                int(value)
-                for name, _, value in lines
-                if name in (f"{prefix}active_file", f"{prefix}inactive_file")
-            )
-            return max(0, limit - usage + cache)
+            stat = files.text(f"{folder}/memory.stat") or ""
+            cache = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE)
+            return max(0, limit - usage + sum(map(int, cache)))
     return None
 
 
@@ -141,10 +132,8 @@ def _quota(files: SystemFiles, folder: str) -> float | None:
     if text is not None:
         quota, _, period = text.partition(" ")
         return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-    quota_us, period_us = (
-        files.integer(f"{folder}/cpu.cfs_quota_us"),
-        files.integer(f"{folder}/cpu.cfs_period_us"),
-    )
+    quota_us = files.integer(f"{folder}/cpu.cfs_quota_us")
+    period_us = files.integer(f"{folder}/cpu.cfs_period_us")
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
 
 
@@ -154,16 +143,11 @@ def _folders(files: SystemFiles, controller: str) -> Iterator[str]:
     """
     for line in (files.text("/proc/self/cgroup") or "").splitlines():
         _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            mount = _ROOT
-        elif controller in controllers.split(","):
-            mount = (
-                f"{_ROOT}/{controllers}"
-                if files.exists(f"{_ROOT}/{controllers}")
-                else f"{_ROOT}/{controller}"
-            )
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        mount = f"{_ROOT}/{controllers}".rstrip("/")
+        if not files.exists(mount):
+            mount = f"{_ROOT}/{controller}" if controllers else _ROOT
         path = PurePosixPath(group)
         for folder in (path, *path.parents):
             yield f"{mount}{folder}".rstrip("/")
@@ -179,7 +163,7 @@ class Processor(NamedTuple):
     architecture: str
 
 
-def online_cpus(files: SystemFiles) -> tuple[int, ...]:
+def online_cpus(files: SystemFiles) -> Cpus:
     """Return all CPUs of the machine that are online."""
     return (
         cpus_or_empty(files.text("/sys/devices/system/cpu/online"))
@@ -188,7 +172,7 @@ def online_cpus(files: SystemFiles) -> tuple[int, ...]:
     )
 
 
-def allowed_cpus(files: SystemFiles, online: tuple[int, ...]) -> tuple[int, ...]:
+def allowed_cpus(files: SystemFiles, online: Cpus) -> Cpus:
     """Return the CPUs this process may run on: its affinity within its cpuset. For copied system
     files, all online CPUs.
     """
@@ -198,19 +182,17 @@ def allowed_cpus(files: SystemFiles, online: tuple[int, ...]) -> tuple[int, ...]
     return tuple(sorted(allowed & (_cpuset(files) or allowed)))
 
 
-def smt_siblings(files: SystemFiles, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def smt_siblings(files: SystemFiles, online: Cpus) -> Cores:
     """Return the CPUs of each physical core with several threads; empty if no core has, or if it is
     not reported.
     """
-    cores = set()
-    for cpu in online:
-        folder = f"/sys/devices/system/cpu/cpu{cpu}/topology"
-        cores.add(
-            cpus_or_empty(
-                files.text(f"{folder}/core_cpus_list")
-                or files.text(f"{folder}/thread_siblings_list")
-            )
+    folders = (f"/sys/devices/system/cpu/cpu{cpu}/topology" for cpu in online)
+    cores = {
+        cpus_or_empty(
+            files.text(f"{folder}/core_cpus_list") or files.text(f"{folder}/thread_siblings_list")
         )
+        for folder in folders
+    }
     return tuple(sorted(core for core in cores if len(core) > 1))
 
 
@@ -224,29 +206,23 @@ def allowed_memory_nodes(files: SystemFiles) -> tuple[int, ...] | None:
     return cpus_or_empty(found.group(1)) if files.live and found else None
 
 
-def memory_allowance_notes(
-    nodes: tuple[NumaNode, ...], allowed: tuple[int, ...] | None
-) -> tuple[str, ...]:
+def memory_allowance_notes(nodes: Nodes, allowed: tuple[int, ...] | None) -> list[str]:
     """Return a note if a cpuset excludes the memory of some CPU nodes."""
-    with_memory = [node.id for node in nodes if node.kind == "cpu" and node.memory_total_bytes > 0]
-    if allowed is None or set(with_memory) <= set(allowed):
-        return ()
-    mine = cpu_ranges(set(with_memory) & set(allowed)) or "none"
-    return (
-        (
-            f"This process may allocate on CPU nodes {mine} of {cpu_ranges(with_memory)} "
-            "(Mems_allowed): plans count only these."
-        ),
-    )
+    with_memory = {node.id for node in nodes if node.kind == "cpu" and node.memory_total_bytes > 0}
+    if allowed is None or with_memory <= set(allowed):
+        return []
+    mine = cpu_ranges(with_memory & set(allowed)) or "none"
+    return [
+        f"This process may allocate on CPU nodes {mine} of {cpu_ranges(with_memory)} "
+        "(Mems_allowed): plans count only these."
+    ]
 
 
-def allowance_notes(
-    files: SystemFiles, online: tuple[int, ...], allowed: tuple[int, ...]
-) -> tuple[str, ...]:
+def allowance_notes(files: SystemFiles, online: Cpus, allowed: Cpus) -> list[str]:
     """Return notes on why this process may use only some of the CPUs."""
+    notes: list[str] = []
     if not files.live:
-        return ()
-    notes = []
+        return notes
     if set(allowed) < set(online):
         notes.append(
             f"This process may use {len(allowed)} of {len(online)} CPUs ({cpu_ranges(allowed)})."
@@ -258,54 +234,38 @@ def allowance_notes(
             "threads will be throttled."
         )
     if job := os.environ.get("SLURM_JOB_ID"):
-        given = [
-            f"{name}={os.environ[name]}"
-            for name in ("SLURM_CPUS_ON_NODE", "SLURM_CPU_BIND_LIST", "SLURM_JOB_GPUS")
-            if name in os.environ
-        ]
+        names = ("SLURM_CPUS_ON_NODE", "SLURM_CPU_BIND_LIST", "SLURM_JOB_GPUS")
+        given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
         notes.append(" ".join([f"Inside Slurm job {job}.", *given]))
-    return tuple(notes)
+    return notes
 
 
 def processor(files: SystemFiles) -> Processor:
     """Return name and architecture from /proc/cpuinfo or the identification register in sysfs; from
     py-cpuinfo (slow) as a last resort.
     """
-    text = files.text("/proc/cpuinfo") or ""
-    fields = _cpuinfo_fields(text)
+    first, _, _ = (files.text("/proc/cpuinfo") or "").partition("\n\n")
+    pairs = (line.partition(":") for line in first.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
     arm = _arm_core(fields, files)
-    architecture = (
-        os.uname().machine
-        if files.live
-        else "aarch64"
-        if arm
-        else "x86_64"
-        if "vendor_id" in fields
-        else "unknown"
-    )
-    return Processor(
-        name=(GRACE if arm == _NEOVERSE_V2 else "")
-        or fields.get("model name")
-        or _slow_name(files)
-        or (f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else "")
-        or "unknown",
-        architecture=architecture,
-    )
+    architecture = "x86_64" if "vendor_id" in fields else "unknown"
+    if files.live:
+        architecture = os.uname().machine
+    elif arm:
+        architecture = "aarch64"
+    name = GRACE if arm == _NEOVERSE_V2 else fields.get("model name")
+    if not name and files.live:
+        import cpuinfo
+
+        name = str(cpuinfo.get_cpu_info().get("brand_raw") or "")
+    if not name:
+        name = f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else "unknown"
+    return Processor(name, architecture)
 
 
-def _cpuinfo_fields(text: str) -> dict[str, str]:
-    """Return the fields of the first processor."""
-    pairs = (line.partition(":") for line in text.split("\n\n", 1)[0].splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _cpuinfo_processors(files: SystemFiles) -> tuple[int, ...]:
-    lines = (files.text("/proc/cpuinfo") or "").splitlines()
-    return tuple(
-        int(line.partition(":")[2])
-        for line in lines
-        if line.startswith("processor") and line.partition(":")[2].strip().isdigit()
-    )
+def _cpuinfo_processors(files: SystemFiles) -> Cpus:
+    text = files.text("/proc/cpuinfo") or ""
+    return tuple(map(int, re.findall(r"^processor[^:\n]*:[ \t]*(\d+)[ \t]*$", text, re.MULTILINE)))
 
 
 def _arm_core(fields: dict[str, str], files: SystemFiles) -> tuple[int, int] | None:
@@ -319,15 +279,6 @@ def _arm_core(fields: dict[str, str], files: SystemFiles) -> tuple[int, int] | N
         return None if midr is None else (midr >> 24 & 0xFF, midr >> 4 & 0xFFF)
 
 
-def _slow_name(files: SystemFiles) -> str | None:
-    if not files.live:
-        return None
-    import cpuinfo
-
-    name = cpuinfo.get_cpu_info().get("brand_raw")
-    return str(name) if name else None
-
-
 # Host memory: how much a run can use, and notes about the figure.
 
 
@@ -335,13 +286,8 @@ _DIFFERENCE = 0.05
 """Share by which MemTotal may exceed the CPU nodes without a note."""
 
 
-class _SharedMemory(NamedTuple):
-    total_bytes: int | None
-    free_bytes: int | None
-
-
 class _HostMemory(NamedTuple):
-    nodes: tuple[NumaNode, ...]
+    nodes: Nodes
     total_bytes: int
     """Sum over the CPU nodes."""
     limit_bytes: int | None
@@ -351,42 +297,49 @@ class _HostMemory(NamedTuple):
     notes: tuple[str, ...]
 
 
-def shared_memory(files: SystemFiles) -> _SharedMemory:
-    """Return the size of /dev/shm of this machine."""
-    if not files.live:
-        return _SharedMemory(None, None)
+def shared_memory(files: SystemFiles) -> tuple[int | None, int | None]:
+    """Return the size of /dev/shm of this machine, and what of it is free."""
     try:
-        stat = os.statvfs("/dev/shm")
+        stat = os.statvfs("/dev/shm") if files.live else None
     except OSError:
-        return _SharedMemory(None, None)
-    return _SharedMemory(stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize)
+        stat = None
+    if stat is None:
+        return None, None
+    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
 
 
-def page_size_bytes(files: SystemFiles) -> int | None:
-    return os.sysconf("SC_PAGE_SIZE") if files.live else None
-
-
-def host_memory(files: SystemFiles, nodes: tuple[NumaNode, ...]) -> _HostMemory:
+def host_memory(files: SystemFiles, nodes: Nodes) -> _HostMemory:
     """Return the memory of the CPU nodes, corrected if the kernel's per-node figures lag behind
     memory that is being added.
     """
-    whole = meminfo(files.text("/proc/meminfo"))
-    nodes = _caught_up_nodes(nodes, whole)
-    total = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
+    whole, sole = meminfo(files.text("/proc/meminfo")), sole_memory_node(nodes)
+    corrected = []
+    for node in nodes:
+        if node.id == sole:
+            sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
+            free = sizes.get("MemFree", node.memory_free_bytes)
+            node = replace(node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=free)
+        corrected.append(node)
+    total = sum(node.memory_total_bytes for node in corrected if node.kind == "cpu")
     limit = _memory_limit_bytes(files) if files.live else None
-    notes = [*_gpu_memory_note(nodes, whole.get("MemTotal"), total)]
-    grows = files.live and _grows(files)
+    if limit is not None and limit >= total:
+        limit = None
+    grows, notes = files.live and _grows(files), []
+    if (seen := whole.get("MemTotal", 0)) > total * (1 + _DIFFERENCE):
+        of_gpus = any(node.kind == "gpu-memory" for node in nodes)
+        notes.append(
+            f"MemTotal is {memory_size(seen)}{', which includes GPU memory' if of_gpus else ''}; "
+            f"plans count the {memory_size(total)} of the CPU nodes."
+        )
     if grows:
         notes.append(
             f"Memory of this virtual machine may grow on demand; it has {memory_size(total)} now."
         )
-    if limit is not None and limit < total:
+    if limit is not None:
         notes.append(
             f"The control group allows {memory_size(limit)} of the host's {memory_size(total)}."
         )
-    return _HostMemory(
-        nodes, total, limit if limit is not None and limit < total else None, grows, tuple(notes)
-    )
+    return _HostMemory(tuple(corrected), total, limit, grows, tuple(notes))
 
 
 def pss_bytes(pid: int) -> int | None:
@@ -411,7 +364,7 @@ def available_bytes(files: SystemFiles) -> int | None:
     )
 
 
-def sole_memory_node(nodes: tuple[NumaNode, ...]) -> int | None:
+def sole_memory_node(nodes: Nodes) -> int | None:
     """Return the CPU node with all of the host's memory, which /proc/meminfo then describes; None
     if several nodes have memory.
     """
@@ -428,35 +381,6 @@ def caught_up(sizes: dict[str, int], whole: dict[str, int]) -> dict[str, int]:
     return sizes | {name: whole[name] for name in ("MemTotal", "MemFree") if name in whole}
 
 
-def _caught_up_nodes(nodes: tuple[NumaNode, ...], whole: dict[str, int]) -> tuple[NumaNode, ...]:
-    sole, found = sole_memory_node(nodes), []
-    for node in nodes:
-        if node.id == sole:
-            sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
-            free = sizes.get("MemFree", node.memory_free_bytes)
-            node = msgspec.structs.replace(
-                node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=free
-            )
-        found.append(node)
-    return tuple(found)
-
-
-def _gpu_memory_note(
-    nodes: tuple[NumaNode, ...], whole_bytes: int | None, host_bytes: int
-) -> list[str]:
-    if whole_bytes is None or whole_bytes <= host_bytes * (1 + _DIFFERENCE):
-        return []
-    reason = (
-        ", which includes GPU memory" if any(node.kind == "gpu-memory" for node in nodes) else ""
-    )
-    return [
-        (
-            f"MemTotal is {memory_size(whole_bytes)}{reason}; plans count the "
-            f"{memory_size(host_bytes)} of the CPU nodes."
-        )
-    ]
-
-
 def _grows(files: SystemFiles) -> bool:
     """Return whether this is a virtual machine with variable memory: a memory or balloon device is
     bound, or DMI names Firecracker.
@@ -466,13 +390,8 @@ def _grows(files: SystemFiles) -> bool:
         for driver in ("virtio_mem", "virtio_balloon")
         for name in files.names(f"/sys/bus/virtio/drivers/{driver}")
     ]
-    firecracker = (
-        "firecracker"
-        in " ".join(
-            files.text(f"/sys/class/dmi/id/{field}") or ""
-            for field in ("sys_vendor", "product_name")
-        ).lower()
-    )
+    dmi = [files.text(f"/sys/class/dmi/id/{field}") for field in ("sys_vendor", "product_name")]
+    firecracker = any("firecracker" in (text or "").lower() for text in dmi)
     return firecracker or any(name.startswith("virtio") and name[6:].isdigit() for name in devices)
 
 
@@ -482,7 +401,7 @@ def _grows(files: SystemFiles) -> bool:
 _NODES = "/sys/devices/system/node"
 
 
-def read_nodes(files: SystemFiles, online: tuple[int, ...]) -> tuple[NumaNode, ...]:
+def read_nodes(files: SystemFiles, online: Cpus) -> Nodes:
     """Return all online nodes in ascending order; a single node 0 with every CPU if the kernel has
     no NUMA support.
     """
@@ -492,24 +411,19 @@ def read_nodes(files: SystemFiles, online: tuple[int, ...]) -> tuple[NumaNode, .
         if name.startswith("node") and name[4:].isdigit()
     )
     if not ids:
-        return (_node(0, online, meminfo(files.text("/proc/meminfo")), (10,)),)
-    return tuple(_read_node(files, node) for node in ids)
+        return (_node(0, online, files.text("/proc/meminfo"), (10,)),)
+    found = []
+    for node in ids:
+        folder = f"{_NODES}/node{node}"
+        distances = (files.text(f"{folder}/distance") or "").split()
+        cpus, memory = cpus_or_empty(files.text(f"{folder}/cpulist")), f"{folder}/meminfo"
+        known = tuple(int(distance) for distance in distances if distance.isdigit())
+        found.append(_node(node, cpus, files.text(memory), known))
+    return tuple(found)
 
 
-def _read_node(files: SystemFiles, node: int) -> NumaNode:
-    folder = f"{_NODES}/node{node}"
-    distances = (files.text(f"{folder}/distance") or "").split()
-    return _node(
-        node,
-        cpus_or_empty(files.text(f"{folder}/cpulist")),
-        meminfo(files.text(f"{folder}/meminfo")),
-        tuple(int(distance) for distance in distances if distance.isdigit()),
-    )
-
-
-def _node(
-    node: int, cpus: tuple[int, ...], memory: dict[str, int], distances: tuple[int, ...]
-) -> NumaNode:
+def _node(node: int, cpus: Cpus, sizes: str | None, distances: tuple[int, ...]) -> NumaNode:
+    memory = meminfo(sizes)
     total = memory.get("MemTotal", 0)
     kind: NodeKind = "cpu" if cpus else "gpu-memory" if total > 0 else "empty"
     return NumaNode(
@@ -523,13 +437,9 @@ def _node(
     )
 
 
-def distance(nodes: tuple[NumaNode, ...], from_node: NumaNode, to_id: int) -> int | None:
+def distance(nodes: Nodes, from_node: NumaNode, to_id: int) -> int | None:
     """Return the kernel's distance between two nodes; None if unknown. Distances are listed in the
     order of online nodes.
     """
-    position = next((index for index, node in enumerate(nodes) if node.id == to_id), None)
-    return (
-        from_node.distances[position]
-        if position is not None and position < len(from_node.distances)
-        else None
-    )
+    ids = [node.id for node in nodes]
+    return dict(zip(ids, from_node.distances, strict=False)).get(to_id)

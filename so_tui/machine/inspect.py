@@ -15,7 +15,6 @@ from so_tui.machine.host import (
     host_memory,
     memory_allowance_notes,
     online_cpus,
-    page_size_bytes,
     processor,
     read_nodes,
     shared_memory,
@@ -25,7 +24,7 @@ from so_tui.machine.resctrl import read_mpam
 from so_tui.machine.software import read_software
 from so_tui.machine.system_files import SystemFiles, read_network
 from so_tui.machine.types import SCHEMA, UNKNOWN, Machine
-from so_tui.spec.errors import InputError, Problem, reject
+from so_tui.spec.errors import InputError, reject
 from so_tui.trust.decoding import NotTextError, TooDeepError, read_json
 from so_tui.trust.files import UnfitFileError
 from so_tui.units import thousands
@@ -60,7 +59,7 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
     found = read_gpus(
         files, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown")
     )
-    shm = shared_memory(files)
+    shm_total_bytes, shm_free_bytes = shared_memory(files)
     memory_nodes = allowed_memory_nodes(files)
     return Machine(
         hostname=os.uname().nodename
@@ -68,13 +67,13 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
         else hostname or files.text("/proc/sys/kernel/hostname") or UNKNOWN,
         cpu_name=cpu.name,
         architecture=cpu.architecture,
-        page_size_bytes=page_size_bytes(files),
+        page_size_bytes=os.sysconf("SC_PAGE_SIZE") if files.live else None,
         online_cpus=online,
         allowed_cpus=allowed,
         host_memory_bytes=memory.total_bytes,
         network=read_network(files),
-        shm_total_bytes=shm.total_bytes,
-        shm_free_bytes=shm.free_bytes,
+        shm_total_bytes=shm_total_bytes,
+        shm_free_bytes=shm_free_bytes,
         mpam=read_mpam(files, cpu.architecture),
         software=read_software(files, memory.nodes, allowed, nvml.driver),
         numa_nodes=memory.nodes,
@@ -123,17 +122,19 @@ def load_machine(path: Path | str) -> Machine:
     try:
         machine = read_json(Path(path), Machine)
     except UnfitFileError as error:
-        raise _problem(error.unfit.value, path, str(error).removeprefix(f"{path} ")) from error
+        raise _rejected(error.unfit.value, path, str(error).removeprefix(f"{path} ")) from error
     except TooDeepError as error:
-        raise _problem("too-deep", path, f"is not a machine file: {error}") from error
+        raise _rejected("too-deep", path, f"is not a machine file: {error}") from error
     except NotTextError as error:
-        raise _problem("not-text", path, "is not UTF-8 text") from error
+        raise _rejected("not-text", path, "is not UTF-8 text") from error
     except OSError as error:
-        raise _problem("unreadable", path, f"cannot be read ({error.strerror or error})") from error
+        raise _rejected(
+            "unreadable", path, f"cannot be read ({error.strerror or error})"
+        ) from error
     except msgspec.ValidationError as error:
-        raise _problem("not-a-machine", path, f"is not a machine file ({error})") from error
+        raise _rejected("not-a-machine", path, f"is not a machine file ({error})") from error
     except msgspec.DecodeError as error:
-        raise _problem("not-json", path, f"is not JSON ({error})") from error
+        raise _rejected("not-json", path, f"is not JSON ({error})") from error
     return checked_machine(machine, path)
 
 
@@ -142,22 +143,22 @@ def checked_machine(machine: Machine, path: Path | str) -> Machine:
     names the file.
     """
     if (size := _too_large(machine)) is not None:
-        raise _problem("out-of-range", path, f"has {size}, more than any machine")
+        raise _rejected("out-of-range", path, f"has {size}, more than any machine")
     if machine.schema != SCHEMA:
-        raise _problem(
+        raise _rejected(
             "unsupported-schema", path, f"has schema {machine.schema}; this version reads {SCHEMA}"
         )
     nodes = {node.id for node in machine.numa_nodes}
     for gpu in machine.gpus:
         if gpu.memory_node is not None and gpu.memory_node not in nodes:
-            raise _problem(
+            raise _rejected(
                 "not-a-machine",
                 path,
                 f"is not a machine file (GPU {gpu.index} has its memory on node "
                 f"{gpu.memory_node}, which is not listed)",
             )
     if not machine.cpu_nodes:
-        raise _problem("no-cpu-node", path, "has no NUMA node with CPUs")
+        raise _rejected("no-cpu-node", path, "has no NUMA node with CPUs")
     return machine
 
 
@@ -169,31 +170,22 @@ def _too_large(machine: Machine) -> str | None:
         machine.memory_limit_bytes,
         machine.page_size_bytes,
     ]
-    sizes += [
-        size
-        for node in machine.numa_nodes
-        for size in (node.memory_total_bytes, node.memory_free_bytes)
-    ]
-    sizes += [
-        size for gpu in machine.gpus for size in (gpu.memory_total_bytes, gpu.memory_used_bytes)
-    ]
-    cpus = [
-        *machine.online_cpus,
-        *machine.allowed_cpus,
-        *(cpu for node in machine.numa_nodes for cpu in node.cpus),
-    ]
+    cpus = [*machine.online_cpus, *machine.allowed_cpus]
+    for node in machine.numa_nodes:
+        sizes += [node.memory_total_bytes, node.memory_free_bytes]
+        cpus += node.cpus
+    for gpu in machine.gpus:
+        sizes += [gpu.memory_total_bytes, gpu.memory_used_bytes]
     if len(machine.gpus) > _MOST_GPUS:
         return f"{len(machine.gpus)} GPUs"
     if len(machine.numa_nodes) > _MOST_NODES:
         return f"{len(machine.numa_nodes)} NUMA nodes"
     if len(cpus) > 3 * _MOST_CPUS or any(not 0 <= cpu < _MOST_CPUS for cpu in cpus):
         return f"a CPU beyond {thousands(_MOST_CPUS)}"
-    return (
-        f"a size above {thousands(_MOST_BYTES)} bytes"
-        if any(size is not None and size > _MOST_BYTES for size in sizes)
-        else None
-    )
+    if max(size or 0 for size in sizes) > _MOST_BYTES:
+        return f"a size above {thousands(_MOST_BYTES)} bytes"
+    return None
 
 
-def _problem(code: str, path: Path | str, message: str) -> InputError:
-    return InputError([Problem(code, "--machine", str(path), message, _REMEDY)])
+def _rejected(code: str, path: Path | str, message: str) -> InputError:
+    return reject(code, "--machine", str(path), message, _REMEDY)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -64,43 +64,29 @@ def render_set(software: Software) -> Text:
     """Render which tested set of training packages is installed, if it is one."""
     found = installed_set(software)
     versions = ", ".join(f"{package} {getattr(software, package)}" for package in PACKAGES)
+    sign, which = ("✓ ", "green"), f"the tested set {found.name}" if found else ""
     if found is None:
-        return Text.assemble(
-            ("· ", "cyan"), printable_line(f"Training packages: not a tested set ({versions}).")
-        )
-    return Text.assemble(
-        ("✓ ", "green"),
-        printable_line(f"Training packages: the tested set {found.name} ({versions})."),
-    )
+        sign, which = ("· ", "cyan"), "not a tested set"
+    return Text.assemble(sign, printable_line(f"Training packages: {which} ({versions})."))
 
 
 def _tree(machine: Machine) -> RichTree:
     tree = RichTree(_title(machine), guide_style="dim")
     own = {gpu.memory_node for gpu in machine.gpus}
+    branches: dict[int | None, RichTree] = {None: tree}
     for node in machine.cpu_nodes:
-        branch = tree.add(_node_line(node, machine))
-        for gpu in machine.gpus:
-            if gpu.numa_node == node.id:
-                _add_gpu(branch, gpu, machine)
-    for gpu in machine.gpus:
-        if gpu.numa_node is None:
-            _add_gpu(tree, gpu, machine)
+        branches[node.id] = tree.add(_node_line(node, machine))
+    # Those of no node come after the nodes.
+    for gpu in sorted(machine.gpus, key=lambda gpu: gpu.numa_node is None):
+        if gpu.numa_node in branches:
+            _add_gpu(branches[gpu.numa_node], gpu, machine)
     for node in machine.numa_nodes:
         if node.kind == "gpu-memory" and node.id not in own:
-            tree.add(
-                Text.assemble(
-                    (f"node {node.id}", "bold"),
-                    f"  memory without CPUs, {memory_size(node.memory_total_bytes)}",
-                )
-            )
-    empty = [node.id for node in machine.numa_nodes if node.kind == "empty"]
-    if empty:
-        tree.add(
-            Text(
-                f"{len(empty)} empty nodes ({cpu_ranges(empty)}), reserved for GPU partitions",
-                style="dim",
-            )
-        )
+            size = memory_size(node.memory_total_bytes)
+            tree.add(Text.assemble((f"node {node.id}", "bold"), f"  memory without CPUs, {size}"))
+    if empty := [node.id for node in machine.numa_nodes if node.kind == "empty"]:
+        told = f"{len(empty)} empty nodes ({cpu_ranges(empty)}), reserved for GPU partitions"
+        tree.add(Text(told, style="dim"))
     if not machine.gpus:
         tree.add(Text("no GPU", style="dim"))
     return tree
@@ -139,28 +125,22 @@ def _node_line(node: NumaNode, machine: Machine) -> Text:
 
 
 def _add_gpu(branch: RichTree, gpu: Gpu, machine: Machine) -> None:
-    facts = [gpu.name, gpu.pci_bus_id]
-    if gpu.memory_total_bytes is not None and not gpu.shares_memory:
+    facts, apart = [gpu.name, gpu.pci_bus_id], not gpu.shares_memory
+    if gpu.memory_total_bytes is not None and apart:
         facts.append(memory_size(gpu.memory_total_bytes))
-    split = "partitioned" if gpu.vendor == "amd" else "MIG"
     kinds = (
         ("NVLink-C2C", gpu.c2c),
-        (split, gpu.mig),
+        ("partitioned" if gpu.vendor == "amd" else "MIG", gpu.mig),
         ("one memory with this node", gpu.shares_memory),
     )
     facts += [text for text, shown in kinds if shown]
     if gpu.compute_mode not in (None, "Default"):
         facts.append(str(gpu.compute_mode))
-    leaf = branch.add(
-        Text.assemble((f"GPU {gpu.index}", "bold green"), "  ", printable_line(" · ".join(facts)))
-    )
-    if gpu.memory_node is not None and not gpu.shares_memory:
-        leaf.add(
-            Text.assemble(
-                (f"node {gpu.memory_node}", "bold"),
-                f"  its own memory, {_memory(machine.node(gpu.memory_node))}",
-            )
-        )
+    name, described = (f"GPU {gpu.index}", "bold green"), printable_line(" · ".join(facts))
+    leaf = branch.add(Text.assemble(name, "  ", described))
+    if gpu.memory_node is not None and apart:
+        memory = f"  its own memory, {_memory(machine.node(gpu.memory_node))}"
+        leaf.add(Text.assemble((f"node {gpu.memory_node}", "bold"), memory))
 
 
 def _memory(node: NumaNode) -> str:
@@ -176,32 +156,26 @@ def _software(software: Software) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
-    for name, version in _versions(software):
-        table.add_row(
-            name,
-            printable_line(version) if version is not None else Text("not installed", style="dim"),
-        )
-    return table
-
-
-def _versions(software: Software) -> Iterator[tuple[str, str | None]]:
-    cuda = f" ({software.torch_built_for or 'CPU only'})"
+    absent = Text("not installed", style="dim")
     trial = {True: "", False: ", but fails here", None: ""}[software.numactl_works]
-    yield "python", software.python
-    yield "torch", software.torch and software.torch + cuda
-    yield "deepspeed", software.deepspeed
-    yield "transformers", software.transformers
-    yield "datasets", software.datasets
-    yield "flash-attn", software.flash_attn
-    yield "flash-attn 4", software.flash_attn_4
-    yield "numactl", software.numactl and software.numactl + trial
-    yield (
-        "AMD driver" if software.amd_driver else "NVIDIA driver",
-        software.amd_driver or software.nvidia_driver,
-    )
-    yield "CUDA toolkit", software.cuda_toolkit
-    yield "compiler", software.compiler
-    yield "ninja", software.ninja
+    versions = {
+        "python": software.python,
+        "torch": software.torch and f"{software.torch} ({software.torch_built_for or 'CPU only'})",
+        "deepspeed": software.deepspeed,
+        "transformers": software.transformers,
+        "datasets": software.datasets,
+        "flash-attn": software.flash_attn,
+        "flash-attn 4": software.flash_attn_4,
+        "numactl": software.numactl and software.numactl + trial,
+        "AMD driver" if software.amd_driver else "NVIDIA driver": software.amd_driver
+        or software.nvidia_driver,
+        "CUDA toolkit": software.cuda_toolkit,
+        "compiler": software.compiler,
+        "ninja": software.ninja,
+    }
+    for name, version in versions.items():
+        table.add_row(name, printable_line(version) if version is not None else absent)
+    return table
 
 
 def _finding(finding: Finding) -> RenderableType:

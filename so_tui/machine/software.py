@@ -23,7 +23,7 @@ from msgspec import Struct
 from so_tui.folders import compiled_folder, host_folder
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import NumaNode, Software, version_numbers
+from so_tui.machine.types import Cpus, Nodes, Software, version_numbers
 from so_tui.trust.files import distrust_of_folder, private_folder
 from so_tui.trust.text import quoted
 
@@ -62,13 +62,14 @@ def code_folders(environment: Mapping[str, str], *, several_hosts: bool = False)
         several_hosts: The processes run on several hosts, each of which gets folders of its own for
             what is compiled while they run.
     """
-    chosen = (name for name in _NAMES if not _is_private(environment.get(name, "")))
-    return {
-        name: str(
-            _default(name, environment, local=several_hosts and name in _WRITTEN_WHILE_TRAINING)
-        )
-        for name in chosen
-    }
+    found = {}
+    for name, last in _NAMES.items():
+        if not _is_private(environment.get(name, "")):
+            local = several_hosts and name in _WRITTEN_WHILE_TRAINING
+            folder = host_folder() / "compiled" if local else compiled_folder(environment)
+            # torch adds its version only to the name of its own default folder.
+            found[name] = str(folder / last / (_torch() if name == EXTENSIONS else ""))
+    return found
 
 
 def extensions_folder(environment: Mapping[str, str]) -> str:
@@ -104,24 +105,11 @@ def _is_private(folder: str) -> bool:
     )
 
 
-def _default(name: str, environment: Mapping[str, str], *, local: bool = False) -> Path:
-    folder = (host_folder() / "compiled" if local else compiled_folder(environment)) / _NAMES[name]
-    # torch adds its version only to the name of its own default folder.
-    return folder / _torch() if name == EXTENSIONS else folder
-
-
 def _torch() -> str:
     """Return a name for what extensions are compiled against. The version tells CUDA's, too
     (``2.13.0+cu130``).
     """
-    from importlib import (
-        metadata,
-    )  # imports the email package, which who looks at a run does not need
-
-    try:
-        torch = metadata.version("torch").replace("+", "-")
-    except metadata.PackageNotFoundError:
-        torch = "none"
+    torch = (package_version("torch") or "none").replace("+", "-")
     return f"py{sys.version_info.major}{sys.version_info.minor}-torch{torch}"
 
 
@@ -139,8 +127,8 @@ _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)*")
 
 def read_software(
     files: SystemFiles,
-    nodes: tuple[NumaNode, ...],
-    allowed: tuple[int, ...],
+    nodes: Nodes,
+    allowed: Cpus,
     nvml_driver: str | None,
 ) -> Software:
     """Return the installed versions; all None for copied system files."""
@@ -159,9 +147,9 @@ def read_software(
         flash_attn_3=package_version("flash_attn_3"),
         flash_attn_4=package_version("flash-attn-4"),
         numactl=_numactl_version(),
-        numactl_works=_numactl_trial(*_trial_binding(nodes, allowed)),
+        numactl_works=_numactl_trial(nodes, allowed),
         mempolicy_works=_mempolicy_works(),
-        nvidia_driver=nvml_driver or _nvidia_driver(files),
+        nvidia_driver=nvml_driver or _version_in(files.text("/proc/driver/nvidia/version")),
         amd_driver=files.text("/sys/module/amdgpu/version"),
         cuda_toolkit=_cuda_toolkit(),
         compiler=_compiler(),
@@ -173,7 +161,7 @@ def package_version(name: str) -> str | None:
     """Return the version of an installed distribution from its metadata; None if it is not
     installed.
     """
-    from importlib import metadata
+    from importlib import metadata  # it imports the email package, which most commands do without
 
     try:
         return metadata.version(name)
@@ -181,21 +169,18 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def _trial_binding(nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> tuple[int, str]:
-    """Return a node with memory and its allowed CPUs, as arguments for numactl."""
-    for node in nodes:
-        cpus = set(node.cpus) & set(allowed)
-        if cpus and node.memory_total_bytes > 0:
-            return node.id, cpu_ranges(cpus)
-    return 0, cpu_ranges(allowed)
-
-
 @functools.cache
-def _numactl_trial(node: int, cpus: str) -> bool:
-    """Return whether ``numactl -m NODE -C CPUS true`` works here; containers may forbid
-    set_mempolicy.
+def _numactl_trial(nodes: Nodes, allowed: Cpus) -> bool:
+    """Return whether ``numactl -m NODE -C CPUS true`` works here, on a node with memory; containers
+    may forbid set_mempolicy.
     """
-    return output_of("numactl", "-m", str(node), "-C", cpus, "true") is not None
+    trials = (
+        (node.id, cpus)
+        for node in nodes
+        if (cpus := set(node.cpus) & set(allowed)) and node.memory_total_bytes > 0
+    )
+    node, cpus = next(trials, (0, set(allowed)))
+    return output_of("numactl", "-m", str(node), "-C", cpu_ranges(cpus), "true") is not None
 
 
 def torch_build() -> dict[str, str]:
@@ -205,13 +190,11 @@ def torch_build() -> dict[str, str]:
     from importlib.util import find_spec
 
     spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return {}
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
-    except OSError:
+        origin = Path(spec.origin or "") if spec else Path()
+        return dict(_TORCH_BUILD.findall(origin.with_name("version.py").read_text()))
+    except (OSError, ValueError):
         return {}
-    return dict(_TORCH_BUILD.findall(text))
 
 
 @functools.cache
@@ -240,10 +223,8 @@ def _mempolicy_works() -> bool | None:
     number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
     if number is None:
         return None
-    return bool(
-        ctypes.CDLL(None).syscall(number, None, None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
-        == 0
-    )
+    none = ctypes.c_ulong(0)
+    return bool(ctypes.CDLL(None).syscall(number, None, None, none, None, none) == 0)
 
 
 @functools.cache
@@ -257,22 +238,20 @@ def _cuda_toolkit() -> str | None:
     return match.group(1) if match else None
 
 
-def _nvidia_driver(files: SystemFiles) -> str | None:
-    match = _VERSION.search(files.text("/proc/driver/nvidia/version") or "")
-    return match.group() if match else None
-
-
 @functools.cache
 def _compiler() -> str | None:
     """Return the C++ compiler for CPU Adam, found as torch's extension builder does."""
-    name = os.environ.get("CXX") or "c++"
-    answer = output_of(name, "--version")
+    answer = output_of(os.environ.get("CXX") or "c++", "--version")
     return answer.splitlines()[0].strip() if answer else None
 
 
 @functools.cache
 def _first_version(*command: str) -> str | None:
-    match = _VERSION.search(output_of(*command) or "")
+    return _version_in(output_of(*command))
+
+
+def _version_in(text: str | None) -> str | None:
+    match = _VERSION.search(text or "")
     return match.group() if match else None
 
 
@@ -383,18 +362,19 @@ def installed_set(software: Software) -> VersionSet | None:
     """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``,
     ``+cu130``) count as that version.
     """
-    found = {package: version_numbers(getattr(software, package)) for package in PACKAGES}
-    matching = (
-        each
-        for each in version_sets()
-        if {name: version_numbers(version) for name, version in each.versions.items()} == found
-    )
-    return next(matching, None)
+    for each in version_sets():
+        if all(
+            version_numbers(getattr(software, package)) == version_numbers(version)
+            for package, version in each.versions.items()
+        ):
+            return each
+    return None
 
 
 def outside_bounds(software: Software) -> tuple[Bound, ...]:
     """Return the bounds that installed packages, and Python, exceed."""
-    installed = ((bound, getattr(software, bound.package)) for bound in bounds())
     return tuple(
-        bound for bound, version in installed if version is not None and not bound.admits(version)
+        bound
+        for bound in bounds()
+        if (version := getattr(software, bound.package)) is not None and not bound.admits(version)
     )

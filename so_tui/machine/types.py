@@ -22,6 +22,12 @@ Size = Annotated[int, Meta(ge=0)]
 NodeKind = Literal["cpu", "gpu-memory", "empty"]
 
 
+Cpus = tuple[int, ...]
+"""The kernel's logical CPU numbers, ascending."""
+Cores = tuple[Cpus, ...]
+"""CPUs of each of several cores, nodes or ranks."""
+
+
 class NumaNode(Struct, frozen=True, kw_only=True):
     """One NUMA node: CPUs with their memory, the memory of a GPU, or an empty node reserved for
     one.
@@ -29,12 +35,15 @@ class NumaNode(Struct, frozen=True, kw_only=True):
 
     id: int
     kind: NodeKind
-    cpus: tuple[int, ...]
+    cpus: Cpus
     memory_total_bytes: Size
     memory_free_bytes: Size | None = None
     file_cache_bytes: Size | None = None
     distances: tuple[int, ...] = ()
     """Distance to each online node, in ascending order of nodes."""
+
+
+Nodes = tuple[NumaNode, ...]
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
@@ -50,7 +59,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """NUMA node of the GPU's memory, if the driver exposes one: a node of its own, or on an APU its
     CPU node.
     """
-    cpus: tuple[int, ...] = ()
+    cpus: Cpus = ()
     memory_total_bytes: Size | None = None
     memory_used_bytes: Size | None = None
     compute_mode: str | None = None
@@ -153,21 +162,21 @@ class Machine(Struct, frozen=True, kw_only=True):
     cpu_name: str
     architecture: str
     page_size_bytes: Size | None
-    online_cpus: tuple[int, ...]
-    allowed_cpus: tuple[int, ...]
+    online_cpus: Cpus
+    allowed_cpus: Cpus
     host_memory_bytes: Size
     """Memory of the CPU nodes; on Grace, MemTotal would include GPU memory."""
     shm_total_bytes: Size | None
     shm_free_bytes: Size | None = None
     mpam: Mpam
     software: Software
-    numa_nodes: tuple[NumaNode, ...]
+    numa_nodes: Nodes
     gpus: tuple[Gpu, ...]
     network: Network | None = None
     """None if the host has no adapters of a cluster's network, or nothing is published of them."""
     memory_limit_bytes: Size | None = None
     """Memory limit of the control group, if it is below the host's memory."""
-    smt_siblings: tuple[tuple[int, ...], ...] = ()
+    smt_siblings: Cores = ()
     """CPUs of each physical core with several threads; empty if cores have one thread, or if the
     kernel does not report it.
     """
@@ -192,7 +201,7 @@ class Machine(Struct, frozen=True, kw_only=True):
         return brief_line(self.hostname) if self.hostname != UNKNOWN else "this machine file"
 
     @property
-    def cpu_nodes(self) -> tuple[NumaNode, ...]:
+    def cpu_nodes(self) -> Nodes:
         return tuple(node for node in self.numa_nodes if node.kind == "cpu")
 
     def node(self, node_id: int) -> NumaNode:

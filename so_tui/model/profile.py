@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
-from msgspec import Struct
 
 from so_tui.model.flops import Flops, flops_for, idle_parameters, loss_bytes, recomputed_logits
 from so_tui.model.shape import (
     Architecture,
+    DeviceRule,
     Parameter,
     Span,
     StateLayout,
@@ -113,12 +113,13 @@ def _stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     """Return what one block stores per token for backward, in bf16.
 
     full: its input. attention: that, and attention's result with 4 B a head (its log-sum-exp).
-    selective: that, and the results of matrix products. none: 2 (4 h + 3 q + 3 kv + 3 f), which are
-    the inputs of the block, of its norms and of its products, queries and keys before and after
-    rotation, values, the attention's result, gate, up and their product; experts by those that a
-    token uses (see ``_expert_stored_bytes``). Where queries and keys are not stored before rotation
-    it is 2 (q + kv) less. Fused experts store 16 B for each expert that a token uses whatever the
-    policy: the index of its row in both directions.
+    selective: that, and the results of matrix products: 2 B for every element of q, k, v, the
+    attention's result, the output projection, gate and up (those of experts with fused kernels
+    only). none: 2 (4 h + 3 q + 3 kv + 3 f), which are the inputs of the block, of its norms and of
+    its products, queries and keys before and after rotation, values, the attention's result, gate,
+    up and their product; experts by those that a token uses (see ``_expert_stored_bytes``). Where
+    queries and keys are not stored before rotation it is 2 (q + kv) less. Fused experts store 16 B
+    for each expert that a token uses whatever the policy: the index of its row in both directions.
     """
     h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
     row_indices = 16 * shape.experts_per_token if fused else 0
@@ -126,13 +127,15 @@ def _stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
         return block_input_bytes(shape) + row_indices
     if policy == "attention":
         return block_input_bytes(shape) + attention_bytes(shape) + row_indices
+    sums = 4 * shape.heads
     if policy == "selective":
-        return block_input_bytes(shape) + _product_bytes(shape, fused=fused) + row_indices
+        gate_and_up = 0 if shape.experts and not fused else 2 * f
+        return (
+            block_input_bytes(shape) + 2 * (2 * q + 2 * kv + h + gate_and_up) + sums + row_indices
+        )
     feed_forward = _expert_stored_bytes(shape, fused=fused) if shape.experts else 6 * f
     before_rotation = 0 if shape.model_type in _ROTATED_AS_THEY_COME else q + kv
-    return (
-        2 * (4 * h + 2 * (q + kv) + before_rotation) + 4 * shape.heads + feed_forward + row_indices
-    )
+    return 2 * (4 * h + 2 * (q + kv) + before_rotation) + sums + feed_forward + row_indices
 
 
 def _expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -144,10 +147,13 @@ def _expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
     their softmax and its fp32 copy, 8 B an expert. transformers' figures are what torch's memory
     profiler shows.
     """
-    h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
-    return (
-        2 * k * h + 6 * f if fused else 4 * k * h + _plain_gate(shape) * f
-    ) + _ROUTER_BYTES * shape.experts
+    rows, f = shape.experts_per_token * shape.hidden, shape.active_intermediate
+    own = 2 * rows + 6 * f if fused else 4 * rows + _plain_gate_bytes(shape)
+    return own + _ROUTER_BYTES * shape.experts
+
+
+def _plain_gate_bytes(shape: Architecture) -> int:
+    return (14 if shape.model_type in SINKS else 8) * shape.active_intermediate
 
 
 def _expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -157,18 +163,14 @@ def _expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
     and the gradient of these), or in the gate's 2 k h + 10 f, once the products' gradient has
     arrived. In transformers' path 6 k h on top of what is stored, as torch's memory profiler shows.
     """
-    h, k, f = shape.hidden, shape.experts_per_token, shape.active_intermediate
-    own = (
-        max(4 * k * h + 8 * f, 2 * k * h + 10 * f) if fused else 10 * k * h + _plain_gate(shape) * f
-    )
+    rows, f = shape.experts_per_token * shape.hidden, shape.active_intermediate
+    own = max(4 * rows + 8 * f, 2 * rows + 10 * f)
+    if not fused:
+        own = 10 * rows + _plain_gate_bytes(shape)
     return own + _ROUTER_BYTES * shape.experts
 
 
 _ROUTER_BYTES = 8
-
-
-def _plain_gate(shape: Architecture) -> int:
-    return 14 if shape.model_type in SINKS else 8
 
 
 def attention_bytes(shape: Architecture) -> int:
@@ -183,19 +185,6 @@ def result_bytes(shape: Architecture) -> tuple[int, int]:
     return 2 * shape.query_width, 4 * shape.heads
 
 
-def _product_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what ``selective`` stores per token and layer beside the layer's input.
-
-    2 B for every element of q, k, v, the attention's result, the output projection, gate and up,
-    and 4 B a head. Gate and up of experts are stored by fused kernels only.
-    """
-    feed_forward = 0 if shape.experts and not fused else 2 * shape.active_intermediate
-    return (
-        2 * (2 * shape.query_width + 2 * shape.key_value_width + shape.hidden + feed_forward)
-        + 4 * shape.heads
-    )
-
-
 def _block_bytes(shape: Architecture, *, fused: bool) -> int:
     """Return what recomputation and backward of one block hold per token beside its input, at the
     end of the feed-forward's backward.
@@ -205,21 +194,18 @@ def _block_bytes(shape: Architecture, *, fused: bool) -> int:
     history shows on an H200. Without, norms store fp32 copies:
     24 h + 6 (q + 2 kv) + 12 f. With experts ``_expert_peak_bytes`` in the place of the last.
     """
-    feed_forward = (
-        _expert_peak_bytes(shape, fused=fused) if shape.experts else _mlp_bytes(shape, fused=fused)
-    )
+    norms, feed_forward = (10, 10) if fused else (24, 12)
     sinks = 2 * shape.query_width if shape.model_type in SINKS else 0
     return (
-        (10 if fused else 24) * shape.hidden
+        norms * shape.hidden
         + _head_bytes(shape, fused=fused)
-        + feed_forward
+        + (
+            _expert_peak_bytes(shape, fused=fused)
+            if shape.experts
+            else feed_forward * shape.intermediate
+        )
         + sinks
     )
-
-
-def _mlp_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the part of ``_block_bytes`` that a dense feed-forward block holds."""
-    return (10 if fused else 12) * shape.intermediate
 
 
 def tiled_block_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -241,7 +227,7 @@ def tile_bytes(shape: Architecture, *, fused: bool) -> int:
 
     The norm's is what counting live tensors on a CPU shows.
     """
-    return max(_mlp_bytes(shape, fused=fused), 0 if fused else 28 * shape.hidden)
+    return 10 * shape.intermediate if fused else max(12 * shape.intermediate, 28 * shape.hidden)
 
 
 def _head_bytes(shape: Architecture, *, fused: bool) -> int:
@@ -250,39 +236,15 @@ def _head_bytes(shape: Architecture, *, fused: bool) -> int:
     return 6 * (q + kv if fused else q + 2 * kv)
 
 
-def _elementwise_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the GPU memory traffic per token of one block's forward beside matrix products: norms,
-    residuals, rotary positions, SwiGLU.
-
-    20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q + kv) +
-    10 f without. For each expert that a token uses 6 h: its row is read and written, and the result
-    is read; 20 h without.
-    """
-    h, heads, f = shape.hidden, shape.query_width + shape.key_value_width, shape.active_intermediate
-    routing = (6 if fused else 20) * h * shape.experts_per_token
-    return routing + (20 * h + 8 * heads + 6 * f if fused else 80 * h + 30 * heads + 10 * f)
-
-
 def norm_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the part of ``_elementwise_bytes`` that the two norms of a block move: 8 h, or 68 h
-    without fused kernels.
+    """Return the part of ``ModelProfile.elementwise_bytes`` that the two norms of a block move:
+    8 h, or 68 h without fused kernels.
     """
     return (8 if fused else 68) * shape.hidden
 
 
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 _MOST_LAYOUTS = 1024
-"""Entries of one cache of a profile, which is emptied when it has as many."""
-
-
-class ActivationSizes(Struct, frozen=True, kw_only=True):
-    """Bytes per token of one layer."""
-
-    stored: int
-    """Stored by forward for backward."""
-    block: int
-    """Held by recomputation and backward of the layer, beside its input."""
+"""Entries of one cache."""
 
 
 class ModelProfile:
@@ -304,16 +266,12 @@ class ModelProfile:
         """Whether norms, rotary positions and gates are one kernel each."""
         self.eager_attention = eager_attention
         """Whether attention scores exist as whole matrices."""
-        # A search over GPU counts, ratios and sub-group sizes asks for the same layouts again.
-        # `_store` bounds each cache, since a screen may stay open for days.
-        self._rows: dict[tuple[int, int], tuple[UnplacedSubGroup, ...]] = {}
-        self._layouts: dict[tuple[int, int, float, str], StateLayout] = {}
-        self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
 
     @cached_property
     def key(self) -> str:
         """Name of the model's shape, whatever its weights: a digest of its parameter table."""
-        return f"{self.architecture.model_type}-{hashlib.sha256(msgspec.json.encode(self.blocks)).hexdigest()[:12]}"  # noqa: E501
+        digest = hashlib.sha256(msgspec.json.encode(self.blocks)).hexdigest()
+        return f"{self.architecture.model_type}-{digest[:12]}"
 
     @cached_property
     def flops(self) -> Flops:
@@ -370,29 +328,38 @@ class ModelProfile:
         """
         return any(tensor.tied for block in self.blocks for tensor in block.tensors)
 
+    def stored_bytes(self, policy: Policy) -> int:
+        """Return the bytes per token of one layer that forward stores for backward."""
+        return _stored_bytes(self.architecture, policy, fused=self.fused)
+
     @cached_property
-    def activations(self) -> dict[Policy, ActivationSizes]:
-        shape, fused = self.architecture, self.fused
-        block = _block_bytes(shape, fused=fused)
-        return {
-            policy: ActivationSizes(stored=_stored_bytes(shape, policy, fused=fused), block=block)
-            for policy in POLICIES
-        }
+    def block_bytes(self) -> int:
+        """Bytes per token that recomputation and backward of a layer hold beside its input."""
+        return _block_bytes(self.architecture, fused=self.fused)
 
     @cached_property
     def elementwise_bytes(self) -> int:
-        """GPU memory traffic of one layer's forward per token, beside its matrix products."""
-        return _elementwise_bytes(self.architecture, fused=self.fused)
+        """GPU memory traffic per token of one block's forward beside matrix products: norms,
+        residuals, rotary positions, SwiGLU.
+
+        20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q +
+        kv) + 10 f without. For each expert that a token uses 6 h: its row is read and written, and
+        the result is read; 20 h without.
+        """
+        shape = self.architecture
+        per_h, per_row, per_head, per_f = (20, 6, 8, 6) if self.fused else (80, 20, 30, 10)
+        return (
+            (per_h + per_row * shape.experts_per_token) * shape.hidden
+            + per_head * (shape.query_width + shape.key_value_width)
+            + per_f * shape.active_intermediate
+        )
 
     def score_bytes(self, sequence_length: int, sequences: int) -> int:
         """Return the bytes of one layer's attention scores where they exist as whole matrices,
         else 0.
         """
-        return (
-            6 * self.architecture.heads * sequence_length**2 * sequences
-            if self.eager_attention
-            else 0
-        )
+        scores = self.architecture.heads * sequence_length**2 * sequences
+        return 6 * scores if self.eager_attention else 0
 
     def loss_bytes(self, tokens: int) -> int:
         """Return the peak bytes of the loss over ``tokens`` trained tokens of one rank."""
@@ -407,54 +374,55 @@ class ModelProfile:
     def layout(self, ranks: int, offload: OffloadSpec) -> StateLayout:
         """Return the optimizer states of each of ``ranks`` ranks under these offload settings."""
         rule = device_rule(offload.mode, offload.engine)
-        key = (ranks, offload.sub_group_size, offload.ratio, rule)
-        if (found := self._layouts.get(key)) is None:
-            rows = self._cut(ranks, offload.sub_group_size)
-            found = assign_devices(
-                rows, self.parameters, self.largest_parameter, ranks, offload.ratio, rule
-            )
-            _store(self._layouts, key, found)
-        return found
+        return _layout(self, ranks, offload.sub_group_size, offload.ratio, rule)
 
     def gpu_numel(self, ranks: int, offload: OffloadSpec, ratio: float) -> int:
         """Return ``layout(...).gpu_numel`` at another offload ratio, without making that layout."""
-        numels = [numel for _, _, numel in self._cut(ranks, offload.sub_group_size)]
+        numels = [numel for _, _, numel in _sub_groups(self, ranks, offload.sub_group_size)]
         return sum(
             numels[: sub_groups_on_gpu(numels, ratio, device_rule(offload.mode, offload.engine))]
         )
 
     def compute_spans(self, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
         """Return when a forward pass uses each sub-group."""
-        key = (ranks, sub_group_size)
-        if (found := self._spans.get(key)) is None:
-            spans = self._tensor_spans
-            # Names are in the model's order.
-            found = tuple(
-                (spans[names[0]][0], spans[names[-1]][1])
-                for _, names, _ in self._cut(ranks, sub_group_size)
-            )
-            _store(self._spans, key, found)
-        return found
+        return _compute_spans(self, ranks, sub_group_size)
 
     @cached_property
-    def _tensor_spans(self) -> dict[str, Span]:
+    def tensor_spans(self) -> dict[str, Span]:
+        """When a forward pass uses each tensor."""
         return tensor_spans(self.blocks)
-
-    def _cut(self, ranks: int, sub_group_size: int) -> tuple[UnplacedSubGroup, ...]:
-        key = (ranks, sub_group_size)
-        if (found := self._rows.get(key)) is None:
-            found = cut(self.trainable, ranks, sub_group_size)
-            _store(self._rows, key, found)
-        return found
 
     def _layers(self) -> Iterator[ParameterBlock]:
         return (block for block in self.blocks if block.repeat > 1)
 
 
-def _store(cache: dict[_K, _V], key: _K, value: _V) -> None:
-    if len(cache) >= _MOST_LAYOUTS:
-        cache.clear()
-    cache[key] = value
+# A search over GPU counts, ratios and sub-group sizes asks for the same layouts again. The caches
+# are bounded, since a screen may stay open for days.
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _sub_groups(
+    profile: ModelProfile, ranks: int, sub_group_size: int
+) -> tuple[UnplacedSubGroup, ...]:
+    return cut(profile.trainable, ranks, sub_group_size)
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _layout(
+    profile: ModelProfile, ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule
+) -> StateLayout:
+    rows = _sub_groups(profile, ranks, sub_group_size)
+    return assign_devices(rows, profile.parameters, profile.largest_parameter, ranks, ratio, rule)
+
+
+@lru_cache(maxsize=_MOST_LAYOUTS)
+def _compute_spans(profile: ModelProfile, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
+    spans = profile.tensor_spans
+    # Names are in the model's order.
+    return tuple(
+        (spans[names[0]][0], spans[names[-1]][1])
+        for _, names, _ in _sub_groups(profile, ranks, sub_group_size)
+    )
 
 
 def profile_of(model: ModelSpec) -> ModelProfile:

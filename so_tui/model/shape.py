@@ -17,6 +17,7 @@ from math import prod
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.model.sharding import (
     deepspeed_gpu_sub_groups,
@@ -102,19 +103,20 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     problems: list[Problem] = []
 
     def number(*keys: str) -> int:
-        for key in keys:
-            value = config.get(key)
-            if value is None:
-                continue
-            if isinstance(value, int) and value > 0:
-                return value
-            problems.append(
-                _problem("invalid-model-key", key, repr(value), "must be a positive whole number")
-            )
-            return 1
+        given = [(key, value) for key in keys if (value := config.get(key)) is not None]
+        key, value = given[0] if given else (keys[0], None)
+        if isinstance(value, int) and value > 0:
+            return value
+        code, message = "invalid-model-key", "must be a positive whole number"
+        if value is None:
+            code, message = "missing-model-key", "is missing, so the model's shape is not known"
         problems.append(
-            _problem(
-                "missing-model-key", keys[0], "", "is missing, so the model's shape is not known"
+            Problem(
+                code,
+                f"model.config.{key}",
+                "" if value is None else repr(value),
+                message,
+                "copy the keys of the model's config.json, or extend a preset",
             )
         )
         return 1
@@ -176,32 +178,22 @@ def _widest_head(config: Mapping[str, Any]) -> int:
 
 def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, int]:
     """Return the sliding window, or the chunk, and the number of layers that have one."""
-    if chunked := layer_kinds(config).count("chunked_attention"):
-        chunk = config.get("attention_chunk_size")
-        return (chunk, chunked) if isinstance(chunk, int) and chunk > 0 else (None, 0)
+    kinds = layer_kinds(config)
+    if windowed := kinds.count("chunked_attention"):
+        window = config.get("attention_chunk_size")
+        return (window, windowed) if isinstance(window, int) and window > 0 else (None, 0)
     window = config.get("sliding_window")
     if not isinstance(window, int) or (
         model_type.startswith("qwen") and not config.get("use_sliding_window")
     ):
         return None, 0
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list | tuple):
-        windowed = sum(kind == "sliding_attention" for kind in kinds)
+    if isinstance(config.get("layer_types"), list | tuple):
+        windowed = kinds.count("sliding_attention")
     elif model_type == "gpt_oss":
         windowed = (layers + 1) // 2
-    else:
-        windowed = layers if model_type in _WINDOW_IN_EVERY_LAYER else 0
+    elif model_type in _WINDOW_IN_EVERY_LAYER:
+        windowed = layers
     return (window, windowed) if windowed else (None, 0)
-
-
-def _problem(code: str, key: str, value: str, message: str) -> Problem:
-    return Problem(
-        code,
-        f"model.config.{key}",
-        value,
-        message,
-        "copy the keys of the model's config.json, or extend a preset",
-    )
 
 
 Device = Literal["gpu", "cpu"]
@@ -212,9 +204,6 @@ all of them.
 """
 
 WEIGHT_BYTES = 2
-MASTER_BYTES = 4
-GRADIENT_BYTES = 4
-MOMENTS_BYTES = 8
 
 
 class Parameter(Struct, frozen=True):
@@ -254,29 +243,12 @@ class StateLayout(Struct, frozen=True):
         return self.numel - self.gpu_numel
 
     @property
-    def gpu_sub_groups(self) -> int:
-        return sum(sub_group.device == "gpu" for sub_group in self.sub_groups)
+    def cpu_groups(self) -> tuple[PlannedSubGroup, ...]:
+        return tuple(group for group in self.sub_groups if group.device == "cpu")
 
-    @property
-    def weights_bytes(self) -> int:
-        """bf16 weights, always on the GPU."""
-        return WEIGHT_BYTES * self.numel
-
-    def master_weights_bytes(self, device: Device) -> int:
-        """fp32 weights."""
-        return MASTER_BYTES * self.on(device)
-
-    def gradients_bytes(self, device: Device) -> int:
-        """fp32 gradients."""
-        return GRADIENT_BYTES * self.on(device)
-
-    def moments_bytes(self, device: Device) -> int:
-        """Both fp32 moments of Adam."""
-        return MOMENTS_BYTES * self.on(device)
-
-    def on(self, device: Device) -> int:
-        """Parameters of this rank whose optimizer states are stored on ``device``."""
-        return self.gpu_numel if device == "gpu" else self.cpu_numel
+    def largest_on(self, device: Device) -> int:
+        """Parameters of the largest sub-group on a device."""
+        return max((group.numel for group in self.sub_groups if group.device == device), default=0)
 
 
 def _expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
@@ -286,13 +258,7 @@ def _expand(blocks: Sequence[ParameterBlock]) -> Iterator[Tensor]:
     for block in blocks:
         for index in range(block.first, block.first + block.repeat):
             for tensor in block.tensors:
-                yield Tensor(
-                    tensor.name.replace("{i}", str(index)),
-                    tensor.shape,
-                    tensor.decay,
-                    tensor.kind,
-                    tensor.tied,
-                )
+                yield replace(tensor, name=tensor.name.replace("{i}", str(index)))
 
 
 UnplacedSubGroup = tuple[Group, tuple[str, ...], int]
@@ -308,10 +274,7 @@ def trainable(blocks: tuple[ParameterBlock, ...]) -> tuple[Parameter, ...]:
         for tensor in _expand(blocks)
         if not tensor.tied
     ]
-    return tuple(
-        [parameter for parameter in own if parameter.decay]
-        + [parameter for parameter in own if not parameter.decay]
-    )
+    return tuple(sorted(own, key=lambda parameter: not parameter.decay))
 
 
 def cut(
@@ -324,39 +287,20 @@ def cut(
     groups: tuple[tuple[Group, bool], ...] = (("decay", True), ("no-decay", False))
     for group, decay in groups:
         members = [parameter for parameter in parameters if parameter.decay == decay]
+        names = tuple(parameter.name for parameter in members)
         numels = [partition_numel(parameter.numel, ranks) for parameter in members]
-        for start, stop in sub_group_slices(numels, sub_group_size):
-            rows.append(
-                (
-                    group,
-                    tuple(parameter.name for parameter in members[start:stop]),
-                    sum(numels[start:stop]),
-                )
-            )
+        rows += [
+            (group, names[start:stop], sum(numels[start:stop]))
+            for start, stop in sub_group_slices(numels, sub_group_size)
+        ]
     return tuple(rows)
-
-
-def _layout_of(
-    parameters: Sequence[Parameter], ranks: int, sub_group_size: int, ratio: float, rule: DeviceRule
-) -> StateLayout:
-    """Return the layout of a parameter list in the optimizer's order; ``ModelProfile.layout`` is
-    this for a model.
-    """
-    numels = [parameter.numel for parameter in parameters]
-    return assign_devices(
-        cut(parameters, ranks, sub_group_size), sum(numels), max(numels), ranks, ratio, rule
-    )
 
 
 def sub_groups_on_gpu(numels: Sequence[int], ratio: float, rule: DeviceRule) -> int:
     """Return how many of the first sub-groups stay on the GPU."""
-    if rule == "gpu":
-        return len(numels)
-    return (
-        deepspeed_gpu_sub_groups(len(numels), ratio)
-        if rule == "deepspeed"
-        else gpu_sub_groups(numels, ratio)
-    )
+    if rule == "so-tui":
+        return gpu_sub_groups(numels, ratio)
+    return len(numels) if rule == "gpu" else deepspeed_gpu_sub_groups(len(numels), ratio)
 
 
 def assign_devices(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from so_tui.machine.host import contiguous_runs, cpu_ranges
-from so_tui.machine.types import Gpu, Machine, NumaNode
+from so_tui.machine.types import Cores, Cpus, Gpu, Machine, Nodes
 from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, RankBinding
 from so_tui.spec.errors import reject
 
@@ -23,10 +23,7 @@ from so_tui.spec.errors import reject
 # that span nodes.
 
 
-NodeCpus = Sequence[tuple[int, ...]]
-
-
-def _numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
+def _numactl_nodes(nodes: Nodes) -> Cores:
     """Return CPUs per node as DeepSpeed reads them from ``numactl --hardware``: it counts the
     nodes, then looks for ids below that.
     """
@@ -35,8 +32,8 @@ def _numactl_nodes(nodes: tuple[NumaNode, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _numactl_prefix(
-    nodes: NodeCpus, core_list: Sequence[int], ranks: int, rank: int
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    nodes: Cores, core_list: Sequence[int], ranks: int, rank: int
+) -> tuple[Cpus, tuple[str, ...]]:
     """Return the cores and the numactl command prefix of a rank. ``OMP_NUM_THREADS`` is the number
     of those cores.
 
@@ -54,35 +51,29 @@ def _numactl_prefix(
     return cores, ("numactl", *_memory_option(nodes, set(cores)), "-C", cpu_ranges(cores))
 
 
-def _memory_option(nodes: NodeCpus, cores: set[int]) -> tuple[str, ...]:
+def _memory_option(nodes: Cores, cores: set[int]) -> tuple[str, ...]:
     with_cpus = [number for number, cpus in enumerate(nodes) if cpus]
     without_cpus = [number for number, cpus in enumerate(nodes) if not cpus]
     holding = [number for number, cpus in enumerate(nodes) if cores <= set(cpus)]
     if without_cpus and len(without_cpus) == len(with_cpus):
         flat = dict(zip(with_cpus, without_cpus, strict=True))
         return ("-p", str(flat[holding[0]])) if holding else ()
-    groups = _repeated(nodes)
-    if groups:
+    if groups := _repeated(nodes):
         together = (group for number in holding for group in groups if number in group)
-        group = next(together, None)
-        return ("-m", ",".join(map(str, group))) if group else ()
+        return next((("-m", ",".join(map(str, group))) for group in together), ())
     return ("-m", str(holding[0])) if holding else ()
 
 
-def _repeated(nodes: NodeCpus) -> list[list[int]]:
+def _repeated(nodes: Cores) -> list[list[int]]:
     """Return groups of neighbouring nodes with the same CPUs (``numa=fake``)."""
     groups: list[list[int]] = []
-    current: list[int] = []
     for number, cpus in enumerate(nodes):
-        if not cpus:
-            continue
-        if number > 0 and cpus == nodes[number - 1]:
-            current = current or [number - 1]
-            current.append(number)
-        elif current:
-            groups.append(current)
-            current = []
-    return [*groups, current] if current else groups
+        if cpus and number and cpus == nodes[number - 1]:
+            if groups and groups[-1][-1] == number - 1:
+                groups[-1].append(number)
+            else:
+                groups.append([number - 1, number])
+    return groups
 
 
 _MAIN_CORES = 3
@@ -94,7 +85,7 @@ class _CpuGroup(NamedTuple):
     """CPUs of one CPU node, or of several that list the same CPUs (``numa=fake``)."""
 
     nodes: tuple[int, ...]
-    cpus: tuple[int, ...]
+    cpus: Cpus
     """Those that this process may use."""
 
 
@@ -117,21 +108,24 @@ def bind_ranks(
             ``duplicate-gpu``), or none of its CPUs may be used (``no-usable-cpu``).
     """
     wanted = _wanted(machine, gpus)
-    groups = _cpu_groups(machine)
-    homes = _homes(groups, wanted)
-    cores = _divided(machine, homes)
-    policies = tuple(_memory_policy(machine, home) for home in homes)
-    listed, unlisted = (
-        _deepspeed(machine, cores, policies),
-        _deepspeed_unlisted(machine, cores, policies),
+    homes = _homes(_cpu_groups(machine), wanted)
+    # Each rank's share of its CPUs; with more ranks than cores a core is shared.
+    cores = tuple(
+        _slice(_cores(machine, home.cpus), homes.count(home), homes[:rank].count(home))
+        for rank, home in enumerate(homes)
     )
+    policies = tuple(_memory_policy(machine, home) for home in homes)
+    listed = _deepspeed(machine, cores, policies)
+    # Without a list the launcher takes the numbers below the count of physical cores, allowed or
+    # not.
+    physical = sum(len(_cores(machine, cpus)) for cpus in {node.cpus for node in machine.cpu_nodes})
+    unlisted = _launched(machine, list(range(physical)), cores, policies)
     bindings = []
     for rank, (gpu, home, cpus) in enumerate(zip(wanted, homes, cores, strict=True)):
-        main, adam = (
-            _split_cores(by_core(machine, cpus), cpu_adam_cores_fraction)
-            if mode == "superoffload"
-            else (cpus, ())
-        )
+        main: Cpus = cpus
+        adam: Cpus = ()
+        if mode == "superoffload":
+            main, adam = _split_cores(by_core(machine, cpus), cpu_adam_cores_fraction)
         bindings.append(
             RankBinding(
                 rank=rank,
@@ -160,9 +154,7 @@ def uses_numactl(bindings: Sequence[RankBinding]) -> bool:
     return any(binding.deepspeed.numactl for binding in bindings)
 
 
-def _split_cores(
-    cpus: Sequence[int], cpu_adam_cores_fraction: float
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_cores(cpus: Sequence[int], cpu_adam_cores_fraction: float) -> tuple[Cpus, Cpus]:
     """Return the cores of the training process and of its Adam worker, which gets the fraction,
     rounded down, from the end of ``cpus``.
 
@@ -187,20 +179,21 @@ def whole_gpus(machine: Machine) -> tuple[Gpu, ...]:
 
 def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, ...]:
     """Return the GPU of each rank; None for each on a machine without GPUs."""
+    ranks = gpus if isinstance(gpus, int) else len(gpus)
     if not machine.gpus:
-        return (None,) * (gpus if isinstance(gpus, int) else len(gpus))
+        return (None,) * ranks
     whole = {gpu.index: gpu for gpu in whole_gpus(machine)}
     available = list(whole)
     indices = available[:gpus] if isinstance(gpus, int) else sorted(gpus)
-    short = isinstance(gpus, int) and gpus > len(available)
-    if not short and set(indices) <= set(available) and len(set(indices)) == len(indices):
+    twice = len(set(indices)) < len(indices)
+    if len(indices) == ranks and whole.keys() >= set(indices) and not twice:
         return tuple(whole[index] for index in indices)
     split, amd = [gpu.index for gpu in machine.gpus if gpu.mig], machine.gpus[0].vendor == "amd"
     code, message = (
         "unavailable-gpu",
         f"{machine.label} has {f'GPU {cpu_ranges(available)}' if available else 'no whole GPU'}",
     )
-    if len(set(indices)) < len(indices):
+    if twice:
         code, message = "duplicate-gpu", "the same GPU is named twice"
     elif split:
         message += (
@@ -224,15 +217,11 @@ def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, 
 
 def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:
     allowed = set(machine.allowed_cpus)
-    nodes: dict[tuple[int, ...], list[int]] = {}
+    nodes: dict[Cpus, list[int]] = {}
     for node in machine.cpu_nodes:
-        nodes.setdefault(node.cpus, []).append(node.id)
-    groups = [
-        _CpuGroup(tuple(ids), tuple(cpu for cpu in cpus if cpu in allowed))
-        for cpus, ids in nodes.items()
-    ]
-    usable = tuple(group for group in groups if group.cpus)
-    if not usable:
+        if allowed.intersection(node.cpus):
+            nodes.setdefault(node.cpus, []).append(node.id)
+    if not nodes:
         raise reject(
             "no-usable-cpu",
             "allowed_cpus",
@@ -240,18 +229,18 @@ def _cpu_groups(machine: Machine) -> tuple[_CpuGroup, ...]:
             "none of the CPUs that may be used belongs to a NUMA node",
             "Start so-tui where it may use CPUs of this machine.",
         )
-    return usable
+    return tuple(
+        _CpuGroup(tuple(ids), tuple(cpu for cpu in cpus if cpu in allowed))
+        for cpus, ids in nodes.items()
+    )
 
 
 def _homes(groups: tuple[_CpuGroup, ...], wanted: tuple[Gpu | None, ...]) -> tuple[_CpuGroup, ...]:
     """Return the CPUs of each rank: those its GPU is attached to; ranks without a GPU fill up the
     groups evenly, in ascending order.
     """
-    by_node = {node: group for group in groups for node in group.nodes}
-    known = [
-        by_node.get(gpu.numa_node) if gpu is not None and gpu.numa_node is not None else None
-        for gpu in wanted
-    ]
+    by_node: dict[int | None, _CpuGroup] = {node: group for group in groups for node in group.nodes}
+    known = [by_node.get(gpu.numa_node) if gpu else None for gpu in wanted]
     taken = {group: known.count(group) for group in groups}
     extra: list[_CpuGroup] = []
     for _ in range(known.count(None)):
@@ -263,20 +252,7 @@ def _homes(groups: tuple[_CpuGroup, ...], wanted: tuple[Gpu | None, ...]) -> tup
     return tuple(group if group is not None else next(fill) for group in known)
 
 
-def _divided(machine: Machine, homes: tuple[_CpuGroup, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return each rank's share of its CPUs, in rank order; with more ranks than cores a core is
-    shared.
-    """
-    seats: dict[_CpuGroup, int] = {}
-    shares = []
-    for home in homes:
-        seat = seats.get(home, 0)
-        seats[home] = seat + 1
-        shares.append(_slice(_cores(machine, home.cpus), homes.count(home), seat))
-    return tuple(shares)
-
-
-def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[int, ...]:
+def _slice(cores: Cores, ranks: int, seat: int) -> Cpus:
     """Return the seat-th of ``ranks`` nearly equal slices, of whole physical cores where there are
     enough.
     """
@@ -287,7 +263,7 @@ def _slice(cores: tuple[tuple[int, ...], ...], ranks: int, seat: int) -> tuple[i
     return tuple(sorted(cpu for core in cores[first:last] for cpu in core))
 
 
-def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _cores(machine: Machine, cpus: Sequence[int]) -> Cores:
     """Return CPUs by physical core: as the kernel reports them, else as far as their numbers show.
 
     Linux on x86 mostly numbers the second threads in a range of their own, of the same length as
@@ -296,7 +272,7 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]
     """
     if machine.smt_siblings:
         core_of = {cpu: core for core in machine.smt_siblings for cpu in core}
-        cores: dict[tuple[int, ...], list[int]] = {}
+        cores: dict[Cpus, list[int]] = {}
         for cpu in sorted(cpus):
             cores.setdefault(core_of.get(cpu, (cpu,)), []).append(cpu)
         return tuple(tuple(core) for core in cores.values())
@@ -311,7 +287,7 @@ def _cores(machine: Machine, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]
     return tuple((cpu,) for cpu in sorted(cpus))
 
 
-def by_core(machine: Machine, cpus: Sequence[int]) -> tuple[int, ...]:
+def by_core(machine: Machine, cpus: Sequence[int]) -> Cpus:
     """Return CPUs with the threads of a core side by side, so that a cut splits at most one
     core.
     """
@@ -322,17 +298,15 @@ def _memory_policy(machine: Machine, home: _CpuGroup) -> MemoryPolicy:
     """Return a policy bound to the rank's own CPU nodes, never to a GPU's memory; the default where
     only one node has memory.
     """
-    with_memory = [node for node in machine.numa_nodes if node.memory_total_bytes > 0]
-    own = tuple(
-        node.id for node in with_memory if node.id in home.nodes and _may_use(machine, node.id)
-    )
+    with_memory = [node.id for node in machine.numa_nodes if node.memory_total_bytes > 0]
+    own = tuple(node for node in with_memory if node in home.nodes and _may_use(machine, node))
     if len(with_memory) <= 1 or not own:
         return MemoryPolicy(mode="default")
     return MemoryPolicy(mode="bind", nodes=own)
 
 
 def _deepspeed(
-    machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
+    machine: Machine, cores: Cores, policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
     """Return what the launcher does for each rank with our core list. Where it would fail with one,
     it gets none and binds nothing.
@@ -352,7 +326,7 @@ def _deepspeed(
     )
 
 
-def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
+def _listed(machine: Machine, cores: Cores) -> list[int]:
     """Return the list whose equal slices, ascending, lie within each rank's cores, so that
     DeepSpeed binds each rank to its node at least.
 
@@ -361,7 +335,9 @@ def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
     rebinds itself.
     """
     firsts = [sorted(core[0] for core in _cores(machine, cpus)) for cpus in cores]
-    for shares in (cores, _cut(cores), _cut(firsts)):
+    # Of the last two the first of each share, as many as the smallest has.
+    cut = [[share[: min(map(len, shares))] for share in shares] for shares in (cores, firsts)]
+    for shares in (cores, *cut):
         listed = sorted({cpu for share in shares for cpu in share})
         size = len(listed) // len(cores)
         if all(
@@ -372,65 +348,39 @@ def _listed(machine: Machine, cores: tuple[tuple[int, ...], ...]) -> list[int]:
     return sorted({cpu for cpus in cores for cpu in cpus})
 
 
-def _cut(shares: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Return the first of each share, as many as the smallest has."""
-    return [share[: min(map(len, shares))] for share in shares]
-
-
-def _deepspeed_unlisted(
-    machine: Machine, cores: tuple[tuple[int, ...], ...], policies: tuple[MemoryPolicy, ...]
-) -> tuple[DeepSpeedBinding, ...]:
-    """Return what the launcher does without a list: it takes the numbers below the count of
-    physical cores, allowed or not.
-    """
-    physical = sum(len(_cores(machine, cpus)) for cpus in {node.cpus for node in machine.cpu_nodes})
-    return _launched(machine, list(range(physical)), cores, policies)
-
-
 def _launched(
-    machine: Machine,
-    listed: list[int],
-    cores: tuple[tuple[int, ...], ...],
-    policies: tuple[MemoryPolicy, ...],
+    machine: Machine, listed: list[int], cores: Cores, policies: tuple[MemoryPolicy, ...]
 ) -> tuple[DeepSpeedBinding, ...]:
     """Return what the launcher does for each rank under a core list. Where numactl was not tried (a
     machine file), it counts as working.
     """
+    error = ""
     if machine.software.numactl_works is False:
-        return (
-            DeepSpeedBinding(
-                cpus=(),
-                numactl=(),
-                omp_num_threads=0,
-                matches=False,
-                error="numactl does not work here",
-            ),
-        ) * len(cores)
-    if len(listed) < len(cores):
-        return (
-            DeepSpeedBinding(
-                cpus=(),
-                numactl=(),
-                omp_num_threads=0,
-                matches=False,
-                error="fewer cores than ranks",
-            ),
-        ) * len(cores)
-    nodes = _numactl_nodes(machine.numa_nodes)
-    prefixes = [_numactl_prefix(nodes, listed, len(cores), rank) for rank in range(len(cores))]
-    return tuple(
-        DeepSpeedBinding(
-            cpus=theirs,
-            numactl=numactl,
-            omp_num_threads=len(theirs),
-            matches=theirs == cpus and _same_memory(numactl, policy),
-            error=_numactl_error(machine, theirs, numactl),
+        error = "numactl does not work here"
+    elif len(listed) < len(cores):
+        error = "fewer cores than ranks"
+    if error:
+        failing = DeepSpeedBinding(
+            cpus=(), numactl=(), omp_num_threads=0, matches=False, error=error
         )
-        for (theirs, numactl), cpus, policy in zip(prefixes, cores, policies, strict=True)
-    )
+        return (failing,) * len(cores)
+    nodes = _numactl_nodes(machine.numa_nodes)
+    bound = []
+    for rank, (cpus, policy) in enumerate(zip(cores, policies, strict=True)):
+        theirs, numactl = _numactl_prefix(nodes, listed, len(cores), rank)
+        bound.append(
+            DeepSpeedBinding(
+                cpus=theirs,
+                numactl=numactl,
+                omp_num_threads=len(theirs),
+                matches=theirs == cpus and _same_memory(numactl, policy),
+                error=_numactl_error(machine, theirs, numactl),
+            )
+        )
+    return tuple(bound)
 
 
-def _numactl_error(machine: Machine, cpus: tuple[int, ...], numactl: tuple[str, ...]) -> str:
+def _numactl_error(machine: Machine, cpus: Cpus, numactl: tuple[str, ...]) -> str:
     """Return why numactl would fail to start the rank; empty where it would not."""
     if outside := set(cpus) - set(machine.allowed_cpus):
         return f"cores {cpu_ranges(outside)} may not be used"
@@ -471,8 +421,6 @@ def deepspeed_text(binding: DeepSpeedBinding) -> str:
     """
     if binding.error:
         return f"fails: {binding.error}"
-    return (
-        "the same"
-        if binding.matches
-        else " ".join(binding.numactl) or f"unbound, cores {cpu_ranges(binding.cpus)}"
-    )
+    if binding.matches:
+        return "the same"
+    return " ".join(binding.numactl) or f"unbound, cores {cpu_ranges(binding.cpus)}"

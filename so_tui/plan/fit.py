@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import cast
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -27,20 +27,20 @@ from so_tui.plan.measured import (
 )
 from so_tui.plan.notes import MemoryPool, NodeNeed, Shortage
 from so_tui.plan.placement import Placement, keeps_weights_on_host
-from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, PlannedRates, StepTime, Verdict
+from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, StepTime, Verdict
 from so_tui.plan.rates import between_hosts_bytes_per_s, digest
 from so_tui.plan.resources import (
     Gpus,
     Resources,
     Supply,
     attention_of,
-    other_resources,
+    calibrated_resources,
     resources_of,
 )
-from so_tui.plan.step_time import PassModel, SecondStates, StepModel, choose
-from so_tui.plan.terms import MemoryTerm
+from so_tui.plan.step_time import SecondStates, StepModel, choose
+from so_tui.plan.terms import Location, MemoryTerm, TermKind
 from so_tui.plan.workload import Workload
-from so_tui.spec.run_spec import Mode, OffloadSpec, RunSpec
+from so_tui.spec.run_spec import Mode, RunSpec
 from so_tui.units import memory_size
 
 # Search for the smallest offload ratio that leaves enough GPU memory free. Pure.
@@ -50,29 +50,6 @@ RATIOS = tuple(step / 20 for step in range(21))
 """Offload ratios that are tried, ascending."""
 STATE_BYTES = 16
 """Bytes per parameter whose optimizer states stay on the GPU."""
-
-
-def _smallest_ratio(profile: ModelProfile, ranks: int, offload: OffloadSpec, room: int) -> float:
-    """Return the smallest offload ratio whose states on the GPU fit into ``room``, or 1.0 where
-    none does.
-
-    Args:
-        profile: Model to train.
-        ranks: Number of ranks that share the states.
-        offload: Offload settings; their own ratio is ignored.
-        room: Bytes of each GPU that remain when all states are offloaded.
-    """
-
-    # Weights whose states stay on the GPU are there, too.
-    each = STATE_BYTES + (
-        WEIGHT_BYTES if offload.parameters == "cpu" and offload.engine == "so-tui" else 0
-    )
-
-    def fits(ratio: float) -> bool:
-        # The ratio changes nothing on the GPU but the states that stay there.
-        return each * profile.gpu_numel(ranks, offload, ratio) <= room
-
-    return RATIOS[min(bisect_left(RATIOS, True, key=fits), len(RATIOS) - 1)]
 
 
 # Whether memory suffices: what a run needs of each memory pool, what there is, and the verdict.
@@ -90,16 +67,18 @@ def _demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand
     """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host
     allocate.
     """
-    on_nodes = [term for term in terms if term.location == "node"]
-    common = sum(term.bytes for term in on_nodes if term.rank is None)
+    totals: dict[tuple[Location, int | None], int] = {}
+    for term in terms:
+        key = (term.location, term.rank)
+        totals[key] = totals.get(key, 0) + term.bytes
     node_bytes: dict[int, int] = {}
     for rank, node in enumerate(rank_nodes):
-        own = sum(term.bytes for term in on_nodes if term.rank == rank)
-        node_bytes[node] = node_bytes.get(node, 0) + common + own
+        needs = totals.get(("node", None), 0) + totals.get(("node", rank), 0)
+        node_bytes[node] = node_bytes.get(node, 0) + needs
     return Demand(
-        gpu_bytes=sum(term.bytes for term in terms if term.location == "gpu"),
+        gpu_bytes=totals.get(("gpu", None), 0),
         node_bytes=node_bytes,
-        shm_bytes=sum(term.bytes for term in terms if term.location == "shm"),
+        shm_bytes=totals.get(("shm", None), 0),
     )
 
 
@@ -108,17 +87,14 @@ def _host_room(demand: Demand, resources: Resources) -> int:
     free.
     """
     supply = resources.supply
-    ranks_on = {node: max(1, resources.nodes.count(node)) for node in demand.node_bytes}
     usable = 1 - _node_margin(supply)
     free = [
-        (usable * supply.node_bytes.get(node, 0) - needs) / ranks_on[node]
+        (usable * supply.node_bytes.get(node, 0) - needs) / max(1, resources.nodes.count(node))
         for node, needs in demand.node_bytes.items()
     ]
     if supply.limit_bytes is not None:
-        free.append(
-            (usable * supply.limit_bytes - sum(demand.node_bytes.values()))
-            / max(1, resources.ranks)
-        )
+        left = usable * supply.limit_bytes - sum(demand.node_bytes.values())
+        free.append(left / max(1, resources.ranks))
     return int(min(free, default=0.0))
 
 
@@ -131,19 +107,21 @@ def _judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...
         for node, needs in demand.node_bytes.items()
     )
     hosts = node_needs(demand, supply) if any_short else ()
-    found = [
-        _short("gpu", (), demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
-        *(_short("node", host.nodes, host.needs, host.has, margin) for host in hosts),
-        _short("limit", (), sum(demand.node_bytes.values()), supply.limit_bytes, margin),
-        _short("shm", (), demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
+    on_host = sum(demand.node_bytes.values())
+    pools: list[tuple[MemoryPool, tuple[int, ...], int, int | None, float]] = [
+        ("gpu", (), demand.gpu_bytes, supply.gpu_bytes, GPU_MARGIN),
+        *(("node", host.nodes, host.needs, host.has, margin) for host in hosts),
+        ("limit", (), on_host, supply.limit_bytes, margin),
+        ("shm", (), demand.shm_bytes, supply.shm_bytes, TIGHT_MARGIN),
     ]
-    shortages = sorted(
-        (short for short in found if short),
-        key=lambda short: short.needs / max(1, short.has),
-        reverse=True,
-    )
-    if any(short.fatal for short in shortages):
-        return "does not fit", tuple(short for short in shortages if short.fatal)
+    shortages = [
+        Shortage(needs, has, needs > (1 - TIGHT_MARGIN) * has, pool, nodes)
+        for pool, nodes, needs, has, left_free in pools
+        if has is not None and needs > (1 - left_free) * has
+    ]
+    shortages.sort(key=lambda short: short.needs / max(1, short.has), reverse=True)
+    if fatal := tuple(short for short in shortages if short.fatal):
+        return "does not fit", fatal
     return ("tight" if shortages else "fits"), tuple(shortages)
 
 
@@ -158,27 +136,17 @@ def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
     """Return what CPU nodes need and have; nodes whose figures are written the same share one
     entry.
     """
-    groups: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+    groups: dict[tuple[str, str], list[NodeNeed]] = {}
     for node, needs in sorted(demand.node_bytes.items()):
         has = supply.node_bytes.get(node, 0)
-        groups.setdefault((memory_size(needs), memory_size(has)), []).append((node, needs, has))
-    fullest = (
-        max(group, key=lambda found: found[1] / max(1, found[2])) for group in groups.values()
-    )
-    return tuple(
-        NodeNeed(tuple(node for node, _, _ in group), needs, has)
-        for group, (_, needs, has) in zip(groups.values(), fullest, strict=True)
-    )
-
-
-def _short(
-    pool: MemoryPool, nodes: tuple[int, ...], needs: int, has: int | None, margin: float
-) -> Shortage | None:
-    if has is None or needs <= (1 - margin) * has:
-        return None
-    return Shortage(
-        pool=pool, nodes=nodes, needs=needs, has=has, fatal=needs > (1 - TIGHT_MARGIN) * has
-    )
+        alike = groups.setdefault((memory_size(needs), memory_size(has)), [])
+        alike.append(NodeNeed((node,), needs, has))
+    found = []
+    for alike in groups.values():
+        fullest = max(alike, key=lambda need: need.needs / max(1, need.has))
+        nodes = tuple(need.nodes[0] for need in alike)
+        found.append(NodeNeed(nodes, fullest.needs, fullest.has))
+    return tuple(found)
 
 
 _ANY_DATA = Workload()
@@ -199,8 +167,10 @@ class Target:
 
     def on(self, gpus: Gpus, cpu_adam_cores_fraction: float) -> Target:
         """Return the same model and data on other GPUs or cores of the machine."""
-        resources = other_resources(self.resources, gpus, cpu_adam_cores_fraction)
-        return replace(self, resources=resources)
+        machine, known = self.resources.machine, self.resources.calibration
+        return replace(
+            self, resources=calibrated_resources(machine, gpus, cpu_adam_cores_fraction, known)
+        )
 
     @property
     def ranks(self) -> int:
@@ -266,14 +236,23 @@ class Assessment:
         return self.shortages[0] if self.shortages else None
 
     @property
+    def mode(self) -> Mode:
+        return self.placement.mode
+
+    def bytes_of(self, kind: TermKind) -> int:
+        return sum(term.bytes for term in self.terms if term.kind == kind)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of one checkpoint."""
+        return sum(term.bytes for term in self.terms if term.location == "disk")
+
+    @property
     def gpu_bytes_left(self) -> int:
         """Of each GPU, where they have memory of their own; 0 where its size is not known."""
         supply = self.target.resources.supply
-        return (
-            0
-            if supply.one_memory or supply.gpu_bytes is None
-            else supply.gpu_bytes - self.demand.gpu_bytes
-        )
+        known = supply.gpu_bytes is not None and not supply.one_memory
+        return (supply.gpu_bytes or 0) - self.demand.gpu_bytes if known else 0
 
     @property
     def roomy(self) -> bool:
@@ -292,30 +271,44 @@ class Assessment:
         return self.known_step or _step(self.placement, self.target)
 
     @property
-    def rates(self) -> PlannedRates | None:
-        """What ``step`` rests on."""
-        model = step_model(self.placement, self.target)
-        return None if model is None else model.optimizer.rates()
+    def model(self) -> StepModel | None:
+        """What predicts ``step``."""
+        return step_model(self.placement, self.target)
+
+    def step_with(self, target: Target | None = None, **changes: Any) -> StepTime | None:
+        """Return the step of another placement, which takes as much memory, or on another
+        target.
+        """
+        return _step(replace(self.placement, **changes), target or self.target)
 
 
 def assess(spec: RunSpec, target: Target) -> Assessment:
     """Judge a spec whose mode is decided."""
-    placement = _placement(spec, target)
+    resources = target.resources
+    placement = Placement(
+        spec=spec,
+        profile=target.profile,
+        layout=target.profile.layout(target.ranks, spec.offload),
+        has_gpu=resources.has_gpu or spec.offload.mode == "gpu",
+        one_memory=resources.supply.one_memory,
+        local_ranks=resources.ranks,
+        rounds_pinned=resources.pinned_rounded,
+    )
     terms = _terms(placement, target)
-    demand = _demand_of(terms, target.resources.nodes)
-    room = partial(_host_room, demand, target.resources)
+    demand = _demand_of(terms, resources.nodes)
+    room = partial(_host_room, demand, resources)
     chosen = choose(placement, room, lambda second: _step(_speculating(placement, second), target))
     if chosen.second:
         placement = _speculating(placement, chosen.second)
         terms = (*terms, chosen.second.term)
-        demand = _demand_of(terms, target.resources.nodes)
-    copied = copies(placement, partial(_host_room, demand, target.resources))
+        demand = _demand_of(terms, resources.nodes)
+    copied = copies(placement, partial(_host_room, demand, resources))
     if copied and copied.bytes:
         placement = replace(placement, copies_bytes=copied.bytes)
         terms = (*terms, copied.term)
-        demand = _demand_of(terms, target.resources.nodes)
-    verdict, shortages = _judge(demand, target.resources.supply)
-    if target.resources.gpu_memory_unknown and verdict == "fits":
+        demand = _demand_of(terms, resources.nodes)
+    verdict, shortages = _judge(demand, resources.supply)
+    if resources.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
     return Assessment(
         spec=spec,
@@ -337,20 +330,6 @@ def _speculating(placement: Placement, second: SecondStates | None) -> Placement
         if second
         else placement
     )
-
-
-def step_with(found: Assessment, spec: RunSpec, target: Target) -> StepTime | None:
-    """Return the step of ``spec``, which differs from the assessed one only in what takes no
-    memory.
-    """
-    return _step(replace(found.placement, spec=spec), target)
-
-
-def held_back_step(found: Assessment) -> StepTime | None:
-    """Return the step of an assessed spec where the gradient norm exceeds the limit, so that Adam
-    waits for it.
-    """
-    return _step(replace(found.placement, speculating=()), found.target)
 
 
 def in_mode(spec: RunSpec, mode: Mode, ratio: float | None = None) -> RunSpec:
@@ -436,57 +415,37 @@ def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
     """Return a spec that was assessed at ratio 1 at the smallest ratio that leaves ``margin`` of
     each GPU free, else as it is.
     """
-    target, offload = whole.target, whole.spec.offload
-    if target.resources.supply.one_memory:
-        return _at_smallest_ratio_in_one_memory(whole, margin)
-    capacity = target.resources.supply.gpu_bytes
-    if capacity is None:
-        return whole
-    room = int((1 - margin) * capacity) - whole.demand.gpu_bytes
-    ratio = _smallest_ratio(target.profile, target.ranks, offload, room)
-    return whole if ratio == 1.0 else assess(in_mode(whole.spec, "superoffload", ratio), target)
-
-
-def _at_smallest_ratio_in_one_memory(whole: Assessment, margin: float) -> Assessment:
-    """Return the same where the GPU's memory is the host's: the states take about as much of it
-    wherever they are stepped.
-    """
+    target, offload, supply = whole.target, whole.spec.offload, whole.target.resources.supply
     accepted: tuple[Verdict, ...] = ("fits",) if margin == GPU_MARGIN else ("fits", "tight")
+    # Weights whose states stay on the GPU are there, too.
+    with_weights = offload.parameters == "cpu" and offload.engine == "so-tui"
+    each = STATE_BYTES + (WEIGHT_BYTES if with_weights else 0)
+    room = int((1 - margin) * (supply.gpu_bytes or 0)) - whole.demand.gpu_bytes
 
     def at(ratio: float) -> Assessment:
-        return assess(in_mode(whole.spec, "superoffload", ratio), whole.target)
+        return assess(in_mode(whole.spec, "superoffload", ratio), target)
 
-    if whole.verdict not in accepted:
+    def fits(ratio: float) -> bool:
+        if supply.one_memory:  # the states take about as much of it wherever they are stepped
+            return at(ratio).verdict in accepted
+        # The ratio changes nothing on the GPU but the states that stay there.
+        return each * target.profile.gpu_numel(target.ranks, offload, ratio) <= room
+
+    hopeless = supply.gpu_bytes is None
+    if supply.one_memory:
+        hopeless = whole.verdict not in accepted
+    if hopeless:
         return whole
-    smallest = at(
-        RATIOS[
-            bisect_left(
-                RATIOS, True, hi=len(RATIOS) - 1, key=lambda ratio: at(ratio).verdict in accepted
-            )
-        ]
-    )
-    return smallest if smallest.verdict in accepted else whole
-
-
-def _placement(spec: RunSpec, target: Target) -> Placement:
-    return Placement(
-        spec=spec,
-        profile=target.profile,
-        layout=target.profile.layout(target.ranks, spec.offload),
-        has_gpu=target.resources.has_gpu or spec.offload.mode == "gpu",
-        one_memory=target.resources.supply.one_memory,
-        local_ranks=target.resources.ranks,
-        rounds_pinned=target.resources.pinned_rounded,
-    )
+    ratio = RATIOS[bisect_left(RATIOS, True, hi=len(RATIOS) - 1, key=fits)]
+    if ratio == 1.0:
+        return whole
+    smallest = at(ratio)
+    return smallest if smallest.verdict in accepted or not supply.one_memory else whole
 
 
 def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
-    found = memory_terms(placement)
-    mode, ranks, host_weights = (
-        cast(Mode, placement.spec.offload.mode),
-        placement.layout.ranks,
-        keeps_weights_on_host(placement.spec),
-    )
+    found, mode, ranks = memory_terms(placement), placement.mode, placement.layout.ranks
+    host_weights = keeps_weights_on_host(placement.spec)
     near = correcting(mode, ranks, target.probes, host_weights=host_weights)
     # A GPU that held a layer's weights at a time says nothing of one that holds all.
     near = [probe for probe in near if host_weights or not probe.host_weights]
@@ -496,23 +455,20 @@ def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
 def _step(placement: Placement, target: Target) -> StepTime | None:
     if (model := step_model(placement, target)) is None:
         return None
-    step, mode = model.step_time(), cast(Mode, placement.spec.offload.mode)
-    return (
-        corrected_step(step, mode, placement.layout.ranks, target.probes, fetching_of(model))
-        if target.probes
-        else step
-    )
+    step, ranks = model.step_time(), placement.layout.ranks
+    if not target.probes:
+        return step
+    return corrected_step(step, placement.mode, ranks, target.probes, fetching_of(model))
 
 
 def fetching_of(model: StepModel) -> Fetching | None:
     """Return what is predicted of fetching weights from host memory; None where the GPU has
     them.
     """
-    passes = model.passes
-    if not passes.placement.host_weights:
+    if not model.placement.host_weights:
         return None
-    computing = replace(model, passes=replace(passes, fetches=False)).step_time()
-    copies_s = passes.placement.spec.gradient_accumulation_steps * passes.fetched_weights_s
+    computing = replace(model, fetches=False).step_time()
+    copies_s = model.placement.spec.gradient_accumulation_steps * model.fetched_weights_s
     return Fetching(
         Passes(forward_s=computing.forward_s, backward_s=computing.backward_s), copies_s
     )
@@ -522,27 +478,19 @@ def step_model(placement: Placement, target: Target) -> StepModel | None:
     """Return what predicts the step of a placed spec; None where the speed is not known, or it
     cannot run.
     """
-    resources = target.resources
-    if (passes := pass_model(placement, target)) is None:
-        return None
-    adam_cores = (
-        resources.adam_cores if placement.spec.offload.mode == "superoffload" else resources.cores
-    )
-    return StepModel(passes=passes, adam_cores=adam_cores, ranks_per_node=resources.ranks_per_node)
-
-
-def pass_model(placement: Placement, target: Target) -> PassModel | None:
-    """Return what predicts the passes of a placed spec on the GPU; None as for ``step_model``."""
-    resources = target.resources
+    resources, between = target.resources, None
     if resources.speed is None or resources.problem:
         return None
-    share = resources.ranks / max(1, len(resources.machine.gpus))
-    return PassModel(
+    if target.hosts > 1:
+        share = resources.ranks / max(1, len(resources.machine.gpus))
+        between = between_hosts_bytes_per_s(resources.network, share)
+    superoffload = placement.spec.offload.mode == "superoffload"
+    return StepModel(
         placement=placement,
         speed=resources.speed,
         workload=target.workload,
         attention=attention_of(placement.spec, placement.profile, resources).backend,
-        between_hosts_bytes_per_s=between_hosts_bytes_per_s(resources.network, share)
-        if target.hosts > 1
-        else None,
+        between_hosts_bytes_per_s=between,
+        adam_cores=resources.adam_cores if superoffload else resources.cores,
+        ranks_per_node=resources.ranks_per_node,
     )

@@ -11,7 +11,8 @@ on the CPU, on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 
 from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
 from so_tui.model.profile import (
@@ -35,7 +36,7 @@ from so_tui.model.sharding import (
 from so_tui.plan.host_memory import disk_terms, host_terms, shared_terms
 from so_tui.plan.placement import Placement, own_engine, power_of_two
 from so_tui.plan.rates import constants
-from so_tui.plan.terms import ACTIVATION_STACK, Formula, Location, MemoryTerm, Phase, TermKind
+from so_tui.plan.terms import ACTIVATION_STACK, MemoryTerm, Phase, TermKind, Terms, term
 
 # GPU memory of all-gathers and reductions: weights on their way in, gradients on their way out,
 # and how far the host runs ahead.
@@ -65,82 +66,73 @@ CPU optimizer takes.
 """
 
 
-def _communication_terms(placement: Placement) -> Iterator[MemoryTerm]:
+def _communication_terms(placement: Placement) -> Terms:
     """Yield the terms of reducing gradients and, on several ranks, of all-gathering weights."""
-    layout, profile, gpu, bucket = (
-        placement.layout,
-        placement.profile,
-        placement.gpu,
-        placement.reduce_bucket,
-    )
-    ranks, layer = layout.ranks, profile.largest_layer
-    yield MemoryTerm(
-        "reduce-bucket",
-        gpu,
-        2 * bucket,
-        "exact",
-        Formula("2 B x {} (reduce_bucket_size)", (bucket,)),
-    )
+    layout, profile, gpu = placement.layout, placement.profile, placement.gpu
+    ranks, layer, largest = layout.ranks, profile.largest_layer, layout.largest_parameter
+    bucket = placement.reduce_bucket
+    yield term("reduce-bucket", gpu, 2 * bucket, "exact", "2 B x {} (reduce_bucket_size)", bucket)
     yield _in_reduction(placement)
     if ranks > 1:
         small = 0 if own_engine(placement.spec) else profile.small_parameters
-        yield MemoryTerm(
+        yield term(
             "small-parameters",
             gpu,
             2 * small,
             "exact",
-            Formula("2 B x {} (below {})", (small, PERSISTENCE_THRESHOLD)),
+            "2 B x {} (below {})",
+            small,
+            PERSISTENCE_THRESHOLD,
         )
         # Several parameters arrive in one flat buffer from which each is copied, the embedding and
         # the head included.
-        in_use = max(live_parameters(layer, ranks) + layer, 2 * layout.largest_parameter)
+        in_use = max(live_parameters(layer, ranks) + layer, 2 * largest)
         live = min(layout.parameters, run_ahead_parameters(layer, ranks) + in_use)
-        yield MemoryTerm(
+        yield term(
             "gathered-parameters",
             gpu,
             2 * live,
             "estimate",
-            Formula("2 B x {} (ahead, in use, and being copied)", (live,)),
+            "2 B x {} (ahead, in use, and being copied)",
+            live,
         )
         pools = constants().memory.stream_pool_share
-        yield MemoryTerm(
+        yield term(
             "all-gather-pools",
             gpu,
             int(pools * 2 * live),
             "calibrated",
-            Formula(
-                "{:.1f} x the all-gathered parameters, on streams whose memory others cannot use",
-                (pools,),
-            ),
+            "{:.1f} x the all-gathered parameters, on streams whose memory others cannot use",
+            pools,
         )
     yield from _fetched_weights(placement)
     # Layers are gathered whole, and their gradients enter a bucket when the whole layer's backward
     # is over.
-    yield MemoryTerm(
+    yield term(
         "gradients-in-flight",
         gpu,
         2 * layer,
         "estimate",
-        Formula("2 B x {} (a layer)", (layer,)),
+        "2 B x {} (a layer)",
+        layer,
         phase="backward",
     )
-    share = partition_numel(layout.largest_parameter, ranks)
+    share = partition_numel(largest, ranks)
     # The norm of the largest gradient is computed before the first sub-group's gradients are cast.
     cast = 4 * layout.largest_sub_group if placement.spec.offload.mode == "gpu" else 0
-    temporaries = max(0, 2 * layout.largest_parameter + 6 * share - cast)
-    yield MemoryTerm(
+    yield term(
         "largest-parameter",
         gpu,
-        temporaries,
+        max(0, 2 * largest + 6 * share - cast),
         "estimate",
-        Formula(
-            "2 B x {} + (2 + 4) B x {}, beyond what comes after", (layout.largest_parameter, share)
-        ),
+        "2 B x {} + (2 + 4) B x {}, beyond what comes after",
+        largest,
+        share,
         phase="optimizer",
     )
 
 
-def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
+def _fetched_weights(placement: Placement) -> Terms:
     """Yield what the GPU holds of weights that are in host memory.
 
     One rank computes with the copies themselves. Several gather them, and each holds copies of its
@@ -149,24 +141,17 @@ def _fetched_weights(placement: Placement) -> Iterator[MemoryTerm]:
     layout, layer = placement.layout, placement.profile.largest_layer
     if not placement.host_weights or not placement.has_gpu:
         return
+    live, largest = live_parameters(layer, layout.ranks), layout.largest_parameter
     if layout.ranks > 1:
-        share = partition_numel(
-            max(live_parameters(layer, layout.ranks), layout.largest_parameter), layout.ranks
-        )
-        text, numel = "2 B x {} (shards that are about to be gathered)", min(layout.numel, share)
+        text = "2 B x {} (shards that are about to be gathered)"
+        held = partition_numel(max(live, largest), layout.ranks)
     else:
-        in_use = live_parameters(layer, 1) + max(layer, layout.largest_parameter)
-        text, numel = (
-            "2 B x {} (ahead, in use, and being copied)",
-            min(layout.numel, run_ahead_parameters(layer, 1) + in_use),
-        )
+        text = "2 B x {} (ahead, in use, and being copied)"
+        held = run_ahead_parameters(layer, 1) + live + max(layer, largest)
+    numel = min(layout.numel, held)
     pools = constants().memory.stream_pool_share
-    yield MemoryTerm(
-        "fetched-weights",
-        placement.gpu,
-        int((1 + pools) * 2 * numel),
-        "estimate",
-        Formula(text, (numel,)),
+    yield term(
+        "fetched-weights", placement.gpu, int((1 + pools) * 2 * numel), "estimate", text, numel
     )
 
 
@@ -178,24 +163,25 @@ def _in_reduction(placement: Placement) -> MemoryTerm:
     bucket = min(placement.reduce_bucket, layout.parameters)
     in_flight = OWN_BUCKETS_IN_FLIGHT if layout.ranks == 1 else SHARED_BUCKETS_IN_FLIGHT
     copies = in_flight if own_engine(spec) and layout.cpu_numel else 1
-    text, values, size = "{} x 2 B x {}", [copies, bucket], copies * 2 * bucket
+    more: list[tuple[str, int, int]] = []
     if spec.gradient_accumulation_steps > 1 and not own_engine(spec):
-        cast = partition_numel(bucket, layout.ranks)
-        text, values, size = text + " + 4 B x {}", [*values, cast], size + 4 * cast
+        more.append((" + 4 B x {}", 4, partition_numel(bucket, layout.ranks)))
     if spec.offload.mode == "zerooffload" and layout.cpu_numel:
         share = partition_numel(layout.largest_parameter, layout.ranks)
         chunk = min(NORM_CHUNK, share)
         # The norm comes first, then a cast to fp32, which reuses its memory.
-        if 8 * chunk >= 4 * share:
-            text, values, size = text + " + 8 B x {} for a norm", [*values, chunk], size + 8 * chunk
-        else:
-            text, values, size = text + " + 4 B x {} for a cast", [*values, share], size + 4 * share
-    return MemoryTerm(
+        norm, cast = (" + 8 B x {} for a norm", 8, chunk), (" + 4 B x {} for a cast", 4, share)
+        more.append(norm if 8 * chunk >= 4 * share else cast)
+    return term(
         "buckets-in-reduction",
         placement.gpu,
-        size,
+        copies * 2 * bucket + sum(each * numel for _, each, numel in more),
         "estimate",
-        Formula(text + ", on a stream that shares no memory", tuple(values)),
+        f"{{}} x 2 B x {{}}{''.join(text for text, _, _ in more)}, on a stream that shares no "
+        "memory",
+        copies,
+        bucket,
+        *(numel for _, _, numel in more),
     )
 
 
@@ -252,13 +238,18 @@ def memory_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
     phase.
     """
     terms = _all_terms(placement)
-    fullest = {location: _fullest(terms, location) for location in ("gpu", "node")}
+    fullest = {
+        location: max(_phase_bytes(terms, location).items(), key=itemgetter(1), default=(None, 0))[
+            0
+        ]
+        for location in ("gpu", "node")
+    }
     return tuple(
         found for found in terms if not found.phase or found.phase == fullest[found.location]
     )
 
 
-def _phase_bytes(terms: Sequence[MemoryTerm], location: Location) -> dict[Phase, int]:
+def _phase_bytes(terms: Sequence[MemoryTerm], location: str) -> dict[Phase, int]:
     """Return the bytes of one rank at the peak of each phase, from ``_all_terms``."""
     always = sum(
         found.bytes
@@ -286,182 +277,137 @@ def _all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
     )
 
 
-def _states(placement: Placement) -> Iterator[MemoryTerm]:
-    spec, layout, gpu = placement.spec, placement.layout, placement.gpu
-    on_gpu, whole = layout.gpu_numel, layout.numel
-    buffer = placement.gradient_bytes
-    moved = placement.host_weights
+def _states(placement: Placement) -> Terms:
+    layout, gpu, buffer = placement.layout, placement.gpu, placement.gradient_bytes
+    on_gpu, whole, moved = layout.gpu_numel, layout.numel, placement.host_weights
+    bf16, fp32, moments = "{} parameters (bf16)", "4 B x {} (fp32 weights)", "(two fp32 moments)"
     if moved < whole:
-        yield MemoryTerm(
-            "weights",
-            gpu,
-            2 * (whole - moved),
-            "exact",
-            Formula("2 B x {} parameters (bf16)", (whole - moved,)),
-        )
+        kept = whole - moved
+        yield term("weights", gpu, 2 * kept, "exact", f"2 B x {bf16}", kept)
     if moved:
-        yield MemoryTerm(
-            "host-weights",
-            "node",
-            2 * moved,
-            "exact",
-            Formula("2 B x {} parameters (bf16), pinned", (moved,)),
-        )
-    if spec.offload.mode == "gpu":
-        yield MemoryTerm(
-            "master-weights",
-            gpu,
-            layout.master_weights_bytes("gpu"),
-            "exact",
-            Formula("4 B x {} (fp32 weights)", (on_gpu,)),
-        )
-        yield MemoryTerm(
-            "moments",
-            gpu,
-            layout.moments_bytes("gpu"),
-            "exact",
-            Formula("8 B x {} (two fp32 moments)", (on_gpu,)),
-        )
-        yield MemoryTerm(
-            "gradients", gpu, buffer * whole, "exact", Formula("{} B x {}", (buffer, whole))
-        )
+        yield term("host-weights", "node", 2 * moved, "exact", f"2 B x {bf16}, pinned", moved)
+    if placement.spec.offload.mode == "gpu":
+        yield term("master-weights", gpu, 4 * on_gpu, "exact", fp32, on_gpu)
+        yield term("moments", gpu, 8 * on_gpu, "exact", f"8 B x {{}} {moments}", on_gpu)
+        yield term("gradients", gpu, buffer * whole, "exact", "{} B x {}", buffer, whole)
         largest = layout.largest_sub_group
-        yield MemoryTerm(
+        yield term(
             "sub-group-gradients",
             gpu,
             4 * largest,
             "exact",
-            Formula("4 B x {}", (largest,)),
+            "4 B x {}",
+            largest,
             phase="optimizer",
         )
         return
     if on_gpu:
-        yield MemoryTerm(
+        yield term(
             "states-on-gpu",
             gpu,
             16 * on_gpu,
             "exact",
-            Formula("16 B x {} (fp32 weights, gradients, two moments)", (on_gpu,)),
+            "16 B x {} (fp32 weights, gradients, two moments)",
+            on_gpu,
         )
     yield from _offloaded_states(placement)
 
 
-def _offloaded_states(placement: Placement) -> Iterator[MemoryTerm]:
-    layout, moved, buffer = placement.layout, placement.layout.cpu_numel, placement.gradient_bytes
-    yield MemoryTerm(
-        "master-weights",
-        "node",
-        layout.master_weights_bytes("cpu"),
-        "exact",
-        Formula("4 B x {} (fp32 weights)", (moved,)),
-    )
-    if own_engine(placement.spec):
-        yield MemoryTerm(
-            "staging-buffer",
-            "node",
-            2 * moved,
-            "exact",
-            Formula(
-                (
-                    "2 B x {} (bf16 gradients)"
-                    if placement.host_weights
-                    else "2 B x {} (bf16 gradients, then weights)"
-                ),
-                (moved,),
-            ),
-        )
-        if placement.spec.gradient_accumulation_steps > 1:
-            yield MemoryTerm(
-                "accumulated-gradients",
-                "node",
-                layout.gradients_bytes("cpu"),
-                "exact",
-                Formula("4 B x {} (fp32)", (moved,)),
+def _offloaded_states(placement: Placement) -> Terms:
+    layout, numel, spec = placement.layout, placement.layout.cpu_numel, placement.spec
+    yield term("master-weights", "node", 4 * numel, "exact", "4 B x {} (fp32 weights)", numel)
+    if own_engine(spec):
+        staged = "bf16 gradients" if placement.host_weights else "bf16 gradients, then weights"
+        yield term("staging-buffer", "node", 2 * numel, "exact", f"2 B x {{}} ({staged})", numel)
+        if spec.gradient_accumulation_steps > 1:
+            yield term(
+                "accumulated-gradients", "node", 4 * numel, "exact", "4 B x {} (fp32)", numel
             )
-        states = placement.spec.offload.states
-        yield MemoryTerm(
+        each = moments_bytes(spec.offload.states)
+        yield term(
             "moments",
             "node",
-            int(moments_bytes(states) * moved),
+            int(each * numel),
             "exact",
-            Formula("{} B x {} ({})", (f"{moments_bytes(states):g}", moved, _MOMENTS[states])),
+            "{} B x {} ({})",
+            f"{each:g}",
+            numel,
+            _MOMENTS[spec.offload.states],
         )
         return
-    yield MemoryTerm(
-        "gradients",
-        "node",
-        layout.gradients_bytes("cpu"),
-        "exact",
-        Formula("4 B x {} (fp32), pinned", (moved,)),
-    )
-    yield MemoryTerm(
-        "moments",
-        "node",
-        layout.moments_bytes("cpu"),
-        "exact",
-        Formula("8 B x {} (two fp32 moments)", (moved,)),
-    )
-    partition = buffer * layout.numel
-    yield MemoryTerm(
+    yield term("gradients", "node", 4 * numel, "exact", "4 B x {} (fp32), pinned", numel)
+    yield term("moments", "node", 8 * numel, "exact", "8 B x {} (two fp32 moments)", numel)
+    buffer, partition = placement.gradient_bytes, placement.gradient_bytes * layout.numel
+    yield term(
         "gradient-partition",
         "node",
         partition,
         "exact",
-        Formula("{} B x {}, pinned, of any ratio", (buffer, layout.numel)),
+        "{} B x {}, pinned, of any ratio",
+        buffer,
+        layout.numel,
     )
     if placement.pinned_rounded:
-        pieces = [4 * group.numel for group in layout.sub_groups if group.device == "cpu"] + [
-            partition
-        ]
+        pieces = [*(4 * group.numel for group in layout.cpu_groups), partition]
         if placement.host_weights:  # one block for each parameter group
             pieces += [
                 2 * sum(group.numel for group in layout.sub_groups if group.group == name)
                 for name in ("decay", "no-decay")
             ]
-        lost = sum(power_of_two(piece) - piece for piece in pieces)
-        yield MemoryTerm(
+        yield term(
             "pinned-rounding",
             "node",
-            lost,
+            sum(power_of_two(piece) - piece for piece in pieces),
             "exact",
             "each to the next power of two by torch before 2.13",
         )
 
 
-def _activations(placement: Placement) -> Iterator[MemoryTerm]:
+def _activations(placement: Placement) -> Terms:
     spec, profile, gpu, tokens = placement.spec, placement.profile, placement.gpu, placement.tokens
     shape, policy = profile.architecture, policy_of(spec.model)
-    sizes = profile.activations[policy]
+    stored = profile.stored_bytes(policy)
     inputs = block_input_bytes(shape) if offloads_inputs(spec.model) else 0
     results = attention_bytes(shape) if offloads_results(spec.model) else 0
-    kept = sizes.stored - inputs - results
+    kept = stored - inputs - results
     scores = profile.score_bytes(spec.data.sequence_length, spec.train.micro_batch)
-    formula = Formula(
-        "{} tokens x {} B x {} layers (activation checkpointing: {})",
-        (tokens, kept, shape.layers, policy),
-    )
     whole = tokens * kept * shape.layers + (scores * shape.layers if policy == "none" else 0)
     if inputs:
         yield from _on_host(placement, inputs, shape.layers, "offloaded-inputs", "layer-inputs")
     if results:
         attending = shape.layers - shape.other_layers
         yield from _on_host(placement, results, attending, "offloaded-results", "attention-results")
+    exact = policy == "full" and not inputs
     for phase in _STORED_PHASES if whole else ():
-        if policy == "full" and not inputs:
-            yield MemoryTerm("layer-inputs", gpu, whole, "exact", formula, phase=phase)
-        else:
-            yield MemoryTerm("activations", gpu, whole, "estimate", formula, phase=phase)
-    working = _working_set(placement, sizes.stored if policy != "full" else 0)
+        yield term(
+            "layer-inputs" if exact else "activations",
+            gpu,
+            whole,
+            "exact" if exact else "estimate",
+            "{} tokens x {} B x {} layers (activation checkpointing: {})",
+            tokens,
+            kept,
+            shape.layers,
+            policy,
+            phase=phase,
+        )
+    working = _working_set(placement, stored if policy != "full" else 0)
     yield working
     if scores:
-        formula = Formula(
+        yield term(
+            "attention-scores",
+            gpu,
+            scores,
+            "estimate",
             "6 B x {} heads x {}^2 tokens x {} (eager attention)",
-            (shape.heads, str(spec.data.sequence_length), spec.train.micro_batch),
+            shape.heads,
+            str(spec.data.sequence_length),
+            spec.train.micro_batch,
+            phase="backward",
         )
-        yield MemoryTerm("attention-scores", gpu, scores, "estimate", formula, phase="backward")
     waiting = _gradients_waiting_bytes(placement, tokens * kept, working.bytes)
     if waiting:
-        yield MemoryTerm(
+        yield term(
             "gradients-waiting",
             gpu,
             waiting,
@@ -470,15 +416,14 @@ def _activations(placement: Placement) -> Iterator[MemoryTerm]:
             phase="backward",
         )
     if spec.train.sequence_parallel > 1:
-        formula = Formula(
-            "2 x 2 B x {} tokens x {}, sent and received", (tokens, shape.query_width)
-        )
-        yield MemoryTerm(
+        yield term(
             "sequence-exchange",
             gpu,
             4 * tokens * shape.query_width,
             "estimate",
-            formula,
+            "2 x 2 B x {} tokens x {}, sent and received",
+            tokens,
+            shape.query_width,
             phase="backward",
         )
     if shape.experts:
@@ -493,93 +438,108 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
     profile, tokens, share = placement.profile, placement.tokens, constants().memory.block_share
     shape, fused = profile.architecture, profile.fused
     if not placement.tiled:
-        block = profile.activations[policy_of(placement.spec.model)].block
-        return MemoryTerm(
+        block = profile.block_bytes
+        return term(
             "block-working-set",
             placement.gpu,
             int(share * tokens * max(0, block - stored)),
             "calibrated",
-            Formula("{} tokens x {} B", (tokens, block)),
+            "{} tokens x {} B",
+            tokens,
+            block,
             phase="backward",
         )
-    block, tile, weights = (
-        tiled_block_bytes(shape, fused=fused),
-        tile_bytes(shape, fused=fused),
-        3 * shape.hidden * shape.intermediate,
-    )
-    values = (tokens, block, MLP_TILE_TOKENS, tile, GRADIENT_SUM_BYTES, weights)
-    return MemoryTerm(
+    block, tile = tiled_block_bytes(shape, fused=fused), tile_bytes(shape, fused=fused)
+    weights = 3 * shape.hidden * shape.intermediate
+    in_flight = tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile
+    return term(
         "block-working-set",
         placement.gpu,
-        (
-            int(share * (tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile))
-            + GRADIENT_SUM_BYTES * weights
-        ),
+        int(share * in_flight) + GRADIENT_SUM_BYTES * weights,
         "estimate",
-        Formula("{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles", values),
+        "{} tokens x {} B + {} tokens x {} B, {} B x {} for gradients of tiles",
+        tokens,
+        block,
+        MLP_TILE_TOKENS,
+        tile,
+        GRADIENT_SUM_BYTES,
+        weights,
         phase="backward",
     )
 
 
 def _on_host(
     placement: Placement, each: int, layers: int, on_host: TermKind, on_gpu: TermKind
-) -> Iterator[MemoryTerm]:
+) -> Terms:
     """Yield what layers keep in host memory, ``each`` bytes a token, and the few that the GPU holds
     meanwhile.
     """
     tokens = placement.tokens
-    yield MemoryTerm(
+    yield term(
         on_host,
         "node",
         tokens * each * layers,
         "exact",
-        Formula("{} tokens x {} B x {} layers, pinned", (tokens, each, layers)),
+        "{} tokens x {} B x {} layers, pinned",
+        tokens,
+        each,
+        layers,
     )
     for phase in _STORED_PHASES:
         held = min(layers, HELD[phase])
-        yield MemoryTerm(
+        yield term(
             on_gpu,
             placement.gpu,
             tokens * each * held,
             "exact",
-            Formula(
-                "{} tokens x {} B x {} of {} layers, the others on the host",
-                (tokens, each, held, layers),
-            ),
+            "{} tokens x {} B x {} of {} layers, the others on the host",
+            tokens,
+            each,
+            held,
+            layers,
             phase=phase,
         )
 
 
-def _expert_terms(placement: Placement) -> Iterator[MemoryTerm]:
-    shape, gpu = placement.profile.architecture, placement.gpu
-    largest = placement.profile.largest_layer_tensor
-    formula = Formula(
-        "{} x 2 B x {}: freed blocks are too small for the gradient of a layer's experts",
-        (LOST_EXPERT_TENSORS, largest),
-    )
-    lost = LOST_EXPERT_TENSORS * 2 * largest
-    yield MemoryTerm("expert-fragmentation", gpu, lost, "calibrated", formula, phase="backward")
-    if placement.spec.train.router_loss_coefficient:
-        size = 2 * placement.tokens * shape.experts * shape.layers
-        formula = Formula(
-            "2 B x {} tokens x {} experts x {} layers",
-            (placement.tokens, shape.experts, shape.layers),
-        )
-        for phase in _STORED_PHASES:
-            yield MemoryTerm("router-logits", gpu, size, "exact", formula, phase=phase)
-
-
-def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
+def _expert_terms(placement: Placement) -> Terms:
     shape, gpu, tokens = placement.profile.architecture, placement.gpu, placement.tokens
-    yield MemoryTerm(
+    largest = placement.profile.largest_layer_tensor
+    yield term(
+        "expert-fragmentation",
+        gpu,
+        LOST_EXPERT_TENSORS * 2 * largest,
+        "calibrated",
+        "{} x 2 B x {}: freed blocks are too small for the gradient of a layer's experts",
+        LOST_EXPERT_TENSORS,
+        largest,
+        phase="backward",
+    )
+    if placement.spec.train.router_loss_coefficient:
+        for phase in _STORED_PHASES:
+            yield term(
+                "router-logits",
+                gpu,
+                2 * tokens * shape.experts * shape.layers,
+                "exact",
+                "2 B x {} tokens x {} experts x {} layers",
+                tokens,
+                shape.experts,
+                shape.layers,
+                phase=phase,
+            )
+
+
+def _loss_terms(placement: Placement) -> Terms:
+    shape, gpu, tokens = placement.profile.architecture, placement.gpu, placement.tokens
+    yield term(
         "loss",
         gpu,
         placement.profile.loss_bytes(tokens),
         "estimate",
-        Formula(
-            "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}",
-            (LOSS_KEPT_LOGITS, LOSS_BLOCK_LOGITS, str(shape.hidden)),
-        ),
+        "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}",
+        LOSS_KEPT_LOGITS,
+        LOSS_BLOCK_LOGITS,
+        str(shape.hidden),
         phase="loss",
     )
     head = shape.vocabulary * shape.hidden
@@ -592,93 +552,73 @@ def _loss_terms(placement: Placement) -> Iterator[MemoryTerm]:
     )
     for phase in _STORED_PHASES:
         if phase == "loss" or beside_buckets:
-            yield MemoryTerm(
+            yield term(
                 "head-gradient",
                 gpu,
                 2 * head,
                 "exact",
-                Formula("2 B x {}, from the loss until it is reduced", (head,)),
+                "2 B x {}, from the loss until it is reduced",
+                head,
                 phase=phase,
             )
-        yield MemoryTerm(
+        yield term(
             "hidden-states",
             gpu,
             4 * tokens * shape.hidden,
             "exact",
-            Formula("2 x 2 B x {} x {}", (tokens, str(shape.hidden))),
+            "2 x 2 B x {} x {}",
+            tokens,
+            str(shape.hidden),
             phase=phase,
         )
 
 
-def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Iterator[MemoryTerm]:
+def _gpu_overhead(placement: Placement, moving: Sequence[MemoryTerm]) -> Terms:
     if not placement.has_gpu:
         return
-    memory, layout, offload, gpu = (
-        constants().memory,
-        placement.layout,
-        placement.spec.offload,
-        placement.gpu,
-    )
-    offloads = offload.mode == "superoffload" and layout.cpu_numel > 0
-    context = memory.cuda_context_bytes + (memory.offload_context_bytes if offloads else 0)
-    yield MemoryTerm(
-        "cuda-context", gpu, context, "calibrated", "driver, context, kernels, libraries"
-    )
+    memory, layout, gpu = constants().memory, placement.layout, placement.gpu
+    spec, shape = placement.spec, placement.profile.architecture
+    superoffload = spec.offload.mode == "superoffload"
+    context = memory.cuda_context_bytes
+    if superoffload and layout.cpu_numel:
+        context += memory.offload_context_bytes
+    yield term("cuda-context", gpu, context, "calibrated", "driver, context, kernels, libraries")
     if layout.ranks > 1:
-        groups = 1 if placement.spec.train.sequence_parallel == 1 else 2
-        yield MemoryTerm(
+        groups = 1 if spec.train.sequence_parallel == 1 else 2
+        of = ", of {} groups of ranks" if groups > 1 else ""
+        yield term(
             "nccl-buffers",
             gpu,
             groups * memory.nccl_bytes,
             "calibrated",
-            (
-                Formula("channels between the GPUs, of {} groups of ranks", (groups,))
-                if groups > 1
-                else "channels between the GPUs"
-            ),
+            f"channels between the GPUs{of}",
+            groups,
         )
-    if offload.mode == "superoffload" and offload.engine == "deepspeed":
-        yield MemoryTerm(
+    if superoffload and spec.offload.engine == "deepspeed":
+        yield term(
             "worker-context",
             gpu,
             memory.second_context_bytes * layout.ranks,
             "calibrated",
             "pinned memory of each rank's worker opens a context on the first GPU",
         )
-    changing = max(
-        _phase_bytes(
-            [found for found in moving if found.kind not in ACTIVATION_STACK], gpu
-        ).values(),
-        default=0,
-    )
-    yield MemoryTerm(
+    within_layers = [found for found in moving if found.kind not in ACTIVATION_STACK]
+    yield term(
         "allocator-slack",
         gpu,
-        int(memory.slack_share * changing),
+        int(memory.slack_share * max(_phase_bytes(within_layers, gpu).values(), default=0)),
         "calibrated",
-        Formula("{:.1%} of what is allocated and freed within a layer", (memory.slack_share,)),
+        "{:.1%} of what is allocated and freed within a layer",
+        memory.slack_share,
     )
-    if policy_of(placement.spec.model) == "attention":
-        shape = placement.profile.architecture
-        layers = (
-            min(shape.layers, HELD["backward"])
-            if offloads_results(placement.spec.model)
-            else shape.layers
-        )
+    if policy_of(spec.model) == "attention":
+        on_host = offloads_results(spec.model)
+        layers = min(shape.layers, HELD["backward"]) if on_host else shape.layers
         kept = placement.tokens * attention_bytes(shape) * layers
-        lost = min(int(LOST_BETWEEN_RESULTS * kept), MOST_LOST_BETWEEN_RESULTS_BYTES)
-        yield MemoryTerm(
+        yield term(
             "result-fragmentation",
             gpu,
-            lost,
+            min(int(LOST_BETWEEN_RESULTS * kept), MOST_LOST_BETWEEN_RESULTS_BYTES),
             "calibrated",
             "between attention's results and what is freed",
         )
-
-
-def _fullest(terms: Sequence[MemoryTerm], location: str) -> Phase | None:
-    totals: dict[Phase, int] = {}
-    for found in terms:
-        if found.phase and found.location == location:
-            totals[found.phase] = totals.get(found.phase, 0) + found.bytes
-    return max(totals, key=lambda phase: totals[phase], default=None)

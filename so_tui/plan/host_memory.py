@@ -5,7 +5,8 @@ checkpoints take on disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -14,7 +15,7 @@ from so_tui.model.shape import StateLayout
 from so_tui.model.sharding import copied, copy_bytes
 from so_tui.plan.placement import Placement, own_engine, power_of_two
 from so_tui.plan.rates import constants
-from so_tui.plan.terms import NOT_STEADY, Formula, MemoryTerm, TermKind
+from so_tui.plan.terms import NOT_STEADY, MemoryTerm, TermKind, Terms, term
 from so_tui.spec.run_spec import RunSpec
 
 # Room for copies of the states, from which checkpoints are written while training goes on.
@@ -34,13 +35,8 @@ class Copies(Struct, frozen=True):
 
     @property
     def term(self) -> MemoryTerm:
-        return MemoryTerm(
-            "copies",
-            "node",
-            self.bytes,
-            "exact",
-            Formula("of {:.0%} of the states, second states included", (self.share,)),
-        )
+        formula = "of {:.0%} of the states, second states included"
+        return term("copies", "node", self.bytes, "exact", formula, self.share)
 
 
 def copies(placement: Placement, room: Callable[[], int]) -> Copies | None:
@@ -99,7 +95,7 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     allocating = 0
     if partition and "libraries" in kinds:  # without CUDA nothing is copied into pinned memory
         layout = profile_of(spec.model).layout(ranks, spec.offload)
-        allocating = _gradient_blocks(layout, partition, "pinned-rounding" in kinds).allocating
+        allocating, _ = _gradient_blocks(layout, partition, "pinned-rounding" in kinds)
     each = sum(
         found.bytes * (ranks if found.rank is None else 1)
         for found in node
@@ -108,7 +104,7 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     return allocating * ranks + each
 
 
-class GradientBlocks(Struct, frozen=True, kw_only=True):
+class GradientBlocks(NamedTuple):
     """Bytes beside the pinned blocks of one rank's gradients: those for DeepSpeed's optimizers and
     its gradient partition.
     """
@@ -151,180 +147,114 @@ def _gradient_blocks(
     return GradientBlocks(allocating=peak - (pinned - sum(free) + unused), unused=unused)
 
 
-def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Iterator[MemoryTerm]:
+def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
     """Yield the terms of processes, of loading and of saving; ``states`` are the terms of the model
     states.
     """
     memory, layout, has_gpu = constants().memory, placement.layout, placement.has_gpu
+    several = has_gpu and layout.ranks > 1
     libraries = memory.shared_libraries_bytes if has_gpu else 0
     process = (memory.cuda_process_bytes if has_gpu else memory.cpu_process_bytes) - libraries
-    yield MemoryTerm(
-        "training-process", "node", process, "calibrated", "Python, torch, DeepSpeed, data"
-    )
+    yield term("training-process", "node", process, "calibrated", "Python, torch, DeepSpeed, data")
     if libraries:
-        yield MemoryTerm(
-            "libraries", "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0
-        )
-    if has_gpu and layout.ranks > 1:
+        yield term("libraries", "node", libraries, "calibrated", "torch, CUDA; once a host", rank=0)
+    if several:
         channels = memory.nccl_host_bytes + memory.nccl_peer_host_bytes * (layout.ranks - 2)
-        yield MemoryTerm(
-            "nccl-on-host", "node", channels, "calibrated", "channels between the GPUs"
-        )
-    yield MemoryTerm("launcher", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
+        yield term("nccl-on-host", "node", channels, "calibrated", "channels between the GPUs")
+    yield term("launcher", "node", memory.launcher_bytes, "calibrated", "once a host", rank=0)
     yield from _worker_terms(placement)
     if placement.spec.checkpoint.saves:
-        largest = max(
-            (group.numel for group in layout.sub_groups if group.device == "gpu"), default=0
-        )
-        formula = Formula(
-            "4 B x {}, the largest sub-group on the GPU on its way to the disk", (largest,)
-        )
-        decoded = max(
-            (group.numel for group in layout.sub_groups if group.device == "cpu"), default=0
-        )
+        text = "4 B x {}, the largest sub-group on the GPU on its way to the disk"
+        each, largest = 4, layout.largest_on("gpu")
+        decoded = layout.largest_on("cpu")
         if (
             own_engine(placement.spec)
             and placement.spec.offload.states != "fp32"
             and 2 * decoded > largest
         ):
-            largest, formula = (
-                2 * decoded,
-                Formula(
-                    "8 B x {}, the moments of the largest sub-group, decoded for the disk",
-                    (decoded,),
-                ),
-            )
-        yield MemoryTerm("saving", "node", 4 * largest, "estimate", formula)
-    later = (
+            text = "8 B x {}, the moments of the largest sub-group, decoded for the disk"
+            each, largest = 8, decoded
+        yield term("saving", "node", each * largest, "estimate", text, largest)
+    later: dict[TermKind, int] = (
         {found.kind: found.bytes for found in states if found.location == "node"} if has_gpu else {}
     )
     allocating = 0
     if "gradient-partition" in later:
-        blocks = _gradient_blocks(layout, later["gradient-partition"], placement.pinned_rounded)
-        allocating, later["unused-pinned-blocks"] = blocks.allocating, blocks.unused
-        if blocks.unused:
+        allocating, unused = _gradient_blocks(
+            layout, later["gradient-partition"], placement.pinned_rounded
+        )
+        later["unused-pinned-blocks"] = unused
+        if unused:
             moved = "gradients of sub-groups that moved on to the GPU"
-            yield MemoryTerm("unused-pinned-blocks", "node", blocks.unused, "exact", moved)
-    yield from _loading(
-        layout, later, allocating, memory.after_loading_bytes if has_gpu and layout.ranks > 1 else 0
-    )
-
-
-def _worker_terms(placement: Placement) -> Iterator[MemoryTerm]:
-    memory, largest = constants().memory, placement.layout.largest_sub_group
-    if own_engine(placement.spec):
-        yield MemoryTerm(
-            "adam-worker",
-            "node",
-            memory.own_worker_bytes,
-            "calibrated",
-            "a second process, without torch",
-        )
-    elif placement.spec.offload.mode == "superoffload":
-        yield MemoryTerm(
-            "adam-worker",
-            "node",
-            memory.deepspeed_worker_bytes,
-            "calibrated",
-            "a second process with torch",
-        )
-        yield MemoryTerm(
-            "worker-gradient-copy",
-            "node",
-            4 * largest,
-            "exact",
-            Formula("4 B x {}, pinned", (largest,)),
-        )
-        if placement.pinned_rounded:
-            lost = power_of_two(4 * largest) - 4 * largest
-            yield MemoryTerm(
-                "worker-rounding",
-                "node",
-                lost,
-                "exact",
-                "to the next power of two by torch before 2.13",
-            )
-        # The first step sends them to the worker, which copies each into shared memory; torch
-        # retains its pinned block.
-        cpu_numel = placement.layout.cpu_numel
-        yield MemoryTerm(
-            "unused-pinned-blocks",
-            "node",
-            4 * cpu_numel,
-            "calibrated",
-            Formula("4 B x {} (gradients, which moved into shared memory)", (cpu_numel,)),
-        )
-
-
-def _loading(
-    layout: StateLayout, later: Mapping[TermKind, int], allocating: int, process_later: int
-) -> Iterator[MemoryTerm]:
-    """Yield what loading needs beyond what the states need later: a rank's share of the weights
-    passes through the host as one array.
-
-    Args:
-        layout: States of one rank.
-        later: Bytes of the states that the host holds once training has begun.
-        allocating: Peak of allocating DeepSpeed's gradients, which comes before the moments.
-        process_later: Bytes by which the process is smaller while it loads.
-    """
+            yield term("unused-pinned-blocks", "node", unused, "exact", moved)
+    # A rank's share of the weights passes through the host as one array. The moments come after
+    # the gradients.
+    process_later = memory.after_loading_bytes if several else 0
     weights = 2 * layout.numel + _READING_BYTES - sum(later.values()) - process_later
     gradients = allocating - later.get("moments", 0)
-    if max(weights, gradients) > 0:
-        less = ", less what its process allocates only later" if process_later else ""
-        formula: Formula | str = Formula(
-            "2 B x {}, the weights of a rank on their way to the GPU{}", (layout.numel, less)
-        )
-        if gradients > weights:
-            formula = (
-                "gradients on their way into pinned memory, less the moments that come after them"
-            )
-        yield MemoryTerm("loading", "node", max(weights, gradients), "estimate", formula)
+    less = ", less what its process allocates only later" if process_later else ""
+    text = f"2 B x {{}}, the weights of a rank on their way to the GPU{less}"
+    if gradients > weights:
+        text = "gradients on their way into pinned memory, less the moments that come after them"
+    if (most := max(weights, gradients)) > 0:
+        yield term("loading", "node", most, "estimate", text, layout.numel)
 
 
-def shared_terms(placement: Placement) -> Iterator[MemoryTerm]:
+def _worker_terms(placement: Placement) -> Terms:
+    memory, layout = constants().memory, placement.layout
+    copied, cpu_numel = 4 * layout.largest_sub_group, layout.cpu_numel
+    if own_engine(placement.spec):
+        text = "a second process, without torch"
+        yield term("adam-worker", "node", memory.own_worker_bytes, "calibrated", text)
+    elif placement.spec.offload.mode == "superoffload":
+        text = "a second process with torch"
+        yield term("adam-worker", "node", memory.deepspeed_worker_bytes, "calibrated", text)
+        text = "4 B x {}, pinned"
+        yield term("worker-gradient-copy", "node", copied, "exact", text, layout.largest_sub_group)
+        if placement.pinned_rounded:
+            text = "to the next power of two by torch before 2.13"
+            yield term("worker-rounding", "node", power_of_two(copied) - copied, "exact", text)
+        # The first step sends them to the worker, which copies each into shared memory; torch
+        # retains its pinned block.
+        text = "4 B x {} (gradients, which moved into shared memory)"
+        yield term("unused-pinned-blocks", "node", 4 * cpu_numel, "calibrated", text, cpu_numel)
+
+
+def shared_terms(placement: Placement) -> Terms:
     """Yield what is in /dev/shm."""
-    offload, layout, local_ranks = placement.spec.offload, placement.layout, placement.local_ranks
+    offload, numel, ranks = (
+        placement.spec.offload,
+        placement.layout.cpu_numel,
+        placement.local_ranks,
+    )
     if offload.mode == "superoffload" and offload.engine == "deepspeed":
-        yield MemoryTerm(
+        yield term(
             "shared-states",
             "shm",
-            8 * layout.cpu_numel * local_ranks,
+            8 * numel * ranks,
             "exact",
-            Formula(
-                "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)",
-                (layout.cpu_numel, local_ranks),
-            ),
+            "8 B x {} x {} ranks (fp32 weights and gradients; part of the host memory above)",
+            numel,
+            ranks,
         )
-    if local_ranks > 1:
-        yield MemoryTerm(
-            "rank-messages",
-            "shm",
-            _MESSAGES_SHM_BYTES * local_ranks,
-            "estimate",
-            "buffers of the collectives",
-        )
+    if ranks > 1:
+        size = _MESSAGES_SHM_BYTES * ranks
+        yield term("rank-messages", "shm", size, "estimate", "buffers of the collectives")
 
 
-def disk_terms(placement: Placement) -> Iterator[MemoryTerm]:
+def disk_terms(placement: Placement) -> Terms:
     """Yield what one checkpoint takes on disk, and its export where one is asked for."""
     layout = placement.layout
-    states = STATE_BYTES * layout.numel * layout.ranks
-    yield MemoryTerm(
+    yield term(
         "checkpoint",
         "disk",
-        states,
+        STATE_BYTES * layout.numel * layout.ranks,
         "exact",
-        Formula(
-            "{} B x {} x {} ranks (fp32 weights, two moments)",
-            (STATE_BYTES, layout.numel, layout.ranks),
-        ),
+        "{} B x {} x {} ranks (fp32 weights, two moments)",
+        STATE_BYTES,
+        layout.numel,
+        layout.ranks,
     )
     if placement.spec.checkpoint.export:
-        yield MemoryTerm(
-            "export",
-            "disk",
-            2 * layout.parameters,
-            "exact",
-            Formula("2 B x {} (bf16)", (layout.parameters,)),
-        )
+        numel = layout.parameters
+        yield term("export", "disk", 2 * numel, "exact", "2 B x {} (bf16)", numel)

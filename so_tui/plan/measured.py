@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -25,7 +25,7 @@ from so_tui.model.profile import profile_of
 from so_tui.plan import workload as state_files
 from so_tui.plan.plan import StepTime
 from so_tui.plan.rates import JSON_NAMES, AttentionRates, Calibrated, Speed, published_speed
-from so_tui.plan.terms import MemoryTerm
+from so_tui.plan.terms import MemoryTerm, term
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import AttentionBackend
 from so_tui.spec.run_spec import Mode, ModelSpec
@@ -185,33 +185,24 @@ def folder() -> Path:
 def _path_of(machine: Machine) -> Path:
     """Return the file of this machine, whether it exists or not."""
     mine = _empty(machine)
-    kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()[
-        :8
-    ]
-    return folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind}.json"
+    kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()
+    return folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind[:8]}.json"
 
 
 def calibration_of(machine: Machine) -> Calibration | None:
     """Return what was measured on this machine, else on another of its kind; None when nothing was.
     An unreadable file counts as none.
     """
-    own = _path_of(machine)
-    if (found := state_files.read_state_file(own, Calibration)) is not None:
-        return found
-    mine = _empty(machine)
-    same_kind = (
-        state_files.read_state_file(path, Calibration)
-        for path in sorted(folder().glob(f"*-{own.stem[-8:]}.json"))
-    )
-    alike = (mine.gpu_name, mine.cpu_name, mine.cores)
-    return next(
-        (
-            other
-            for other in same_kind
-            if other and (other.gpu_name, other.cpu_name, other.cores) == alike
-        ),
-        None,
-    )
+    own, mine = _path_of(machine), _empty(machine)
+    for path in (own, *sorted(folder().glob(f"*-{own.stem[-8:]}.json"))):
+        found = state_files.read_state_file(path, Calibration)
+        if found and (
+            path == own
+            or (found.gpu_name, found.cpu_name, found.cores)
+            == (mine.gpu_name, mine.cpu_name, mine.cores)
+        ):
+            return found
+    return None
 
 
 def store(machine: Machine, *, rates: Rates | None = None, probe: Probe | None = None) -> Path:
@@ -238,48 +229,33 @@ def speed_of(machine: Machine, gpu_name: str, known: Calibration | None) -> Spee
     A machine without GPUs has no prediction: how fast its cores train is not calibrated.
     """
     published = published_speed(gpu_name)
-    rates = known.rates if known else None
-    if known is None or rates is None:
+    if known is None or (rates := known.rates) is None:
         return published
-    slowest = min((rate for _, rate in rates.node_bytes_per_s), default=None)
     measured: dict[str, Any] = {
-        "matrix_flops": rates.matrix_flops,
-        "hbm_bytes_per_s": rates.hbm_bytes_per_s,
-        "d2h_bytes_per_s": rates.d2h_bytes_per_s,
-        "h2d_bytes_per_s": rates.h2d_bytes_per_s,
-        "pageable_d2h_bytes_per_s": rates.pageable_d2h_bytes_per_s,
-        "cast_h2d_bytes_per_s": rates.cast_h2d_bytes_per_s,
-        "peer_bytes_per_s": rates.peer_bytes_per_s,
-        "layer_launch_overhead_s": rates.layer_launch_overhead_s,
-        "layer_launch_overhead_by_ranks": rates.layer_launch_overhead_by_ranks,
+        name: getattr(rates, name) for name in Speed.__struct_fields__ if hasattr(rates, name)
+    }
+    measured |= {
         "adam": rates.adam or None,
-        "adam_together": rates.adam_together,
         "attention": dict(rates.attention),
-        "node_bytes_per_s": slowest,
+        "node_bytes_per_s": min((rate for _, rate in rates.node_bytes_per_s), default=None),
     }
     own = {name: value for name, value in measured.items() if value is not None}
-    missing = (
-        measured.keys()
-        - own.keys()
-        - ({"peer_bytes_per_s"} if len(machine.gpus) < 2 else set())
-        - _DEEPSPEEDS
-    )
-    calibrated = Calibrated(
-        date=rates.measured, host="" if known.hostname == machine.hostname else known.hostname
-    )
-    if published is None:
-        if missing:
-            return None
-        # One GPU has no peer; where more machines like it are imagined, memory alone counts.
-        assumed = {
-            "peer_bytes_per_s": own["h2d_bytes_per_s"],
-            "pageable_d2h_bytes_per_s": own["d2h_bytes_per_s"],
-        }
-        return Speed(**assumed | own, calibrated=calibrated)
-    rest = {name: getattr(published, name) for name in Speed.__struct_fields__} | {
-        "source": published.source if missing else ""
+    missing = measured.keys() - own.keys() - _DEEPSPEEDS
+    if len(machine.gpus) < 2:
+        missing -= {"peer_bytes_per_s"}
+    host = "" if known.hostname == machine.hostname else known.hostname
+    own["calibrated"] = Calibrated(date=rates.measured, host=host)
+    if published is not None:
+        rest = {name: getattr(published, name) for name in Speed.__struct_fields__}
+        return Speed(**rest | {"source": published.source if missing else ""} | own)
+    if missing:
+        return None
+    # One GPU has no peer; where more machines like it are imagined, memory alone counts.
+    assumed = {
+        "peer_bytes_per_s": own["h2d_bytes_per_s"],
+        "pageable_d2h_bytes_per_s": own["d2h_bytes_per_s"],
     }
-    return Speed(**rest | own | {"calibrated": calibrated})
+    return Speed(**assumed | own)
 
 
 PassName = Literal["forward_s", "backward_s"]
@@ -407,16 +383,20 @@ def _shared_error(fetched: Sequence[Probe]) -> float:
     A pass takes at least as long as its computation, so that each of the two is a bound from above,
     and the lower one counts. Where both passes were predicted to wait, nothing is known.
     """
-    bounds = []
-    for probe in fetched:
-        if (computing := probe.computing) is None or not _tells_computing(probe):
-            continue
-        pairs = [(getattr(probe.actual, name), getattr(computing, name)) for name in _NAMES]
-        if ratios := [
-            actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0
-        ]:
-            bounds.append(min(ratios))
+    bounds = [
+        min(ratios)
+        for probe in fetched
+        if probe.computing is not None
+        and _tells_computing(probe)
+        and (ratios := _ratios((probe.actual, probe.computing, name) for name in _NAMES))
+    ]
     return median(bounds) if bounds else 1.0
+
+
+def _ratios(compared: Iterable[tuple[Figures, Figures | Passes, str]]) -> list[float]:
+    """Return measured over predicted seconds of passes, where there are both."""
+    pairs = ((getattr(actual, name), getattr(told, name)) for actual, told, name in compared)
+    return [actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0]
 
 
 def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) -> float:
@@ -427,17 +407,13 @@ def _corrected_exposed_s(exposed_s: float, mode: Mode, probes: Sequence[Probe]) 
     than the probe was off.
     """
     corrected = []
-    for actual, predicted in (
-        (probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s) for probe in probes
-    ):
-        if actual <= 0 or predicted <= 0:
-            continue
-        scaled, most = exposed_s * actual / predicted, abs(actual - predicted)
-        corrected.append(
-            max(exposed_s - most, min(exposed_s + most, scaled))
-            if mode == "superoffload"
-            else scaled
-        )
+    for probe in probes:
+        actual, predicted = probe.actual.exposed_optimizer_s, probe.predicted.exposed_optimizer_s
+        if actual > 0 and predicted > 0:
+            scaled, most = exposed_s * actual / predicted, abs(actual - predicted)
+            if mode == "superoffload":
+                scaled = max(exposed_s - most, min(exposed_s + most, scaled))
+            corrected.append(scaled)
     return median(corrected) if corrected else exposed_s
 
 
@@ -445,8 +421,7 @@ def _error(name: PassName, probes: Sequence[Probe]) -> float:
     """Return measured over predicted seconds of a pass (median); 1 where there is nothing to
     compare.
     """
-    pairs = ((getattr(probe.actual, name), getattr(probe.predicted, name)) for probe in probes)
-    ratios = [actual / predicted for actual, predicted in pairs if actual > 0 and predicted > 0]
+    ratios = _ratios((probe.actual, probe.predicted, name) for probe in probes)
     return median(ratios) if ratios else 1.0
 
 
@@ -462,45 +437,30 @@ def corrected_terms(
     likely of parts that they share, such as activations.
     """
     near = [probe for probe in probes if probe.ranks == ranks and probe.actual.gpu_reserved_bytes]
-    same = [probe for probe in near if probe.mode == mode]
-    if not same:
-        shared = min((max(map(_excess, alike)) for alike in _by_mode(near).values()), default=0)
-        formula = f"by a probe of this model here, with {' and '.join(_by_mode(near))}"
-        return (
-            *terms,
-            *(
-                [MemoryTerm("probe-excess", "gpu", shared, "estimate", formula)]
-                if shared > 0
-                else []
-            ),
-        )
-    more = max(map(_excess, same))
+    beyond: dict[Mode, int] = {}
+    for probe in near:
+        excess = probe.actual.gpu_reserved_bytes - probe.predicted.gpu_reserved_bytes
+        beyond[probe.mode] = max(beyond.get(probe.mode, excess), excess)
+    if mode not in beyond:
+        if (shared := min(beyond.values(), default=0)) <= 0:
+            return tuple(terms)
+        formula = f"by a probe of this model here, with {' and '.join(beyond)}"
+        return (*terms, term("probe-excess", "gpu", shared, "estimate", formula))
+    more = beyond[mode]
     outside = max(
         (
             probe.actual.gpu_device_bytes - probe.actual.gpu_reserved_bytes
-            for probe in same
-            if probe.actual.gpu_device_bytes
+            for probe in near
+            if probe.mode == mode and probe.actual.gpu_device_bytes
         ),
         default=0,
     )
     found = [_corrected(each, more, outside) for each in terms]
     if more > 0:
         found.append(
-            MemoryTerm("probe-excess", "gpu", more, "calibrated", "by a probe of this model here")
+            term("probe-excess", "gpu", more, "calibrated", "by a probe of this model here")
         )
     return tuple(found)
-
-
-def _excess(probe: Probe) -> int:
-    """Return what the allocator reserved beyond the prediction."""
-    return probe.actual.gpu_reserved_bytes - probe.predicted.gpu_reserved_bytes
-
-
-def _by_mode(probes: Sequence[Probe]) -> dict[Mode, list[Probe]]:
-    return {
-        mode: [probe for probe in probes if probe.mode == mode]
-        for mode in dict.fromkeys(probe.mode for probe in probes)
-    }
 
 
 def _corrected(found: MemoryTerm, more: int, outside: int) -> MemoryTerm:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from so_tui.model.profile import ModelProfile, in_tiles
-from so_tui.model.shape import StateLayout
+from so_tui.model.shape import Span, StateLayout
 from so_tui.model.sharding import OWN_LARGEST_BUCKET
 from so_tui.plan.terms import Location
-from so_tui.spec.run_spec import RunSpec
+from so_tui.spec.run_spec import Mode, RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,10 @@ class Placement:
     """What copies of states may take, from which checkpoints are written."""
     rounds_pinned: bool = False
     """Whether torch rounds pinned blocks up to powers of two (before 2.13)."""
+
+    @property
+    def mode(self) -> Mode:
+        return cast(Mode, self.spec.offload.mode)
 
     @property
     def gpu(self) -> Location:
@@ -88,6 +93,11 @@ class Placement:
         """
         size = self.spec.offload.sub_group_size
         return min(size, OWN_LARGEST_BUCKET) if own_engine(self.spec) else size
+
+    @property
+    def compute_spans(self) -> tuple[Span, ...]:
+        """When a forward pass uses each sub-group."""
+        return self.profile.compute_spans(self.layout.ranks, self.spec.offload.sub_group_size)
 
 
 def own_engine(spec: RunSpec) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.machine.types import Machine
+from so_tui.machine.types import Cpus, Machine
 from so_tui.plan.notes import Caution, NeverRun, Reason, Remedy, Shortage
 from so_tui.plan.rates import SpeedSource, StepError
 from so_tui.plan.terms import MemoryTerm
@@ -38,7 +38,7 @@ class MemoryPolicy(Struct, frozen=True, kw_only=True):
 class DeepSpeedBinding(Struct, frozen=True, kw_only=True):
     """What DeepSpeed's launcher does for a rank under ``--bind_cores_to_rank``."""
 
-    cpus: tuple[int, ...]
+    cpus: Cpus
     numactl: tuple[str, ...]
     """The numactl prefix; empty where the launcher is started without ``--bind_cores_to_rank``."""
     omp_num_threads: int
@@ -52,10 +52,10 @@ class RankBinding(Struct, frozen=True, kw_only=True, rename={"deepspeed_unlisted
     rank: int
     gpu: int | None
     numa_node: int | None
-    cpus: tuple[int, ...]
-    main_cpus: tuple[int, ...]
+    cpus: Cpus
+    main_cpus: Cpus
     """Cores of the training process; part of ``cpus``."""
-    adam_cpus: tuple[int, ...]
+    adam_cpus: Cpus
     """Cores of the Adam worker (superoffload); empty in the other modes, where ``main_cpus`` is all
     of ``cpus``.
     """

@@ -8,7 +8,7 @@ plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, cast
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -20,9 +20,7 @@ from so_tui.plan.fit import (
     Assessment,
     Target,
     assess,
-    held_back_step,
     node_needs,
-    pass_model,
     target_of,
 )
 from so_tui.plan.measured import correcting, corrects_passes
@@ -35,6 +33,7 @@ from so_tui.plan.notes import (
     MlpTiled,
     Need,
     OneMemory,
+    Remedy,
     SavesBehind,
     StepsEarly,
     TokensReached,
@@ -45,7 +44,7 @@ from so_tui.plan.plan import OptionalMemory, Plan, PlanRow
 from so_tui.plan.rates import SpeedSource, about_as_fast, step_error
 from so_tui.plan.reasons import across_hosts, blockers, cautions, checkpoint_interval, choices
 from so_tui.plan.remedies import gpus_with_margin, remedies
-from so_tui.plan.resources import Resources, as_read, attention_of, rank_counts
+from so_tui.plan.resources import as_read, attention_of, rank_counts
 from so_tui.plan.search import (
     best_settings,
     decided_settings,
@@ -57,7 +56,7 @@ from so_tui.plan.step_time import can_speculate, second_states_bytes
 from so_tui.plan.terms import OUTSIDE_ALLOCATOR, TERM_NAMES
 from so_tui.plan.workload import Workload, seen
 from so_tui.spec.errors import InputError
-from so_tui.spec.run_spec import Mode, Preset, RunSpec
+from so_tui.spec.run_spec import Preset, RunSpec
 
 
 def make_plan(
@@ -120,13 +119,11 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     chosen, tried, _ = best_settings(wanted, target)
     with_cores = with_fitting_cores(chosen, target)
     if with_cores is not chosen.spec:
-        chosen = assess(
-            with_cores, target.on(target.resources.gpus, with_cores.offload.cpu_adam_cores_fraction)
-        )
+        fraction = with_cores.offload.cpu_adam_cores_fraction
+        chosen = assess(with_cores, target.on(target.resources.gpus, fraction))
     reasons = tuple(choices(wanted, chosen, tried))
-    plan = _plan(
-        chosen.spec if chosen.verdict != "does not fit" else wanted, chosen, reasons, searched=True
-    )
+    spec = chosen.spec if chosen.verdict != "does not fit" else wanted
+    plan = _plan(spec, chosen, reasons, searched=True)
     return replace(plan, recommended=plan.verdict == "fits"), chosen
 
 
@@ -151,14 +148,8 @@ def best_number_of_gpus(spec: RunSpec, machine: Machine) -> Plan | None:
     """Return the plan that the table marks in the row of this spec; None where none fits with a
     margin.
     """
-    return next(
-        (
-            plan
-            for plan in _row(spec, machine, rank_counts(machine)).cells.values()
-            if plan.recommended
-        ),
-        None,
-    )
+    plans = _row(spec, machine, rank_counts(machine)).cells.values()
+    return next((plan for plan in plans if plan.recommended), None)
 
 
 def unplannable(spec: RunSpec) -> str:
@@ -173,68 +164,71 @@ def unplannable(spec: RunSpec) -> str:
 
 
 def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
+    """Plan a spec on each GPU count, and mark the one to recommend: of those that fit, most
+    tokens/s per GPU; the fewest where speeds are unknown or about alike.
+
+    What is tight is never recommended: the margin covers the error of the estimates.
+    """
     cells = {
         count: replace(_recommended(replace(spec, gpus=count), machine)[0], recommended=False)
         for count in gpu_counts
     }
-    marked = _best_count(cells)
-    if marked is not None:
+    rates = {
+        count: (plan.useful_tokens_per_s_total or 0.0) / count
+        for count, plan in cells.items()
+        if plan.verdict == "fits"
+    }
+    if rates:
+        most = max(rates.values())
+        marked = min(count for count, found in rates.items() if about_as_fast(found, most))
         cells[marked] = replace(cells[marked], recommended=True)
+    parameters = spec.model.parameter_count
     return PlanRow(
         preset=spec.name,
         title=spec.label,
-        parameters=spec.model.parameter_count,
-        active_parameters=spec.model.parameter_count - profile_of(spec.model).idle_parameters,
+        parameters=parameters,
+        active_parameters=parameters - profile_of(spec.model).idle_parameters,
         sequence_length=spec.data.sequence_length,
         cells=cells,
         nodes=spec.nodes,
     )
 
 
-def _best_count(cells: dict[int, Plan]) -> int | None:
-    """Return the GPU count to recommend: of those that fit, most tokens/s per GPU; the fewest where
-    speeds are unknown or about alike.
-
-    What is tight is never recommended: the margin covers the error of the estimates.
-    """
-    rates = {
-        count: (plan.useful_tokens_per_s_total or 0.0) / count
-        for count, plan in cells.items()
-        if plan.verdict == "fits"
-    }
-    return min(
-        (count for count, found in rates.items() if about_as_fast(found, max(rates.values()))),
-        default=None,
-    )
-
-
 def _plan(
     spec: RunSpec, found: Assessment, decided: Sequence[Choice], *, searched: bool = False
 ) -> Plan:
-    target, resources, offload = found.target, found.target.resources, found.spec.offload
+    target, resources, placement = found.target, found.target.resources, found.placement
+    demand, supply, ranks = found.demand, resources.supply, found.target.ranks
     blocked = tuple(blockers(spec, resources))
     fits = not blocked and found.verdict != "does not fit"
-    sequences = (
-        target.ranks
-        // spec.train.sequence_parallel
-        * spec.train.micro_batch
-        * spec.gradient_accumulation_steps
-    )
-    length = spec.data.sequence_length
+    proposed: tuple[Remedy, ...] = ()
+    if not blocked and not fits:
+        proposed = tuple(remedies(spec, target, searched=searched))
+    length, accumulated = spec.data.sequence_length, spec.gradient_accumulation_steps
+    sequences = ranks // spec.train.sequence_parallel * spec.train.micro_batch * accumulated
     tokens = sequences * length
-    flops = sequences * model_flops(target.profile.flops, length, [length])
-    proposed = (
-        tuple(remedies(spec, target, searched=searched))
-        if found.verdict == "does not fit" and not blocked
-        else ()
-    )
     step = None if blocked else found.step
-    disk = sum(term.bytes for term in found.terms if term.location == "disk")
+    predicted: dict[str, Any] = {
+        "useful_tokens_per_s_total": None,
+        "model_tflops_per_gpu": None,
+    }
+    if step:
+        flops = sequences * model_flops(target.profile.flops, length, [length])
+        model = found.model
+        predicted = {
+            "rates": model.rates() if model else None,
+            "useful_tokens_per_s_total": tokens * target.workload.useful_share / step.total_s,
+            "model_tflops_per_gpu": flops / step.total_s / ranks / 1e12,
+            "speed_source": _speed_source(found),
+        }
+        if resources.speed:
+            predicted["step_error"] = step_error(resources.speed, resources.gpu_name, target.hosts)
+    second_states = found.bytes_of("second-states")
     return Plan(
         preset=spec.name,
-        gpus=target.ranks,
-        mode=cast(Mode, offload.mode),
-        ratio=offload.ratio,
+        gpus=ranks,
+        mode=found.mode,
+        ratio=found.spec.offload.ratio,
         fits=fits,
         verdict=found.verdict if fits else "does not fit",
         possible=not blocked,
@@ -247,53 +241,44 @@ def _plan(
         remedies=proposed,
         warnings=tuple(cautions(spec, found, searched=searched)),
         shortage=found.worst,
-        gpu_bytes=found.demand.gpu_bytes,
+        gpu_bytes=demand.gpu_bytes,
         gpu_reserved_bytes=sum(
             term.bytes
             for term in found.terms
             if term.location == "gpu" and term.kind not in OUTSIDE_ALLOCATOR
         ),
-        gpu_capacity_bytes=resources.supply.gpu_bytes,
-        one_memory=resources.supply.one_memory,
-        host_bytes_per_node=found.demand.node_bytes,
-        host_optional_bytes=(_second_states_bytes(found) + found.placement.copies_bytes)
-        * resources.ranks,
+        gpu_capacity_bytes=supply.gpu_bytes,
+        one_memory=supply.one_memory,
+        host_bytes_per_node=demand.node_bytes,
+        host_optional_bytes=(second_states + placement.copies_bytes) * resources.ranks,
         optional=OptionalMemory(
-            second_states_bytes=found.placement.speculation_bytes,
-            copies_bytes=found.placement.copies_bytes,
+            second_states_bytes=placement.speculation_bytes, copies_bytes=placement.copies_bytes
         ),
-        host_capacity_bytes_per_node=resources.supply.node_bytes,
-        shm_bytes=found.demand.shm_bytes,
-        disk_bytes=disk,
-        disk_peak_bytes=spec.checkpoint.most_at_once * disk,
+        host_capacity_bytes_per_node=supply.node_bytes,
+        shm_bytes=demand.shm_bytes,
+        disk_bytes=found.disk_bytes,
+        disk_peak_bytes=spec.checkpoint.most_at_once * found.disk_bytes,
         breakdown=tuple(
             replace(term, name=TERM_NAMES[term.kind], formula=str(term.formula))
             for term in found.terms
         ),
         step=step,
-        rates=found.rates if step else None,
         step_s=step.total_s if step else None,
-        step_error=step_error(resources.speed, resources.gpu_name, target.hosts)
-        if step and resources.speed
-        else None,
         tokens_per_step=tokens,
-        useful_tokens_per_s_total=tokens * target.workload.useful_share / step.total_s
-        if step
-        else None,
-        model_tflops_per_gpu=flops / step.total_s / target.ranks / 1e12 if step else None,
-        speed_source=_speed_source(target, found.spec) if step else None,
-        binding=resources.bindings(offload.mode),
-        spec=_resolved(found, resources),
+        binding=resources.bindings(found.mode),
+        spec=_resolved(found),
+        **predicted,
     )
 
 
-def _speed_source(target: Target, spec: RunSpec) -> SpeedSource:
-    """Return what a prediction of time for this spec rests on."""
-    speed, mode = target.resources.speed, cast(Mode, spec.offload.mode)
-    host_weights = keeps_weights_on_host(spec)
+def _speed_source(found: Assessment) -> SpeedSource:
+    """Return what the prediction of its step rests on."""
+    target, mode, speed = found.target, found.mode, found.target.resources.speed
+    host_weights = keeps_weights_on_host(found.spec)
     near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
     passes = corrects_passes(near, host_weights=host_weights)
     near = [probe for probe in near if passes or probe.mode == mode]
+    weights: Literal["", "gpu", "host"] = "gpu" if host_weights else "host"
     return SpeedSource(
         calibrated=speed.calibrated if speed else None,
         published=speed.source if speed else "",
@@ -301,55 +286,66 @@ def _speed_source(target: Target, spec: RunSpec) -> SpeedSource:
         probed=bool(near),
         probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),
         probed_passes=passes or not near,
-        probed_weights=""
-        if not near or near[0].host_weights == host_weights
-        else "gpu"
-        if host_weights
-        else "host",
+        probed_weights=weights if near and near[0].host_weights != host_weights else "",
     )
 
 
 def _needs(found: Assessment, *, blocked: bool) -> tuple[Need, ...]:
     """Return where memory is short, and what a plan that may run needs."""
+    demand, supply = found.demand, found.target.resources.supply
+    if blocked and found.verdict != "does not fit":
+        return ()
     if found.verdict == "does not fit":
         return found.shortages
-    if blocked:
-        return ()
-    supply = found.target.resources.supply
-    hosts = node_needs(found.demand, supply)
-    return (
-        *found.shortages,
-        MemoryNeeded(
-            gpu_bytes=found.demand.gpu_bytes, gpu_capacity_bytes=supply.gpu_bytes, hosts=hosts
-        ),
-    )
+    needed = MemoryNeeded(demand.gpu_bytes, supply.gpu_bytes, node_needs(demand, supply))
+    return (*found.shortages, needed)
 
 
 def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
     """Yield what became of a target of tokens per optimizer step, rounding included, of memory, of
     speculation, and of checkpoints.
     """
-    if found.target.resources.supply.one_memory:
+    placement, resources, model = found.placement, found.target.resources, found.model
+    if resources.supply.one_memory:
         yield OneMemory()
     if can_speculate(found.spec) and found.layout.cpu_numel:
-        second = _second_states_bytes(found)
-        held_back = held_back_step(found) if second else None
-        seconds = held_back.total_s if held_back else None
+        second = found.bytes_of("second-states")
+        # The step whose gradient norm exceeds the limit, so that Adam waits for it.
+        held_back = found.step_with(speculating=()) if second else None
         yield StepsEarly(
-            share=found.placement.early_share,
+            share=placement.early_share,
             bytes=second,
             why_none=_why_none(found),
-            held_back_step_s=seconds,
+            held_back_step_s=held_back.total_s if held_back else None,
         )
     if found.copies:
         yield SavesBehind(share=found.copies.share, bytes=found.copies.bytes)
     if tiles_mlp(found.spec.model):
         yield MlpTiled(tile_tokens=MLP_TILE_TOKENS)
-    yield from _inputs_on_host(found)
-    yield from _weights_on_host(found)
+    if offloaded_bytes(found.target.profile.architecture, found.spec.model):
+        inputs = InputsOnHost(
+            bytes=found.bytes_of("offloaded-inputs"),
+            results_bytes=found.bytes_of("offloaded-results"),
+        )
+        if model:
+            passes = found.spec.gradient_accumulation_steps
+            inputs = replace(
+                inputs,
+                out_s=model.kept_copies_s(model.speed.d2h_bytes_per_s),
+                back_s=model.kept_copies_s(model.speed.h2d_bytes_per_s),
+                exposed_s=passes * model.one_pass.exposed_copies_s,
+            )
+        yield inputs
+    if moved := placement.host_weights:
+        once = model.one_pass if model else None
+        yield WeightsOnHost(
+            bytes=2 * moved,
+            fetched_s=model.fetched_weights_s if model else None,
+            pass_s=min(once.forward_s, once.backward_s) if once else None,
+        )
     yield from across_hosts(found)
     yield from checkpoint_interval(found)
-    attention = attention_of(found.spec, found.target.profile, found.target.resources)
+    attention = attention_of(found.spec, found.target.profile, resources)
     if attention.passed_over and (fastest := attention.passed_over[0]).obstacle not in (
         "not-installed",
         "other-gpu",
@@ -358,43 +354,14 @@ def _settled(spec: RunSpec, found: Assessment) -> Iterator[Choice]:
             backend=attention.backend, fastest=fastest.backend, obstacle=fastest.obstacle
         )
     if target := spec.train.tokens_per_step:
-        once = spec.replicas * spec.train.micro_batch * spec.data.sequence_length
+        once_tokens = spec.replicas * spec.train.micro_batch * spec.data.sequence_length
         steps = spec.gradient_accumulation_steps
         yield TokensReached(
-            accumulation=steps, target=target, tokens=steps * once, tokens_per_pass=once
+            accumulation=steps,
+            target=target,
+            tokens=steps * once_tokens,
+            tokens_per_pass=once_tokens,
         )
-
-
-def _inputs_on_host(found: Assessment) -> Iterator[InputsOnHost]:
-    if not offloaded_bytes(found.target.profile.architecture, found.spec.model):
-        return
-    kinds = ("offloaded-inputs", "offloaded-results")
-    inputs, results = (
-        sum(term.bytes for term in found.terms if term.kind == kind) for kind in kinds
-    )
-    fact = InputsOnHost(bytes=inputs, results_bytes=results)
-    if (model := pass_model(found.placement, found.target)) is None:
-        yield fact
-        return
-    speed = model.speed
-    yield replace(
-        fact,
-        out_s=model.kept_copies_s(speed.d2h_bytes_per_s),
-        back_s=model.kept_copies_s(speed.h2d_bytes_per_s),
-        exposed_s=found.spec.gradient_accumulation_steps * model.one_pass.exposed_copies_s,
-    )
-
-
-def _weights_on_host(found: Assessment) -> Iterator[WeightsOnHost]:
-    if not (moved := found.placement.host_weights):
-        return
-    model = pass_model(found.placement, found.target)
-    once = model.one_pass if model else None
-    yield WeightsOnHost(
-        bytes=2 * moved,
-        fetched_s=model.fetched_weights_s if model else None,
-        pass_s=min(once.forward_s, once.backward_s) if once else None,
-    )
 
 
 def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
@@ -402,23 +369,17 @@ def _why_none(found: Assessment) -> Literal["memory", "budget", "slower"]:
     if found.speculation_gains_nothing:
         return "slower"
     given = found.spec.offload.speculation_gib * 2**30
-    smallest = second_states_bytes(found.spec) * min(
-        group.numel for group in found.layout.sub_groups if group.device == "cpu"
-    )
-    return "budget" if 0 < given < smallest else "memory"
+    numels = (group.numel for group in found.layout.cpu_groups)
+    return "budget" if 0 < given < second_states_bytes(found.spec) * min(numels) else "memory"
 
 
-def _second_states_bytes(found: Assessment) -> int:
-    return sum(term.bytes for term in found.terms if term.kind == "second-states")
-
-
-def _resolved(found: Assessment, resources: Resources) -> RunSpec:
+def _resolved(found: Assessment) -> RunSpec:
     """Return the spec as it will run: with host indices for a mere count of GPUs, and nothing left
     to choose.
     """
-    spec = with_policy(found.spec, policy_of(found.spec.model))
+    spec, resources = found.spec, found.target.resources
+    spec = with_policy(spec, policy_of(spec.model))
     if resources.problem or not resources.has_gpu or not isinstance(spec.gpus, int):
         return spec
-    return replace(
-        spec, gpus=tuple(gpu.index for gpu in whole_gpus(resources.machine)[: spec.gpus])
-    )
+    whole = whole_gpus(resources.machine)[: spec.gpus]
+    return replace(spec, gpus=tuple(gpu.index for gpu in whole))

@@ -8,12 +8,11 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import cast
 
 from msgspec.structs import replace
 
 from so_tui.model.profile import offloads_inputs, offloads_results, policy_of
-from so_tui.plan.fit import Assessment, assess, best, in_mode, step_model
+from so_tui.plan.fit import Assessment, assess, best, in_mode
 from so_tui.plan.notes import (
     AcrossHosts,
     AdamCoresChosen,
@@ -85,28 +84,38 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
         chosen: What is recommended.
         tried: Everything that was assessed, best first.
     """
-    resources = chosen.target.resources
+    resources, spec = chosen.target.resources, chosen.spec
     if not resources.has_gpu:
-        yield ModeWithoutGpu(mode=_mode(chosen))
+        yield ModeWithoutGpu(mode=chosen.mode)
         return
     if resources.problem:
         return
-    smallest = next((found for found in tried if _settings(found) == _settings(chosen)), chosen)
+    mine = _settings(chosen)
+    smallest = next((found for found in tried if _settings(found) == mine), chosen)
     yield _larger_ratio(chosen, smallest) or _offload_choice(given, chosen)
     if resources.speed is not None:
         yield _checkpointing_choice(chosen)
-    if chosen.spec.train.micro_batch != given.train.micro_batch:
+    if spec.train.micro_batch != given.train.micro_batch:
         yield _micro_batch_choice(given, chosen)
-    if (shared := chosen.spec.train.sequence_parallel) != given.train.sequence_parallel:
+    if (shared := spec.train.sequence_parallel) != given.train.sequence_parallel:
         yield SequencesShared(ranks=shared, given=given.train.sequence_parallel)
-    yield from _core_choice(given, chosen)
+    fraction, before = spec.offload.cpu_adam_cores_fraction, given.offload.cpu_adam_cores_fraction
+    if fraction != before and spec.offload.ratio:
+        yield AdamCoresChosen(
+            adam_cores=resources.adam_cores,
+            cores=resources.cores,
+            fraction=fraction,
+            raised=not fraction < before,
+        )
     if resources.speed is None:
         yield SpeedUnknown()
-    elif (other := _runner_up(chosen, tried)) is not None:
-        offload = other.spec.offload
+        return
+    # The next best that fits with a margin and differs in more than the ratio.
+    others = (found for found in tried if found.verdict == "fits" and _settings(found) != mine)
+    if (other := next(others, None)) is not None:
         yield NextBest(
-            mode=_mode(other),
-            ratio=offload.ratio,
+            mode=other.mode,
+            ratio=other.spec.offload.ratio,
             micro_batch=other.spec.train.micro_batch,
             policy=policy_of(other.spec.model),
             on_host=_on_host(other),
@@ -121,7 +130,7 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
 
 def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | None:
     ratio, least = chosen.spec.offload.ratio, smallest.spec.offload.ratio
-    if chosen.spec.offload.mode == "gpu" or ratio <= least or not chosen.step or not smallest.step:
+    if chosen.mode == "gpu" or ratio <= least or not chosen.step or not smallest.step:
         return None
     return FasterRatio(
         ratio=ratio,
@@ -135,7 +144,7 @@ def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | Non
 
 def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
     ratio, given_ratio = chosen.spec.offload.ratio, given.offload.ratio
-    if chosen.spec.offload.mode == "gpu":
+    if chosen.mode == "gpu":
         return AllOnGpu()
     if not ratio:
         return NothingOffloaded()
@@ -146,68 +155,38 @@ def _offload_choice(given: RunSpec, chosen: Assessment) -> Choice:
         return plain
     as_given = assess(in_mode(chosen.spec, "superoffload", given_ratio), chosen.target)
     if as_given.verdict == "does not fit":
-        return replace(plain, given_ratio=given_ratio, given_shortage=as_given.shortages[0])
-    if as_given.step and chosen.step and as_given.step.total_s >= chosen.step.total_s:
-        return replace(
-            plain,
-            given_ratio=given_ratio,
-            given_step_s=as_given.step.total_s,
-            step_s=chosen.step.total_s,
-        )
-    return plain
+        return replace(plain, given_ratio=given_ratio, given_shortage=as_given.worst)
+    step, before = chosen.step, as_given.step
+    if not before or not step or before.total_s < step.total_s:
+        return plain
+    return replace(plain, given_ratio=given_ratio, given_step_s=before.total_s, step_s=step.total_s)
 
 
 def _checkpointing_choice(chosen: Assessment) -> CheckpointingChosen:
     policy = policy_of(chosen.spec.model)
-    full = chosen if policy == "full" else assess(with_policy(chosen.spec, "full"), chosen.target)
-    if policy == "full" or not full.step or not chosen.step:
-        return CheckpointingChosen(policy=policy)
-    return CheckpointingChosen(
-        policy=policy, step_s=chosen.step.total_s, full_step_s=full.step.total_s
-    )
+    found = CheckpointingChosen(policy=policy)
+    if policy == "full" or not chosen.step:
+        return found
+    full = assess(with_policy(chosen.spec, "full"), chosen.target).step
+    if not full:
+        return found
+    return replace(found, step_s=chosen.step.total_s, full_step_s=full.total_s)
 
 
 def _micro_batch_choice(given: RunSpec, chosen: Assessment) -> MicroBatchChosen:
-    mode: Mode = "gpu" if chosen.spec.offload.mode == "gpu" else "superoffload"
-    spec = in_mode(
-        with_micro_batch(chosen.spec, given.train.micro_batch), mode, chosen.spec.offload.ratio
+    micro_batch, spec = given.train.micro_batch, chosen.spec
+    mode: Mode = "gpu" if chosen.mode == "gpu" else "superoffload"
+    before = assess(
+        in_mode(with_micro_batch(spec, micro_batch), mode, spec.offload.ratio), chosen.target
     )
-    before = assess(spec, chosen.target)
     found = MicroBatchChosen(
-        micro_batch=chosen.spec.train.micro_batch,
-        accumulation=chosen.spec.gradient_accumulation_steps,
-        given_micro_batch=given.train.micro_batch,
+        micro_batch=spec.train.micro_batch,
+        accumulation=spec.gradient_accumulation_steps,
+        given_micro_batch=micro_batch,
     )
     if before.shortages:
-        return replace(found, given_shortage=before.shortages[0])
+        return replace(found, given_shortage=before.worst)
     return replace(found, given_slower=_slower(chosen, before)) if rate(before) else found
-
-
-def _core_choice(given: RunSpec, chosen: Assessment) -> Iterator[AdamCoresChosen]:
-    fraction, given_fraction = (
-        chosen.spec.offload.cpu_adam_cores_fraction,
-        given.offload.cpu_adam_cores_fraction,
-    )
-    if fraction != given_fraction and chosen.spec.offload.ratio:
-        resources = chosen.target.resources
-        yield AdamCoresChosen(
-            adam_cores=resources.adam_cores,
-            cores=resources.cores,
-            fraction=fraction,
-            raised=not fraction < given_fraction,
-        )
-
-
-def _runner_up(chosen: Assessment, tried: Sequence[Assessment]) -> Assessment | None:
-    """Return the next best that fits with a margin and differs in more than the ratio."""
-    return next(
-        (
-            found
-            for found in tried
-            if found.verdict == "fits" and _settings(found) != _settings(chosen)
-        ),
-        None,
-    )
 
 
 def _preference(given: RunSpec, chosen: Assessment, other: Assessment) -> Preference | None:
@@ -216,19 +195,16 @@ def _preference(given: RunSpec, chosen: Assessment, other: Assessment) -> Prefer
     """
     if rate(chosen) >= rate(other) or not about_as_fast(rate(chosen), rate(other)):
         return None
-    if (chosen.spec.offload.mode == "gpu") != (other.spec.offload.mode == "gpu"):
+    if (chosen.mode == "gpu") != (other.mode == "gpu"):
         return "no-offload"
     kept, others = chosen.spec.train.micro_batch, other.spec.train.micro_batch
     return "given-micro-batch" if kept == given.train.micro_batch != others else "memory"
 
 
 def _settings(found: Assessment) -> tuple[str, str, bool, int]:
-    return (
-        found.spec.offload.mode,
-        found.spec.model.activation_checkpointing,
-        _on_host(found),
-        found.spec.train.micro_batch,
-    )
+    spec = found.spec
+    checkpointing = spec.model.activation_checkpointing
+    return found.mode, checkpointing, _on_host(found), spec.train.micro_batch
 
 
 def _on_host(found: Assessment) -> bool:
@@ -241,10 +217,6 @@ def _slower(chosen: Assessment, other: Assessment) -> float:
     return rate(chosen) / rate(other) - 1
 
 
-def _mode(found: Assessment) -> Mode:
-    return cast(Mode, found.spec.offload.mode)
-
-
 _COLLECTIVES = 3
 """For each micro-batch: weights are all-gathered for forward and for backward, and gradients are
 reduced.
@@ -255,23 +227,21 @@ def across_hosts(found: Assessment) -> Iterator[AcrossHosts]:
     """Yield what travels between the hosts of a run in a step, and how long that takes; nothing for
     one host.
     """
-    target, layout = found.target, found.layout
+    target, layout, model = found.target, found.layout, found.model
     if target.hosts == 1:
         return
     times = _COLLECTIVES * found.spec.gradient_accumulation_steps
-    gathered = 2 * layout.parameters * (layout.ranks - 1) // layout.ranks
-    model = step_model(found.placement, target)
-    longer_s = None
+    seconds = longer_s = None
     if model:
-        passes = dataclasses.replace(model.passes, between_hosts_bytes_per_s=None)
-        on_one_host = dataclasses.replace(model, passes=passes)
+        seconds = times * model.all_gather_s
+        on_one_host = dataclasses.replace(model, between_hosts_bytes_per_s=None)
         longer_s = model.step_time().total_s - on_one_host.step_time().total_s
     yield AcrossHosts(
         machines=target.hosts,
         ranks=layout.ranks,
-        bytes_per_step=times * gathered,
+        bytes_per_step=times * (2 * layout.parameters * (layout.ranks - 1) // layout.ranks),
         network=target.resources.network,
-        seconds=times * model.passes.all_gather_s if model else None,
+        seconds=seconds,
         longer_s=longer_s,
     )
 
@@ -303,46 +273,33 @@ def checkpoint_interval(found: Assessment) -> Iterator[CheckpointInterval]:
     """Yield the best interval for a run that a failure would cost much: in a job, on several hosts,
     or longer than the interval.
     """
-    spec, target, speed = found.spec, found.target, found.target.resources.speed
-    if (
-        not target.resources.has_gpu
-        or speed is None
-        or found.step is None
-        or found.verdict == "does not fit"
-    ):
+    spec, target, step = found.spec, found.target, found.step
+    speed, checkpoint = target.resources.speed, spec.checkpoint
+    if not target.resources.has_gpu or speed is None or step is None:
         return
-    saving = found if spec.checkpoint.repeats else assess(_repeating(found), target)
-    bytes_ = sum(term.bytes for term in saving.terms if term.location == "disk")
-    write_s, copied = bytes_ / DISK_BYTES_PER_S, saving.copies.share if saving.copies else 0.0
-    copy_s = 2 * bytes_ / target.ranks * target.resources.ranks_per_node / speed.node_bytes_per_s
+    if found.verdict == "does not fit":
+        return
+    saving = found
+    if not checkpoint.repeats:
+        repeating = replace(checkpoint, every_minutes=_USUAL_MINUTES)
+        saving = assess(replace(spec, checkpoint=repeating), target)
+    size, copied = saving.disk_bytes, saving.copies.share if saving.copies else 0.0
+    write_s = size / DISK_BYTES_PER_S
+    copy_s = 2 * size / target.ranks * target.resources.ranks_per_node / speed.node_bytes_per_s
     pause_s = (1 - copied) * write_s + copied * copy_s
     failure_s = 3600 * GPU_HOURS_BETWEEN_FAILURES / target.ranks
     interval_s = max(_best_interval_s(pause_s, failure_s), write_s)
-    lasts_s = spec.train.steps * found.step.total_s
+    lasts_s = spec.train.steps * step.total_s
     if not (spec.slurm.partition or target.hosts > 1 or lasts_s > interval_s):
         return
+    given = [checkpoint.every_minutes, checkpoint.every_steps * step.total_s / 60]
     yield CheckpointInterval(
         minutes=interval_s / 60,
         pause_s=pause_s,
         gpus=target.ranks,
         failure_hours=failure_s / 3600,
-        given_minutes=_given_minutes(found),
+        given_minutes=min(filter(None, given), default=None),
     )
-
-
-def _repeating(found: Assessment) -> RunSpec:
-    return replace(
-        found.spec, checkpoint=replace(found.spec.checkpoint, every_minutes=_USUAL_MINUTES)
-    )
-
-
-def _given_minutes(found: Assessment) -> float | None:
-    """Return the interval that the spec sets; None if nothing is saved before the end."""
-    checkpoint, step = found.spec.checkpoint, found.step
-    given = [checkpoint.every_minutes] if checkpoint.every_minutes else []
-    if checkpoint.every_steps and step is not None:
-        given.append(checkpoint.every_steps * step.total_s / 60)
-    return min(given, default=None)
 
 
 _FOLDERS = ("/", "./", "../", "~")
@@ -363,40 +320,36 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         found: The spec with its mode decided, assessed.
         searched: Whether it is the fastest that a search found.
     """
-    resources, offload = found.target.resources, found.spec.offload
+    target, resources, offload = found.target, found.target.resources, found.spec.offload
+    model, length = spec.model, spec.data.sequence_length
+    deepspeeds = offload.mode == "superoffload" and offload.engine == "deepspeed"
     if any(gpu.vendor == "amd" for gpu in resources.machine.gpus):
         yield NeverRun(name=resources.gpu_name)
-        if offload.mode == "superoffload" and offload.engine == "deepspeed":
+        if deepspeeds:
             yield DeepSpeedNvidiaOnly()
-    if spec.model.trust_remote_code:
-        in_folder = spec.model.id.startswith(_FOLDERS)
-        yield RemoteCode(model=spec.model.id, revision="" if in_folder else spec.model.revision)
-    if 0 < spec.model.positions < spec.data.sequence_length:
-        yield BeyondPositions(
-            sequence_length=spec.data.sequence_length, positions=spec.model.positions
-        )
+    if model.trust_remote_code:
+        in_folder = model.id.startswith(_FOLDERS)
+        yield RemoteCode(model=model.id, revision="" if in_folder else model.revision)
+    if 0 < model.positions < length:
+        yield BeyondPositions(sequence_length=length, positions=model.positions)
     indexers = sum(
         block.repeat * prod(tensor.shape)
-        for block in spec.model.parameters
+        for block in model.parameters
         for tensor in block.tensors
         if is_indexer(tensor.name)
     )
     if indexers:
         yield IndexersUntrained(parameters=indexers)
-    if (
-        offload.mode == "superoffload"
-        and offload.engine == "deepspeed"
-        and spec.train.gradient_clipping > 0
-    ):
-        yield _clipping(found)
+    if deepspeeds and spec.train.gradient_clipping > 0:
+        train = replace(found.spec.train, gradient_clipping=0.0)
+        unclipped = assess(replace(found.spec, train=train), target).step
+        waits = found.step.total_s - unclipped.total_s if found.step and unclipped else None
+        yield ClippingWaits(seconds=waits)
     if offload.mode != "gpu" and resources.has_gpu:
         if not searched:
             yield from _needless_offload(found)
-        if (
-            offload.ratio
-            and resources.speed is not None
-            and resources.speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S
-        ):
+        speed = resources.speed
+        if offload.ratio and speed and speed.d2h_bytes_per_s < _SLOW_LINK_BYTES_PER_S:
             yield PcieOffload()
     yield from _faster_states(found)
     yield from _faster_attention(found)
@@ -404,26 +357,13 @@ def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Ite
         yield GpuMemoryUnknown()
     if not resources.has_gpu and found.layout.parameters > _SLOW_ON_CPU:
         yield SlowWithoutGpu(parameters=found.layout.parameters)
-    if (
-        not spec.data.packing
-        and attention_of(found.spec, found.target.profile, resources).backend in MASKED_BACKENDS
-    ):
-        useful = found.target.workload.useful_share / found.target.workload.row_share(
-            spec.train.micro_batch
-        )
-        mixing = mixing_kinds(layer_kinds(spec.model.config))
+    masked = attention_of(found.spec, target.profile, resources).backend in MASKED_BACKENDS
+    if masked and not spec.data.packing:
+        rows = target.workload.row_share(spec.train.micro_batch)
+        useful = target.workload.useful_share / rows
+        mixing = mixing_kinds(layer_kinds(model.config))
         yield PackingOff(padding_share=1 - useful if useful < 1 else None, mixing=mixing)
     yield from (Note(text=note) for note in resources.machine.notes)
-
-
-def _clipping(found: Assessment) -> ClippingWaits:
-    train = replace(found.spec.train, gradient_clipping=0.0)
-    unclipped = assess(replace(found.spec, train=train), found.target)
-    return ClippingWaits(
-        seconds=found.step.total_s - unclipped.step.total_s
-        if found.step and unclipped.step
-        else None
-    )
 
 
 def _faster_states(found: Assessment) -> Iterator[FasterStates]:
@@ -442,45 +382,36 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
     others = [assess(alternative.spec, found.target) for alternative in compact_states(found.spec)]
     fitting = [other for other in others if other.verdict == "fits"]
     fastest = max(map(rate, fitting), default=0.0)
-    if not surely_faster(fastest, rate(found)):
-        return
-    chosen = next(
-        other
-        for other in fitting
-        if about_as_fast(rate(other), fastest) and surely_faster(rate(other), rate(found))
-    )
-    if chosen.step is not None:
-        yield FasterStates(
-            states=chosen.spec.offload.states,
-            step_s=chosen.step.total_s,
-            given_step_s=step.total_s,
-            early_share=chosen.placement.early_share,
-            given_early_share=found.placement.early_share,
-        )
+    for other in fitting:
+        fast = about_as_fast(rate(other), fastest) and surely_faster(rate(other), rate(found))
+        if fast and other.step is not None:
+            yield FasterStates(
+                states=other.spec.offload.states,
+                step_s=other.step.total_s,
+                given_step_s=step.total_s,
+                early_share=other.placement.early_share,
+                given_early_share=found.placement.early_share,
+            )
+            return
 
 
 def _faster_attention(found: Assessment) -> Iterator[FasterAttention]:
     """Yield the fastest attention backend that is not installed, where it would make steps
     noticeably faster.
     """
-    chosen = attention_of(found.spec, found.target.profile, found.target.resources)
-    missing = next(
-        (passed.backend for passed in chosen.passed_over if passed.obstacle == "not-installed"),
-        None,
+    chosen, step = (
+        attention_of(found.spec, found.target.profile, found.target.resources),
+        found.step,
     )
-    if missing is None or found.step is None:
+    absent = [passed for passed in chosen.passed_over if passed.obstacle == "not-installed"]
+    if not absent or step is None:
         return
+    missing = absent[0].backend
     model = replace(found.spec.model, attention=missing)
-    other = assess(replace(found.spec, model=model), found.target)
-    if (
-        other.step
-        and found.step.total_s - other.step.total_s > _NOTICEABLE_ATTENTION * found.step.total_s
-    ):
+    other = assess(replace(found.spec, model=model), found.target).step
+    if other and step.total_s - other.total_s > _NOTICEABLE_ATTENTION * step.total_s:
         yield FasterAttention(
-            backend=missing,
-            used=chosen.backend,
-            step_s=other.step.total_s,
-            given_step_s=found.step.total_s,
+            backend=missing, used=chosen.backend, step_s=other.total_s, given_step_s=step.total_s
         )
 
 
@@ -488,19 +419,13 @@ def _needless_offload(found: Assessment) -> Iterator[FasterOffload]:
     """Yield the smaller ratio that fits too, where the CPU does noticeable work for which the GPU
     has memory.
     """
-    smaller = best(found.spec, found.target)
-    if (
-        found.verdict == "does not fit"
-        or smaller.verdict != "fits"
-        or not smaller.step
-        or not found.step
-    ):
+    smaller, step = best(found.spec, found.target), found.step
+    if found.verdict == "does not fit" or smaller.verdict != "fits":
         return
-    if found.step.total_s - smaller.step.total_s > _NOTICEABLE * found.step.total_s:
-        offload = smaller.spec.offload
+    if step and smaller.step and step.total_s - smaller.step.total_s > _NOTICEABLE * step.total_s:
         yield FasterOffload(
-            mode=cast(Mode, offload.mode),
-            ratio=offload.ratio,
+            mode=smaller.mode,
+            ratio=smaller.spec.offload.ratio,
             step_s=smaller.step.total_s,
-            given_step_s=found.step.total_s,
+            given_step_s=step.total_s,
         )

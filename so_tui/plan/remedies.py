@@ -80,36 +80,38 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
         if assess(alternative.spec, target).verdict != "does not fit":
             return FitsHere(changes=alternative.changes)
     if (here := best(spec, target)).verdict != "does not fit":
-        return FitsHere(changes=_offload_changes(spec, here))
-    recomputing = with_policy(spec, "full")
-    for other in (recomputing, *memory_savings(recomputing)):
-        if best(other, target).verdict != "does not fit":
+        before, after = spec.offload, here.spec.offload
+        changes = [Change("offload.mode", before.mode, after.mode)]
+        if after.mode != "gpu":
+            changes.append(Change("offload.ratio", before.ratio, after.ratio))
+        return FitsHere(changes=tuple(changes))
+    full = with_policy(spec, "full")
+    for other in (full, *memory_savings(full)):
+        if _fits(other, target):
             return FitsHere(changes=alternative_to(spec, other).changes)
-    smaller = _fitting_batch(_recomputing(spec), target)
-    if smaller is None:
-        return _fitting_when_shared(spec, target)
-    batch = Change("train.micro_batch", spec.train.micro_batch, smaller.spec.train.micro_batch)
-    steps = Change(
-        "train.gradient_accumulation",
-        spec.gradient_accumulation_steps,
-        smaller.spec.gradient_accumulation_steps,
-    )
-    return FitsHere(changes=(batch, steps))
-
-
-def _fitting_when_shared(spec: RunSpec, target: Target) -> FitsHere | None:
-    """Return the fewest ranks for each sequence with which it fits, at the smallest micro-batch."""
     recomputing = _recomputing(spec)
-    smallest = [
-        recomputing,
-        *(alternative.spec for alternative in smaller_batches(recomputing, exact=True)),
-    ][-1]
-    for shared in more_sharing(smallest):
+    if (smaller := _fitting_batch(recomputing, target)) is not None:
+        before_steps, after_steps = (
+            each.gradient_accumulation_steps for each in (spec, smaller.spec)
+        )
+        return FitsHere(
+            changes=(
+                Change("train.micro_batch", spec.train.micro_batch, smaller.spec.train.micro_batch),
+                Change("train.gradient_accumulation", before_steps, after_steps),
+            )
+        )
+    # The fewest ranks for each sequence with which it fits, at the smallest micro-batch.
+    batches = [alternative.spec for alternative in smaller_batches(recomputing, exact=True)]
+    for shared in more_sharing([recomputing, *batches][-1]):
         if not_shareable(shared, target.resources):
             return None
-        if best(shared, target).verdict != "does not fit":
+        if _fits(shared, target):
             return FitsHere(changes=alternative_to(spec, shared).changes)
     return None
+
+
+def _fits(spec: RunSpec, target: Target) -> bool:
+    return best(spec, target).verdict != "does not fit"
 
 
 def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[CompactStatesFit]:
@@ -127,16 +129,6 @@ def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[Comp
             return
 
 
-def _offload_changes(spec: RunSpec, found: Assessment) -> tuple[Change, ...]:
-    before, after = spec.offload, found.spec.offload
-    mode = Change("offload.mode", before.mode, after.mode)
-    return (
-        (mode,)
-        if after.mode == "gpu"
-        else (mode, Change("offload.ratio", before.ratio, after.ratio))
-    )
-
-
 def _recomputing(spec: RunSpec) -> RunSpec:
     """Return the spec with the recomputation that takes the least memory, and with what saves some
     beside it.
@@ -148,20 +140,12 @@ def _recomputing(spec: RunSpec) -> RunSpec:
 def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
     """Yield the longest sequences that would fit, where activations are what does not."""
     for alternative in shorter_sequences(_recomputing(spec)):
-        found = best(alternative.spec, target)
-        moved = weights_on_host(alternative.spec)
-        if found.verdict != "does not fit" or any(
-            best(other, target).verdict != "does not fit" for other in moved
-        ):
+        found, moved = best(alternative.spec, target), weights_on_host(alternative.spec)
+        if found.verdict != "does not fit" or any(_fits(other, target) for other in moved):
             yield FitsHere(changes=alternative.changes)
             return
-        one_memory = target.resources.supply.one_memory
-        if (
-            found.shortages
-            and found.shortages[0].pool != "gpu"
-            and not one_memory
-            and not offloads_inputs(found.spec.model)
-        ):
+        apart = not target.resources.supply.one_memory and not offloads_inputs(found.spec.model)
+        if apart and found.worst and found.worst.pool != "gpu":
             return  # sequences take no host memory
 
 
@@ -179,11 +163,11 @@ def _fitting_batch(spec: RunSpec, target: Target) -> Assessment | None:
     return tight
 
 
-def _fits(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
+def _fits_split(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
     """Return whether ``spec`` fits on a target, and the smaller micro-batch with which it does
     where the given one is too large.
     """
-    if best(spec, target).verdict != "does not fit":
+    if _fits(spec, target):
         return True, None
     smaller = _fitting_batch(spec, target)
     return (False, None) if smaller is None else (True, smaller.spec.train.micro_batch)
@@ -192,16 +176,14 @@ def _fits(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
 def _larger_targets(spec: RunSpec, target: Target) -> Iterator[tuple[RunSpec, Target]]:
     """Yield the spec on more GPUs of the machine, up to all of them."""
     if target.resources.has_gpu:
+        fraction = spec.offload.cpu_adam_cores_fraction
         for alternative in more_gpus(spec, rank_counts(target.resources.machine)):
-            yield (
-                alternative.spec,
-                target.on(alternative.spec.gpus, spec.offload.cpu_adam_cores_fraction),
-            )
+            yield alternative.spec, target.on(alternative.spec.gpus, fraction)
 
 
 def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> MoreGpusFit | None:
     for larger_spec, larger in _larger_targets(spec, target):
-        fits, micro_batch = _fits(larger_spec, larger)
+        fits, micro_batch = _fits_split(larger_spec, larger)
         if fits:
             return MoreGpusFit(gpus=larger.resources.ranks, micro_batch=micro_batch)
     return None
@@ -219,43 +201,36 @@ def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
     """Yield the machines that would fit the run: GH200 parts with more host memory, or several
     machines like this one.
     """
+    counts = range(target.hosts + 1, MOST_HOSTS + 1)
     whole = target.on(
         max(rank_counts(target.resources.machine)), spec.offload.cpu_adam_cores_fraction
     )
-    if (
-        "GH200" in target.resources.gpu_name
-        and min(whole.resources.supply.node_bytes.values(), default=0) < LARGE_GRACE_BYTES / 2
-    ):
-        yield from _fitting_larger_hosts(spec, whole)
-    counts = range(target.hosts + 1, MOST_HOSTS + 1)
+    supply = whole.resources.supply
+    least = min(supply.node_bytes.values(), default=0)
+    if "GH200" in target.resources.gpu_name and least < LARGE_GRACE_BYTES / 2:
+        roomy = msgspec.structs.replace(
+            supply, node_bytes=dict.fromkeys(supply.node_bytes, usable_bytes(LARGE_GRACE_BYTES))
+        )
+        larger = replace(whole, resources=replace(whole.resources, supply=roomy))
+        fits, micro_batch = _fits_split(spec, larger)
+        if fits:
+            yield LargerHostFits(
+                gpus=whole.ranks,
+                host_bytes=LARGE_GRACE_BYTES,
+                needs_bytes=max(best(spec, larger).demand.node_bytes.values(), default=0),
+                micro_batch=micro_batch,
+            )
 
     def hosts(count: int) -> Target:
         return replace(whole, hosts=count)
 
     # The more machines share a model, the less each of them holds, so the fewest are found by
     # bisection.
-    found = bisect_left(counts, True, key=lambda count: _fits(spec, hosts(count))[0])
+    found = bisect_left(counts, True, key=lambda count: _fits_split(spec, hosts(count))[0])
     if found < len(counts):
         shared = hosts(counts[found])
         yield MoreMachinesFit(
-            machines=counts[found], gpus=shared.ranks, micro_batch=_fits(spec, shared)[1]
-        )
-
-
-def _fitting_larger_hosts(spec: RunSpec, whole: Target) -> Iterator[LargerHostFits]:
-    supply = whole.resources.supply
-    roomy = msgspec.structs.replace(
-        supply, node_bytes=dict.fromkeys(supply.node_bytes, usable_bytes(LARGE_GRACE_BYTES))
-    )
-    larger = replace(whole, resources=replace(whole.resources, supply=roomy))
-    fits, micro_batch = _fits(spec, larger)
-    if fits:
-        needs = max(best(spec, larger).demand.node_bytes.values(), default=0)
-        yield LargerHostFits(
-            gpus=whole.ranks,
-            host_bytes=LARGE_GRACE_BYTES,
-            needs_bytes=needs,
-            micro_batch=micro_batch,
+            machines=counts[found], gpus=shared.ranks, micro_batch=_fits_split(spec, shared)[1]
         )
 
 
@@ -295,16 +270,12 @@ def _without_optional(spec: RunSpec, optional: OptionalMemory) -> Iterator[Memor
     """Yield what a run saves without copies, and without second states where the plan chose
     them.
     """
-    if optional.copies_bytes:
-        yield MemorySaving(
-            changes=(Change("checkpoint.background", "true", "false"),),
-            saves_bytes=optional.copies_bytes,
-        )
-    if optional.second_states_bytes and spec.offload.speculation == "auto":
-        yield MemorySaving(
-            changes=(Change("offload.speculation", "auto", "off"),),
-            saves_bytes=optional.second_states_bytes,
-        )
+    if size := optional.copies_bytes:
+        off = Change("checkpoint.background", "true", "false")
+        yield MemorySaving(changes=(off,), saves_bytes=size)
+    if (size := optional.second_states_bytes) and spec.offload.speculation == "auto":
+        off = Change("offload.speculation", "auto", "off")
+        yield MemorySaving(changes=(off,), saves_bytes=size)
 
 
 def less_gpu_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
@@ -319,11 +290,10 @@ def less_host_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
 
 def _bytes(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory) -> int:
     profile = profile_of(spec.model)
-    layout = profile.layout(spec.ranks, spec.offload)
     placement = Placement(
         spec=spec,
         profile=profile,
-        layout=layout,
+        layout=profile.layout(spec.ranks, spec.offload),
         local_ranks=spec.ranks_per_host,
         one_memory=given.one_memory,
     )

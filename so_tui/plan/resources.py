@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.machine.host import distance
-from so_tui.machine.types import Gpu, Machine, Network, NumaNode, version_numbers
+from so_tui.machine.types import Gpu, Machine, Network, Nodes, version_numbers
 from so_tui.model.flops import seed_tflops_total
 from so_tui.model.profile import SINKS, ModelProfile, profile_of
 from so_tui.model.shape import Architecture, architecture
@@ -120,20 +120,15 @@ def resources_of(machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float) -
     Rates are those calibrated on the machine or one of its kind, else published ones. ``problem``
     says why ranks cannot run.
     """
-    return _resources(
-        machine, gpus, cpu_adam_cores_fraction, calibration_of(machine) if machine.gpus else None
-    )
-
-
-def other_resources(known: Resources, gpus: Gpus, cpu_adam_cores_fraction: float) -> Resources:
-    """Return ``resources_of`` the same machine for other GPUs or cores."""
-    return _resources(known.machine, gpus, cpu_adam_cores_fraction, known.calibration)
+    known = calibration_of(machine) if machine.gpus else None
+    return calibrated_resources(machine, gpus, cpu_adam_cores_fraction, known)
 
 
 @lru_cache(maxsize=256)
-def _resources(
+def calibrated_resources(
     machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float, calibration: Calibration | None
 ) -> Resources:
+    """Return ``resources_of`` a machine of which this was measured."""
     # A table plans every model on the same few GPU counts, and binding ranks to cores is most of a
     # plan's time.
     problem, bound = _bound(machine, gpus, cpu_adam_cores_fraction)
@@ -170,32 +165,20 @@ def _resources(
 def _bound(
     machine: Machine, gpus: Gpus, cpu_adam_cores_fraction: float
 ) -> tuple[Blocker | None, tuple[RankBinding, ...]]:
-    if (absent := _absent_gpu(machine, gpus)) is not None:
-        return absent, ()
+    present = tuple(gpu.index for gpu in machine.gpus)
+    if present and isinstance(gpus, int) and gpus > len(present):
+        return TooFewGpus(machine=machine.label, asked=gpus, present=len(present)), ()
+    if present and not isinstance(gpus, int):
+        for index in gpus:
+            if index not in present:
+                found = NoSuchGpu(machine=machine.label, asked=gpus, missing=index, present=present)
+                return found, ()
     try:
         return None, bind_ranks(
             machine, gpus, mode="superoffload", cpu_adam_cores_fraction=cpu_adam_cores_fraction
         )
     except InputError as error:
         return NotBindable(problems=error.problems), ()
-
-
-def _absent_gpu(machine: Machine, gpus: Gpus) -> Blocker | None:
-    if not machine.gpus:
-        return None
-    present = tuple(gpu.index for gpu in machine.gpus)
-    if isinstance(gpus, int):
-        return (
-            None
-            if gpus <= len(present)
-            else TooFewGpus(machine=machine.label, asked=gpus, present=len(present))
-        )
-    missing = next((index for index in gpus if index not in present), None)
-    return (
-        None
-        if missing is None
-        else NoSuchGpu(machine=machine.label, asked=gpus, missing=missing, present=present)
-    )
 
 
 def _supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
@@ -215,7 +198,7 @@ def _supply_of(machine: Machine, gpus: Sequence[Gpu]) -> Supply:
     )
 
 
-def _memory_nodes(machine: Machine) -> tuple[NumaNode, ...]:
+def _memory_nodes(machine: Machine) -> Nodes:
     """Return the CPU nodes on which a run may allocate. The cpuset of a job on a part of a node may
     leave some out.
     """
@@ -288,16 +271,14 @@ def example_tflops(plan: Plan, step_s: float | None = None) -> float | None:
         plan: The plan.
         step_s: Seconds of a step; by default those of the plan.
     """
-    seconds = step_s or plan.step_s
+    spec, seconds = plan.spec, step_s or plan.step_s
     if seconds is None:
         return None
-    spec = plan.spec
-    sequences = plan.tokens_per_step // spec.data.sequence_length
     return seed_tflops_total(
         spec.model.parameter_count,
         architecture(spec.model.config),
         spec.data.sequence_length,
-        sequences,
+        plan.tokens_per_step // spec.data.sequence_length,
         seconds,
         checkpointing=spec.model.repeats_products,
     )
@@ -340,18 +321,13 @@ def not_shareable(spec: RunSpec, resources: Resources) -> SequencesNotShareable 
 
 def more_sharing(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield the spec with more ranks for each sequence, and the same sequences in a step."""
-    train, shape = spec.train, profile_of(spec.model).architecture
+    train, shape, hosts = spec.train, profile_of(spec.model).architecture, spec.ranks_per_host
     ranks = 2 * train.sequence_parallel
-    shareable = (
-        not train.router_loss_coefficient
-        and sharing_problem(layer_kinds(spec.model.config), ranks) is None
-    )
-    while shareable and ranks <= spec.ranks_per_host:
-        if (
-            spec.ranks_per_host % ranks == 0
-            and spec.data.sequence_length % ranks == 0
-            and _divides_heads(ranks, shape)
-        ):
+    if train.router_loss_coefficient or sharing_problem(layer_kinds(spec.model.config), ranks):
+        return
+    while ranks <= hosts:
+        divides = not (hosts % ranks or spec.data.sequence_length % ranks)
+        if divides and _divides_heads(ranks, shape):
             # With a target of tokens, accumulation follows from it.
             times = 1 if train.tokens_per_step else ranks // train.sequence_parallel
             accumulation = times * train.gradient_accumulation

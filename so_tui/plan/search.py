@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -36,9 +36,8 @@ from so_tui.plan.fit import (
     best,
     in_mode,
     mode_without_gpu,
-    step_with,
 )
-from so_tui.plan.notes import AutoMode, Change, LargerSteps
+from so_tui.plan.notes import AutoMode, AutoReason, Change, LargerSteps
 from so_tui.plan.plan import Verdict
 from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
@@ -54,10 +53,21 @@ from so_tui.spec.run_spec import ModelSpec, RunSpec, StatesFormat
 
 
 _FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
-_ON_HOST: tuple[Literal["attention", "on"], ...] = ("attention", "on")
+OnHost = Literal["attention", "on"]
+_ON_HOST: tuple[OnHost, ...] = ("attention", "on")
 """Where attention's results are kept, what may be in host memory: they alone, which takes the least
 of it, or layer inputs too.
 """
+_ACTIVATION_KEYS = (
+    ("offload", "parameters"),
+    ("model", "activation_checkpointing"),
+    ("model", "tiled_mlp"),
+    ("model", "activation_offload"),
+    ("train", "micro_batch"),
+    ("train", "sequence_parallel"),
+    ("train", "gradient_accumulation"),
+)
+"""Sections and keys on which it depends how much activations take."""
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
 ADVICE_RATIO_STEP = 0.2
@@ -124,42 +134,30 @@ def _batch_splits(spec: RunSpec) -> tuple[int, ...]:
     sequences = train.micro_batch * spec.gradient_accumulation_steps
     if train.tokens_per_step:
         most = train.tokens_per_step / (spec.data.sequence_length * spec.replicas)
-        return tuple(sorted({train.micro_batch, *(size for size in MICRO_BATCHES if size <= most)}))
-    return tuple(
-        sorted(
-            {
-                train.micro_batch,
-                *(size for size in MICRO_BATCHES if size <= sequences and sequences % size == 0),
-            }
-        )
-    )
+        splits = [size for size in MICRO_BATCHES if size <= most]
+    else:
+        splits = [size for size in MICRO_BATCHES if size <= sequences and sequences % size == 0]
+    return tuple(sorted({train.micro_batch, *splits}))
 
 
 def with_micro_batch(spec: RunSpec, micro_batch: int) -> RunSpec:
     """Return the spec with another micro-batch and the same sequences in a step."""
-    train = spec.train
+    train, accumulation = spec.train, spec.train.gradient_accumulation
     if micro_batch == train.micro_batch:
         return spec
-    accumulation = (
-        train.gradient_accumulation
-        if train.tokens_per_step
-        else train.micro_batch * train.gradient_accumulation // micro_batch
-    )
-    return replace(
-        spec, train=replace(train, micro_batch=micro_batch, gradient_accumulation=accumulation)
-    )
+    if not train.tokens_per_step:
+        accumulation = train.micro_batch * accumulation // micro_batch
+    return _with(spec, "train", micro_batch=micro_batch, gradient_accumulation=accumulation)
 
 
 def with_policy(spec: RunSpec, policy: Policy) -> RunSpec:
     """Return the spec with another activation checkpointing."""
-    model = spec.model
-    if model.activation_checkpointing == policy:
+    offload = spec.model.activation_offload
+    if spec.model.activation_checkpointing == policy:
         return spec
-    nothing_left = model.activation_offload == "attention" and policy != "attention"
-    offload = "auto" if nothing_left else model.activation_offload
-    return replace(
-        spec, model=replace(model, activation_checkpointing=policy, activation_offload=offload)
-    )
+    if offload == "attention" and policy != "attention":
+        offload = "auto"  # nothing is left to offload
+    return _with(spec, "model", activation_checkpointing=policy, activation_offload=offload)
 
 
 def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
@@ -177,19 +175,15 @@ def memory_savings(spec: RunSpec) -> Iterator[RunSpec]:
 
 def smaller_activations(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield what ``memory_savings`` yields without moving weights."""
-    model, policy = spec.model, spec.model.activation_checkpointing
-    tiles = (
-        {"tiled_mlp": "on"}
-        if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(model)
-        else {}
-    )
-    ways: tuple[Literal["attention", "on"], ...] = ()
-    if model.activation_offload == "auto" and policy != "none":
+    policy = spec.model.activation_checkpointing
+    tiles: dict[str, str] = {"tiled_mlp": "on"} if _can_tile(spec, spec.model) else {}
+    ways: tuple[OnHost, ...] = ()
+    if spec.model.activation_offload == "auto" and policy != "none":
         ways = _ON_HOST if policy == "attention" else ("on",)
     hosts: list[dict[str, str]] = [{"activation_offload": way} for way in ways]
-    for values in (tiles, *hosts, *({**tiles, **host} for host in hosts if tiles)):
+    for values in (tiles, *hosts, *(tiles | host for host in hosts if tiles)):
         if values:
-            yield replace(spec, model=replace(model, **values))
+            yield _with(spec, "model", **values)
 
 
 def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
@@ -200,22 +194,16 @@ def _results_on_host(spec: RunSpec, found: RunSpec) -> Iterator[RunSpec]:
         spec: As given.
         found: The same with what was decided, whose tiles and weights on the host stay.
     """
-    model, offload = spec.model, replace(spec.offload, parameters=found.offload.parameters)
-    if model.activation_checkpointing not in (
-        "auto",
-        "attention",
-    ) or model.activation_offload not in ("auto", "on", "attention"):
+    model, given = spec.model, spec.model.activation_offload
+    if model.activation_checkpointing not in ("auto", "attention") or given in ("inputs", "off"):
         return
-    ways = _ON_HOST if model.activation_offload == "auto" else (model.activation_offload,)
+    ways = _ON_HOST if given == "auto" else (given,)
     keeping = replace(model, activation_checkpointing="attention", tiled_mlp=found.model.tiled_mlp)
-    tiles = ("on",) if spec.micro_batch_tokens > MLP_TILE_TOKENS and _can_tile(keeping) else ()
+    tiles = ("on",) if _can_tile(spec, keeping) else ()
+    weights = _with(spec, "offload", parameters=found.offload.parameters)
     for tiled in (keeping.tiled_mlp, *tiles):
         for way in ways:
-            yield replace(
-                spec,
-                model=replace(keeping, activation_offload=way, tiled_mlp=tiled),
-                offload=offload,
-            )
+            yield replace(weights, model=replace(keeping, activation_offload=way, tiled_mlp=tiled))
 
 
 def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:
@@ -223,15 +211,18 @@ def weights_on_host(spec: RunSpec) -> Iterator[RunSpec]:
     them there.
     """
     offload = spec.offload
-    if offload.parameters == "auto" and (
-        offload.engine == "so-tui" or offload.mode == "zerooffload"
-    ):
-        yield replace(spec, offload=replace(offload, parameters="cpu"))
+    can = offload.engine == "so-tui" or offload.mode == "zerooffload"
+    if offload.parameters == "auto" and can:
+        yield _with(spec, "offload", parameters="cpu")
 
 
-def _can_tile(model: ModelSpec) -> bool:
-    recomputed = model.activation_checkpointing in ("auto", *TILED_POLICIES)
-    return model.tiled_mlp == "auto" and recomputed and not profile_of(model).architecture.experts
+def _can_tile(spec: RunSpec, model: ModelSpec) -> bool:
+    return (
+        spec.micro_batch_tokens > MLP_TILE_TOKENS
+        and model.tiled_mlp == "auto"
+        and model.activation_checkpointing in ("auto", *TILED_POLICIES)
+        and not profile_of(model).architecture.experts
+    )
 
 
 def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[Alternative]:
@@ -260,21 +251,12 @@ def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
 
 def alternative_to(before: RunSpec, after: RunSpec) -> Alternative:
     """Return a spec as an alternative to another that differs in what its activations take."""
-    keys = {
-        "offload": ("parameters",),
-        "model": ("activation_checkpointing", "tiled_mlp", "activation_offload"),
-        "train": ("micro_batch", "sequence_parallel", "gradient_accumulation"),
-    }
-    values = [
-        Change(
-            f"{section}.{key}",
-            getattr(getattr(before, section), key),
-            getattr(getattr(after, section), key),
-        )
-        for section, names in keys.items()
-        for key in names
-    ]
-    return Alternative(tuple(change for change in values if change.before != change.after), after)
+    changes = []
+    for section, key in _ACTIVATION_KEYS:
+        old, new = (getattr(getattr(spec, section), key) for spec in (before, after))
+        if old != new:
+            changes.append(Change(f"{section}.{key}", old, new))
+    return Alternative(tuple(changes), after)
 
 
 def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:
@@ -287,12 +269,16 @@ def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:
 
 
 def _changed(spec: RunSpec, section: str, **values: str | int | float) -> Alternative:
-    """Return the spec with these values in one of its sections."""
+    """Return the spec with these values in one of its sections, as an alternative to it."""
     before = getattr(spec, section)
     changes = tuple(
         Change(f"{section}.{name}", getattr(before, name), value) for name, value in values.items()
     )
-    return Alternative(changes, replace(spec, **{section: replace(before, **values)}))
+    return Alternative(changes, _with(spec, section, **values))
+
+
+def _with(spec: RunSpec, section: str, **values: str | int | float) -> RunSpec:
+    return replace(spec, **{section: replace(getattr(spec, section), **values)})
 
 
 # The offload ratio at which settings that fit are the fastest. Pure.
@@ -312,15 +298,10 @@ def rate(found: Assessment) -> float:
     """Return the sequences per second of one rank, of a shared one its part; 0 where no speed is
     known.
     """
-    train = found.spec.train
-    return (
-        train.micro_batch
-        * found.spec.gradient_accumulation_steps
-        / train.sequence_parallel
-        / found.step.total_s
-        if found.step
-        else 0.0
-    )
+    train, steps = found.spec.train, found.spec.gradient_accumulation_steps
+    if not found.step:
+        return 0.0
+    return train.micro_batch * steps / train.sequence_parallel / found.step.total_s
 
 
 def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
@@ -335,32 +316,24 @@ def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
     The ratios in between are tried coarsely, then closely around the best. Of ratios that are as
     good, the smallest stays, which takes the least host memory; otherwise the given one.
     """
-    if (
-        chosen.spec.offload.mode != "superoffload"
-        or chosen.verdict != "fits"
-        or chosen.step is None
-    ):
+    least = chosen.spec.offload.ratio
+    if chosen.mode != "superoffload" or chosen.verdict != "fits" or chosen.step is None:
         return chosen
-    larger = [ratio for ratio in RATIOS if ratio > chosen.spec.offload.ratio]
-    known = {chosen.spec.offload.ratio: chosen}
-    seconds = {chosen.spec.offload.ratio: _expected_s(chosen)}
+    larger = [ratio for ratio in RATIOS if ratio > least]
+    known, seconds = {least: chosen}, {least: _expected_s(chosen)}
 
     def try_all(ratios: Iterable[float]) -> float:
         for ratio in set(ratios).difference(known):
-            found = known[ratio] = assess(
-                in_mode(chosen.spec, "superoffload", ratio), chosen.target
-            )
-            if found.verdict == "fits":
-                seconds[ratio] = _expected_s(found)
+            known[ratio] = assess(in_mode(chosen.spec, "superoffload", ratio), chosen.target)
+            if known[ratio].verdict == "fits":
+                seconds[ratio] = _expected_s(known[ratio])
         return min(seconds, key=lambda ratio: seconds[ratio])
 
-    asked = max(chosen.spec.offload.ratio, given.offload.ratio)
+    asked = max(least, given.offload.ratio)
     best = try_all([*larger[::_COARSE], *larger[-1:], asked])
     best = try_all(ratio for ratio in larger if abs(ratio - best) < _COARSE * RATIOS[1])
     alike = [ratio for ratio in seconds if seconds[ratio] <= (1 + _ALIKE) * seconds[best]]
-    return known[
-        next((ratio for ratio in (chosen.spec.offload.ratio, asked) if ratio in alike), best)
-    ]
+    return known[next((ratio for ratio in (least, asked) if ratio in alike), best)]
 
 
 def _expected_s(found: Assessment) -> float:
@@ -372,17 +345,14 @@ def _expected_s(found: Assessment) -> float:
         return float("inf")
     if speed is None or speed.calibrated or target.probes:
         return found.step.total_s
-    slower = msgspec.structs.replace(
+    slower = replace(
         speed,
         adam=tuple((cores, _SLOWER * rate) for cores, rate in speed.adam),
         adam_together=tuple((ranks, _SLOWER * rate) for ranks, rate in speed.adam_together),
         node_bytes_per_s=_SLOWER * speed.node_bytes_per_s,
     )
-    there = step_with(
-        found,
-        found.spec,
-        dataclasses.replace(target, resources=dataclasses.replace(target.resources, speed=slower)),
-    )
+    resources = dataclasses.replace(target.resources, speed=slower)
+    there = found.step_with(dataclasses.replace(target, resources=resources))
     return found.step.total_s if there is None else (found.step.total_s + there.total_s) / 2
 
 
@@ -462,16 +432,13 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: F
     best, policy = found.best, policy_of(found.best.spec.model)
     if best.verdict != "fits" or target.resources.supply.one_memory or not rate(best):
         return found
-    if policy not in TILED_POLICIES or (policy == "attention" and best.spec.offload.mode == "gpu"):
+    if policy not in TILED_POLICIES or (policy == "attention" and best.mode == "gpu"):
         return found
     chosen = found
     for keeping in _results_on_host(spec, best.spec):
         other = search(keeping, target)
-        if (
-            other.best.verdict == "fits"
-            and offloads_results(other.best.spec.model)
-            and clearly_faster(rate(other.best), rate(chosen.best))
-        ):
+        fits = other.best.verdict == "fits" and offloads_results(other.best.spec.model)
+        if fits and clearly_faster(rate(other.best), rate(chosen.best)):
             chosen = other
     if chosen is found:
         return found
@@ -479,148 +446,118 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: F
 
 
 def _decided(spec: RunSpec, target: Target) -> Found:
+    def decide(found: Assessment, why: AutoReason, **more: Any) -> Found:
+        return Found(found, why=(AutoMode(mode=found.mode, why=why, **more),))
+
     if spec.offload.mode != "auto":
         return Found(_fastest_policy(spec, target))
     if not target.resources.has_gpu:
-        mode = mode_without_gpu(spec)
-        found = _fastest_policy(in_mode(spec, mode), target)
-        return Found(found, why=(AutoMode(mode=mode, why="no-gpu"),))
+        return decide(_fastest_policy(in_mode(spec, mode_without_gpu(spec)), target), "no-gpu")
     offloaded = _fastest_policy(in_mode(spec, "superoffload"), target)
     if target.resources.gpu_memory_unknown:
-        return Found(offloaded, why=(AutoMode(mode="superoffload", why="gpu-memory-unknown"),))
+        return decide(offloaded, "gpu-memory-unknown")
     if spec.offload.parameters == "cpu":
-        return Found(offloaded, why=(AutoMode(mode="superoffload", why="weights-on-host"),))
+        return decide(offloaded, "weights-on-host")
     on_gpu = _fastest_policy(in_mode(spec, "gpu"), target)
-    if on_gpu.verdict == "fits" and (
-        offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu))
-    ):
-        return Found(on_gpu, why=(AutoMode(mode="gpu", why="fits-on-gpu"),))
-    if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
-        why = AutoMode(
-            mode="gpu",
-            why="offload-does-not-fit",
-            ratio=spec.offload.ratio,
-            shortage=offloaded.worst,
-        )
-        return Found(on_gpu, why=(why,))
     if on_gpu.verdict == "fits":
+        if offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu)):
+            return decide(on_gpu, "fits-on-gpu")
         alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
-        why = AutoMode(mode="superoffload", why="overlaps" if alike else "less-recomputation")
-    else:
-        why = AutoMode(mode="superoffload", why="gpu-does-not-fit", shortage=on_gpu.worst)
-    return Found(offloaded, why=(why,))
+        return decide(offloaded, "overlaps" if alike else "less-recomputation")
+    if on_gpu.verdict == "tight" and offloaded.verdict == "does not fit":
+        ratio = spec.offload.ratio
+        return decide(on_gpu, "offload-does-not-fit", ratio=ratio, shortage=offloaded.worst)
+    return decide(offloaded, "gpu-does-not-fit", shortage=on_gpu.worst)
 
 
-def _best_first(tried: Sequence[Assessment]) -> tuple[Assessment, ...]:
-    return tuple(sorted(tried, key=lambda found: (_ORDER[found.verdict], -rate(found))))
+def _merit(found: Assessment) -> tuple[int, float]:
+    """Return the key by which the best settings come first."""
+    return _ORDER[found.verdict], -rate(found)
+
+
+def _best_first(tried: Iterable[Assessment]) -> tuple[Assessment, ...]:
+    return tuple(sorted(tried, key=_merit))
 
 
 def _best_of_variants(spec: RunSpec, target: Target) -> Found:
     """Return the best of what differs in mode, ratio, recomputation and micro-batch alone."""
-    variants = _Variants(spec, target)
-    least_memory = _least_memory(variants)
+
+    @cache
+    def variant(policy: Policy, micro_batch: int) -> Candidates:
+        return Candidates(with_policy(with_micro_batch(spec, micro_batch), policy), target)
+
+    # On the GPU the smallest micro-batch takes the least memory; on the host the largest, with
+    # fewest gradients to sum.
+    sizes = _batch_splits(spec)
+    least_memory = [
+        variant("full", size).best
+        for size in dict.fromkeys((sizes[0], spec.train.micro_batch, sizes[-1]))
+    ]
     nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
     if nothing_fits or target.resources.speed is None or target.resources.gpu_memory_unknown:
         tried = sorted([best(spec, target), *least_memory], key=lambda found: _ORDER[found.verdict])
         return Found(tried[0], tuple(tried))
-    tried = [*_tried(variants)]
+    tried = []
+    for policy in policies(spec, target):
+        for size in sizes:
+            on_gpu, offloaded = variant(policy, size).on_gpu, None
+            if on_gpu is not None:
+                tried.append(on_gpu)
+                if on_gpu.verdict == "fits":
+                    continue
+            offloaded = variant(policy, size).offloaded
+            tried.append(offloaded)
+            if any(short.fatal and short.pool == "gpu" for short in offloaded.shortages):
+                break  # nor would a larger micro-batch
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
     ordered = _best_first(tried)
     return Found(_simplest(spec, ordered), ordered)
 
 
-class _Variants:
-    """A spec with other micro-batches and other recomputation. Each variant is assessed once."""
-
-    def __init__(self, spec: RunSpec, target: Target) -> None:
-        self.spec, self.target = spec, target
-        self._known: dict[tuple[Policy, int], Candidates] = {}
-
-    def of(self, policy: Policy, micro_batch: int) -> Candidates:
-        key = (policy, micro_batch)
-        if (found := self._known.get(key)) is None:
-            found = self._known[key] = Candidates(
-                with_policy(with_micro_batch(self.spec, micro_batch), policy), self.target
-            )
-        return found
-
-
 def _fastest_policy(spec: RunSpec, target: Target) -> Assessment:
     """Return a spec whose mode and ratio are decided, with the fastest recomputation where it is
     left open.
     """
-    found = [assess(with_policy(spec, policy), target) for policy in policies(spec, target)]
-    return min(found, key=lambda found: (_ORDER[found.verdict], -rate(found)))
+    tried = (assess(with_policy(spec, policy), target) for policy in policies(spec, target))
+    return min(tried, key=_merit)
 
 
 def policies(spec: RunSpec, target: Target) -> tuple[Policy, ...]:
     """Return the recomputation to try: the given one; all where it is left open and speeds are
     known; else ``full``.
     """
-    given = spec.model.activation_checkpointing
+    given, offload = spec.model.activation_checkpointing, spec.model.activation_offload
     if given != "auto":
         return (given,)
     if target.resources.speed is None:
         return ("full",)
-    if spec.model.tiled_mlp == "on" and spec.model.activation_offload != "attention":
-        return TILED_POLICIES
-    if spec.model.activation_offload == "attention":
+    if offload == "attention":
         return ("attention",)
-    return (
-        tuple(policy for policy in POLICIES if policy != "none")
-        if spec.model.activation_offload in ("on", "inputs")
-        else POLICIES
-    )
+    if spec.model.tiled_mlp == "on":
+        return TILED_POLICIES
+    if offload in ("on", "inputs"):
+        return tuple(policy for policy in POLICIES if policy != "none")
+    return POLICIES
 
 
 def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
     """Return the spec with the smallest share of cores for CPU Adam that makes no step longer: the
     training process can use the others.
     """
-    spec = chosen.spec
-    if (
-        spec.offload.mode != "superoffload"
-        or not spec.offload.ratio
-        or target.resources.speed is None
-        or target.resources.problem
-    ):
+    spec, offload, resources = chosen.spec, chosen.spec.offload, target.resources
+    if chosen.mode != "superoffload" or not offload.ratio:
+        return spec
+    if resources.speed is None or resources.problem:
         return spec
     found = []
-    for fraction in sorted({*CORE_FRACTIONS, spec.offload.cpu_adam_cores_fraction}):
-        varied = replace(spec, offload=replace(spec.offload, cpu_adam_cores_fraction=fraction))
-        step = step_with(chosen, varied, target.on(target.resources.gpus, fraction))
+    for fraction in sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction}):
+        varied = _with(spec, "offload", cpu_adam_cores_fraction=fraction)
+        step = chosen.step_with(target.on(resources.gpus, fraction), spec=varied)
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)
     return next((varied for seconds, varied in found if seconds <= 1.002 * quickest), spec)
-
-
-def _least_memory(variants: _Variants) -> list[Assessment]:
-    """Assess what takes the least memory: on the GPU the smallest micro-batch; on the host the
-    largest, with fewest gradients to sum.
-    """
-    sizes = _batch_splits(variants.spec)
-    return [
-        variants.of("full", size).best
-        for size in dict.fromkeys((sizes[0], variants.spec.train.micro_batch, sizes[-1]))
-    ]
-
-
-def _tried(variants: _Variants) -> Iterator[Assessment]:
-    for policy in policies(variants.spec, variants.target):
-        for micro_batch in _batch_splits(variants.spec):
-            variant = variants.of(policy, micro_batch)
-            if variant.on_gpu is not None:
-                yield variant.on_gpu
-                if variant.on_gpu.verdict == "fits":
-                    continue
-            yield variant.offloaded
-            if any(
-                shortage.fatal and shortage.pool == "gpu"
-                for shortage in variant.offloaded.shortages
-            ):
-                break  # nor would a larger micro-batch
 
 
 def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
@@ -634,13 +571,9 @@ def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
     fastest = at_fastest_ratio(spec, tried[0])
 
     def departures(found: Assessment) -> tuple[bool, bool, bool, float]:
-        offloads = found.spec.offload.mode != "gpu"
-        return (
-            offloads,
-            found.spec.train.micro_batch != spec.train.micro_batch,
-            not (offloads or found.roomy),
-            -rate(found),
-        )
+        offloads = found.mode != "gpu"
+        other_batch = found.spec.train.micro_batch != spec.train.micro_batch
+        return offloads, other_batch, not (offloads or found.roomy), -rate(found)
 
     alike = [
         found
@@ -655,13 +588,13 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     """Yield what more tokens in a step would gain, where much of it waits for the optimizer. It
     changes training, so the user decides.
     """
-    if (
-        chosen.verdict != "fits"
-        or not chosen.step
-        or chosen.step.exposed_optimizer_s < _LONG_WAIT * chosen.step.total_s
-    ):
+    step, key = chosen.step, "gradient_accumulation"
+    if chosen.verdict != "fits" or not step or step.exposed_optimizer_s < _LONG_WAIT * step.total_s:
         return
-    larger = best_settings(_with_more_tokens(given), chosen.target).best
+    if given.train.tokens_per_step:
+        key = "tokens_per_step"
+    value = _LARGER * getattr(given.train, key)
+    larger = best_settings(_with(given, "train", **{key: value}), chosen.target).best
     if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
         return
     sequences = (
@@ -671,22 +604,11 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
         * larger.spec.train.micro_batch
     )
     yield LargerSteps(
-        step_s=chosen.step.total_s,
-        exposed_optimizer_s=chosen.step.exposed_optimizer_s,
+        step_s=step.total_s,
+        exposed_optimizer_s=step.exposed_optimizer_s,
         times=_LARGER,
         tokens=given.data.sequence_length * sequences,
-        key="train.tokens_per_step"
-        if given.train.tokens_per_step
-        else "train.gradient_accumulation",
-        value=larger.spec.train.tokens_per_step or given.train.gradient_accumulation * _LARGER,
+        key=f"train.{key}",
+        value=larger.spec.train.tokens_per_step or value,
         faster=rate(larger) / rate(chosen),
-    )
-
-
-def _with_more_tokens(given: RunSpec) -> RunSpec:
-    train = given.train
-    if train.tokens_per_step:
-        return replace(given, train=replace(train, tokens_per_step=_LARGER * train.tokens_per_step))
-    return replace(
-        given, train=replace(train, gradient_accumulation=_LARGER * train.gradient_accumulation)
     )

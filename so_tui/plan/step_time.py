@@ -18,13 +18,13 @@ from msgspec import Struct
 
 from so_tui.model.flops import attention_pairs
 from so_tui.model.profile import norm_bytes, offloaded_bytes, policy_of
-from so_tui.model.shape import WEIGHT_BYTES, PlannedSubGroup, bucket_tokens
+from so_tui.model.shape import WEIGHT_BYTES, bucket_tokens
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
 from so_tui.plan.plan import PlannedRates, StepTime
 from so_tui.plan.rates import Speed, StepConstants, constants
 from so_tui.plan.resources import exchanged_bytes
-from so_tui.plan.terms import Formula, MemoryTerm
+from so_tui.plan.terms import MemoryTerm, term
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import MASKED_BACKENDS, AttentionBackend
 from so_tui.spec.run_spec import RunSpec
@@ -53,22 +53,12 @@ WORKER_BYTES = 36
 
 
 class OffloadedStates(Struct, frozen=True, kw_only=True):
-    """What one rank has to move and step."""
+    """What one rank has to step."""
 
-    parameters: int
-    """All of the rank's: every gradient goes to the host, whatever the ratio."""
     on_cpu: int
-    """Those whose optimizer states are in host memory."""
+    """Parameters whose optimizer states are in host memory."""
     last_sub_group: int
     """Those of the largest sub-group, which the worker can only begin when backward is over."""
-
-
-def _gradient_copies_s(states: OffloadedStates, speed: Speed) -> float:
-    """Return how long the copies of one backward's gradients take on the link; Python waits for
-    each of them.
-    """
-    there_and_back = 2 * states.parameters * (1 / speed.d2h_bytes_per_s + 1 / speed.h2d_bytes_per_s)
-    return there_and_back + 4 * states.on_cpu / speed.pageable_d2h_bytes_per_s
 
 
 def exposed_adam_s(states: OffloadedStates, adam_bytes_per_s: float, backward_s: float) -> float:
@@ -110,233 +100,6 @@ class Pass(Struct, frozen=True, kw_only=True):
     """
     exposed_copies_s: float = 0.0
     """Of both, the time by which copies of what layers keep in host memory make them longer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassModel:
-    """The passes of a placed spec on a GPU of known speed."""
-
-    placement: Placement
-    speed: Speed
-    workload: Workload = field(default_factory=Workload)
-    attention: AttentionBackend = "torch-flash"
-    between_hosts_bytes_per_s: float | None = None
-    """How fast a collective enters and leaves each of several hosts; None on one."""
-    fetches: bool = True
-    """Whether weights in host memory are fetched; if not, passes are as if the GPU had them."""
-    use: StepConstants = field(default_factory=lambda: constants().step)
-
-    @cached_property
-    def all_gather_s(self) -> float:
-        """Seconds of one all-gather of all weights; backward all-gathers them again, and reduces as
-        much.
-        """
-        rates = [self.between_hosts_bytes_per_s] if self.between_hosts_bytes_per_s else []
-        if self.between_hosts_bytes_per_s is None or self.placement.local_ranks > 1:
-            rates.append(self.speed.peer_bytes_per_s)
-        return self.gathered_bytes / min(rates)
-
-    @property
-    def gathered_bytes(self) -> float:
-        """Bytes that each rank, and each host, receives in one all-gather of all weights."""
-        layout = self.placement.layout
-        return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks
-
-    @cached_property
-    def one_pass(self) -> Pass:
-        """Forward with the loss, which forms its gradients there, and backward with what it
-        recomputes.
-
-        All-gathers take part of the GPU from the computation they overlap with. Where layers are
-        small the GPU waits for Python, and has time for both.
-        """
-        use, layers, gather_s = (
-            self.use,
-            self.placement.profile.architecture.layers,
-            self.all_gather_s,
-        )
-        layers_s = self._layers_s()
-        overhead_s = layers * self.speed.layer_launch_overhead_of(self.placement.layout.ranks)
-        gathering = use.all_gather_launches_per_layer if self.placement.layout.ranks > 1 else 0.0
-        # Selective recomputation runs all of a layer's Python again, and skips its products.
-        again = (
-            0.0
-            if policy_of(self.placement.spec.model) == "none"
-            else use.forward_launches_per_layer
-        )
-        forward_python_s = (use.forward_launches_per_layer + gathering) * overhead_s
-        fetched_s = self.fetched_weights_s
-        forward = max(
-            layers_s.forward + use.all_gather_share * gather_s,
-            gather_s + fetched_s,
-            forward_python_s,
-        )
-        python = (use.backward_launches_per_layer + again + gathering) * overhead_s
-        backward = max(
-            layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
-            2 * gather_s + fetched_s,
-            python,
-        )
-        # What layers keep on the host is copied beside all that, in backward behind weights from
-        # there.
-        waits = max(0.0, self.kept_copies_s(self.speed.d2h_bytes_per_s) - forward)
-        waits_back = max(0.0, self.kept_copies_s(self.speed.h2d_bytes_per_s) + fetched_s - backward)
-        return Pass(
-            forward_s=forward + waits + self._loss_s(),
-            backward_s=backward + waits_back,
-            backward_python_s=python,
-            exposed_copies_s=waits + waits_back,
-        )
-
-    def _layers_s(self) -> _Layers:
-        """Return the seconds of all layers' forward, their backward, and what it recomputes."""
-        placement, use = self.placement, self.use
-        profile, shape, tokens = (
-            placement.profile,
-            placement.profile.architecture,
-            self._computed_tokens,
-        )
-        rate = self.speed.matrix_flops * (
-            use.expert_efficiency if shape.experts else use.matrix_efficiency
-        )
-        products = (
-            2.0 * tokens * (profile.flops.active_parameters - profile.flops.head_parameters) / rate
-        )
-        elementwise = tokens * shape.layers * profile.elementwise_bytes / self._moved_bytes_per_s
-        attention_forward, attention_backward = self._attention_s()
-        unfused_experts = shape.experts and not profile.fused
-        expert_products = (
-            6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate
-            if unfused_experts
-            else 0.0
-        )
-        again = 2.0 * tokens * profile.flops.repeated(tiled=placement.tiled) / rate
-        repeated = {
-            "full": again + elementwise + attention_forward,
-            "attention": again + elementwise,
-            "selective": elementwise + expert_products,
-            "none": 0.0,
-        }
-        in_tiles = self._norms_again_s() if placement.tiled else 0.0
-        exchange = self._exchange_s()
-        policy = policy_of(placement.spec.model)
-        return _Layers(
-            forward=products + elementwise + attention_forward + exchange,
-            backward=2 * (products + elementwise) + attention_backward + exchange + in_tiles,
-            repeated=repeated[policy] + (exchange if policy != "none" else 0.0),
-        )
-
-    def _norms_again_s(self) -> float:
-        """Return the seconds of norms that tiles of feed-forward blocks compute again."""
-        profile, shape = self.placement.profile, self.placement.profile.architecture
-        norms = 0 if profile.fused else norm_bytes(shape, fused=False)
-        return self._computed_tokens * shape.layers * norms / self._moved_bytes_per_s
-
-    def _exchange_s(self) -> float:
-        """Return the seconds of trading tokens for heads and back in one pass over all layers,
-        where ranks share sequences.
-
-        Attention waits for it, so nothing hides it.
-        """
-        shape, ranks = (
-            self.placement.profile.architecture,
-            self.placement.spec.train.sequence_parallel,
-        )
-        if ranks == 1:
-            return 0.0
-        return (
-            self._computed_tokens
-            * shape.layers
-            * exchanged_bytes(shape, ranks)
-            / self.speed.peer_bytes_per_s
-        )
-
-    def kept_copies_s(self, bytes_per_s: float) -> float:
-        """Return the seconds of copying in one direction what layers keep in host memory between
-        the passes of one micro-batch.
-        """
-        placement = self.placement
-        return (
-            self._computed_tokens
-            * offloaded_bytes(placement.profile.architecture, placement.spec.model)
-            / bytes_per_s
-        )
-
-    @property
-    def fetched_weights_s(self) -> float:
-        """Seconds of copying this rank's weights in host memory to the GPU, once for each of the
-        two passes. Computation hides them.
-        """
-        return 2 * self.placement.host_weights / self.speed.h2d_bytes_per_s if self.fetches else 0.0
-
-    @cached_property
-    def _computed_tokens(self) -> float:
-        """Positions of a micro-batch that are computed: backends that take boundaries see little
-        padding, others rows of one width.
-        """
-        positions = self.placement.tokens
-        if self.attention in MASKED_BACKENDS:
-            return positions * self._row_share
-        return min(positions, positions * self.workload.useful_share + bucket_tokens(positions) / 2)
-
-    @property
-    def _row_share(self) -> float:
-        """Width of a micro-batch's rows, of the sequence length, where attention takes a mask."""
-        return self.workload.row_share(self.placement.spec.train.micro_batch)
-
-    def _attention_s(self) -> tuple[float, float]:
-        """Return the seconds of attention in all layers' forward and backward.
-
-        Backends that take boundaries attend within documents, masked ones to all pairs of a row. A
-        sliding window makes a document as slow as one of twice its length.
-        """
-        flops, length = self.placement.profile.flops, self.placement.spec.data.sequence_length
-        if self.attention in MASKED_BACKENDS:
-            row = self._row_share * length
-            rate = self.speed.attention_at(self.attention, row)
-            width = sum(layers * width for layers, width, _ in flops.attention_layers)
-            forward = 4.0 * width * self._computed_tokens * row
-            return forward / rate.forward, BACKWARD_ATTENTION * forward / rate.backward
-        document = self.workload.attended_tokens or float(length)
-        tokens = self.placement.tokens * self.workload.useful_share
-        forward_s = backward_s = 0.0
-        for layers, width, window in flops.attention_layers:
-            rate = self.speed.attention_at(
-                self.attention, document if window is None else min(document, 2.0 * window)
-            )
-            forward = (
-                4.0
-                * width
-                * layers
-                * attention_pairs(round(document), window)
-                * tokens
-                / round(document)
-            )
-            forward_s += forward / rate.forward
-            backward_s += BACKWARD_ATTENTION * forward / rate.backward
-        return forward_s, backward_s
-
-    def _loss_s(self) -> float:
-        profile, use = self.placement.profile, self.use
-        shape, trained = profile.architecture, self.placement.tokens * self.workload.trained_share
-        again = 2.0 * profile.recomputed_logits(int(trained)) * shape.hidden
-        # The head's products are dense in any model.
-        products = (6.0 * trained * profile.flops.head_parameters + again) / (
-            self.speed.matrix_flops * use.matrix_efficiency
-        )
-        return (
-            products
-            + trained * shape.vocabulary * use.loss_bytes_per_logit / self._moved_bytes_per_s
-        )
-
-    @property
-    def _moved_bytes_per_s(self) -> float:
-        """Rate of elementwise work through GPU memory."""
-        speed, use = self.speed, self.use
-        return min(
-            speed.matrix_flops * use.elementwise_bytes_per_flop,
-            speed.hbm_bytes_per_s * use.elementwise_efficiency,
-        )
 
 
 # When the weights that an Adam worker updated are on the GPU again, sub-group by sub-group, and
@@ -416,30 +179,231 @@ ACCUMULATE_BYTES = 10
 """bf16 gradient read, fp32 sum read and written."""
 
 
+# Predicts how long an optimizer step takes, from the model's FLOPs, the bytes it moves, and the
+# rates of the hardware.
+#
+# step = accumulation x (forward + backward + data) + optimizer time that nothing hides + a little.
+# Rates of the hardware are the machine's own where ``so-tui calibrate`` measured them, else
+# published for its kind.
+
+
 @dataclass(frozen=True, kw_only=True)
-class _OptimizerModel:
-    """The optimizer of a placed spec on a host of known speed."""
+class StepModel:
+    """The step of a placed spec on a host of known speed: passes on the GPU, and the optimizer
+    beside and after them.
+    """
 
     placement: Placement
     speed: Speed
-    one_pass: Pass
-    """Beside which its copies and its steps go on."""
-    adam_cores: int
+    workload: Workload = field(default_factory=Workload)
+    attention: AttentionBackend = "torch-flash"
+    between_hosts_bytes_per_s: float | None = None
+    """How fast a collective enters and leaves each of several hosts; None on one."""
+    fetches: bool = True
+    """Whether weights in host memory are fetched; if not, passes are as if the GPU had them."""
+    adam_cores: int = 1
     """Cores that run CPU Adam for one rank."""
-    ranks_per_node: int
+    ranks_per_node: int = 1
     """Ranks that share their node's memory."""
-    use: StepConstants
+    use: StepConstants = field(default_factory=lambda: constants().step)
+
+    def step_time(self) -> StepTime:
+        """Return the seconds of one optimizer step."""
+        once, steps = self.one_pass, self.placement.spec.gradient_accumulation_steps
+        return StepTime(
+            forward_s=steps * once.forward_s,
+            backward_s=steps * once.backward_s + self._gradient_copies_s(),
+            exposed_optimizer_s=self._exposed_s(),
+            data_s=steps * self.use.data_s + self.use.other_s,
+        )
+
+    # The passes of one micro-batch.
+
+    @cached_property
+    def all_gather_s(self) -> float:
+        """Seconds of one all-gather of all weights; backward all-gathers them again, and reduces as
+        much. Each rank, and each host, receives all but its own part.
+        """
+        layout, between = self.placement.layout, self.between_hosts_bytes_per_s
+        rates = [between] if between else []
+        if between is None or self.placement.local_ranks > 1:
+            rates.append(self.speed.peer_bytes_per_s)
+        return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks / min(rates)
+
+    @cached_property
+    def one_pass(self) -> Pass:
+        """Forward with the loss, which forms its gradients there, and backward with what it
+        recomputes.
+
+        All-gathers take part of the GPU from the computation they overlap with. Where layers are
+        small the GPU waits for Python, and has time for both.
+        """
+        use, placement, gather_s = self.use, self.placement, self.all_gather_s
+        ranks, launches = placement.layout.ranks, use.forward_launches_per_layer
+        layers_s, fetched_s = self._layers_s(), self.fetched_weights_s
+        overhead_s = placement.profile.architecture.layers * self.speed.layer_launch_overhead_of(
+            ranks
+        )
+        gathering = use.all_gather_launches_per_layer if ranks > 1 else 0.0
+        # Selective recomputation runs all of a layer's Python again, and skips its products.
+        again = 0.0 if policy_of(placement.spec.model) == "none" else launches
+        forward = max(
+            layers_s.forward + use.all_gather_share * gather_s,
+            gather_s + fetched_s,
+            (launches + gathering) * overhead_s,
+        )
+        python = (use.backward_launches_per_layer + again + gathering) * overhead_s
+        backward = max(
+            layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
+            2 * gather_s + fetched_s,
+            python,
+        )
+        # What layers keep on the host is copied beside all that, in backward behind weights from
+        # there.
+        waits = max(0.0, self.kept_copies_s(self.speed.d2h_bytes_per_s) - forward)
+        waits_back = max(0.0, self.kept_copies_s(self.speed.h2d_bytes_per_s) + fetched_s - backward)
+        return Pass(
+            forward_s=forward + waits + self._loss_s(),
+            backward_s=backward + waits_back,
+            backward_python_s=python,
+            exposed_copies_s=waits + waits_back,
+        )
+
+    def _layers_s(self) -> _Layers:
+        """Return the seconds of all layers' forward, their backward, and what it recomputes."""
+        placement, use, tokens = self.placement, self.use, self._computed_tokens
+        profile, flops = placement.profile, placement.profile.flops
+        shape, policy = profile.architecture, policy_of(placement.spec.model)
+        rate = self.speed.matrix_flops * (
+            use.expert_efficiency if shape.experts else use.matrix_efficiency
+        )
+        products = 2.0 * tokens * (flops.active_parameters - flops.head_parameters) / rate
+        elementwise = tokens * shape.layers * profile.elementwise_bytes / self._moved_bytes_per_s
+        attention_forward, attention_backward = self._attention_s()
+        expert_products = in_tiles = 0.0
+        if shape.experts and not profile.fused:
+            expert_products = (
+                6.0 * tokens * shape.hidden * shape.active_intermediate * shape.layers / rate
+            )
+        again = 2.0 * tokens * flops.repeated(tiled=placement.tiled) / rate
+        repeated = {
+            "full": again + elementwise + attention_forward,
+            "attention": again + elementwise,
+            "selective": elementwise + expert_products,
+            "none": 0.0,
+        }
+        if placement.tiled:  # tiles of feed-forward blocks compute norms again
+            norms = 0 if profile.fused else norm_bytes(shape, fused=False)
+            in_tiles = tokens * shape.layers * norms / self._moved_bytes_per_s
+        exchange = self._exchange_s()
+        return _Layers(
+            forward=products + elementwise + attention_forward + exchange,
+            backward=2 * (products + elementwise) + attention_backward + exchange + in_tiles,
+            repeated=repeated[policy] + (exchange if policy != "none" else 0.0),
+        )
+
+    def _exchange_s(self) -> float:
+        """Return the seconds of trading tokens for heads and back in one pass over all layers,
+        where ranks share sequences.
+
+        Attention waits for it, so nothing hides it.
+        """
+        shape = self.placement.profile.architecture
+        ranks = self.placement.spec.train.sequence_parallel
+        if ranks == 1:
+            return 0.0
+        sent = self._computed_tokens * shape.layers * exchanged_bytes(shape, ranks)
+        return sent / self.speed.peer_bytes_per_s
+
+    def kept_copies_s(self, bytes_per_s: float) -> float:
+        """Return the seconds of copying in one direction what layers keep in host memory between
+        the passes of one micro-batch.
+        """
+        placement = self.placement
+        each = offloaded_bytes(placement.profile.architecture, placement.spec.model)
+        return self._computed_tokens * each / bytes_per_s
+
+    @property
+    def fetched_weights_s(self) -> float:
+        """Seconds of copying this rank's weights in host memory to the GPU, once for each of the
+        two passes. Computation hides them.
+        """
+        return 2 * self.placement.host_weights / self.speed.h2d_bytes_per_s if self.fetches else 0.0
+
+    @cached_property
+    def _computed_tokens(self) -> float:
+        """Positions of a micro-batch that are computed: backends that take boundaries see little
+        padding, others rows of one width.
+        """
+        positions = self.placement.tokens
+        if self.attention in MASKED_BACKENDS:
+            return positions * self._row_share
+        return min(positions, positions * self.workload.useful_share + bucket_tokens(positions) / 2)
+
+    @property
+    def _row_share(self) -> float:
+        """Width of a micro-batch's rows, of the sequence length, where attention takes a mask."""
+        return self.workload.row_share(self.placement.spec.train.micro_batch)
+
+    def _attention_s(self) -> tuple[float, float]:
+        """Return the seconds of attention in all layers' forward and backward.
+
+        Backends that take boundaries attend within documents, masked ones to all pairs of a row. A
+        sliding window makes a document as slow as one of twice its length.
+        """
+        length = self.placement.spec.data.sequence_length
+        kinds = self.placement.profile.flops.attention_layers
+        parts: list[tuple[float, float]] = []
+        """(Length that sets the rate, FLOPs of forward)."""
+        if self.attention in MASKED_BACKENDS:
+            row = self._row_share * length
+            width = sum(layers * width for layers, width, _ in kinds)
+            parts.append((row, 4.0 * width * self._computed_tokens * row))
+        else:
+            document = self.workload.attended_tokens or float(length)
+            tokens, whole = self.placement.tokens * self.workload.useful_share, round(document)
+            for layers, width, window in kinds:
+                reach = document if window is None else min(document, 2.0 * window)
+                pairs = attention_pairs(whole, window)
+                parts.append((reach, 4.0 * width * layers * pairs * tokens / whole))
+        forward_s = backward_s = 0.0
+        for reach, forward in parts:
+            rate = self.speed.attention_at(self.attention, reach)
+            forward_s += forward / rate.forward
+            backward_s += BACKWARD_ATTENTION * forward / rate.backward
+        return forward_s, backward_s
+
+    def _loss_s(self) -> float:
+        profile, use = self.placement.profile, self.use
+        shape, trained = profile.architecture, self.placement.tokens * self.workload.trained_share
+        again = 2.0 * profile.recomputed_logits(int(trained)) * shape.hidden
+        # The head's products are dense in any model.
+        products = 6.0 * trained * profile.flops.head_parameters + again
+        moved = trained * shape.vocabulary * use.loss_bytes_per_logit
+        return (
+            products / (self.speed.matrix_flops * use.matrix_efficiency)
+            + moved / self._moved_bytes_per_s
+        )
+
+    @property
+    def _moved_bytes_per_s(self) -> float:
+        """Rate of elementwise work through GPU memory."""
+        speed, use = self.speed, self.use
+        return min(
+            speed.matrix_flops * use.elementwise_bytes_per_flop,
+            speed.hbm_bytes_per_s * use.elementwise_efficiency,
+        )
+
+    # The optimizer.
 
     def rates(self) -> PlannedRates | None:
         """Return the rates of offloading with our engine; None without it."""
         spec, cpu_numel = self.placement.spec, self.placement.layout.cpu_numel
         if not own_engine(spec) or not cpu_numel:
             return None
-        least_share = (
-            min(self.use.clipped_adam_share, self.use.speculative_adam_share)
-            if spec.train.gradient_clipping > 0
-            else 1.0
-        )
+        least_share = 1.0
+        if self._clipped:
+            least_share = min(self.use.clipped_adam_share, self.use.speculative_adam_share)
         return PlannedRates(
             adam_bytes_per_s=least_share * self._adam_bytes_per_s,
             d2h_bytes_per_s=self.speed.d2h_bytes_per_s,
@@ -459,7 +423,7 @@ class _OptimizerModel:
     def _undisturbed_adam_bytes_per_s(self) -> float:
         return self.speed.adam_bytes_per_s(self.adam_cores, 1)
 
-    def gradient_copies_s(self) -> float:
+    def _gradient_copies_s(self) -> float:
         """Return what gradients on their way to the host add to backward, over all micro-batches.
 
         Our engine's copies overlap with backward, and its worker sums gradients beside the next
@@ -482,64 +446,49 @@ class _OptimizerModel:
             # Every gradient goes to the gradient partition, and in fp32 to that of its optimizer:
             # two copies over the bus, one after the other. Python waits for them while the GPU
             # computes what was launched before.
-            copies_s = (
-                self.use.zerooffload_copies
-                * (buffer + 4 * layout.cpu_numel)
-                / speed.d2h_bytes_per_s
-            )
+            copied = self.use.zerooffload_copies * (buffer + 4 * layout.cpu_numel)
+            copies_s = copied / speed.d2h_bytes_per_s
             return max(0.0, once.backward_python_s + copies_s - once.backward_s) + further_s
-        return self.use.deepspeed_copies * _gradient_copies_s(self._offloaded, speed) + further_s
+        return self._deepspeed_copies_s + further_s
 
-    def exposed_s(self) -> float:
+    @property
+    def _deepspeed_copies_s(self) -> float:
+        """How long Python waits for the copies of one backward's gradients in DeepSpeed's
+        SuperOffload.
+        """
+        layout, speed = self.placement.layout, self.speed
+        there_and_back = 2 * layout.numel * (1 / speed.d2h_bytes_per_s + 1 / speed.h2d_bytes_per_s)
+        in_fp32 = 4 * layout.cpu_numel / speed.pageable_d2h_bytes_per_s
+        return self.use.deepspeed_copies * (there_and_back + in_fp32)
+
+    def _exposed_s(self) -> float:
         """Return the seconds from the end of the last backward kernel until nothing waits for
         weights any more.
         """
         placement, use, rate = self.placement, self.use, self._adam_bytes_per_s
-        spec, layout = placement.spec, placement.layout
+        spec, layout, numel = placement.spec, placement.layout, placement.layout.cpu_numel
         on_gpu = use.gpu_step_bytes_per_parameter * layout.gpu_numel / self.speed.hbm_bytes_per_s
-        if not layout.cpu_numel:
-            return on_gpu + use.gpu_step_tensor_s * sum(
-                len(group.names) for group in layout.sub_groups
-            )
+        if not numel:
+            tensors = sum(len(group.names) for group in layout.sub_groups)
+            return on_gpu + use.gpu_step_tensor_s * tensors
+        if own_engine(spec):
+            return self._own_exposed_s(on_gpu)
+        undisturbed = self._undisturbed_adam_bytes_per_s
         if spec.offload.mode == "zerooffload":
             # Its kernel slows down where ranks share a node's memory; its passes over gradients and
             # weights are slow by themselves.
-            adam_s = layout.cpu_numel * (
-                ZEROOFFLOAD_ADAM_BYTES / rate + UNSCALE_BYTES / self._undisturbed_adam_bytes_per_s
-            )
-            return on_gpu + adam_s + self._cast_weights_s()
-        if not own_engine(spec):
-            return on_gpu + self._deepspeed_adam_s() + self._cast_weights_s()
-        return self._own_exposed_s(on_gpu)
-
-    @property
-    def _offloaded(self) -> OffloadedStates:
-        layout = self.placement.layout
-        largest = max(
-            (group.numel for group in layout.sub_groups if group.device == "cpu"), default=0
-        )
-        return OffloadedStates(
-            parameters=layout.numel, on_cpu=layout.cpu_numel, last_sub_group=largest
-        )
-
-    def _cast_weights_s(self) -> float:
-        """Return how long DeepSpeed's optimizers take to cast master weights on the host and copy
-        them from pageable memory.
-        """
-        parameters, rate = self.placement.layout.cpu_numel, self.speed.cast_h2d_bytes_per_s
-        if rate is not None:
-            return 2 * parameters / rate
-        other_bytes = self.use.zerooffload_step_bytes - ZEROOFFLOAD_ADAM_BYTES - UNSCALE_BYTES
-        return parameters * other_bytes / self._undisturbed_adam_bytes_per_s
-
-    def _deepspeed_adam_s(self) -> float:
-        states, rate = self._offloaded, self._adam_bytes_per_s
-        if self.placement.spec.train.gradient_clipping > 0:
-            return states.on_cpu * (UNSCALE_BYTES + self.use.deepspeed_clipped_adam_bytes) / rate
-        backward_s = self.one_pass.backward_s + self.use.deepspeed_copies * _gradient_copies_s(
-            states, self.speed
-        )
-        return exposed_adam_s(states, rate, backward_s)
+            adam_s = numel * (ZEROOFFLOAD_ADAM_BYTES / rate + UNSCALE_BYTES / undisturbed)
+        elif self._clipped:
+            adam_s = numel * (UNSCALE_BYTES + use.deepspeed_clipped_adam_bytes) / rate
+        else:
+            states = OffloadedStates(on_cpu=numel, last_sub_group=layout.largest_on("cpu"))
+            backward_s = self.one_pass.backward_s + self._deepspeed_copies_s
+            adam_s = exposed_adam_s(states, rate, backward_s)
+        # Master weights are cast on the host and copied from pageable memory.
+        if (cast_rate := self.speed.cast_h2d_bytes_per_s) is not None:
+            return on_gpu + adam_s + 2 * numel / cast_rate
+        other_bytes = use.zerooffload_step_bytes - ZEROOFFLOAD_ADAM_BYTES - UNSCALE_BYTES
+        return on_gpu + adam_s + numel * other_bytes / undisturbed
 
     def _own_exposed_s(self, on_gpu_s: float) -> float:
         """Return how long our engine's step is exposed. The GPU steps its own sub-groups while the
@@ -572,10 +521,6 @@ class _OptimizerModel:
         groups = {group.index for group in self.placement.layout.sub_groups}
         return frozenset(groups.difference(self.placement.speculating))
 
-    @cached_property
-    def _on_cpu(self) -> list[PlannedSubGroup]:
-        return [group for group in self.placement.layout.sub_groups if group.device == "cpu"]
-
     def _norm_s(self) -> float:
         """Return when the gradient norm is known, unless the worker steps sub-groups whose
         gradients it alone sees.
@@ -584,30 +529,28 @@ class _OptimizerModel:
             return 0.0
         summing_s = 0.0
         if self._accumulated:
-            summed = (group.numel for group in self._on_cpu if group.index in self._held_back)
+            on_cpu = self.placement.layout.cpu_groups
+            summed = (group.numel for group in on_cpu if group.index in self._held_back)
             summing_s = ACCUMULATE_BYTES * next(summed, 0) / self._adam_bytes_per_s
         return self.use.norm_s + summing_s
 
     def _updates(self, norm_s: float) -> Iterator[Update]:
         """Yield the way of each offloaded sub-group through the worker."""
         placement, use, rate = self.placement, self.use, self._adam_bytes_per_s
-        sub_group_size = placement.spec.offload.sub_group_size
-        spans = placement.profile.compute_spans(placement.layout.ranks, sub_group_size)
+        spans = placement.compute_spans
         step_bytes = ADAM_BYTES + (4 if self._accumulated else 0)
         # A forward beside it takes some of its rate, unless ranks that share the memory leave it
         # less than that.
         beside_forward = min(use.clipped_adam_share * self._undisturbed_adam_bytes_per_s, rate)
         beside_backward = use.speculative_adam_share * rate if self._clipped else rate
-        for group in self._on_cpu:
-            begin, returned = (
-                spans[group.index][0],
-                0 if placement.host_weights else 2 * group.numel,
-            )
+        for group in placement.layout.cpu_groups:
+            begin = spans[group.index][0]
             if group.index in self._held_back:
                 ready_s, bytes_per_s = norm_s, beside_forward
             else:
                 copied_s = 2 * group.numel / self.speed.d2h_bytes_per_s
                 ready_s, bytes_per_s = -begin * self.one_pass.backward_s + copied_s, beside_backward
+            returned = 0 if placement.host_weights else 2 * group.numel
             yield Update(begin, ready_s, step_bytes * group.numel / bytes_per_s, returned)
 
     def _early_stepped_s(self, updates: Sequence[Update], norm_s: float) -> float:
@@ -649,20 +592,15 @@ class SecondStates(Struct, frozen=True):
     parameter_bytes: float
 
     @property
-    def bytes(self) -> int:
-        return int(self.parameter_bytes * self.numel)
-
-    @property
     def term(self) -> MemoryTerm:
-        return MemoryTerm(
+        return term(
             "second-states",
             "node",
-            self.bytes,
+            int(self.parameter_bytes * self.numel),
             "exact",
-            Formula(
-                "{} B x {} (a second set of states and weights)",
-                (f"{self.parameter_bytes:g}", self.numel),
-            ),
+            "{} B x {} (a second set of states and weights)",
+            f"{self.parameter_bytes:g}",
+            self.numel,
         )
 
 
@@ -690,27 +628,22 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
         room: Returns the bytes of host memory that each rank may still take. Asked only where the
             spec leaves that to the plan.
     """
-    spec = placement.spec
+    spec, spans = placement.spec, placement.compute_spans
     if not can_speculate(spec) or not placement.layout.cpu_numel:
         return None
     most = [int(spec.offload.speculation_gib * 2**30)] if spec.offload.speculation_gib else []
     if spec.offload.speculation == "auto":
         most.append(max(0, room()))
-    groups = _in_order_of_use(placement)
     each = second_states_bytes(spec)
     budget = min([*most, math.ceil(each * placement.layout.cpu_numel)])
-    found = [
-        groups[position]
-        for position in speculating([group.numel for group in groups], int(budget / each))
-    ]
+    # In the order in which a forward pass first uses them.
+    groups = sorted(placement.layout.cpu_groups, key=lambda group: spans[group.index][0])
+    positions = speculating([group.numel for group in groups], int(budget / each))
+    found = [groups[position] for position in positions]
     if not found:
         return None
-    return SecondStates(
-        tuple(sorted(group.index for group in found)),
-        sum(group.numel for group in found),
-        budget,
-        each,
-    )
+    indices = tuple(sorted(group.index for group in found))
+    return SecondStates(indices, sum(group.numel for group in found), budget, each)
 
 
 class Choice(Struct, frozen=True):
@@ -753,64 +686,6 @@ def choose(
             if fewer and (found := step_of(fewer)):
                 tried.append((fewer, found))
     best, step = min(tried, key=lambda found: found[1].total_s)
-    return (
-        Choice(None, held_back, gains_nothing=True)
-        if step.total_s >= held_back.total_s
-        else Choice(best, step)
-    )
-
-
-def _in_order_of_use(placement: Placement) -> Sequence[PlannedSubGroup]:
-    """Return the sub-groups on the CPU in the order in which a forward pass first uses them."""
-    layout = placement.layout
-    spans = placement.profile.compute_spans(layout.ranks, placement.spec.offload.sub_group_size)
-    return sorted(
-        (group for group in layout.sub_groups if group.device == "cpu"),
-        key=lambda group: spans[group.index][0],
-    )
-
-
-# Predicts how long an optimizer step takes, from the model's FLOPs, the bytes it moves, and the
-# rates of the hardware.
-#
-# step = accumulation x (forward + backward + data) + optimizer time that nothing hides + a little.
-# Rates of the hardware are the machine's own where ``so-tui calibrate`` measured them, else
-# published for its kind.
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepModel:
-    """The step of a placed spec: passes on the GPU, and the optimizer beside and after them."""
-
-    passes: PassModel
-    adam_cores: int
-    """Cores that run CPU Adam for one rank."""
-    ranks_per_node: int
-    """Ranks that share their node's memory."""
-
-    @cached_property
-    def optimizer(self) -> _OptimizerModel:
-        """What the optimizer adds to the passes."""
-        passes = self.passes
-        return _OptimizerModel(
-            placement=passes.placement,
-            speed=passes.speed,
-            one_pass=passes.one_pass,
-            adam_cores=self.adam_cores,
-            ranks_per_node=self.ranks_per_node,
-            use=passes.use,
-        )
-
-    def step_time(self) -> StepTime:
-        """Return the seconds of one optimizer step."""
-        once, use, steps = (
-            self.passes.one_pass,
-            self.passes.use,
-            self.passes.placement.spec.gradient_accumulation_steps,
-        )
-        return StepTime(
-            forward_s=steps * once.forward_s,
-            backward_s=steps * once.backward_s + self.optimizer.gradient_copies_s(),
-            exposed_optimizer_s=self.optimizer.exposed_s(),
-            data_s=steps * use.data_s + use.other_s,
-        )
+    if step.total_s >= held_back.total_s:
+        return Choice(None, held_back, gains_nothing=True)
+    return Choice(best, step)

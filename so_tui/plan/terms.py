@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from msgspec import Struct
@@ -187,3 +188,20 @@ class MemoryTerm(Struct, frozen=True, rename={"location": "place"}):
     """
     name: str = ""
     """The kind in words, filled in when the plan is complete."""
+
+
+Terms = Iterator[MemoryTerm]
+
+
+def term(
+    kind: TermKind,
+    location: Location,
+    size: int,
+    confidence: Confidence,
+    formula: str,
+    *values: int | float | str,
+    rank: int | None = None,
+    phase: Phase | None = None,
+) -> MemoryTerm:
+    """Return a term with a ``Formula`` of this text and these values."""
+    return MemoryTerm(kind, location, size, confidence, Formula(formula, values), rank, phase)

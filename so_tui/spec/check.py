@@ -23,7 +23,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -31,8 +31,9 @@ from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from so_tui.spec.errors import InputError, Problem, nearest, shown
+from so_tui.spec.errors import InputError, Problem, Problems, nearest, shown
 from so_tui.spec.keys import FieldInfo, FieldType, field_index, source_index
 from so_tui.spec.model_table import (
     REGENERATE,
@@ -49,18 +50,15 @@ from so_tui.spec.run_spec import DataSource, RunSpec
 
 def _sharing_problems(
     model: dict[str, Any], data: dict[str, Any], train: dict[str, Any], gpus: Any
-) -> Iterator[Problem]:
+) -> Problems:
     """Yield what speaks against ``train.sequence_parallel``, from sections of a plain tree, of
     whose types nothing is known.
     """
-    ranks, length = (
-        train.get("sequence_parallel", 1),
-        data.get("sequence_length", field_index()["data.sequence_length"].default),
-    )
+    ranks = train.get("sequence_parallel", 1)
+    length = data.get("sequence_length", field_index()["data.sequence_length"].default)
     if not isinstance(ranks, int) or ranks < 2:
         return
     count = len(gpus) if isinstance(gpus, list | tuple) else gpus
-    config = model.get("config")
     field, value = "train.sequence_parallel", shown(ranks)
     if isinstance(count, int) and count % ranks:
         yield Problem(
@@ -86,7 +84,7 @@ def _sharing_problems(
             "cannot be combined with a router loss, which is computed over whole sequences",
             "Set train.sequence_parallel to 1, or train.router_loss_coefficient to 0.",
         )
-    elif problem := sharing_problem(layer_kinds(config if isinstance(config, dict) else {}), ranks):
+    elif problem := sharing_problem(layer_kinds(section_of(model, "config")), ranks):
         yield problem
 
 
@@ -136,24 +134,41 @@ _EXPERTS = frozenset({"num_experts", "num_local_experts"})
 """Keys of models with experts in ``[model.config]``."""
 
 
-def _combination_problems(tree: dict[str, Any]) -> Iterator[Problem]:
+def _combination_problems(tree: dict[str, Any]) -> Problems:
     """Yield problems of combinations of keys. Single keys may be wrong too, so nothing is assumed
     about their types.
     """
-    model, data, train = (_section(tree, name) for name in ("model", "data", "train"))
-    yield from _length_problems(train, _section(tree, "benchmark"))
+    model, data, train = (section_of(tree, name) for name in ("model", "data", "train"))
+    yield from _length_problems(train, section_of(tree, "benchmark"))
     yield from _model_problems(model, train)
     if data.get("packing", True) is True and (
-        problem := packing_problem(layer_kinds(_section(model, "config")))
+        problem := packing_problem(layer_kinds(section_of(model, "config")))
     ):
         yield problem
     yield from table_problems(model)
-    yield from _offload_problems(_section(tree, "offload"))
-    yield from _evaluation_problems(data, train)
+    yield from _offload_problems(section_of(tree, "offload"))
+    if data.get("held_out") and (data.get("evaluation") or data.get("evaluation_split")):
+        yield Problem(
+            "several-evaluations",
+            "data.held_out",
+            shown(data["held_out"]),
+            "and data.evaluation both choose the evaluation data",
+            "Keep one of them: hold out a part of the data, or name other data.",
+        )
+    if train.get("evaluate_every_steps") and not any(
+        data.get(key) for key in ("held_out", "evaluation", "evaluation_split")
+    ):
+        yield Problem(
+            "no-evaluation-data",
+            "train.evaluate_every_steps",
+            shown(train["evaluate_every_steps"]),
+            "there is nothing to evaluate on",
+            "Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation.",
+        )
     yield from _sharing_problems(model, data, train, tree.get("gpus", 1))
 
 
-def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterator[Problem]:
+def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Problems:
     given = [key for key in LENGTHS if isinstance(train.get(key), int | float) and train[key]]
     if len(given) > 1:
         values = ", ".join(f"{key} = {shown(train[key])}" for key in given)
@@ -186,8 +201,8 @@ def _length_problems(train: dict[str, Any], benchmark: dict[str, Any]) -> Iterat
         )
 
 
-def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
-    config = _section(model, "config")
+def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Problems:
+    config = section_of(model, "config")
     if model.get("weights") == "random" and not config.get("model_type"):
         yield Problem(
             "missing-architecture",
@@ -251,7 +266,7 @@ def _model_problems(model: dict[str, Any], train: dict[str, Any]) -> Iterator[Pr
         )
 
 
-def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
+def _offload_problems(offload: dict[str, Any]) -> Problems:
     mode, engine, states = offload.get("mode"), offload.get("engine"), offload.get("states", "fp32")
     if states != "fp32" and (mode == "zerooffload" or engine == "deepspeed"):
         yield Problem(
@@ -284,28 +299,8 @@ def _offload_problems(offload: dict[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _evaluation_problems(data: dict[str, Any], train: dict[str, Any]) -> Iterator[Problem]:
-    if data.get("held_out") and (data.get("evaluation") or data.get("evaluation_split")):
-        yield Problem(
-            "several-evaluations",
-            "data.held_out",
-            shown(data["held_out"]),
-            "and data.evaluation both choose the evaluation data",
-            "Keep one of them: hold out a part of the data, or name other data.",
-        )
-    if train.get("evaluate_every_steps") and not any(
-        data.get(key) for key in ("held_out", "evaluation", "evaluation_split")
-    ):
-        yield Problem(
-            "no-evaluation-data",
-            "train.evaluate_every_steps",
-            shown(train["evaluate_every_steps"]),
-            "there is nothing to evaluate on",
-            "Set data.held_out (0.01 holds out one document in a hundred), or data.evaluation.",
-        )
-
-
-def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+def section_of(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a plain tree; empty where there is none, or a value in its place."""
     section = tree.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -435,7 +430,7 @@ def check_tree(tree: dict[str, Any], file: str = "") -> RunSpec:
     """
     problems = problems_in(tree)
     if problems:
-        raise InputError([msgspec.structs.replace(problem, file=file) for problem in problems])
+        raise InputError([replace(problem, file=file) for problem in problems])
     return msgspec.convert(tree, RunSpec)
 
 
@@ -459,36 +454,29 @@ def _keys(struct: type[Struct]) -> dict[str, Any]:
     return {name: hints[name] for name in struct.__struct_fields__}
 
 
-@cache
-def _required(struct: type[Struct]) -> tuple[str, ...]:
-    return tuple(field.name for field in msgspec.structs.fields(struct) if field.required)
-
-
-def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -> Iterator[Problem]:
+def _section_problems(tree: dict[str, Any], struct: type[Struct], prefix: str) -> Problems:
     keys = _keys(struct)
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if key not in keys:
             yield _unknown(path, value, tuple(keys) if prefix else (*keys, "extends"), prefix)
-        elif isinstance(keys[key], type) and issubclass(keys[key], Struct):
-            if isinstance(value, dict):
-                yield from _section_problems(value, keys[key], f"{path}.")
-            else:
-                yield Problem(
-                    "not-a-section",
-                    path,
-                    shown(value),
-                    "is a section and takes no value",
-                    f"Write [{path}] and its keys below it.",
-                )
-        else:
+        elif not (isinstance(keys[key], type) and issubclass(keys[key], Struct)):
             yield from _value_problems(path, value, keys[key])
-    for key in _required(struct):
-        if key not in tree:
-            path = f"{prefix}{key}"
+        elif isinstance(value, dict):
+            yield from _section_problems(value, keys[key], f"{path}.")
+        else:
             yield Problem(
-                "missing", path, "", "is missing", _MISSING_REMEDIES[_SOURCE.sub("data.", path)]
+                "not-a-section",
+                path,
+                shown(value),
+                "is a section and takes no value",
+                f"Write [{path}] and its keys below it.",
             )
+    for field in msgspec.structs.fields(struct):
+        if field.required and field.name not in tree:
+            path = f"{prefix}{field.name}"
+            remedy = _MISSING_REMEDIES[_SOURCE.sub("data.", path)]
+            yield Problem("missing", path, "", "is missing", remedy)
 
 
 def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Problem:
@@ -505,11 +493,9 @@ def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Prob
     )
 
 
-def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
+def _value_problems(path: str, value: Any, kind: Any) -> Problems:
     if path == "data.source" and value in ([], ()):
-        yield Problem(
-            "no-data", "data.source", "[]", "names no data", _MISSING_REMEDIES["data.source"]
-        )
+        yield Problem("no-data", path, "[]", "names no data", _MISSING_REMEDIES[path])
         return
     if path == "data.source" and isinstance(value, list):
         for index, part in enumerate(value):
@@ -524,11 +510,8 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
         )
         yield _value_problem("not-finite", path, value, info, message)
         return
-    if (
-        isinstance(value, str)
-        and _SOURCE.sub("data.", path) in _PATH_KEYS
-        and (fault := path_fault(value))
-    ):
+    can_be_path = isinstance(value, str) and _SOURCE.sub("data.", path) in _PATH_KEYS
+    if can_be_path and (fault := path_fault(value)):
         what = "a folder" if path == "checkpoint.folder" else "a hub id, a file or a folder"
         yield Problem("invalid-path", path, shown(value), fault, f"Give {what}.")
         return
@@ -537,9 +520,21 @@ def _value_problems(path: str, value: Any, kind: Any) -> Iterator[Problem]:
     except msgspec.ValidationError as error:
         code, message = _fault(info, value, str(error))
         yield _value_problem(code, path, value, info, message)
-    else:
-        if path == "gpus" and isinstance(value, list | tuple):
-            yield from _gpu_problems(value)
+        return
+    if path != "gpus" or not isinstance(value, list | tuple):
+        return
+    if not value:
+        yield Problem(
+            "no-gpu",
+            path,
+            "[]",
+            "names no GPU",
+            "Give a count (gpus = 1) or a list of indices (gpus = [0, 1]).",
+        )
+    elif len(set(value)) < len(value):
+        yield Problem(
+            "repeated-gpu", path, shown(value), "names a GPU twice", "Give each index once."
+        )
 
 
 def _is_finite(value: Any) -> bool:
@@ -551,23 +546,7 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _gpu_problems(gpus: Sequence[int]) -> Iterator[Problem]:
-    """Yield what is wrong with a list of indices of GPUs."""
-    if not gpus:
-        yield Problem(
-            "no-gpu",
-            "gpus",
-            "[]",
-            "names no GPU",
-            "Give a count (gpus = 1) or a list of indices (gpus = [0, 1]).",
-        )
-    elif len(set(gpus)) < len(gpus):
-        yield Problem(
-            "repeated-gpu", "gpus", shown(gpus), "names a GPU twice", "Give each index once."
-        )
-
-
-def _source_problems(path: str, part: Any) -> Iterator[Problem]:
+def _source_problems(path: str, part: Any) -> Problems:
     """Yield what is wrong with one source of a mixture."""
     if isinstance(part, dict):
         yield from _section_problems(part, DataSource, f"{path}.")
@@ -592,23 +571,17 @@ def _fault(info: FieldInfo | None, value: Any, reason: str) -> tuple[str, str]:
         return "invalid-content", f"has a wrong entry: {reason[0].lower()}{reason[1:]}"
     if info.choices:
         return "invalid-choice", "is not one of the choices"
-    if not _has_type(info, value):
+    types = _PYTHON_TYPES.get(info.type_name, ())
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         return "wrong-type", f"is not {info.expected}"
+    # It has the right type, so that its range or length must be wrong.
     if info.path == "name":
         return "invalid-name", "is not a valid name"
     if info.range_text:
         return "out-of-range", "is out of range"
-    return (
-        ("invalid-text", "is not a value that this key takes")
-        if value
-        else ("empty", "must not be empty")
-    )
-
-
-def _has_type(info: FieldInfo, value: Any) -> bool:
-    """Return whether a value has the right type, so that its range or length must be wrong."""
-    types = _PYTHON_TYPES.get(info.type_name, ())
-    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
+    if value:
+        return "invalid-text", "is not a value that this key takes"
+    return "empty", "must not be empty"
 
 
 def _value_problem(

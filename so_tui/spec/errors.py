@@ -6,7 +6,7 @@ The command line prints them; the screen shows them next to the field.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -49,6 +49,9 @@ class Problem(Struct, frozen=True):
             f"{printable_line(f'{where}{self.field}{given}')}: {printable(self.message)}. "
             f"{printable(self.advice)}"
         )
+
+
+Problems = Iterator[Problem]
 
 
 class Refusal(Struct, frozen=True):

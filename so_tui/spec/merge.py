@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in
+from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in, section_of
 from so_tui.spec.errors import InputError, Problem, nearest, shown
 from so_tui.spec.keys import FieldInfo, field_index, section_names
 from so_tui.spec.run_spec import RunSpec
@@ -73,7 +73,9 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
         if path not in field_index() and not path.startswith(_FREE_TABLE):
             problems.append(_unknown_path(path, text))
             continue
-        if not _is_text(text):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes of the command line became lone surrogates
             problems.append(
                 Problem(
                     "not-text", path, shown(text), "is not UTF-8 text", "Write the value as UTF-8."
@@ -93,21 +95,16 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
 
 def parse_value(text: str, info: FieldInfo | None = None) -> Any:
     """Parse the text of a ``--set`` option or a form field, guided by the type of its field."""
-    if (
-        info is not None
-        and info.type_name in ("text", "choice")
-        and not (info.takes_list and text.lstrip().startswith("["))
-    ):
+    kind, takes_list = (info.type_name, info.takes_list) if info else ("", False)
+    if kind in ("text", "choice") and not (takes_list and text.lstrip().startswith("[")):
         return _unquoted(text)
-    value = _toml_value(_ungrouped(text, info))
-    if isinstance(value, str) and info is not None and info.takes_list and "," in value:
+    if kind in ("integer", "number") and not takes_list and _GROUPED.fullmatch(text.strip()):
+        # Thousands are grouped as people write them: ``16,384`` or ``16 384``.
+        text = _SEPARATOR.sub("", text.strip())
+    value = _toml_value(text)
+    if takes_list and isinstance(value, str) and "," in value:
         return [_toml_value(part.strip()) for part in value.split(",")]
-    if (
-        isinstance(value, float)
-        and info is not None
-        and info.type_name == "integer"
-        and value.is_integer()
-    ):
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 
@@ -117,21 +114,18 @@ def merged(base: Tree, changes: Tree) -> Tree:
     a whole.
     """
     tree = _overlaid(base, changes)
-    changed = _section(changes, "train")
+    changed = section_of(changes, "train")
     for alternatives in (LENGTHS, STEP_SIZES):
-        if len([key for key in alternatives if changed.get(key)]) == 1:
+        if sum(bool(changed.get(key)) for key in alternatives) == 1:
             for key in set(alternatives) - set(changed):
                 tree["train"].pop(key, None)
-    described = _section(changes, "data")
-    if "source" in described and described["source"] != _section(base, "data").get("source"):
+    described = section_of(changes, "data")
+    if "source" in described and described["source"] != section_of(base, "data").get("source"):
         for key in set(OF_A_SOURCE) - set(described):
             tree["data"].pop(key, None)
-    new_config = "config" in _section(changes, "model") and "parameters" not in _section(
-        changes, "model"
-    )
-    if new_config and _section(tree, "model").get("config") != _section(base, "model").get(
-        "config"
-    ):
+    model = section_of(changes, "model")
+    old, new = (section_of(each, "model").get("config") for each in (base, tree))
+    if "config" in model and "parameters" not in model and old != new:
         tree["model"].pop("parameters", None)
     return tree
 
@@ -153,12 +147,8 @@ def differences(tree: Tree, base: Tree) -> Tree:
 def _overlaid(base: Tree, changes: Tree) -> Tree:
     tree = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
     for key, value in changes.items():
-        below = tree.get(key)
-        tree[key] = (
-            _overlaid(below, value)
-            if isinstance(below, dict) and isinstance(value, dict)
-            else value
-        )
+        both = isinstance(tree.get(key), dict) and isinstance(value, dict)
+        tree[key] = _overlaid(tree[key], value) if both else value
     return tree
 
 
@@ -174,36 +164,11 @@ def _defaults() -> Tree:
     return tree
 
 
-def _ungrouped(text: str, info: FieldInfo | None) -> str:
-    """Return a number whose thousands are grouped as people write them, ``16,384`` or ``16 384``,
-    as TOML takes it; other text as it is.
-    """
-    if (
-        info is None
-        or info.takes_list
-        or info.type_name not in ("integer", "number")
-        or not _GROUPED.fullmatch(text.strip())
-    ):
-        return text
-    return _SEPARATOR.sub("", text.strip())
-
-
 def _toml_value(text: str) -> Any:
     try:
         return decode_toml(f"value = {text}".encode())["value"] if "\n" not in text else text
     except ValueError:  # no TOML, nested too deeply, or a lone surrogate: taken literally
         return text
-
-
-def _is_text(text: str) -> bool:
-    """Return whether a text can be written as UTF-8; bytes of the command line that are not become
-    lone surrogates.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _unquoted(text: str) -> str:
@@ -229,8 +194,3 @@ def _unknown_path(path: str, text: str) -> Problem:
         "is not a known key",
         f"{hint}`docs/presets.md` lists all keys, with ranges and units.",
     )
-
-
-def _section(tree: Tree, name: str) -> Tree:
-    section = tree.get(name)
-    return section if isinstance(section, dict) else {}

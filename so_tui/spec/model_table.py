@@ -13,13 +13,13 @@ Problem codes:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
 import msgspec
 
-from so_tui.spec.errors import Problem, shown
+from so_tui.spec.errors import Problem, Problems, shown
 from so_tui.spec.run_spec import ParameterBlock
 from so_tui.units import thousands
 
@@ -43,11 +43,8 @@ _WITHOUT_ATTENTION = frozenset(
 def layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the kind of each layer; nothing where the model does not say."""
     kinds = config.get("layer_types")
-    return (
-        tuple(kind for kind in kinds if isinstance(kind, str))
-        if isinstance(kinds, list | tuple)
-        else ()
-    )
+    listed = kinds if isinstance(kinds, list | tuple) else ()
+    return tuple(kind for kind in listed if isinstance(kind, str))
 
 
 def mixing_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
@@ -96,10 +93,16 @@ _PLAIN_MODEL_TYPES = frozenset(
     ("gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
 )
 """Model types whose tensor shapes follow from the sizes in the config alone."""
+
+
 _MOST_TENSORS = 200_000
 _MOST_ELEMENTS = 2**44
 _LONGEST_NAME = 512
 """Bounds of a table, each far above any model."""
+_LAYER = "model.layers.{i}."
+"""How the names of a layer's tensors begin."""
+
+
 _TABLE_SIZES: dict[tuple[str, ...], tuple[str, int]] = {
     ("vocab_size",): ("model.embed_tokens.weight", 0),
     ("hidden_size",): ("model.embed_tokens.weight", 1),
@@ -114,27 +117,16 @@ def table_text(blocks: Iterable[ParameterBlock]) -> str:
     """Return the table as TOML."""
     lines = [MARKER]
     for block in blocks:
-        lines += [
-            "",
-            "[[model.parameters]]",
-            f"repeat = {block.repeat}",
-            f"first = {block.first}",
-            "tensors = [",
-        ]
+        head = f"repeat = {block.repeat}\nfirst = {block.first}\ntensors = ["
+        lines += ["", "[[model.parameters]]", head]
         for tensor in block.tensors:
-            row: list[Any] = [
-                tensor.name,
-                list(tensor.shape),
-                tensor.decay,
-                tensor.kind,
-                *([tensor.tied] if tensor.tied else []),
-            ]
-            lines.append(f"  {json.dumps(row)},")
+            row = [tensor.name, list(tensor.shape), tensor.decay, tensor.kind]
+            lines.append(f"  {json.dumps([*row, tensor.tied] if tensor.tied else row)},")
         lines.append("]")
     return "\n".join(lines) + "\n"
 
 
-def table_problems(model: dict[str, Any]) -> Iterator[Problem]:
+def table_problems(model: dict[str, Any]) -> Problems:
     """Yield what is inconsistent in the table of a ``[model]`` tree, and between the table and
     ``[model.config]``.
 
@@ -150,32 +142,25 @@ def table_problems(model: dict[str, Any]) -> Iterator[Problem]:
     if sum(block.repeat * len(block.tensors) for block in blocks) > _MOST_TENSORS:
         yield _problem("table-too-large", "", f"has more than {thousands(_MOST_TENSORS)} tensors")
         return
-    tensors = [(block, tensor) for block in blocks for tensor in block.tensors]
-    for _, tensor in tensors:
+    tensors = [tensor for block in blocks for tensor in block.tensors]
+    for tensor in tensors:
         if len(tensor.name) > _LONGEST_NAME or prod(map(abs, tensor.shape)) > _MOST_ELEMENTS:
-            yield _problem(
-                "table-too-large",
-                tensor.name,
-                "has more elements, or a longer name, than a tensor can have",
-            )
+            message = "has more elements, or a longer name, than a tensor can have"
+            yield _problem("table-too-large", tensor.name, message)
             return
-    for _, tensor in tensors:
+    for tensor in tensors:
         if any(size < 1 for size in tensor.shape):
-            yield _problem(
-                "table-invalid-shape",
-                tensor.name,
-                f"has a dimension below 1 ({', '.join(map(str, tensor.shape))})",
-            )
-    if any(tensor.tied for _, tensor in tensors):
-        repeats = (
-            (tensor, index)
-            for block, tensor in tensors
-            for index in range(block.first, block.first + block.repeat)
-        )
+            message = f"has a dimension below 1 ({', '.join(map(str, tensor.shape))})"
+            yield _problem("table-invalid-shape", tensor.name, message)
+    if any(tensor.tied for tensor in tensors):
         own = {
-            tensor.name.replace("{i}", str(index)) for tensor, index in repeats if not tensor.tied
+            tensor.name.replace("{i}", str(index))
+            for block in blocks
+            for tensor in block.tensors
+            if not tensor.tied
+            for index in range(block.first, block.first + block.repeat)
         }
-        for _, tensor in tensors:
+        for tensor in tensors:
             if tensor.tied and tensor.tied not in own:
                 message = f"is tied to {tensor.tied}, which is not a tensor with storage of its own"
                 yield _problem("table-unknown-tie", tensor.name, message)
@@ -184,27 +169,23 @@ def table_problems(model: dict[str, Any]) -> Iterator[Problem]:
         yield from _stale_table_problems(config, blocks)
 
 
-def _stale_table_problems(
-    config: dict[str, Any], blocks: tuple[ParameterBlock, ...]
-) -> Iterator[Problem]:
+def _stale_table_problems(config: dict[str, Any], blocks: tuple[ParameterBlock, ...]) -> Problems:
     """Yield the config keys that no longer match the table, for model types where this is
     certain.
     """
     if str(config.get("model_type")) not in _PLAIN_MODEL_TYPES:
         return
     sizes = {
-        tensor.name.removeprefix("model.layers.{i}."): tensor.shape
+        tensor.name.removeprefix(_LAYER): tensor.shape
         for block in blocks
         for tensor in block.tensors
     }
-    layered = [
-        block
+    layers = sum(
+        block.repeat
         for block in blocks
-        if any(tensor.name.startswith("model.layers.{i}.") for tensor in block.tensors)
-    ]
-    made_for: dict[tuple[str, ...], int] = {
-        ("num_hidden_layers",): sum(block.repeat for block in layered)
-    }
+        if any(tensor.name.startswith(_LAYER) for tensor in block.tensors)
+    )
+    made_for: dict[tuple[str, ...], int] = {("num_hidden_layers",): layers}
     for keys, (name, dimension) in _TABLE_SIZES.items():
         if len(sizes.get(name, ())) == 2:
             made_for[keys] = sizes[name][dimension]

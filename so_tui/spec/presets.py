@@ -19,18 +19,26 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.folders import builtin_folder, user_folder
 from so_tui.spec.check import check_tree, exists, is_folder, path_fault
-from so_tui.spec.errors import InputError, Problem, nearest, reject, set_option, shown, some
+from so_tui.spec.errors import (
+    InputError,
+    Problem,
+    Problems,
+    nearest,
+    reject,
+    set_option,
+    shown,
+    some,
+)
 from so_tui.spec.merge import Tree, complete_tree, differences, merged, spec_tree
 from so_tui.spec.model_table import table_text
 from so_tui.spec.run_spec import DataSource, Preset, RunSpec
@@ -110,40 +118,42 @@ _LOCAL_SUFFIXES = (
     ".zst",
     ".arrow",
 )
-_BUILTIN = "builtin:"
 
 
 def with_absolute_paths(spec: RunSpec) -> RunSpec:
     """Return the spec with relative paths made absolute: runs, resumes and saved presets begin in
     other folders.
     """
-    model = msgspec.structs.replace(
-        spec.model, id=_absolute(spec.model.id), tokenizer=_absolute(spec.model.tokenizer)
-    )
-    source: str | tuple[DataSource, ...]
-    if isinstance(spec.data.source, str):
-        source = _absolute(spec.data.source)
+    model, data, folder = spec.model, spec.data, spec.checkpoint.folder
+    if isinstance(data.source, str):
+        source: str | tuple[DataSource, ...] = _absolute(data.source)
     else:
-        source = tuple(
-            msgspec.structs.replace(part, source=_absolute(part.source))
-            for part in spec.data.source
-        )
-    folder = spec.checkpoint.folder and str(Path(spec.checkpoint.folder).expanduser().absolute())
-    return msgspec.structs.replace(
+        source = tuple(replace(part, source=_absolute(part.source)) for part in data.source)
+    if folder:
+        folder = str(Path(folder).expanduser().absolute())
+    return replace(
         spec,
-        model=model,
-        data=msgspec.structs.replace(
-            spec.data, source=source, evaluation=_absolute(spec.data.evaluation)
-        ),
-        checkpoint=msgspec.structs.replace(spec.checkpoint, folder=folder),
+        model=replace(model, id=_absolute(model.id), tokenizer=_absolute(model.tokenizer)),
+        data=replace(data, source=source, evaluation=_absolute(data.evaluation)),
+        checkpoint=replace(spec.checkpoint, folder=folder),
     )
 
 
-def missing_paths(spec: RunSpec) -> Iterator[Problem]:
+def missing_paths(spec: RunSpec) -> Problems:
     """Yield a problem (code ``path-not-found``) for each model, tokenizer or data path of the spec
     that does not exist.
     """
-    for field, text in _named(spec):
+    source = spec.data.source
+    named = {
+        "model.id": spec.model.id,
+        "model.tokenizer": spec.model.tokenizer,
+        "data.evaluation": spec.data.evaluation,
+    }
+    if isinstance(source, str):
+        named["data.source"] = source
+    else:
+        named |= {f"data.source[{at}].source": part.source for at, part in enumerate(source)}
+    for field, text in named.items():
         if _is_path(text) and not exists(Path(text).expanduser()):
             yield Problem(
                 "path-not-found",
@@ -154,33 +164,19 @@ def missing_paths(spec: RunSpec) -> Iterator[Problem]:
             )
 
 
-def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    yield "model.id", spec.model.id
-    yield "model.tokenizer", spec.model.tokenizer
-    yield "data.evaluation", spec.data.evaluation
-    if isinstance(spec.data.source, str):
-        yield "data.source", spec.data.source
-    else:
-        yield from (
-            (f"data.source[{index}].source", part.source)
-            for index, part in enumerate(spec.data.source)
-        )
-
-
 def _is_path(text: str) -> bool:
     """Return whether a text can only be a path: it is written as one, or ends like a data file,
     which no hub name does.
     """
-    written_as_path = (
+    return not text.startswith(BUILTIN) and (
         text.startswith(("/", "./", "../", "~"))
         or text.count("/") > 1
         or text.endswith(_LOCAL_SUFFIXES)
     )
-    return written_as_path and not text.startswith(_BUILTIN)
 
 
 def _absolute(text: str) -> str:
-    if not text or text.startswith(_BUILTIN):
+    if not text or text.startswith(BUILTIN):
         return text
     path = Path(text).expanduser()
     return str(path.absolute()) if _is_path(text) or exists(path) else text
@@ -231,59 +227,75 @@ def _preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
 
 def _read_source(path: Path, origin: Origin) -> Source:
     """Return a preset file as parsed. Raises InputError with the codes of ``catalog``."""
+    file = str(path)
     try:
         tree = decode_toml(read_bounded(path, LARGEST_BYTES))
     except FileNotFoundError:
-        raise _unreadable(
+        raise reject(
             "file-not-found",
-            path,
+            "preset",
+            "",
             "there is no such file",
             "`so-tui presets` lists the presets by name.",
+            file=file,
         ) from None
     except UnfitFileError as error:
         if path.is_dir():
-            raise InputError([_no_preset(path, "is a folder, not a preset")]) from None
-        remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
-        message = (
+            raise _no_preset(path, "is a folder, not a preset") from None
+        raise reject(
+            error.unfit.value,
+            "preset",
+            "",
             "is a pipe or a device"
             if error.unfit is Unfit.NOT_A_FILE
-            else f"is larger than {thousands(LARGEST_BYTES)} bytes"
-        )
-        raise _unreadable(error.unfit.value, path, message, remedy) from None
+            else f"is larger than {thousands(LARGEST_BYTES)} bytes",
+            f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes.",
+            file=file,
+        ) from None
     except TooDeepError as error:
-        raise _unreadable(
+        raise reject(
             "too-deep",
-            path,
+            "preset",
+            "",
             f"is not a preset: {error}",
             "Write each section at the top level: [model], [data].",
+            file=file,
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "Check the path, and that the file is UTF-8 text with read permission."
-        raise _unreadable("unreadable", path, f"cannot be read ({error})", remedy) from None
+        raise reject(
+            "unreadable",
+            "preset",
+            "",
+            f"cannot be read ({error})",
+            "Check the path, and that the file is UTF-8 text with read permission.",
+            file=file,
+        ) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix != ".toml":
-            raise InputError([_no_preset(path, "is a file, not a preset")]) from None
-        remedy = "Correct that line: text needs quotes, and each key may appear once."
-        raise _unreadable("invalid-toml", path, f"is not TOML: {error}", remedy) from None
+            raise _no_preset(path, "is a file, not a preset") from None
+        raise reject(
+            "invalid-toml",
+            "preset",
+            "",
+            f"is not TOML: {error}",
+            "Correct that line: text needs quotes, and each key may appear once.",
+            file=file,
+        ) from None
     if tree and not tree.keys() & _KEYS:
-        raise InputError([_no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")])
+        raise _no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")
     tree.setdefault("name", path.stem)
-    return Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
+    return Source(name=str(tree["name"]), path=file, origin=origin, tree=tree)
 
 
-def _unreadable(code: str, path: Path, message: str, remedy: str) -> InputError:
-    return InputError([Problem(code, "preset", "", message, remedy, file=str(path))])
-
-
-def _no_preset(path: Path, message: str) -> Problem:
-    """Return the problem of a file or folder that exists but is not a preset."""
+def _no_preset(path: Path, message: str) -> InputError:
+    """Return the error of a file or folder that exists but is not a preset."""
     remedy = (
         "A preset is a TOML file with a [model], or one that `extends` another; `so-tui presets` "
         "lists them by name."
     )
     if path.is_dir():
         remedy += " To make one from a folder with a model: `so-tui presets add FOLDER`."
-    return Problem("not-a-preset", "preset", shown(str(path)), message, remedy)
+    return reject("not-a-preset", "preset", shown(str(path)), message, remedy)
 
 
 _LONGEST_CHAIN = 16
@@ -313,15 +325,11 @@ def resolve_source(text: str) -> str:
         return text
     folder = builtin_folder()
     path = (folder / text.removeprefix(BUILTIN)).resolve()
-    if not path.is_relative_to(folder.resolve()) or not path.exists():
-        names = ", ".join(
-            sorted(f"{BUILTIN}{child.name}" for child in folder.iterdir() if child.is_dir())
-        )
-        problem = Problem(
-            "unknown-builtin", "source", shown(text), "is not built in", f"Built in: {names}."
-        )
-        raise InputError([problem])
-    return str(path)
+    if path.is_relative_to(folder.resolve()) and path.exists():
+        return str(path)
+    names = sorted(f"{BUILTIN}{child.name}" for child in folder.iterdir() if child.is_dir())
+    built_in = f"Built in: {', '.join(names)}."
+    raise reject("unknown-builtin", "source", shown(text), "is not built in", built_in)
 
 
 def load_catalog(user_dir: Path | None = None) -> Catalog:
@@ -329,6 +337,7 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     others.
     """
     trees: dict[str, Source] = {}
+    presets: dict[str, Preset] = {}
     problems: list[Problem] = []
     folders: tuple[tuple[Path, Origin], ...] = (
         (builtin_folder(), "built-in"),
@@ -341,31 +350,24 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
             try:
                 source = _read_source(path, origin)
                 if source.name in trees:
-                    raise InputError(
-                        [
-                            Problem(
-                                "name-taken",
-                                "name",
-                                shown(source.name),
-                                f"is already the name of {trees[source.name].path}",
-                                "Give this preset another name.",
-                                file=source.path,
-                            )
-                        ]
+                    raise reject(
+                        "name-taken",
+                        "name",
+                        shown(source.name),
+                        f"is already the name of {trees[source.name].path}",
+                        "Give this preset another name.",
+                        file=source.path,
                     )
                 trees[source.name] = source
             except InputError as error:
                 problems += error.problems
-    presets: dict[str, Preset] = {}
     for source in trees.values():
         try:
             presets[source.name] = _preset(source, trees)
         except InputError as error:
             problems += error.problems
-    return Catalog(
-        presets=dict(sorted(presets.items(), key=lambda item: _order(item[1]))),
-        problems=tuple(problems),
-    )
+    in_order = sorted(presets.values(), key=_order)
+    return Catalog({preset.spec.name: preset for preset in in_order}, tuple(problems))
 
 
 def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: bool = True) -> Preset:
@@ -384,9 +386,9 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     """
     if name_or_path.endswith(AS_PUBLISHED):
         preset = find_preset(name_or_path.removesuffix(AS_PUBLISHED), catalog, table=table)
-        return msgspec.structs.replace(preset, spec=as_published(preset.spec))
-    fault = path_fault(name_or_path)
-    if Path(name_or_path).suffix.lower() in _DATA_SUFFIXES:
+        return replace(preset, spec=as_published(preset.spec))
+    fault, path = path_fault(name_or_path), Path(name_or_path)
+    if path.suffix.lower() in _DATA_SUFFIXES:
         raise reject(
             "data-not-preset",
             "preset",
@@ -404,7 +406,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
                 fault,
                 "`so-tui presets` lists the presets by name.",
             )
-        source = _read_source(Path(name_or_path).expanduser(), "file")
+        source = _read_source(path.expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
             source.tree["model"].pop("parameters", None)
         known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
@@ -421,16 +423,9 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
     if broken:
         raise InputError(broken)
-    if not fault and exists(Path(name_or_path)):
-        raise InputError(
-            [
-                _no_preset(
-                    Path(name_or_path),
-                    f"is a {'folder' if is_folder(Path(name_or_path)) else 'file'}, not a preset",
-                )
-            ]
-        )
-    raise InputError([_unknown_preset("preset", name_or_path, tuple(catalog.presets))])
+    if not fault and exists(path):
+        raise _no_preset(path, f"is a {'folder' if is_folder(path) else 'file'}, not a preset")
+    raise _unknown_preset("preset", name_or_path, catalog.presets)
 
 
 def save_preset(
@@ -458,7 +453,7 @@ def save_preset(
     path = Path(older.path) if older else folder / f"{name}.toml"
     if older and base == name:
         base = _read_source(path, "user").tree.get("extends")
-    saved = msgspec.structs.replace(with_absolute_paths(spec), name=name)
+    saved = replace(with_absolute_paths(spec), name=name)
     return _write(path, _toml(_preset_tree(saved, base, presets)))
 
 
@@ -484,9 +479,7 @@ def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | Non
         )
     path = (folder or user_folder()) / f"{name}.toml"
     if older is None and exists(path):  # a preset that cannot be read must not be overwritten
-        raise InputError(
-            [_name_taken(name, str(path), "Correct that file or choose another name.")]
-        )
+        raise _name_taken(name, str(path), "Correct that file or choose another name.")
 
 
 def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
@@ -496,11 +489,10 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
         InputError: It is built in, unknown, extended by another, or its file cannot be removed.
     """
     presets = load_catalog(user_dir).presets
-    preset = presets.get(name)
-    if preset is None:
-        own = tuple(known for known, other in presets.items() if other.origin == "user")
-        raise InputError([_unknown_preset("preset", name, own)])
-    if preset.origin != "user":
+    own = {known: preset for known, preset in presets.items() if preset.origin == "user"}
+    if name not in presets:
+        raise _unknown_preset("preset", name, own)
+    if name not in own:
         raise reject(
             "builtin-name",
             "preset",
@@ -508,13 +500,12 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
             "is a built-in preset",
             "Only presets of your own can be deleted.",
         )
-    below = [
+    path = Path(own[name].path)
+    if below := [
         other
-        for other, known in presets.items()
-        if known.origin == "user"
-        and _read_source(Path(known.path), "user").tree.get("extends") == name
-    ]
-    if below:
+        for other, known in own.items()
+        if _read_source(Path(known.path), "user").tree.get("extends") == name
+    ]:
         raise reject(
             "preset-in-use",
             "preset",
@@ -523,16 +514,16 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
             "Delete those first, or save them as complete presets.",
         )
     try:
-        Path(preset.path).unlink()
+        path.unlink()
     except OSError as error:
         raise reject(
             "not-deletable",
             "preset",
-            preset.path,
+            str(path),
             f"cannot be deleted: {error.strerror}",
             "Check the rights of its folder.",
         ) from None
-    return Path(preset.path)
+    return path
 
 
 def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
@@ -545,17 +536,14 @@ def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
     folder = user_dir or user_folder()
     path = folder / f"{spec.name}.toml"
     older = load_catalog(folder).presets.get(spec.name)
-    taken = older.path if older else str(path) if exists(path) else ""
-    if taken:
-        raise InputError([_name_taken(spec.name, taken)])
-    own = spec_tree(
-        msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, parameters=()))
-    )
-    return _write(path, f"{_toml(own)}\n{table_text(spec.model.parameters)}", replace=False)
+    if taken := older.path if older else str(path) if exists(path) else "":
+        raise _name_taken(spec.name, taken)
+    own = spec_tree(replace(spec, model=replace(spec.model, parameters=())))
+    return _write(path, f"{_toml(own)}\n{table_text(spec.model.parameters)}", overwrite=False)
 
 
-def _name_taken(name: str, path: str, remedy: str = "Choose another name.") -> Problem:
-    return Problem("name-taken", "name", shown(name), f"is taken by {path}", remedy)
+def _name_taken(name: str, path: str, remedy: str = "Choose another name.") -> InputError:
+    return reject("name-taken", "name", shown(name), f"is taken by {path}", remedy)
 
 
 def _toml(tree: Tree) -> str:
@@ -571,11 +559,11 @@ def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset])
     if base is None:
         return spec_tree(spec)
     if base not in presets:
-        raise InputError([_unknown_preset("extends", base, tuple(presets))])
+        raise _unknown_preset("extends", base, presets)
     above = presets[base].spec
     if spec.title == above.title:
-        spec = msgspec.structs.replace(spec, title="")
-    below = complete_tree(msgspec.structs.replace(above, title=""))
+        spec = replace(spec, title="")
+    below = complete_tree(replace(above, title=""))
     changes = differences(complete_tree(spec), below)
     if (
         check_tree(merged(below, changes)) != spec
@@ -604,7 +592,7 @@ def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ..
         return tree
     base = str(source.tree["extends"])
     if base not in sources:
-        raise InputError([_unknown_preset("extends", base, tuple(sources), source.path)])
+        raise _unknown_preset("extends", base, sources, source.path)
     if len(seen) > _LONGEST_CHAIN:
         raise reject(
             "long-extends",
@@ -615,16 +603,14 @@ def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ..
             file=source.path,
         )
     if base in seen:
-        chain = " -> ".join((*seen, base))
-        problem = Problem(
+        raise reject(
             "circular-extends",
             "extends",
             shown(base),
-            f"is circular ({chain})",
+            f"is circular ({' -> '.join((*seen, base))})",
             "Extend a preset that does not itself extend this one.",
             file=source.path,
         )
-        raise InputError([problem])
     below = _extended(sources[base], sources, (*seen, base))
     return merged({key: value for key, value in below.items() if key != "title"}, tree)
 
@@ -644,8 +630,9 @@ def _order(preset: Preset) -> tuple[object, ...]:
     )
 
 
-def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "") -> Problem:
-    return Problem(
+def _unknown_preset(field: str, name: str, known: Iterable[str], file: str = "") -> InputError:
+    known = tuple(known)
+    return reject(
         "unknown-preset",
         field,
         shown(name),
@@ -655,31 +642,29 @@ def _unknown_preset(field: str, name: str, known: tuple[str, ...], file: str = "
     )
 
 
-def _write(path: Path, text: str, *, replace: bool = True) -> Path:
+def _write(path: Path, text: str, *, overwrite: bool = True) -> Path:
     """Write a preset atomically: readers see the old file or the new one. Raises InputError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
-        if replace:
+        if overwrite:
             partial.replace(path)
         else:
-            os.link(
-                partial, path
-            )  # unlike a rename, fails if another process took the name in the meantime
+            # Unlike a rename, this fails if another process took the name in the meantime.
+            os.link(partial, path)
             partial.unlink()
     except FileExistsError:
         partial.unlink()
-        raise InputError([_name_taken(path.stem, str(path))]) from None
+        raise _name_taken(path.stem, str(path)) from None
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        problem = Problem(
+        raise reject(
             "not-writable",
             "preset",
             str(path),
             f"cannot be written: {error.strerror}",
             "Free some space, or set XDG_CONFIG_HOME to a writable folder.",
-        )
-        raise InputError([problem]) from None
+        ) from None
     return path

@@ -43,7 +43,7 @@ class ReportedGpu(Struct, frozen=True, kw_only=True):
     c2c: bool | None
 
 
-class Found(Struct, frozen=True, kw_only=True):
+class Found(Struct, frozen=True):
     """A finding of ``so-tui doctor``."""
 
     code: str

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -50,6 +50,7 @@ from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec, find_preset, with_values
 from so_tui.spec.errors import SoTuiError, first_line, reject
 from so_tui.spec.presets import EXAMPLE_SEQUENCES, as_published
+from so_tui.units import plural
 from so_tui.validation import report, show
 from so_tui.validation.report import (
     CopiesFound,
@@ -123,20 +124,15 @@ _LONG_S = 10.0
 """From what estimate on a part tells how fast this machine is."""
 
 
-class Tell(Protocol):
-    """Receives what is being measured, and the share of all measurements' estimated time that is
-    over.
-    """
-
-    def __call__(self, text: str, share: float) -> None: ...
+Tell = Callable[[str, float], None]
+"""Receives what is being measured, and the share of all measurements' estimated time that is over.
+"""
 
 
-class Measure(Protocol):
-    """Measures, telling in words what it does. Gives up after ``limit_s`` seconds, and ends what it
-    started. May raise anything.
-    """
-
-    def __call__(self, tell: Callable[[str], None], limit_s: float, /) -> Result: ...
+Measure = Callable[[Callable[[str], None], float], Result]
+"""Measures, telling in words what it does. Gives up after so many seconds, and ends what it
+started. May raise anything.
+"""
 
 
 @dataclass(frozen=True)
@@ -152,19 +148,6 @@ class _Measurement:
     @property
     def pending(self) -> Outcome:
         return Outcome(key=self.key, title=self.title, estimate_s=self.estimate_s)
-
-
-def _planned(report: Report, measurements: Sequence[_Measurement]) -> Report:
-    """Return the report with an outcome for each of the measurements; those of an earlier one are
-    retained.
-    """
-    known = {outcome.key: outcome for outcome in report.outcomes}
-    return replace(
-        report,
-        outcomes=tuple(
-            known.get(measurement.key, measurement.pending) for measurement in measurements
-        ),
-    )
 
 
 def _run_parts(
@@ -194,21 +177,18 @@ def _run_parts(
     Raises:
         KeyboardInterrupt: The user stopped; what was measured until then is written.
     """
-    report = _planned(report, measurements)
+    known = {outcome.key: outcome for outcome in report.outcomes}
+    outcomes = tuple(known.get(each.key, each.pending) for each in measurements)
+    report = replace(report, outcomes=outcomes)
     write(report)
-    deadline = time.monotonic() + seconds
+    deadline, over_s = time.monotonic() + seconds, 0.0
     whole_s = sum(measurement.estimate_s for measurement in measurements) or 1.0
-    over_s = 0.0
-    for measurement, outcome in zip(measurements, report.outcomes, strict=True):
+    for measurement, outcome in zip(measurements, outcomes, strict=True):
         if outcome.state != "measured":
             share = over_s / whole_s
             tell(measurement.title, share)
-            outcome = _outcome(
-                measurement,
-                _pace(report.outcomes),
-                deadline,
-                lambda text, share=share: tell(text, share),  # type: ignore[misc]
-            )
+            told = partial(_tell_share, tell, share)
+            outcome = _outcome(measurement, _pace(report.outcomes), deadline, told)
             report = report.with_outcome(outcome)
             write(report)
         over_s += measurement.estimate_s
@@ -216,47 +196,44 @@ def _run_parts(
     return report
 
 
+def _tell_share(tell: Tell, share: float, text: str) -> None:
+    tell(text, share)
+
+
 def _pace(outcomes: Sequence[Outcome]) -> float:
     """Return how long measurements take here as a share of their estimates: the median of the long
     ones so far; 1 before there is any.
     """
-    return statistics.median(
-        [
-            found.seconds / found.estimate_s
-            for found in outcomes
-            if found.seconds and found.state == "measured" and found.estimate_s >= _LONG_S
-        ]
-        or [1.0]
-    )
+    shares = [
+        found.seconds / found.estimate_s
+        for found in outcomes
+        if found.seconds and found.state == "measured" and found.estimate_s >= _LONG_S
+    ]
+    return statistics.median(shares or [1.0])
 
 
 def _outcome(
     measurement: _Measurement, pace: float, deadline: float, tell: Callable[[str], None]
 ) -> Outcome:
     left_s, expected_s = deadline - time.monotonic(), pace * measurement.estimate_s
+    pending = measurement.pending
     if expected_s > left_s:
         reason = f"takes about {expected_s:,.0f} s, and {max(0.0, left_s):,.0f} s were left"
-        return replace(measurement.pending, state="left-out", reason=reason)
+        return replace(pending, state="left-out", reason=reason)
     begun, limit_s = time.monotonic(), min(3 * measurement.estimate_s, left_s) + OVERRUN_S
     try:
         result = measurement.measure(tell, limit_s)
-    except Exception as error:  # noqa: BLE001 - whatever stands in the way of one part is in the report, and the others go on
+    # Whatever stands in the way of one part is in the report, and the others go on.
+    except Exception as error:  # noqa: BLE001
         _LOG.info("%s failed", measurement.key, exc_info=True)
-        seconds = time.monotonic() - begun
-        reason = (
-            str(error)
-            if isinstance(error, SoTuiError)
-            else f"{type(error).__name__}: {first_line(error)}"
-        )
+        seconds, reason = time.monotonic() - begun, f"{type(error).__name__}: {first_line(error)}"
         return replace(
-            measurement.pending,
+            pending,
             state="timed-out" if seconds >= limit_s else "failed",
-            reason=reason,
+            reason=str(error) if isinstance(error, SoTuiError) else reason,
             seconds=seconds,
         )
-    return replace(
-        measurement.pending, state="measured", result=result, seconds=time.monotonic() - begun
-    )
+    return replace(pending, state="measured", result=result, seconds=time.monotonic() - begun)
 
 
 # Parts of a validation that measure the machine itself: what it has, its rates, and copies between
@@ -270,19 +247,10 @@ _COPY_S = 6.0
 def _machine_measurements(machine: Machine, folder: Path) -> list[_Measurement]:
     """Return the machine's parts of a report that is written to ``folder``."""
     gpus = usable_machine(machine, os.environ).gpus
+    look, rates = partial(_machine, machine, folder), partial(_rates, machine)
     parts = [
-        _Measurement(
-            "machine",
-            "the machine, and what is wrong with it",
-            5.0,
-            partial(_machine, machine, folder),
-        ),
-        _Measurement(
-            "rates",
-            "rates of Adam, products and copies",
-            60.0 if gpus else 30.0,
-            partial(_rates, machine),
-        ),
+        _Measurement("machine", "the machine, and what is wrong with it", 5.0, look),
+        _Measurement("rates", "rates of Adam, products and copies", 60.0 if gpus else 30.0, rates),
     ]
     if gpus:
         pairs = len(gpus) * len(machine.cpu_nodes) + (len(gpus) > 1)
@@ -308,10 +276,7 @@ def _machine(
         found = answer.result(limit_s)
     except FutureTimeout as error:
         raise SoTuiError(f"`so-tui doctor` did not end within {limit_s:,.0f} s") from error
-    return machine_found(
-        machine,
-        tuple(Found(code=one.code, severity=one.severity, title=one.title) for one in found),
-    )
+    return machine_found(machine, tuple(Found(one.code, one.severity, one.title) for one in found))
 
 
 def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> RatesFound:
@@ -360,24 +325,25 @@ def _phase_seconds(
         ended: When the last of its processes had ended.
         over: When nothing was left of it.
     """
-    steps = [record.time for record in records if isinstance(record, StepRecord)]
-    first, last = (steps[0], steps[-1]) if steps else (ended, ended)
+    steps = [record.time for record in records if isinstance(record, StepRecord)] or [ended]
     begins: dict[str, float] = {}
     for record in records:
         if isinstance(record, PhaseRecord):
-            begins.setdefault(record.stage or record.phase, record.time)
-    stages = {name: time for name, time in begins.items() if name in (*_STAGES, "training")}
-    ends = [*stages.values(), first][1:]
+            name = record.stage or record.phase
+            if name in (*_STAGES, "training"):
+                begins.setdefault(name, record.time)
+    times = [*begins.values(), steps[0]]
     lengths = {
-        name: max(0.0, end - begin) for (name, begin), end in zip(stages.items(), ends, strict=True)
+        name: max(0.0, end - begin)
+        for name, begin, end in zip(begins, times, times[1:], strict=False)
     }
     return PhaseSeconds(
         preparation_s=max(0.0, started - begun),
-        launcher_s=max(0.0, min([*stages.values(), first]) - started),
+        launcher_s=max(0.0, min(times) - started),
         **{f"{name}_s": lengths.get(name, 0.0) for name in _STAGES},
         first_step_s=lengths.get("training", 0.0),
-        steps_s=last - first,
-        end_s=max(0.0, ended - last),
+        steps_s=steps[-1] - steps[0],
+        end_s=max(0.0, ended - steps[-1]),
         cleaning_s=max(0.0, over - ended),
     )
 
@@ -438,28 +404,21 @@ def _shape_for(machine: Machine) -> RunSpec:
     """Return what is trained: the largest of the shapes that fits one GPU without offload; without
     GPUs, ``tiny``.
     """
+    changes = {"gpus": "1", "train.gradient_accumulation": "1"}
     if not machine.gpus:
-        return with_values(
-            find_preset(_CPU_SHAPE).spec, {"gpus": "1", "train.gradient_accumulation": "1"}
-        )
-    changes = {
-        "gpus": "1",
+        return with_values(find_preset(_CPU_SHAPE).spec, changes)
+    changes |= {
         "train.micro_batch": str(EXAMPLE_SEQUENCES),
-        "train.gradient_accumulation": "1",
+        "model.activation_checkpointing": "full",
+        "model.kernels": "plain",
     }
-    spec = with_values(
-        find_preset(_GPU_SHAPE).spec,
-        changes | {"model.activation_checkpointing": "full", "model.kernels": "plain"},
-    )
-    shapes = [with_layers(spec, layers) for layers in _LAYERS]
-    return next(
-        (
-            shape
-            for shape in shapes
-            if make_plan(with_values(shape, {"offload.mode": "gpu"}), machine).verdict == "fits"
-        ),
-        shapes[-1],
-    )
+    spec = with_values(find_preset(_GPU_SHAPE).spec, changes)
+    for layers in _LAYERS:
+        shape = with_layers(spec, layers)
+        on_gpu = with_values(shape, {"offload.mode": "gpu"})
+        if make_plan(on_gpu, machine).verdict == "fits":
+            break
+    return shape
 
 
 def with_layers(spec: RunSpec, layers: int) -> RunSpec:
@@ -470,12 +429,8 @@ def with_layers(spec: RunSpec, layers: int) -> RunSpec:
         replace(block, repeat=layers) if block.repeat == old else block
         for block in model.parameters
     )
-    return replace(
-        spec,
-        model=replace(
-            model, config=model.config | {"num_hidden_layers": layers}, parameters=blocks
-        ),
-    )
+    config = model.config | {"num_hidden_layers": layers}
+    return replace(spec, model=replace(model, config=config, parameters=blocks))
 
 
 def _shape_name(spec: RunSpec) -> str:
@@ -490,116 +445,59 @@ def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         machine: Where.
         gpus: The most GPUs that a run may have.
     """
-    if machine.gpus:
-        yield from _parts(machine, gpus)
+    if not machine.gpus:
+        yield Part("ours", "SuperOffload with our engine, without clipping", _PLAIN)
+        yield Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
+        yield Part("ours-clipped", "our engine with clipping", _CLIPPED)
         return
-    yield Part("ours", "SuperOffload with our engine, without clipping", settings=_PLAIN)
-    yield Part("zerooffload", "ZeRO-Offload", settings=_ZEROOFFLOAD)
-    yield Part("ours-clipped", "our engine with clipping", settings=_CLIPPED)
-
-
-def _parts(machine: Machine, gpus: int) -> Iterator[Part]:
     several = [ranks for ranks in (2, 4) if ranks <= gpus]
-    yield Part("gpu", "no offload", settings=_ON_GPU)
-    yield Part(
-        "ours",
-        "SuperOffload with our engine, ratio 0.9, without clipping",
-        settings=_PLAIN,
-    )
-    yield Part("unbound", "our engine, ranks not bound", settings=_PLAIN, placed="unbound")
+    yield Part("gpu", "no offload", _ON_GPU)
+    yield Part("ours", "SuperOffload with our engine, ratio 0.9, without clipping", _PLAIN)
+    yield Part("unbound", "our engine, ranks not bound", _PLAIN, placed="unbound")
     if len(_usable_nodes(machine)) > 1:
-        yield Part(
-            "wrong-node",
-            "our engine, bound to the wrong NUMA node",
-            settings=_PLAIN,
-            placed="wrong-node",
-        )
-    # While these run, DeepSpeed's CPU Adam is compiled for the parts after them.
+        title = "our engine, bound to the wrong NUMA node"
+        yield Part("wrong-node", title, _PLAIN, placed="wrong-node")
+    # While these run, DeepSpeed's CPU Adam is compiled for the parts after them. Their losses must
+    # agree step by step, whatever the number of GPUs: clipped, because the norm is over all of
+    # them.
+    clipped = {"train.gradient_clipping": "1"}
+    title = "tiny without offload on 1 GPU"
+    yield Part("losses-gpu", title, _ON_GPU | clipped, losses_only=True)
     for ranks in (1, *several):
-        yield from _loss_parts(ranks)
-    yield Part(
-        "published",
-        "DeepSpeed's SuperOffload as published, its default for clipping",
-        published=True,
-    )
-    yield Part("zerooffload", "ZeRO-Offload", settings=_ZEROOFFLOAD)
+        where = "1 GPU" if ranks == 1 else f"{ranks} GPUs, the same global batch"
+        title = f"tiny with our engine on {where}"
+        yield Part(f"losses-{ranks}", title, _CLIPPED, ranks, losses_only=True)
+    title = "DeepSpeed's SuperOffload as published, its default for clipping"
+    yield Part("published", title, published=True)
+    yield Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
     for ranks in several:
-        yield Part(
-            f"ours-{ranks}",
-            f"our engine on {ranks} GPUs, the same global batch",
-            settings=_PLAIN,
-            ranks=ranks,
-        )
-        yield Part(
-            f"gpu-{ranks}",
-            f"no offload on {ranks} GPUs, the same global batch",
-            settings=_ON_GPU,
-            ranks=ranks,
-        )
-    yield Part("ours-clipped", "our engine with clipping", settings=_CLIPPED)
+        where = f"on {ranks} GPUs, the same global batch"
+        yield Part(f"ours-{ranks}", f"our engine {where}", _PLAIN, ranks)
+        yield Part(f"gpu-{ranks}", f"no offload {where}", _ON_GPU, ranks)
+    yield Part("ours-clipped", "our engine with clipping", _CLIPPED)
     explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
-    yield Part(
-        "published-unclipped",
-        "DeepSpeed's SuperOffload as published, clipping 0",
-        settings=explicit,
-        published=True,
-    )
-    if several:
-        for ranks in (1, 2):
-            yield _published_losses(ranks)
+    title = "DeepSpeed's SuperOffload as published, clipping 0"
+    yield Part("published-unclipped", title, explicit, published=True)
+    # Whether DeepSpeed's own SuperOffload learns on so many GPUs, which users of several doubt.
+    for ranks in (1, 2) if several else ():
+        title = f"tiny with DeepSpeed's SuperOffload on {plural(ranks, 'GPU')}"
+        yield Part(
+            f"losses-published-{ranks}",
+            title,
+            explicit | clipped,
+            ranks,
+            published=True,
+            losses_only=True,
+        )
     for ranks in several:
         title = f"DeepSpeed's SuperOffload as published on {ranks} GPUs"
         yield Part(f"published-{ranks}", title, ranks=ranks, published=True)
     for ratio in ("0.5", "0.7", "1.0"):
-        yield Part(
-            f"ours-{ratio}",
-            f"our engine, ratio {ratio}",
-            settings=_PLAIN | {"offload.ratio": ratio},
-        )
+        settings = _PLAIN | {"offload.ratio": ratio}
+        yield Part(f"ours-{ratio}", f"our engine, ratio {ratio}", settings)
     for states in ("bf16-moments", "int8-moments"):
-        yield Part(
-            f"ours-{states}",
-            f"our engine, {states}",
-            settings=_PLAIN | {"offload.states": states},
-        )
-
-
-def _loss_parts(ranks: int) -> Iterator[Part]:
-    """Yield the runs whose losses must agree step by step, whatever the number of GPUs: clipped,
-    because the norm is over all of them.
-    """
-    where = "on 1 GPU" if ranks == 1 else f"on {ranks} GPUs, the same global batch"
-    if ranks == 1:
-        settings = _ON_GPU | {"train.gradient_clipping": "1"}
-        yield Part(
-            "losses-gpu",
-            f"tiny without offload {where}",
-            settings=settings,
-            losses_only=True,
-        )
-    yield Part(
-        f"losses-{ranks}",
-        f"tiny with our engine {where}",
-        settings=_CLIPPED,
-        ranks=ranks,
-        losses_only=True,
-    )
-
-
-def _published_losses(ranks: int) -> Part:
-    """Return the run that shows whether DeepSpeed's own SuperOffload learns on so many GPUs, which
-    users of several doubt.
-    """
-    settings = {"offload.config": "published-clipping", "train.gradient_clipping": "1"}
-    title = f"tiny with DeepSpeed's SuperOffload on {ranks} GPU{'s' * (ranks > 1)}"
-    return Part(
-        f"losses-published-{ranks}",
-        title,
-        settings=settings,
-        ranks=ranks,
-        published=True,
-        losses_only=True,
-    )
+        settings = _PLAIN | {"offload.states": states}
+        yield Part(f"ours-{states}", f"our engine, {states}", settings)
 
 
 def _spec_of(shape: RunSpec, part: Part) -> RunSpec:
@@ -672,15 +570,12 @@ def _training_measurements(
     machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: _CpuAdam
 ) -> list[_Measurement]:
     """Return the measurements of these parts."""
-
-    usable = usable_machine(machine, os.environ)
-    measure = partial(_measure, shape=shape, machine=machine, cpu_adam=cpu_adam)
-    return [
-        _Measurement(
-            part.key, part.title, _estimate_s(usable, shape, part), partial(measure, part=part)
-        )
-        for part in parts
-    ]
+    usable, found = usable_machine(machine, os.environ), []
+    for part in parts:
+        measure = partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam)
+        estimate_s = _estimate_s(usable, shape, part)
+        found.append(_Measurement(part.key, part.title, estimate_s, measure))
+    return found
 
 
 def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
@@ -801,7 +696,6 @@ def validate(
     usable = usable_machine(machine, os.environ)
     gpus = min(gpus, len(usable.gpus))
     shape = _shape_for(usable)
-    parts = list(_parts_of(usable, gpus))
     begun = _begun(machine, folder, gpus, _shape_name(shape))
 
     def write(found: Report) -> None:
@@ -813,14 +707,11 @@ def validate(
             show.write(folder / SHARED, nameless)
 
     with _CpuAdam() as cpu_adam:
-        of_training = _training_measurements(machine, shape, parts, cpu_adam)
-        return _run_parts(
-            begun,
-            [*_machine_measurements(machine, folder), *of_training],
-            seconds,
-            write,
-            tell,
-        )
+        parts = [
+            *_machine_measurements(machine, folder),
+            *_training_measurements(machine, shape, list(_parts_of(usable, gpus)), cpu_adam),
+        ]
+        return _run_parts(begun, parts, seconds, write, tell)
 
 
 def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:
@@ -835,12 +726,7 @@ def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:
     found = report.read(folder)
     if found is None:
         return new
-    if (found.host, found.so_tui, found.gpus, found.shape) != (
-        new.host,
-        new.so_tui,
-        new.gpus,
-        new.shape,
-    ):
+    if any(getattr(found, key) != getattr(new, key) for key in ("host", "so_tui", "gpus", "shape")):
         raise reject(
             "another-report",
             "--out",

@@ -46,7 +46,7 @@ def test_an_h200_guest_gives_no_alarm(tmp_path: Path) -> None:
     )
     health = (
         GpuHealth(
-            bus_id="00000000:05:00.0",
+            bus_id="0000:05:00.0",
             persistence=True,
             uncorrected_ecc_errors=0,
             compute_capability=(9, 0),
@@ -149,7 +149,7 @@ def test_a_login_node(tmp_path: Path) -> None:
 
 
 def health_of(**changes: Any) -> GpuHealth:
-    healthy_gpu = GpuHealth(bus_id="00000009:01:00.0", persistence=True, compute_capability=(9, 0))
+    healthy_gpu = GpuHealth(bus_id="0009:01:00.0", persistence=True, compute_capability=(9, 0))
     return msgspec.structs.replace(healthy_gpu, **changes)
 
 
@@ -166,7 +166,7 @@ def health_of(**changes: Any) -> GpuHealth:
         (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0+PTX"}, None, ""),
         (health_of(), {"TORCH_CUDA_ARCH_LIST": "8.0 9.0"}, None, ""),
         (health_of(uncorrected_ecc_errors=0, row_remap_pending=False), {}, None, ""),
-        (health_of(bus_id="0000000A:01:00.0", row_remap_failed=True), {}, None, ""),
+        (health_of(bus_id="000a:01:00.0", row_remap_failed=True), {}, None, ""),
     ],
 )
 def test_traps_that_the_driver_reports(

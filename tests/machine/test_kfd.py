@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.machine import Machine, inspect_machine
+from so_tui.machine import Machine, gpus, inspect_machine
 from so_tui.machine.doctor import findings
-from so_tui.machine.gpus import _names_by_amd_smi, _names_in, hiding_variable, visible_gpus
+from so_tui.machine.gpus import _names_by_amd_smi, hiding_variable, visible_gpus
 from so_tui.plan.binding import bind_ranks
 from so_tui.spec.errors import InputError
 from tests.support.kfd import NODES, apu_files
@@ -174,8 +174,11 @@ NAMED = {"0000:02:00.0": "AMD Instinct MI300A"}
         ("[" * 100_000, {}),
     ],
 )
-def test_names_by_amds_own_tool(output: str, names: dict[str, str]) -> None:
-    assert _names_in(output) == names
+def test_names_by_amds_own_tool(
+    monkeypatch: pytest.MonkeyPatch, output: str, names: dict[str, str]
+) -> None:
+    monkeypatch.setattr(gpus, "output_of", lambda *_: output)
+    assert _names_by_amd_smi() == names
 
 
 def test_the_tool_is_asked_where_it_is_installed(

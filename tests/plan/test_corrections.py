@@ -155,7 +155,7 @@ def fetched_s(spec: RunSpec) -> float:
     target = target_of(spec, H200, workload=WORKLOAD, probed=False)
     model = step_model(assess(spec, target).placement, target)
     assert model is not None
-    return model.passes.fetched_weights_s
+    return model.fetched_weights_s
 
 
 def test_where_both_passes_waited_for_weights_nothing_is_known_of_what_is_computed() -> None:

@@ -20,7 +20,7 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import AttentionRate, Speed, _rate_at, constants, published_speed
-from so_tui.plan.step_time import Pass, PassModel, Update, _arrivals, _weight_wait_s
+from so_tui.plan.step_time import Pass, StepModel, Update, _arrivals, _weight_wait_s
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import superchips, x86
@@ -352,7 +352,7 @@ def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python()
             if gather_s
             else published()
         )
-        model = PassModel(placement=placement, speed=speed)
+        model = StepModel(placement=placement, speed=speed)
         assert model.all_gather_s == pytest.approx(gather_s)
         return model.one_pass
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import superoffload
-from so_tui.model.shape import Parameter, _layout_of
+from so_tui.model.shape import Parameter
 from so_tui_trainer.data.batches import Batch
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.model.build import _set_leaf_modules
@@ -25,6 +25,7 @@ from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.optimizer import SuperOffload
 from superoffload.transfers import Transfers
 from tests.support import engine as support
+from tests.support.layouts import layout_of
 from tests.support.problems import coded
 from tests.support.reference_adamw import Reference, core_of
 
@@ -392,7 +393,7 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
             Parameter(name, parameter.ds_numel, len(parameter.ds_shape) >= 2)
             for name, parameter in trainable
         ]
-        planned = _layout_of(parameters, 1, run.offload.sub_group_size, ratio, "so-tui")
+        planned = layout_of(parameters, 1, run.offload.sub_group_size, ratio)
         core = core_of(made)
         assert [
             (group.names, group.weights.numel(), group.on_gpu) for group in core.sub_groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -19,7 +19,7 @@ Severity = Literal["blocks", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("blocks", "warning", "note")
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class Finding(Struct, frozen=True):
     """One trap on a machine or in the settings of a run."""
 
     code: str
@@ -34,6 +34,10 @@ class Finding(Struct, frozen=True, kw_only=True):
     cost: str
     """What happens if nothing is done."""
     remedy: str
+
+
+Findings = Iterator[Finding]
+"""What a check yields."""
 
 
 class PlanNeeds(Protocol):

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.machine.doctor.checks import CheckContext, Finding, gpu_list
+from so_tui.machine.doctor.checks import CheckContext, Finding, Findings, gpu_list
 from so_tui.machine.doctor.host import run_of
-from so_tui.machine.gpus import GpuHealth, normal_bus_id, pci_gpus
+from so_tui.machine.gpus import GpuHealth, pci_gpus
 from so_tui.machine.types import Gpu, NumaNode
 from so_tui.units import memory_size
 
@@ -22,14 +22,14 @@ _CACHE_SHARE = 0.02
 _CUDA_13_DRIVER = 580
 
 
-def _check_vendor(context: CheckContext) -> Iterator[Finding]:
+def _check_vendor(context: CheckContext) -> Findings:
     amd = tuple(gpu for gpu in context.machine.gpus if gpu.vendor == "amd")
     named = ", ".join(f"GPU {gpu.index}: {gpu.name} at {gpu.pci_bus_id}" for gpu in amd)
     if any(not gpu.shares_memory for gpu in amd):
         yield Finding(
-            code="amd-gpus",
-            severity="blocks",
-            title="AMD GPUs with memory of their own are not supported",
+            "amd-gpus",
+            "blocks",
+            "AMD GPUs with memory of their own are not supported",
             evidence=named,
             cost=(
                 "Nothing is known of their speed, and nothing was tested on them; of AMD's, MI300A "
@@ -42,9 +42,9 @@ def _check_vendor(context: CheckContext) -> Iterator[Finding]:
         )
     elif amd:
         yield Finding(
-            code="never-run",
-            severity="warning",
-            title="so-tui has never run on these GPUs",
+            "never-run",
+            "warning",
+            "so-tui has never run on these GPUs",
             evidence=named,
             cost=(
                 "Plans are unproven here: speeds follow from publications, and memory from "
@@ -54,9 +54,9 @@ def _check_vendor(context: CheckContext) -> Iterator[Finding]:
         )
     if split := tuple(gpu for gpu in amd if gpu.mig):
         yield Finding(
-            code="partitioned",
-            severity="warning",
-            title="GPUs are split into compute partitions",
+            "partitioned",
+            "warning",
+            "GPUs are split into compute partitions",
             evidence=(
                 f"GPU {gpu_list(split)}: several devices at {split[0].pci_bus_id} (KFD topology)"
             ),
@@ -65,16 +65,16 @@ def _check_vendor(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_driver(context: CheckContext) -> Iterator[Finding]:
+def _check_driver(context: CheckContext) -> Findings:
     if context.machine.gpus:
         silent = tuple(
             gpu for gpu in context.nvidia_gpus if gpu.uuid is None and gpu.compute_mode is None
         )
         if context.files and silent:
             yield Finding(
-                code="nvml-unavailable",
-                severity="warning",
-                title="The NVIDIA driver is loaded, but NVML does not respond",
+                "nvml-unavailable",
+                "warning",
+                "The NVIDIA driver is loaded, but NVML does not respond",
                 evidence=" ".join(
                     [
                         f"GPU {gpu_list(silent)} found on the PCI bus only.",
@@ -97,9 +97,9 @@ def _why_no_gpu(context: CheckContext) -> Finding:
     """Return the finding that explains why the machine shows no GPU."""
     if context.machine.hidden_gpus:
         return Finding(
-            code="gpus-hidden",
-            severity="note",
-            title="All GPUs are hidden",
+            "gpus-hidden",
+            "note",
+            "All GPUs are hidden",
             evidence=(
                 "environment variable "
                 f"CUDA_VISIBLE_DEVICES={context.environment.get('CUDA_VISIBLE_DEVICES', '')}"
@@ -112,12 +112,12 @@ def _why_no_gpu(context: CheckContext) -> Finding:
         if context.files
         else ()
     )
-    names = ", ".join(f"{gpu.name} at {gpu.bus_id}" for gpu in on_bus)
+    names = ", ".join(f"{gpu.name} at {gpu.pci_bus_id}" for gpu in on_bus)
     if on_bus and context.files and context.files.exists("/proc/driver/nvidia/version"):
         return Finding(
-            code="gpus-not-granted",
-            severity="warning",
-            title="This process may not use the NVIDIA GPUs",
+            "gpus-not-granted",
+            "warning",
+            "This process may not use the NVIDIA GPUs",
             evidence=f"{names}; the driver is loaded, but lists none of them",
             cost="Runs train on the CPU.",
             remedy=(
@@ -127,9 +127,9 @@ def _why_no_gpu(context: CheckContext) -> Finding:
         )
     if on_bus:
         return Finding(
-            code="no-nvidia-driver",
-            severity="warning",
-            title="NVIDIA GPUs on the PCI bus, but no driver",
+            "no-nvidia-driver",
+            "warning",
+            "NVIDIA GPUs on the PCI bus, but no driver",
             evidence=f"{names}; no /proc/driver/nvidia/version",
             cost="Runs train on the CPU.",
             remedy=(
@@ -138,9 +138,9 @@ def _why_no_gpu(context: CheckContext) -> Finding:
             ),
         )
     return Finding(
-        code="no-gpu",
-        severity="note",
-        title="No GPU",
+        "no-gpu",
+        "note",
+        "No GPU",
         evidence="neither NVML nor the PCI bus lists one",
         cost="Runs train on the CPU, which is enough for `tiny` and for trying things out.",
         remedy=(
@@ -150,7 +150,7 @@ def _why_no_gpu(context: CheckContext) -> Finding:
     )
 
 
-def _check_driver_version(context: CheckContext) -> Iterator[Finding]:
+def _check_driver_version(context: CheckContext) -> Findings:
     software = context.machine.software
     major = re.match(r"\d+", software.nvidia_driver or "")
     if (
@@ -160,9 +160,9 @@ def _check_driver_version(context: CheckContext) -> Iterator[Finding]:
         and int(major.group()) < _CUDA_13_DRIVER
     ):
         yield Finding(
-            code="driver-too-old",
-            severity="blocks",
-            title="The NVIDIA driver is too old for this torch",
+            "driver-too-old",
+            "blocks",
+            "The NVIDIA driver is too old for this torch",
             evidence=(
                 f"driver {software.nvidia_driver}; torch {software.torch} is built for CUDA "
                 f"{software.torch_cuda}"
@@ -175,13 +175,13 @@ def _check_driver_version(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_compute_mode(context: CheckContext) -> Iterator[Finding]:
+def _check_compute_mode(context: CheckContext) -> Findings:
     prohibited = tuple(gpu for gpu in context.nvidia_gpus if gpu.compute_mode == "Prohibited")
     if prohibited:
         yield Finding(
-            code="compute-prohibited",
-            severity="blocks",
-            title="Compute mode is Prohibited",
+            "compute-prohibited",
+            "blocks",
+            "Compute mode is Prohibited",
             evidence=f"GPU {gpu_list(prohibited)}: compute mode Prohibited (NVML)",
             cost="No process can use CUDA on these GPUs.",
             remedy=(
@@ -193,9 +193,9 @@ def _check_compute_mode(context: CheckContext) -> Iterator[Finding]:
     )
     if exclusive:
         yield Finding(
-            code="compute-exclusive",
-            severity="warning",
-            title="Compute mode allows one process per GPU",
+            "compute-exclusive",
+            "warning",
+            "Compute mode allows one process per GPU",
             evidence=f"GPU {gpu_list(exclusive)}: compute mode {exclusive[0].compute_mode} (NVML)",
             cost=(
                 "A second process on a GPU fails, such as the Adam worker of DeepSpeed's own "
@@ -208,13 +208,13 @@ def _check_compute_mode(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_mig(context: CheckContext) -> Iterator[Finding]:
+def _check_mig(context: CheckContext) -> Findings:
     sliced = tuple(gpu for gpu in context.nvidia_gpus if gpu.mig)
     if sliced:
         yield Finding(
-            code="mig-enabled",
-            severity="warning",
-            title="MIG is enabled",
+            "mig-enabled",
+            "warning",
+            "MIG is enabled",
             evidence=f"GPU {gpu_list(sliced)}: MIG mode enabled (NVML)",
             cost="CUDA sees one slice of such a GPU, but plans count the whole GPU.",
             remedy=(
@@ -224,7 +224,7 @@ def _check_mig(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
+def _check_gpu_memory_node(context: CheckContext) -> Findings:
     """On Grace, find GPUs whose memory is not a NUMA node: the driver manages it (CDMM), or it was
     not brought online.
     """
@@ -242,18 +242,18 @@ def _check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
             else ""
         )
         yield Finding(
-            code="gpu-memory-driver-managed",
-            severity="note",
-            title="The driver manages GPU memory (CDMM)",
+            "gpu-memory-driver-managed",
+            "note",
+            "The driver manages GPU memory (CDMM)",
             evidence=f"GPU {gpu_list(hidden)}: no NUMA node of its own{parameter}",
             cost="None for training: page cache and host allocations cannot spill into GPU memory.",
             remedy="No action needed.",
         )
     else:
         yield Finding(
-            code="gpu-memory-offline",
-            severity="note",
-            title="GPU memory has no NUMA node",
+            "gpu-memory-offline",
+            "note",
+            "GPU memory has no NUMA node",
             evidence=(
                 f"GPU {gpu_list(hidden)}: the kernel reserves empty nodes for it, but none has "
                 "memory"
@@ -266,14 +266,14 @@ def _check_gpu_memory_node(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_cache_in_gpu_memory(context: CheckContext) -> Iterator[Finding]:
+def _check_cache_in_gpu_memory(context: CheckContext) -> Findings:
     owners = {gpu.memory_node: gpu for gpu in context.nvidia_gpus}
     for node in context.machine.numa_nodes:
         if node.id in owners and _cache_share(node) > _CACHE_SHARE:
             yield Finding(
-                code="file-cache-in-gpu-memory",
-                severity="warning",
-                title=f"File cache occupies memory of GPU {owners[node.id].index}",
+                "file-cache-in-gpu-memory",
+                "warning",
+                f"File cache occupies memory of GPU {owners[node.id].index}",
                 evidence=(
                     f"node {node.id}: FilePages {memory_size(node.file_cache_bytes or 0)} of "
                     f"{memory_size(node.memory_total_bytes)}"
@@ -294,13 +294,13 @@ def _cache_share(node: NumaNode) -> float:
     )
 
 
-def _check_mpam(context: CheckContext) -> Iterator[Finding]:
+def _check_mpam(context: CheckContext) -> Findings:
     mpam = context.machine.mpam
     if context.is_grace and mpam.state in ("off", "kernel", "firmware"):
         yield Finding(
-            code="mpam-unused",
-            severity="note",
-            title="Memory bandwidth partitioning (MPAM) is not in use",
+            "mpam-unused",
+            "note",
+            "Memory bandwidth partitioning (MPAM) is not in use",
             evidence=mpam.evidence,
             cost="CPU Adam and the copies to the GPU compete for memory bandwidth.",
             remedy=(
@@ -335,7 +335,7 @@ _CUDA_FOR_BLACKWELL = (12, 8)
 _NAMED_ARCHITECTURES = frozenset(("Ada", "Ampere", "Blackwell", "Hopper", "Turing", "Volta"))
 
 
-def _check_in_use(context: CheckContext) -> Iterator[Finding]:
+def _check_in_use(context: CheckContext) -> Findings:
     for gpu, health in _pairs(context):
         if not health.pids:
             continue
@@ -346,9 +346,9 @@ def _check_in_use(context: CheckContext) -> Iterator[Finding]:
         )
         if runs:
             yield Finding(
-                code="gpu-training",
-                severity="note",
-                title=f"GPU {gpu.index} is training",
+                "gpu-training",
+                "note",
+                f"GPU {gpu.index} is training",
                 evidence=(
                     f"process {named}; run {', '.join(sorted(Path(run).name for run in runs))}"
                 ),
@@ -357,22 +357,22 @@ def _check_in_use(context: CheckContext) -> Iterator[Finding]:
             )
         else:
             yield Finding(
-                code="gpu-busy",
-                severity="warning",
-                title=f"Other processes use GPU {gpu.index}",
+                "gpu-busy",
+                "warning",
+                f"Other processes use GPU {gpu.index}",
                 evidence=f"process {named} (NVML)",
                 cost="They take memory that plans count on, and GPU time.",
                 remedy="End them if they are yours, or choose other GPUs with `--gpus`.",
             )
 
 
-def _check_memory_errors(context: CheckContext) -> Iterator[Finding]:
+def _check_memory_errors(context: CheckContext) -> Findings:
     for gpu, health in _pairs(context):
         if health.row_remap_failed:
             yield Finding(
-                code="gpu-memory-broken",
-                severity="blocks",
-                title=f"The memory of GPU {gpu.index} is defective",
+                "gpu-memory-broken",
+                "blocks",
+                f"The memory of GPU {gpu.index} is defective",
                 evidence="row remapping failed (NVML)",
                 cost="Values may be wrong without an error, or the run ends with an Xid error.",
                 remedy=(
@@ -383,9 +383,9 @@ def _check_memory_errors(context: CheckContext) -> Iterator[Finding]:
         elif health.row_remap_pending or health.uncorrected_ecc_errors:
             pending = "; a row is waiting to be remapped" if health.row_remap_pending else ""
             yield Finding(
-                code="gpu-memory-errors",
-                severity="warning",
-                title=f"GPU {gpu.index} had memory errors",
+                "gpu-memory-errors",
+                "warning",
+                f"GPU {gpu.index} had memory errors",
                 evidence=(
                     f"{health.uncorrected_ecc_errors or 0} uncorrected ECC errors since the driver "
                     f"was loaded{pending} (NVML)"
@@ -398,13 +398,13 @@ def _check_memory_errors(context: CheckContext) -> Iterator[Finding]:
             )
 
 
-def _check_persistence(context: CheckContext) -> Iterator[Finding]:
+def _check_persistence(context: CheckContext) -> Findings:
     off = tuple(gpu for gpu, health in _pairs(context) if health.persistence is False)
     if off:
         yield Finding(
-            code="persistence-off",
-            severity="note",
-            title="Persistence mode is off",
+            "persistence-off",
+            "note",
+            "Persistence mode is off",
             evidence=f"GPU {gpu_list(off)} (NVML)",
             cost=(
                 "The driver initialises again for each first process, which adds seconds to every "
@@ -414,7 +414,7 @@ def _check_persistence(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_architectures(context: CheckContext) -> Iterator[Finding]:
+def _check_architectures(context: CheckContext) -> Findings:
     """Find GPUs for which torch has no kernels, or for which extensions would be compiled
     without.
     """
@@ -426,9 +426,9 @@ def _check_architectures(context: CheckContext) -> Iterator[Finding]:
         number = f"{capability[0]}.{capability[1]}"
         if listed and not _covers(listed, capability):
             yield Finding(
-                code="arch-list-without-gpu",
-                severity="warning",
-                title="TORCH_CUDA_ARCH_LIST leaves out this GPU",
+                "arch-list-without-gpu",
+                "warning",
+                "TORCH_CUDA_ARCH_LIST leaves out this GPU",
                 evidence=(
                     f"environment variable TORCH_CUDA_ARCH_LIST={listed}; the GPU has {number} "
                     "(NVML)"
@@ -438,9 +438,9 @@ def _check_architectures(context: CheckContext) -> Iterator[Finding]:
             )
         if capability < _AMPERE:
             yield Finding(
-                code="gpu-without-bf16",
-                severity="blocks",
-                title="This GPU cannot compute in bf16",
+                "gpu-without-bf16",
+                "blocks",
+                "This GPU cannot compute in bf16",
                 evidence=f"compute capability {number}, older than Ampere's 8.0 (NVML)",
                 cost=(
                     "so-tui trains in bf16, which torch only emulates there: a step takes many "
@@ -451,9 +451,9 @@ def _check_architectures(context: CheckContext) -> Iterator[Finding]:
         cuda = _version(context.machine.software.torch_cuda)
         if capability >= _BLACKWELL and cuda and cuda < _CUDA_FOR_BLACKWELL:
             yield Finding(
-                code="torch-too-old-for-gpu",
-                severity="blocks",
-                title="This torch has no kernels for the GPU",
+                "torch-too-old-for-gpu",
+                "blocks",
+                "This torch has no kernels for the GPU",
                 evidence=(
                     f"compute capability {number}; torch is built for CUDA "
                     f"{context.machine.software.torch_cuda}"
@@ -476,7 +476,7 @@ def _covers(listed: str, capability: tuple[int, int]) -> bool:
 
 
 def _pairs(context: CheckContext) -> Iterator[tuple[Gpu, GpuHealth]]:
-    by_bus_id = {normal_bus_id(health.bus_id): health for health in context.health}
+    by_bus_id = {health.bus_id: health for health in context.health}
     for gpu in context.nvidia_gpus:
         if gpu.pci_bus_id in by_bus_id:
             yield gpu, by_bus_id[gpu.pci_bus_id]

@@ -12,10 +12,9 @@ import pwd
 import re
 import shutil
 import stat
-from collections.abc import Iterator
 
 from so_tui.machine import host
-from so_tui.machine.doctor.checks import CheckContext, Finding, Severity
+from so_tui.machine.doctor.checks import CheckContext, Finding, Findings, Severity
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.system_files import SystemFiles
 from so_tui.trust.text import printable_line, quoted
@@ -29,7 +28,7 @@ _SELF_SCALING = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 _FEW_PROCESSES = 4096
 
 
-def _check_cores_near_gpus(context: CheckContext) -> Iterator[Finding]:
+def _check_cores_near_gpus(context: CheckContext) -> Findings:
     """Find a CPU mask without any core of a GPU's node: some sites give every task the first cores
     of the host.
     """
@@ -37,9 +36,9 @@ def _check_cores_near_gpus(context: CheckContext) -> Iterator[Finding]:
     far = [gpu for gpu in context.nvidia_gpus if gpu.cpus and not allowed & set(gpu.cpus)]
     if far:
         yield Finding(
-            code="cores-far-from-gpu",
-            severity="warning",
-            title="No allowed core is on the GPU's NUMA node",
+            "cores-far-from-gpu",
+            "warning",
+            "No allowed core is on the GPU's NUMA node",
             evidence=(
                 f"GPU {far[0].index} is attached to cores {cpu_ranges(far[0].cpus)}; allowed "
                 f"cores: {cpu_ranges(allowed)}"
@@ -52,7 +51,7 @@ def _check_cores_near_gpus(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_nodes_without_cpus(context: CheckContext) -> Iterator[Finding]:
+def _check_nodes_without_cpus(context: CheckContext) -> Findings:
     """Find hosts where half of the NUMA nodes have no CPUs: DeepSpeed's launcher takes those for
     fast CPU memory and prefers them.
     """
@@ -60,9 +59,9 @@ def _check_nodes_without_cpus(context: CheckContext) -> Iterator[Finding]:
     bare = [node.id for node in nodes if not node.cpus]
     if context.nvidia_gpus and bare and 2 * len(bare) == len(nodes):
         yield Finding(
-            code="gpu-memory-taken-for-hbm",
-            severity="note",
-            title="DeepSpeed's launcher mistakes GPU memory for CPU memory",
+            "gpu-memory-taken-for-hbm",
+            "note",
+            "DeepSpeed's launcher mistakes GPU memory for CPU memory",
             evidence=f"{len(nodes)} NUMA nodes, half of them ({cpu_ranges(bare)}) without CPUs",
             cost=(
                 "None for so-tui, whose ranks bind themselves. In other trainers the optimizer "
@@ -75,15 +74,15 @@ def _check_nodes_without_cpus(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_fake_nodes(context: CheckContext) -> Iterator[Finding]:
+def _check_fake_nodes(context: CheckContext) -> Findings:
     """Find NUMA nodes that list the same CPUs: a kernel started with ``numa=fake``."""
     nodes = context.machine.cpu_nodes
     shared = [node.id for node in nodes if sum(other.cpus == node.cpus for other in nodes) > 1]
     if context.is_grace and shared:
         yield Finding(
-            code="fake-numa",
-            severity="note",
-            title="The kernel splits memory into fake NUMA nodes",
+            "fake-numa",
+            "note",
+            "The kernel splits memory into fake NUMA nodes",
             evidence=f"nodes {cpu_ranges(shared)} list the same CPUs (numa=fake)",
             cost=(
                 "None for training: ranks are bound to all of these nodes. Older kernels may mix "
@@ -95,13 +94,13 @@ def _check_fake_nodes(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_core_count(context: CheckContext) -> Iterator[Finding]:
+def _check_core_count(context: CheckContext) -> Findings:
     gpus, cores = len(context.nvidia_gpus), len(context.machine.allowed_cpus)
     if gpus and cores < _FEW_CORES * gpus:
         yield Finding(
-            code="few-cores",
-            severity="warning",
-            title="Few cores for CPU Adam",
+            "few-cores",
+            "warning",
+            "Few cores for CPU Adam",
             evidence=f"{plural(cores, 'allowed core')} for {plural(gpus, 'GPU')}",
             cost=(
                 "CPU Adam is too slow to overlap with the GPU's work: steps take several times "
@@ -114,13 +113,13 @@ def _check_core_count(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_cpu_quota(context: CheckContext) -> Iterator[Finding]:
+def _check_cpu_quota(context: CheckContext) -> Findings:
     quota = host.cpu_quota(context.files) if context.files else None
     if quota is not None and quota < len(context.machine.allowed_cpus):
         yield Finding(
-            code="cpu-quota",
-            severity="warning",
-            title="A control group limits CPU time below the allowed cores",
+            "cpu-quota",
+            "warning",
+            "A control group limits CPU time below the allowed cores",
             evidence=(
                 f"CPU time of {quota:g} cores for {len(context.machine.allowed_cpus)} allowed cores"
             ),
@@ -135,14 +134,14 @@ def _check_cpu_quota(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_numa_balancing(context: CheckContext) -> Iterator[Finding]:
+def _check_numa_balancing(context: CheckContext) -> Findings:
     several = sum(node.memory_total_bytes > 0 for node in context.machine.numa_nodes) > 1
     setting = context.text("/proc/sys/kernel/numa_balancing").strip()
     if several and context.nvidia_gpus and setting not in ("", "0"):
         yield Finding(
-            code="numa-balancing",
-            severity="warning" if context.is_grace else "note",
-            title="Automatic NUMA balancing is on",
+            "numa-balancing",
+            "warning" if context.is_grace else "note",
+            "Automatic NUMA balancing is on",
             evidence=f"/proc/sys/kernel/numa_balancing: {setting}",
             cost=(
                 "The kernel unmaps and moves pages to follow their users, which slows memory down "
@@ -155,7 +154,7 @@ def _check_numa_balancing(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_governor(context: CheckContext) -> Iterator[Finding]:
+def _check_governor(context: CheckContext) -> Findings:
     folder = "/sys/devices/system/cpu/cpu0/cpufreq"
     name, scaling = (
         context.text(f"{folder}/scaling_governor").strip(),
@@ -163,16 +162,16 @@ def _check_governor(context: CheckContext) -> Iterator[Finding]:
     )
     if context.nvidia_gpus and name in _SLOW_GOVERNORS and scaling not in _SELF_SCALING:
         yield Finding(
-            code="slow-governor",
-            severity="warning",
-            title=f"The CPU frequency governor is {name}",
+            "slow-governor",
+            "warning",
+            f"The CPU frequency governor is {name}",
             evidence=f"{folder}/scaling_governor: {name} (driver {scaling or 'unknown'})",
             cost="Cores stay at a low frequency, which slows down CPU Adam.",
             remedy="As root: `cpupower frequency-set -g performance`.",
         )
 
 
-def _check_process_limit(context: CheckContext) -> Iterator[Finding]:
+def _check_process_limit(context: CheckContext) -> Findings:
     limit = host.process_limit(context.files) if context.files else None
     if (
         limit is not None
@@ -180,24 +179,24 @@ def _check_process_limit(context: CheckContext) -> Iterator[Finding]:
         and limit < 100 + 4 * len(context.machine.allowed_cpus)
     ):
         yield Finding(
-            code="process-limit",
-            severity="warning",
-            title="A control group limits the number of threads",
+            "process-limit",
+            "warning",
+            "A control group limits the number of threads",
             evidence=f"pids.max: {limit}, for {plural(len(context.machine.allowed_cpus), 'core')}",
             cost="Each rank starts a few threads per core; exceeding the limit ends the run.",
             remedy="Start the container with a higher limit (`--pids-limit`).",
         )
 
 
-def _check_login_node(context: CheckContext) -> Iterator[Finding]:
+def _check_login_node(context: CheckContext) -> Findings:
     """Find a host with Slurm's commands outside of a job: compute nodes may be different."""
     if "SLURM_JOB_ID" not in context.environment and shutil.which(
         "sbatch", path=context.environment.get("PATH", "")
     ):
         yield Finding(
-            code="login-node",
-            severity="note",
-            title="This may be the login node of a cluster",
+            "login-node",
+            "note",
+            "This may be the login node of a cluster",
             evidence="sbatch is on PATH, and SLURM_JOB_ID is not set",
             cost="Compute nodes may have other GPUs, memory and cores than this host.",
             remedy=(
@@ -232,7 +231,7 @@ _PAGE_64K_BYTES = 65536
 _SMALL_MEMLOCK_BYTES = 64 << 20
 
 
-def _check_shared_memory(context: CheckContext) -> Iterator[Finding]:
+def _check_shared_memory(context: CheckContext) -> Findings:
     """Check /dev/shm, which holds NCCL's buffers and the states that DeepSpeed's own engine shares
     with its Adam worker.
 
@@ -248,27 +247,27 @@ def _check_shared_memory(context: CheckContext) -> Iterator[Finding]:
     )
     if context.plan and context.plan.shm_bytes > free:
         yield Finding(
-            code="shm-too-small",
-            severity="blocks",
-            title="/dev/shm is too small for this run",
+            "shm-too-small",
+            "blocks",
+            "/dev/shm is too small for this run",
             evidence=f"{evidence}; the run needs {memory_size(context.plan.shm_bytes)}",
             cost="The ranks would fail with a bus error in the first step.",
             remedy=f"{remedy} Alternatively, lower the offload ratio.",
         )
     elif context.plan and context.plan.shm_bytes > _TIGHT_SHARE * free:
         yield Finding(
-            code="shm-tight",
-            severity="warning",
-            title="/dev/shm is nearly too small for this run",
+            "shm-tight",
+            "warning",
+            "/dev/shm is nearly too small for this run",
             evidence=f"{evidence}; the run needs {memory_size(context.plan.shm_bytes)}",
             cost="The run fails if another process writes there.",
             remedy=remedy,
         )
     elif context.plan is None and total < _SMALL_SHM_BYTES:
         yield Finding(
-            code="shm-small",
-            severity="warning",
-            title="/dev/shm is very small",
+            "shm-small",
+            "warning",
+            "/dev/shm is very small",
             evidence=evidence,
             cost=(
                 "NCCL needs tens of megabytes per GPU there, and DeepSpeed's own SuperOffload "
@@ -279,7 +278,7 @@ def _check_shared_memory(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_locked_memory(context: CheckContext) -> Iterator[Finding]:
+def _check_locked_memory(context: CheckContext) -> Findings:
     """Check the limit on locked memory on hosts with RDMA cards. CUDA's pinned memory does not
     count against it.
     """
@@ -294,9 +293,9 @@ def _check_locked_memory(context: CheckContext) -> Iterator[Finding]:
     )
     if match and int(match.group(1)) < _SMALL_MEMLOCK_BYTES:
         yield Finding(
-            code="locked-memory-limit",
-            severity="note",
-            title="The limit on locked memory is low",
+            "locked-memory-limit",
+            "note",
+            "The limit on locked memory is low",
             evidence=f"/proc/self/limits: max locked memory {memory_size(int(match.group(1)))}",
             cost=(
                 "None on one node. Runs over several nodes fail when they register buffers with "
@@ -308,7 +307,7 @@ def _check_locked_memory(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_swap(context: CheckContext) -> Iterator[Finding]:
+def _check_swap(context: CheckContext) -> Findings:
     sizes = [
         int(fields[2]) * 1024
         for line in context.text("/proc/swaps").splitlines()[1:]
@@ -316,9 +315,9 @@ def _check_swap(context: CheckContext) -> Iterator[Finding]:
     ]
     if context.nvidia_gpus and sum(sizes):
         yield Finding(
-            code="swap-on",
-            severity="note",
-            title="Swap is on",
+            "swap-on",
+            "note",
+            "Swap is on",
             evidence=f"/proc/swaps: {memory_size(sum(sizes))}",
             cost=(
                 "A run that exceeds memory becomes very slow instead of failing with a clear "
@@ -328,7 +327,7 @@ def _check_swap(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_huge_pages(context: CheckContext) -> Iterator[Finding]:
+def _check_huge_pages(context: CheckContext) -> Findings:
     setting = re.search(r"\[(\w+)\]", context.text("/sys/kernel/mm/transparent_hugepage/enabled"))
     if not setting or not context.nvidia_gpus:
         return
@@ -340,9 +339,9 @@ def _check_huge_pages(context: CheckContext) -> Iterator[Finding]:
     large = page_bytes is not None and page_bytes >= _PAGE_64K_BYTES
     if setting.group(1) == "never" and not large:
         yield Finding(
-            code="huge-pages-off",
-            severity="note",
-            title="Transparent huge pages are off",
+            "huge-pages-off",
+            "note",
+            "Transparent huge pages are off",
             evidence=evidence,
             cost=(
                 "CPU Adam reads tens of gigabytes in 4 KiB pages: more address translation, and "
@@ -352,9 +351,9 @@ def _check_huge_pages(context: CheckContext) -> Iterator[Finding]:
         )
     elif setting.group(1) == "always" and large:
         yield Finding(
-            code="huge-pages-always",
-            severity="note",
-            title="Transparent huge pages are always on, and are 512 MiB each",
+            "huge-pages-always",
+            "note",
+            "Transparent huge pages are always on, and are 512 MiB each",
             evidence=evidence,
             cost=(
                 "Many small allocations can take half a gigabyte each: host memory runs out "
@@ -367,7 +366,7 @@ def _check_huge_pages(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_memory_limit(context: CheckContext) -> Iterator[Finding]:
+def _check_memory_limit(context: CheckContext) -> Findings:
     limit = context.machine.memory_limit_bytes
     if limit is None:
         return
@@ -384,9 +383,9 @@ def _check_memory_limit(context: CheckContext) -> Iterator[Finding]:
         f"limit {memory_size(limit)}, host memory {memory_size(context.machine.host_memory_bytes)}"
     )
     yield Finding(
-        code="memory-limit-exceeded" if exceeded else "memory-limit",
-        severity=severity,
-        title="A control group limits memory" + (" below what this run needs" if exceeded else ""),
+        "memory-limit-exceeded" if exceeded else "memory-limit",
+        severity,
+        "A control group limits memory" + (" below what this run needs" if exceeded else ""),
         evidence=evidence + (f"; the run needs {memory_size(needed)}" if needed else ""),
         cost="The kernel ends a run that exceeds the limit; /dev/shm counts as well.",
         remedy=(
@@ -426,7 +425,7 @@ _LOGIND_FOLDERS = ("/usr/lib/systemd", "/run/systemd", "/etc/systemd")
 _TRUE = ("yes", "true", "1", "on")
 
 
-def _check_orphans(context: CheckContext) -> Iterator[Finding]:
+def _check_orphans(context: CheckContext) -> Findings:
     """Find training processes of this user without a supervisor. The run may still be fine: its
     supervisor may have died.
     """
@@ -450,9 +449,9 @@ def _check_orphans(context: CheckContext) -> Iterator[Finding]:
         runs = ", ".join(sorted({run for run in ours.values() if run})) or "unknown"
         processes = " ".join(map(str, ours))
         yield Finding(
-            code="orphaned-trainers",
-            severity="warning",
-            title="Training processes without a supervisor",
+            "orphaned-trainers",
+            "warning",
+            "Training processes without a supervisor",
             evidence=f"process {processes}, no supervisor among its parents; run: {runs}",
             cost="They hold cores, memory and GPUs.",
             remedy=(
@@ -463,9 +462,9 @@ def _check_orphans(context: CheckContext) -> Iterator[Finding]:
     if others:
         processes = " ".join(map(str, others))
         yield Finding(
-            code="orphaned-ranks",
-            severity="warning",
-            title="Processes of another distributed run without a launcher",
+            "orphaned-ranks",
+            "warning",
+            "Processes of another distributed run without a launcher",
             evidence=(
                 f"process {processes}, parent ended: DeepSpeed's launcher leaves ranks and Adam "
                 "workers behind when it is killed"
@@ -550,7 +549,7 @@ def _strings(files: SystemFiles, pid: int, name: str) -> list[str]:
     return (files.text(f"/proc/{pid}/{name}") or "").split("\0")
 
 
-def _check_logout(context: CheckContext) -> Iterator[Finding]:
+def _check_logout(context: CheckContext) -> Findings:
     """Find login sessions whose processes end at logout. Those of the user's service manager
     outlive it if the user lingers.
     """
@@ -565,9 +564,9 @@ def _check_logout(context: CheckContext) -> Iterator[Finding]:
         lingers = context.files.exists(f"/var/lib/systemd/linger/{user}")
         first = "" if lingers else "`loginctl enable-linger` once, then "
         yield Finding(
-            code="killed-at-logout",
-            severity="warning",
-            title="Runs end when you log out",
+            "killed-at-logout",
+            "warning",
+            "Runs end when you log out",
             evidence=(
                 f"{where}: KillUserProcesses=yes; login session of {user}, lingering is "
                 f"{'on' if lingers else 'off'}"
@@ -605,7 +604,7 @@ def _logind_settings(files: SystemFiles) -> tuple[str, dict[str, str]]:
     return where, settings
 
 
-def _check_shared_memory_left(context: CheckContext) -> Iterator[Finding]:
+def _check_shared_memory_left(context: CheckContext) -> Findings:
     """Find segments in /dev/shm that no process has open: they take memory until they are
     removed.
     """
@@ -626,9 +625,9 @@ def _check_shared_memory_left(context: CheckContext) -> Iterator[Finding]:
     total = context.machine.shm_total_bytes or 0
     largest = printable_line(", ".join(name.rpartition("/")[2] for name in paths[:3]))
     yield Finding(
-        code="shm-left-behind",
-        severity="warning" if sum(found.values()) > total // 10 else "note",
-        title="Ended processes left shared memory behind",
+        "shm-left-behind",
+        "warning" if sum(found.values()) > total // 10 else "note",
+        "Ended processes left shared memory behind",
         evidence=f"{memory_size(sum(found.values()))} in {_SHM}: {largest}{more}",
         cost="It takes memory until it is removed or the machine restarts.",
         remedy=f"`{quoted('rm', *paths[:8])}`"

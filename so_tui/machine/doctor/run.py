@@ -8,10 +8,9 @@ expandable-segments, job-too-short, job-ends-soon.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.machine.doctor.checks import CheckContext, Finding
+from so_tui.machine.doctor.checks import CheckContext, Finding, Findings
 from so_tui.machine.host import available_bytes
 from so_tui.spec.check import exists
 from so_tui.trust.text import printable_line, so_tui_command
@@ -25,12 +24,12 @@ _LARGE_BYTES = 1 << 30
 _JOB_ENDS_SOON_S = 600
 
 
-def _check_fits(context: CheckContext) -> Iterator[Finding]:
+def _check_fits(context: CheckContext) -> Findings:
     if context.plan and not context.plan.fits:
         yield Finding(
-            code="plan-does-not-fit",
-            severity="blocks",
-            title="The plan does not fit this machine",
+            "plan-does-not-fit",
+            "blocks",
+            "The plan does not fit this machine",
             evidence="; ".join(context.plan.cause_texts),
             cost="`so-tui run` refuses it.",
             remedy="; or ".join(context.plan.remedy_texts)
@@ -38,7 +37,7 @@ def _check_fits(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_memory_now(context: CheckContext) -> Iterator[Finding]:
+def _check_memory_now(context: CheckContext) -> Findings:
     """Find other processes that hold memory the plan counts on. Memory that grows on demand cannot
     be checked.
     """
@@ -50,9 +49,9 @@ def _check_memory_now(context: CheckContext) -> Iterator[Finding]:
     )
     if context.plan.fits and free is not None and free < needed:
         yield Finding(
-            code="memory-in-use",
-            severity="warning",
-            title="Other processes hold memory that this run needs",
+            "memory-in-use",
+            "warning",
+            "Other processes hold memory that this run needs",
             evidence=(
                 f"available {memory_size(free)} (/proc/meminfo, cgroup); the run needs "
                 f"{memory_size(needed)}{_largest(context)}"
@@ -84,7 +83,7 @@ def _largest(context: CheckContext) -> str:
     return "".join(f"; {text}" for text in named)
 
 
-def _check_disk(context: CheckContext) -> Iterator[Finding]:
+def _check_disk(context: CheckContext) -> Findings:
     """Check the free disk space for checkpoints: what the plan needs, or a minimum without a
     plan.
     """
@@ -98,9 +97,9 @@ def _check_disk(context: CheckContext) -> Iterator[Finding]:
     needed = context.plan.disk_peak_bytes if context.plan else 0
     if needed > free:
         yield Finding(
-            code="no-room-for-checkpoints",
-            severity="blocks",
-            title="Not enough disk space for the checkpoints of this run",
+            "no-room-for-checkpoints",
+            "blocks",
+            "Not enough disk space for the checkpoints of this run",
             evidence=f"{folder}: {disk_size(free)} free; the run needs {disk_size(needed)}",
             cost="Training would stop at the first checkpoint that does not fit.",
             remedy=(
@@ -110,9 +109,9 @@ def _check_disk(context: CheckContext) -> Iterator[Finding]:
         )
     elif context.plan is None and free < _LITTLE_DISK_BYTES:
         yield Finding(
-            code="little-room-for-checkpoints",
-            severity="warning",
-            title="Little disk space for checkpoints",
+            "little-room-for-checkpoints",
+            "warning",
+            "Little disk space for checkpoints",
             evidence=f"{folder}: {disk_size(free)} free",
             cost=(
                 "A checkpoint takes 12 bytes per parameter (96 GB for 8 B parameters), an export "
@@ -122,7 +121,7 @@ def _check_disk(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
+def _check_checkpoints_in_memory(context: CheckContext) -> Findings:
     """Find a folder for checkpoints whose files take host memory and are lost when the host
     restarts.
     """
@@ -138,9 +137,9 @@ def _check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
     mount = next((path for path in (folder, *folder.parents) if path in mounts), None)
     if mount is not None and mounts[mount] in _IN_MEMORY:
         yield Finding(
-            code="checkpoints-in-memory",
-            severity="warning",
-            title="Checkpoints would be kept in host memory",
+            "checkpoints-in-memory",
+            "warning",
+            "Checkpoints would be kept in host memory",
             evidence=f"{folder} is in {mount}, a {mounts[mount]}",
             cost=(
                 "They take memory that the run needs, and are lost when the host restarts or, in "
@@ -150,7 +149,7 @@ def _check_checkpoints_in_memory(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
+def _check_deepspeed_engine(context: CheckContext) -> Findings:
     """Find settings that slow down or break DeepSpeed's own SuperOffload, but not so-tui's
     engine.
     """
@@ -164,9 +163,9 @@ def _check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
     clipping = context.plan.spec.train.gradient_clipping
     if clipping > 0:
         yield Finding(
-            code="clipping-stops-overlap",
-            severity="warning",
-            title="Gradient clipping stops the overlap of DeepSpeed's SuperOffload",
+            "clipping-stops-overlap",
+            "warning",
+            "Gradient clipping stops the overlap of DeepSpeed's SuperOffload",
             evidence=f"train.gradient_clipping = {clipping:g}, offload.engine = deepspeed",
             cost=(
                 "No sub-group is stepped during backward: on one H200, 4B at ratio 0.9 took 6.1 s "
@@ -178,9 +177,9 @@ def _check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
     per_rank = len(context.machine.allowed_cpus) // max(1, context.plan.spec.ranks_per_host)
     if int((1 - fraction) * per_rank) == 0:
         yield Finding(
-            code="no-main-core",
-            severity="warning",
-            title="DeepSpeed's SuperOffload leaves no core to the training process",
+            "no-main-core",
+            "warning",
+            "DeepSpeed's SuperOffload leaves no core to the training process",
             evidence=f"{per_rank} cores per rank, offload.cpu_adam_cores_fraction = {fraction:g}",
             cost=(
                 "The training process's share rounds down to zero cores, so both processes run on "
@@ -196,9 +195,9 @@ def _check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
     ]
     if exclusive:
         yield Finding(
-            code="gpu-allows-one-process",
-            severity="blocks",
-            title="DeepSpeed's Adam worker needs a GPU that accepts two processes",
+            "gpu-allows-one-process",
+            "blocks",
+            "DeepSpeed's Adam worker needs a GPU that accepts two processes",
             evidence=f"GPU {exclusive[0].index}: compute mode {exclusive[0].compute_mode} (NVML)",
             cost=(
                 "The worker cannot open the GPU, and the first step waits for it until the time "
@@ -214,9 +213,9 @@ def _check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
     )
     if "expandable_segments:True" in settings:
         yield Finding(
-            code="expandable-segments",
-            severity="warning",
-            title="expandable_segments with DeepSpeed's SuperOffload",
+            "expandable-segments",
+            "warning",
+            "expandable_segments with DeepSpeed's SuperOffload",
             evidence=f"environment: {settings}",
             cost=(
                 "GPU memory cannot be shared with another process then, which older releases rely "
@@ -226,7 +225,7 @@ def _check_deepspeed_engine(context: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _check_job_time(context: CheckContext) -> Iterator[Finding]:
+def _check_job_time(context: CheckContext) -> Findings:
     """Check that the Slurm job outlasts the run. Slurm 22.05 and newer set the end time of the
     job.
     """
@@ -241,9 +240,9 @@ def _check_job_time(context: CheckContext) -> Iterator[Finding]:
     saves = bool(context.plan and context.plan.spec.checkpoint.every_steps)
     if steps and step_s and steps * step_s > left_s:
         yield Finding(
-            code="job-too-short",
-            severity="warning",
-            title="The job ends before the run does",
+            "job-too-short",
+            "warning",
+            "The job ends before the run does",
             evidence=(
                 f"{evidence}; {steps} steps of {step_s:.2f} s (predicted) take "
                 f"{duration(steps * step_s)}"
@@ -258,9 +257,9 @@ def _check_job_time(context: CheckContext) -> Iterator[Finding]:
         )
     elif left_s < _JOB_ENDS_SOON_S:
         yield Finding(
-            code="job-ends-soon",
-            severity="warning",
-            title="This job ends soon",
+            "job-ends-soon",
+            "warning",
+            "This job ends soon",
             evidence=evidence,
             cost="A run that starts now will be cut off.",
             remedy="Start it in a new job.",

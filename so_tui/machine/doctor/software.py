@@ -9,12 +9,12 @@ kmp-affinity, arch-list-suffix.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from so_tui.folders import kernel_folder
-from so_tui.machine.doctor.checks import CheckContext, Finding
+from so_tui.machine.doctor.checks import CheckContext, Finding, Findings
 from so_tui.machine.software import (
     INSTALL_TRAINING,
     PACKAGES,
@@ -33,7 +33,7 @@ _ORDINARY = Needs(head_size=128)
 """What most models ask of attention."""
 
 
-def _check_packages(context: CheckContext) -> Iterator[Finding]:
+def _check_packages(context: CheckContext) -> Findings:
     if not context.machine.live:
         return
     installed = context.machine.software
@@ -44,16 +44,16 @@ def _check_packages(context: CheckContext) -> Iterator[Finding]:
     ]
     if missing:
         yield Finding(
-            code="missing-packages",
-            severity="blocks",
-            title=f"{', '.join(missing)} not installed",
+            "missing-packages",
+            "blocks",
+            f"{', '.join(missing)} not installed",
             evidence=f"no such package for Python {installed.python}",
             cost="Everything works except training.",
             remedy=f"{INSTALL_TRAINING}.",
         )
 
 
-def _check_versions(context: CheckContext) -> Iterator[Finding]:
+def _check_versions(context: CheckContext) -> Findings:
     """Check that each package is within the tested bounds, and that all of them were tested
     together.
     """
@@ -66,9 +66,9 @@ def _check_versions(context: CheckContext) -> Iterator[Finding]:
     complete = all(getattr(installed, package) for package in PACKAGES)
     if complete and not outside and installed_set(installed) is None:
         yield Finding(
-            code="untested-set",
-            severity="note",
-            title="These versions were not tested together",
+            "untested-set",
+            "note",
+            "These versions were not tested together",
             evidence=", ".join(f"{package} {getattr(installed, package)}" for package in PACKAGES),
             cost=(
                 "None is known: each version lies between the oldest and the newest that were "
@@ -87,9 +87,9 @@ def _outside(bound: Bound, version: str) -> Finding:
     evidence = f"installed: {version}; supported: {bound.oldest} to {bound.newest}"
     if bound.package == "deepspeed":
         return Finding(
-            code="untested-deepspeed",
-            severity="blocks",
-            title=f"DeepSpeed {version} is not supported",
+            "untested-deepspeed",
+            "blocks",
+            f"DeepSpeed {version} is not supported",
             evidence=f"{evidence}, whose internals the offload engine uses",
             cost=(
                 "With another version, weights could be updated wrongly without an error, so the "
@@ -99,9 +99,9 @@ def _outside(bound: Bound, version: str) -> Finding:
         )
     too_old = version_numbers(version) < version_numbers(bound.oldest)
     return Finding(
-        code="version-too-old" if too_old else "version-too-new",
-        severity="warning",
-        title=(
+        "version-too-old" if too_old else "version-too-new",
+        "warning",
+        (
             f"{bound.package} {version} is {'older' if too_old else 'newer'} than any that was "
             "tested"
         ),
@@ -113,13 +113,13 @@ def _outside(bound: Bound, version: str) -> Finding:
     )
 
 
-def _check_torch_build(context: CheckContext) -> Iterator[Finding]:
+def _check_torch_build(context: CheckContext) -> Findings:
     installed = context.machine.software
     if context.nvidia_gpus and installed.torch and installed.torch_cuda is None:
         yield Finding(
-            code="torch-cpu-only",
-            severity="blocks",
-            title="torch is built for the CPU only",
+            "torch-cpu-only",
+            "blocks",
+            "torch is built for the CPU only",
             evidence=(
                 f"torch {installed.torch} without CUDA, on a machine with "
                 f"{len(context.nvidia_gpus)} NVIDIA GPU(s)"
@@ -136,24 +136,24 @@ def _check_torch_build(context: CheckContext) -> Iterator[Finding]:
         and installed.torch_rocm is None
     ):
         yield Finding(
-            code="torch-no-rocm",
-            severity="blocks",
-            title="torch is built without ROCm",
+            "torch-no-rocm",
+            "blocks",
+            "torch is built without ROCm",
             evidence=f"torch {installed.torch}, on a machine with {context.machine.gpus[0].name}",
             cost="Training could not use the GPUs, and runs are refused.",
             remedy="Install a ROCm build of torch from pytorch.org.",
         )
 
 
-def _check_memory_binding(context: CheckContext) -> Iterator[Finding]:
+def _check_memory_binding(context: CheckContext) -> Findings:
     installed = context.machine.software
     if not context.machine.live or installed.numactl_works is not False:
         return
     if installed.numactl is None and installed.mempolicy_works is not False:
         yield Finding(
-            code="no-numactl",
-            severity="note",
-            title="numactl is not installed",
+            "no-numactl",
+            "note",
+            "numactl is not installed",
             evidence="no numactl on PATH",
             cost=(
                 "None: DeepSpeed's launcher runs without its core binding, and each rank binds "
@@ -170,9 +170,9 @@ def _check_memory_binding(context: CheckContext) -> Iterator[Finding]:
     )
     consequence = ", but its memory may come from any node." if several else "."
     yield Finding(
-        code="binding-forbidden",
-        severity="warning" if several else "note",
-        title="Memory cannot be bound to a NUMA node here",
+        "binding-forbidden",
+        "warning" if several else "note",
+        "Memory cannot be bound to a NUMA node here",
         evidence=f"{trial} (containers without CAP_SYS_NICE forbid it)",
         cost=(
             "DeepSpeed's launcher runs without its core binding. Each rank binds its cores "
@@ -182,7 +182,7 @@ def _check_memory_binding(context: CheckContext) -> Iterator[Finding]:
     )
 
 
-def _check_build_tools(context: CheckContext) -> Iterator[Finding]:
+def _check_build_tools(context: CheckContext) -> Findings:
     """Check what compiles CPU Adam: a compiler in every offload mode, and ninja for DeepSpeed's
     own.
     """
@@ -197,9 +197,9 @@ def _check_build_tools(context: CheckContext) -> Iterator[Finding]:
         yield _no_compiler(context)
     if installed.ninja is None:
         yield Finding(
-            code="no-ninja",
-            severity="blocks" if context.uses_deepspeed_adam else "note",
-            title="ninja is missing",
+            "no-ninja",
+            "blocks" if context.uses_deepspeed_adam else "note",
+            "ninja is missing",
             evidence="no package ninja, and `ninja --version` failed",
             cost=(
                 "DeepSpeed's CPU Adam (zerooffload, or offload.engine = deepspeed) cannot be "
@@ -209,9 +209,9 @@ def _check_build_tools(context: CheckContext) -> Iterator[Finding]:
         )
     if context.uses_deepspeed_adam and context.files and not _is_compiled(context):
         yield Finding(
-            code="adam-not-compiled",
-            severity="note",
-            title="DeepSpeed's CPU Adam is not compiled yet",
+            "adam-not-compiled",
+            "note",
+            "DeepSpeed's CPU Adam is not compiled yet",
             evidence=f"no cpu_adam.so below {extensions_folder(context.environment)}",
             cost="The first run compiles it for one to three minutes while all ranks wait.",
             remedy="Compile it now with `so-tui doctor --fix`.",
@@ -225,9 +225,9 @@ def _no_compiler(context: CheckContext) -> Finding:
     )
     if context.files is not None and has_adam_kernel(context.files, context.environment):
         return Finding(
-            code="no-compiler",
-            severity="note",
-            title="No C++ compiler",
+            "no-compiler",
+            "note",
+            "No C++ compiler",
             evidence=(
                 f"`c++ --version` (or $CXX) failed; {kernel_folder(context.environment)} contains "
                 "a compiled CPU Adam"
@@ -236,9 +236,9 @@ def _no_compiler(context: CheckContext) -> Finding:
             remedy=remedy,
         )
     return Finding(
-        code="no-compiler",
-        severity="blocks",
-        title="No C++ compiler",
+        "no-compiler",
+        "blocks",
+        "No C++ compiler",
         evidence="`c++ --version` (or $CXX) failed",
         cost="CPU Adam is compiled at first use, so the offload modes cannot start.",
         remedy=remedy,
@@ -264,7 +264,7 @@ def has_adam_kernel(files: SystemFiles, environment: Mapping[str, str]) -> bool:
     )
 
 
-def _check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
+def _check_cuda_toolkit(context: CheckContext) -> Findings:
     """Check the CUDA toolkit, which DeepSpeed compares with torch's CUDA version before it compiles
     its CPU Adam.
     """
@@ -290,9 +290,9 @@ def _check_cuda_toolkit(context: CheckContext) -> Iterator[Finding]:
         else "no nvcc (CUDA_HOME, PATH, /usr/local/cuda)"
     )
     yield Finding(
-        code="cuda-toolkit-mismatch" if installed.cuda_toolkit else "no-cuda-toolkit",
-        severity="warning",
-        title="The CUDA toolkit differs from torch's CUDA version"
+        "cuda-toolkit-mismatch" if installed.cuda_toolkit else "no-cuda-toolkit",
+        "warning",
+        "The CUDA toolkit differs from torch's CUDA version"
         if installed.cuda_toolkit
         else "No CUDA toolkit",
         evidence=f"{nvcc}; torch {installed.torch} for CUDA {installed.torch_cuda}",
@@ -313,7 +313,7 @@ def _is_compiled(context: CheckContext) -> bool:
     return context.files.exists(f"{extensions_folder(context.environment)}/cpu_adam/cpu_adam.so")
 
 
-def _check_attention(context: CheckContext) -> Iterator[Finding]:
+def _check_attention(context: CheckContext) -> Findings:
     """Find a faster attention backend for this GPU than the installed ones; models and settings
     decide in the end (the plan says).
     """
@@ -330,9 +330,9 @@ def _check_attention(context: CheckContext) -> Iterator[Finding]:
     if best.backend == used.backend or best.backend != "flash-attn-4":
         return
     yield Finding(
-        code="slower-attention",
-        severity="note",
-        title=f"Attention uses {used.backend}; {best.backend} is faster on this GPU",
+        "slower-attention",
+        "note",
+        f"Attention uses {used.backend}; {best.backend} is faster on this GPU",
         evidence=f"{context.nvidia_gpus[0].name}; {best.backend} is not installed",
         cost=(
             "On an H200, attention takes half the time with it where documents are long: with one "
@@ -343,12 +343,12 @@ def _check_attention(context: CheckContext) -> Iterator[Finding]:
     )
 
 
-def _check_environment(context: CheckContext) -> Iterator[Finding]:
+def _check_environment(context: CheckContext) -> Findings:
     if context.environment.get("OMP_NUM_THREADS") == "1":
         yield Finding(
-            code="omp-single-thread",
-            severity="note",
-            title="OMP_NUM_THREADS is 1",
+            "omp-single-thread",
+            "note",
+            "OMP_NUM_THREADS is 1",
             evidence="environment variable OMP_NUM_THREADS=1",
             cost=(
                 "None for runs started by so-tui, which set it themselves. Other trainers would "
@@ -358,9 +358,9 @@ def _check_environment(context: CheckContext) -> Iterator[Finding]:
         )
     if "KMP_AFFINITY" in context.environment:
         yield Finding(
-            code="kmp-affinity",
-            severity="note",
-            title="KMP_AFFINITY is set",
+            "kmp-affinity",
+            "note",
+            "KMP_AFFINITY is set",
             evidence=f"environment variable KMP_AFFINITY={context.environment['KMP_AFFINITY']}",
             cost=(
                 "DeepSpeed's launcher refuses to bind cores with it, so so-tui removes it from a "
@@ -372,9 +372,9 @@ def _check_environment(context: CheckContext) -> Iterator[Finding]:
     without_suffix = re.sub(r"(\d)[a-z]\b", r"\1", architectures)
     if without_suffix != architectures:
         yield Finding(
-            code="arch-list-suffix",
-            severity="note",
-            title="TORCH_CUDA_ARCH_LIST has a suffix letter",
+            "arch-list-suffix",
+            "note",
+            "TORCH_CUDA_ARCH_LIST has a suffix letter",
             evidence=f"environment variable TORCH_CUDA_ARCH_LIST={architectures}",
             cost=(
                 "DeepSpeed's build of FusedAdam fails on it, so so-tui passes the list without "

@@ -1,0 +1,25 @@
+"""Layouts of parameter lists that no model has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from so_tui.model.shape import DeviceRule, Parameter, StateLayout, assign_devices, cut
+
+
+def layout_of(
+    parameters: Sequence[Parameter],
+    ranks: int,
+    sub_group_size: int,
+    ratio: float,
+    rule: DeviceRule = "so-tui",
+) -> StateLayout:
+    """Return the layout of a parameter list in the optimizer's order."""
+    numels = [parameter.numel for parameter in parameters]
+    rows = cut(parameters, ranks, sub_group_size)
+    return assign_devices(rows, sum(numels), max(numels), ranks, ratio, rule)
+
+
+def on_gpu(layout: StateLayout) -> int:
+    """Return how many sub-groups stay on the GPU."""
+    return len(layout.sub_groups) - len(layout.cpu_groups)
