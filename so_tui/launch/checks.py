@@ -23,7 +23,7 @@ from so_tui.machine.doctor import findings
 from so_tui.machine.doctor.software import has_adam_kernel
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import Gpu, Machine
+from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch, Plan
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
 from so_tui.spec.check import exists
@@ -265,7 +265,7 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
     """Refuse GPUs that another run of this user holds. This is only an early check: the supervisor
     takes them.
     """
-    gpus = _chosen_gpus(plan, machine)
+    gpus = host_check.chosen_gpus(plan, machine)
     if not gpus:
         return
     folder = host_check.lock_folder()
@@ -336,13 +336,8 @@ def _refuse_too_little_space(
 
 
 def _other_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    users = host_check.foreign_processes(_chosen_gpus(plan, machine))
+    users = host_check.foreign_processes(host_check.chosen_gpus(plan, machine))
     return tuple(
         f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}"
         for index, pids in users.items()
     )
-
-
-def _chosen_gpus(plan: Plan, machine: Machine) -> list[Gpu]:
-    chosen = {rank.gpu for rank in plan.binding}
-    return [gpu for gpu in machine.gpus if gpu.index in chosen]

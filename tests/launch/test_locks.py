@@ -107,9 +107,9 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(
     run = create_run(plan.spec, tmp_path / "runs")
     attempt = new_attempt(run)
     write_launch(run, attempt, launch_with(plan, machine))
-    lock = host_check.take(
+    (lock,) = host_check.take_gpus(
         host_check.lock_folder(),
-        host_check._gpu_lock_name(machine.gpus[0]),
+        [machine.gpus[0]],
         host_check.Holder(run="/runs/busy-one", pid=77),
     )
     code = supervise_to_end(run, attempt)
@@ -126,9 +126,9 @@ def test_a_gpu_of_another_run_is_refused_before_anything_starts(
     machine = quad_gh200()
     launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
     quick_checks(launch)
-    lock = host_check.take(
+    (lock,) = host_check.take_gpus(
         host_check.lock_folder(),
-        host_check._gpu_lock_name(machine.gpus[1]),
+        [machine.gpus[1]],
         host_check.Holder(run="/runs/busy-one", pid=77),
     )
     with pytest.raises(Refused) as caught:

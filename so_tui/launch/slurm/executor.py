@@ -222,29 +222,21 @@ class Submission(Struct, frozen=True, kw_only=True):
     """
 
 
-class Restarted(Struct, frozen=True, kw_only=True):
-    """A job that Slurm has started again, and that makes the next attempt itself."""
-
-    job_id: str
-    works_in: int
-    """The attempt that it was submitted for."""
-
-
 class SlurmExecutor:
     """Submits supervisors to a partition."""
 
     here = False
 
     def __init__(
-        self, *, edit: Callable[[str], str] = str, restarted: Restarted | None = None
+        self, *, edit: Callable[[str], str] = str, job_id: str = "", works_in: int = 0
     ) -> None:
         """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before
         anything is submitted.
 
-        With ``restarted``, nothing is submitted: attempts are started in a job that Slurm has
-        started again.
+        With ``job_id``, nothing is submitted: attempts are started in this job, which was submitted
+        for the attempt ``works_in``, and which Slurm has started again.
         """
-        self._edit, self._restarted = edit, restarted
+        self._edit, self._job_id, self._works_in = edit, job_id, works_in
 
     def start(self, run: RunDirectory, attempt: int) -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued``
@@ -261,16 +253,13 @@ class SlurmExecutor:
             site=name,
             poll_s=site.poll_s,
             submitted=time.time(),
-            works_in=self._restarted.works_in if self._restarted else 0,
+            works_in=self._works_in,
         )
         before, queued = _enter_queue(
             run, attempt, script, submission, assume_dead=launch.assume_dead
         )
         try:
-            if self._restarted is None:
-                job_id = _submitted(run, attempt, plan.spec)
-            else:
-                job_id = self._restarted.job_id
+            job_id = self._job_id or _submitted(run, attempt, plan.spec)
         except BaseException:
             if (
                 read_state(run) == queued

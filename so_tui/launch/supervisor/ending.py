@@ -7,6 +7,7 @@ DeepSpeed's runner returns 0 when its launcher was killed by a signal.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import time
@@ -26,7 +27,7 @@ from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.plan.plan import Launch
 from so_tui.runs import state as run_state
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.liveness import EXIT_CODES, HostIdentity
+from so_tui.runs.liveness import EXIT_CODES, identify, this_host
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import ENDING, EndRecord, OutcomeCode, Process, RunState, State
 from so_tui.trust.decoding import read_json
@@ -535,14 +536,18 @@ def not_started(error: Exception) -> Outcome:
 # ``RunState``.
 
 
-def first_state(
-    name: str,
-    attempt: int,
-    host: HostIdentity,
-    supervisor: Process | None,
-    before: RunState,
-    launch: Launch,
-) -> RunState:
+def supervised_here() -> dict[str, Any]:
+    """Return what a state says of a run that this process supervises."""
+    host = this_host()
+    return {
+        "supervisor": identify(os.getpid(), "supervisor"),
+        "host": host.name,
+        "boot_id": host.boot_id,
+        "pid_namespace": host.pid_namespace,
+    }
+
+
+def first_state(name: str, attempt: int, before: RunState, launch: Launch) -> RunState:
     """Return the state of an attempt that is about to start. ``before`` is the state that the
     previous attempt left.
     """
@@ -552,9 +557,6 @@ def first_state(
         state="starting",
         detail="DeepSpeed's launcher starts the ranks",
         attempt=attempt,
-        host=host.name,
-        boot_id=host.boot_id,
-        pid_namespace=host.pid_namespace,
         step=before.step,
         loss=before.loss,
         total_steps=before.total_steps,
@@ -566,8 +568,8 @@ def first_state(
         heartbeat=before.heartbeat + 1,
         forced=launch.forced,
         checks_s=launch.checks_s,
-        supervisor=supervisor,
         alerts=before.alerts,
+        **supervised_here(),
     )
 
 

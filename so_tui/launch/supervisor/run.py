@@ -32,13 +32,12 @@ from so_tui.launch.supervisor.ending import (
     stop_request,
 )
 from so_tui.launch.supervisor.host import ALONE, Host, Nodes
-from so_tui.launch.supervisor.host_check import LockTakenError
 from so_tui.launch.supervisor.node import OtherNodes, attributed
 from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, markers
 from so_tui.launch.supervisor.slowness import SlowWatch
 from so_tui.runs.directory import RunDirectory, deleted, refuse_unless_own
 from so_tui.runs.listing import remove_leftovers
-from so_tui.runs.liveness import STALE_S, host_of, identify, sees_processes_of, this_host
+from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of, this_host
 from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import FINAL_STATES, Alert, EndRecord, MetricRecord, RunState, Sample
@@ -164,11 +163,11 @@ class Supervisor:
         (write_state_even_if_full if self._takes_over else write_state)(self._run, self._state)
         if self._takes_over:
             with host.despite_errors_of("locks"):  # what lives is watched, whoever has its locks
-                host.job.take_over()
+                host.take_over()
         else:
             try:
-                host.job.start()
-            except (LockTakenError, SoTuiError, OSError) as error:
+                host.start()
+            except (SoTuiError, OSError) as error:
                 return self._finish(not_started(error))
         host.tree.scan(thorough=self._takes_over)
         self._gone_unseen = self._takes_over and not host.tree.alive
@@ -336,23 +335,13 @@ class Supervisor:
             # Last, because the command may look at the state.
             with self._host.despite_errors_of("alerts"):
                 self._announcer.tell(new, self._state)
-        self._host.job.release()
+        self._host.release()
         return outcome.run_exit_code
 
     def _first_state(self, found: RunState) -> RunState:
-        supervisor, here = identify(os.getpid(), "supervisor"), self._host.identity
         if not self._takes_over:
-            return ending.first_state(
-                self._run.name, self._attempt, here, supervisor, found, self._launch
-            )
-        return replace(
-            found,
-            supervisor=supervisor,
-            host=here.name,
-            boot_id=here.boot_id,
-            pid_namespace=here.pid_namespace,
-            heartbeat=found.heartbeat + 1,
-        )
+            return ending.first_state(self._run.name, self._attempt, found, self._launch)
+        return replace(found, heartbeat=found.heartbeat + 1, **ending.supervised_here())
 
     def _write_state(self) -> None:
         """Write the state, except into a deleted run directory: that would look like a run, or
