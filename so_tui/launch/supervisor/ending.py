@@ -27,7 +27,7 @@ from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.plan.plan import Launch
 from so_tui.runs import state as run_state
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.liveness import EXIT_CODES, identify, this_host
+from so_tui.runs.liveness import END_CODES, EXIT_CODES, identify, this_host
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import ENDING, EndRecord, OutcomeCode, Process, RunState, State
 from so_tui.trust.decoding import read_json
@@ -118,7 +118,13 @@ def conclude(evidence: Evidence) -> Outcome:
     """Return the outcome of an attempt, from the most to the least direct evidence."""
     bereaved = _bereaved(evidence)
     if (end := evidence.end) is not None and not (bereaved and end.state == "failed"):
-        return _recorded(end)
+        code = END_CODES[end.state]
+        return Outcome(
+            state=end.state,
+            code=end.code or code if end.state == "failed" else code,
+            reported=end.reason,
+            advice=end.suggestion,
+        )
     if evidence.missing_network:
         return Outcome(
             state="failed", code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network
@@ -157,17 +163,6 @@ def _ended_by(code: int | None) -> int | None:
     if code is not None and code < 0:
         return -code
     return signal.SIGTERM if code == 128 + signal.SIGTERM else None
-
-
-def _recorded(end: EndRecord) -> Outcome:
-    codes: dict[str, str] = {
-        "finished": OutcomeCode.FINISHED,
-        "stopped": OutcomeCode.STOPPED,
-        "failed": end.code or OutcomeCode.UNEXPECTED,
-    }
-    return Outcome(
-        state=end.state, code=codes[end.state], reported=end.reason, advice=end.suggestion
-    )
 
 
 def _bereaved(evidence: Evidence) -> bool:
@@ -272,6 +267,9 @@ _WHO_KILLS = (
     "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or "
     "another person"
 )
+_LESS_HOST_MEMORY = (
+    "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is needed"
+)
 _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
     {
         OutcomeCode.OUT_OF_GPU_MEMORY,
@@ -314,7 +312,15 @@ _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
 """After these a resume needs changed settings. Any other failure (access to a model, a disk, a
 package) is fixed outside the settings.
 """
+_LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
 _ADVICE: dict[str, str] = {
+    **dict.fromkeys(_LOST, _WHO_KILLS),
+    OutcomeCode.OUT_OF_GPU_MEMORY: (
+        "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` "
+        "shows what each costs"
+    ),
+    OutcomeCode.OUT_OF_HOST_MEMORY: _LESS_HOST_MEMORY,
+    OutcomeCode.KILLED_FOR_MEMORY: _LESS_HOST_MEMORY,
     OutcomeCode.DISK_FULL: (
         "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: "
         "--shm-size)"
@@ -376,24 +382,6 @@ _REASONS: dict[str, str] = {
         "Slurm does not know its job any more, and nothing says how it ended"
     ),
 }
-_LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
-
-
-class RunFacts(Struct, frozen=True, kw_only=True):
-    """What the advice refers to."""
-
-    name: str
-    saved_step: int | None = None
-    """The step of the last checkpoint, or None."""
-    less_gpu_memory: str = (
-        "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` "
-        "shows what each costs"
-    )
-    """Which changes would need less GPU memory, by the plan."""
-    less_host_memory: str = (
-        "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is "
-        "needed"
-    )
 
 
 class _OutcomeText(NamedTuple):
@@ -403,16 +391,30 @@ class _OutcomeText(NamedTuple):
     suggestion: str
 
 
-def outcome_text(outcome: Outcome, run: RunFacts) -> _OutcomeText:
+def outcome_text(
+    outcome: Outcome, name: str, saved_step: int | None = None, advice: str = ""
+) -> _OutcomeText:
     """Put an outcome into words. The suggestion for a failure ends with how to resume, and with
     changed settings where it needs them.
+
+    Args:
+        outcome: How an attempt ended.
+        name: The run's name.
+        saved_step: The step of the last checkpoint, or None.
+        advice: The plan's own advice, in place of a general one.
     """
     if outcome.state in ("finished", "stopped"):
         return _OutcomeText(
             outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
         )
-    advice = outcome.advice if outcome.reported else _advice(outcome, run)
-    again = _resuming(run, " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else "")
+    advice = outcome.advice if outcome.reported else advice or _advice(outcome, name)
+    settings = " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else ""
+    command = f"`{so_tui_command('resume', name)}{settings}`"
+    again = (
+        f"Nothing had been saved: {command} starts from the beginning"
+        if saved_step is None
+        else f"{command} continues from step {thousands(saved_step)}"
+    )
     return _OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
 
 
@@ -453,20 +455,11 @@ def _reason_there(outcome: Outcome) -> str:
     return outcome.detail or f"{_who(outcome)} ended {ending}"
 
 
-def _advice(outcome: Outcome, run: RunFacts) -> str:
-    match outcome.code:
-        case OutcomeCode.OUT_OF_GPU_MEMORY:
-            return run.less_gpu_memory
-        case OutcomeCode.KILLED_FOR_MEMORY | OutcomeCode.OUT_OF_HOST_MEMORY:
-            return run.less_host_memory
-        case OutcomeCode.RANK_LOST | OutcomeCode.LAUNCHER_LOST | OutcomeCode.RUNNER_LOST:
-            return (
-                "Native code crashed. See the last lines of the log"
-                if outcome.signal in _CRASHES
-                else _WHO_KILLS
-            )
-        case OutcomeCode.UNEXPECTED:
-            return f"See the log: `{so_tui_command('logs', run.name)}`"
+def _advice(outcome: Outcome, name: str) -> str:
+    if outcome.code in _LOST and outcome.signal in _CRASHES:
+        return "Native code crashed. See the last lines of the log"
+    if outcome.code == OutcomeCode.UNEXPECTED:
+        return f"See the log: `{so_tui_command('logs', name)}`"
     return _ADVICE.get(outcome.code, "")
 
 
@@ -474,13 +467,6 @@ def _who(outcome: Outcome) -> str:
     if outcome.who == "rank":
         return "a rank" if outcome.rank is None else f"rank {outcome.rank}"
     return "DeepSpeed's launcher" if outcome.who == "launcher" else "DeepSpeed's runner"
-
-
-def _resuming(run: RunFacts, settings: str) -> str:
-    command = f"`{so_tui_command('resume', run.name)}{settings}`"
-    if run.saved_step is None:
-        return f"Nothing had been saved: {command} starts from the beginning"
-    return f"{command} continues from step {thousands(run.saved_step)}"
 
 
 # Evidence from outside the supervisor about how an attempt ended: failures that ranks wrote, and
@@ -498,28 +484,22 @@ def failures_in(folder: Path) -> tuple[Failure, ...]:
     return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
 
 
-def facts_for(outcome: Outcome, launch: Launch, state: RunState) -> RunFacts:
-    """Return what the advice for an outcome refers to, with the plan's own where it calls for that.
-    The final state does not depend on it: without it, the advice is general.
+def planned_advice(outcome: Outcome, launch: Launch) -> str:
+    """Return the plan's advice for a run that was out of memory; empty for others. The final state
+    does not depend on it: without it, the advice is general.
     """
-    from so_tui.plan.remedies import (  # heavy, and only for a run out of memory
-        less_gpu_memory,
-        less_host_memory,
-    )
+    from so_tui.plan import remedies  # heavy, and only for a run out of memory
 
-    facts = RunFacts(name=state.name, saved_step=state.saved_step)
-    if outcome.reported:
-        return facts  # with the trainer's own advice
     asked = launch.spec, launch.plan.given_memory
     try:
         match outcome.code:
             case OutcomeCode.OUT_OF_GPU_MEMORY:
-                return replace(facts, less_gpu_memory=less_gpu_memory(*asked))
+                return remedies.less_gpu_memory(*asked)
             case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
-                return replace(facts, less_host_memory=less_host_memory(*asked))
+                return remedies.less_host_memory(*asked)
     except Exception as error:  # noqa: BLE001 - the final state must be written in any case
         log_line(f"no advice from the plan: {type(error).__name__}: {error}")
-    return facts
+    return ""
 
 
 def not_started(error: Exception) -> Outcome:
@@ -611,19 +591,16 @@ def _took_s(before: RunState) -> float:
     return before.earlier_s if before.took_s is None else before.took_s
 
 
-def final_state(
-    state: RunState, outcome: Outcome, ended: float, facts: RunFacts | None = None
-) -> RunState:
+def final_state(state: RunState, outcome: Outcome, ended: float, advice: str = "") -> RunState:
     """Return the state after the end of an attempt.
 
     Args:
         state: The state before.
         outcome: How it ended.
         ended: When, in seconds since the epoch.
-        facts: What the advice refers to; by default what the state says.
+        advice: The plan's own, as for ``outcome_text``.
     """
-    facts = facts or RunFacts(name=state.name, saved_step=state.saved_step)
-    text = outcome_text(outcome, facts)
+    text = outcome_text(outcome, state.name, state.saved_step, advice)
     return replace(
         state,
         state=outcome.state,

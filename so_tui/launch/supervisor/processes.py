@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ from so_tui.launch.command import MARKER as ALERT_MARKER
 from so_tui.machine.host import pss_bytes
 from so_tui.runs.directory import RunDirectory, run_id
 from so_tui.runs.liveness import Stat, alive, read_stat
-from so_tui.runs.records import ForeignProcess, Process
+from so_tui.runs.records import ForeignProcess, Process, Role
 
 # The entries in the environment of a run's processes by which its supervisor recognises them.
 
@@ -139,9 +139,6 @@ def _is_own(pid: int) -> bool:
 
 
 _ALERT_ENTRY = f"{ALERT_MARKER}=".encode()
-Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
-
-
 _YOUNG_TICKS = 5 * _TICKS_PER_S
 """A younger process may still change its command line (fork, numactl, exec), so its role is
 determined again.

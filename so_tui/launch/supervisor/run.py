@@ -25,7 +25,6 @@ from so_tui.launch.supervisor.ending import (
     Outcome,
     StopRequest,
     conclude,
-    facts_for,
     failures_in,
     not_started,
     request_stop,
@@ -323,8 +322,8 @@ class Supervisor:
             else ending.last_alive(self._reader, self._attempt, self._heartbeat_at)
         )
         state = replace(state, heartbeat=state.heartbeat + 1)
-        facts = facts_for(outcome, self._launch, state)
-        self._state = ending.final_state(state, outcome, ended, facts)
+        advice = ending.planned_advice(outcome, self._launch)
+        self._state = ending.final_state(state, outcome, ended, advice)
         if not deleted(self._run) and not self._superseded:
             new: tuple[Alert, ...] = ()
             with self._host.despite_errors_of("alerts"):
