@@ -4,8 +4,11 @@ effects.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -41,8 +44,10 @@ from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import with_absolute_paths
 from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
 from so_tui.trust.files import read_bounded, read_own
-from so_tui.trust.text import so_tui_command
+from so_tui.trust.text import quoted, so_tui_command
 from so_tui.units import thousands
+
+_LOG = logging.getLogger(__name__)
 
 # ``launch.json``: the launch from which supervisor and trainer start, written once, and
 # ``ds_config.json`` for people and tools.
@@ -134,14 +139,14 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     """The last lines that a job wrote which ended before its supervisor had started."""
 
 
-class Executor(Protocol):
-    """Starts supervisors, and knows what becomes of them until they write the run's state."""
+class Executor:
+    """Starts supervisors on this machine. One of a scheduler submits them, and knows what becomes
+    of them until they write the run's state.
+    """
 
-    @property
-    def here(self) -> bool:
-        """Whether runs start on this machine, so that what can be seen here decides whether they
-        can.
-        """
+    here = True
+    """Whether runs start on this machine, so that what can be seen here decides whether they can.
+    """
 
     def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle | None:
         """Start the supervisor of an attempt so that it outlives this program, its terminal and its
@@ -158,24 +163,47 @@ class Executor(Protocol):
             OSError: It cannot be started.
             SoTuiError: A scheduler refused it; nothing is left of it.
         """
+        argv = (sys.executable, "-P", "-m", "so_tui", "supervise", str(run.path))
+        argv += ("--attempt", str(attempt))
+        _LOG.info("calling %s", quoted(*argv))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with os.fdopen(os.open(supervisor_log(run, attempt), flags, 0o600), "ab") as output:
+            return subprocess.Popen(
+                argv,
+                env=os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                start_new_session=True,
+            )
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         """Return a problem for each thing that a run could not get, or execute, where it starts, as
         far as that can be known here.
         """
+        return ()
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script that a start would submit; empty if there is none."""
+        return ""
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
         """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap
         enough to be called every second.
         """
+        return None
 
     def cancel(self, run: RunDirectory, attempt: int) -> bool:
         """Take an attempt out of a queue, or end its job. Return whether there was one. Raises
         SoTuiError if it cannot be done.
         """
+        return False
+
+
+def supervisor_log(run: RunDirectory, attempt: int) -> Path:
+    """Return the file that receives the output of an attempt's supervisor on this host."""
+    return run.attempt_dir(attempt) / f"supervisor.{socket.gethostname()}.log"
 
 
 _FIXED_FOR_A_RUN = (

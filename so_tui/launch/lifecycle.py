@@ -21,9 +21,15 @@ from so_tui.launch.executors import (
     ensure_supervised,
     executor_of,
     executor_of_attempt,
-    supervisor_log,
 )
-from so_tui.launch.launch import Executor, JobPhase, JobStatus, SupervisorHandle, write_launch
+from so_tui.launch.launch import (
+    Executor,
+    JobPhase,
+    JobStatus,
+    SupervisorHandle,
+    supervisor_log,
+    write_launch,
+)
 from so_tui.launch.supervisor.ending import (
     Outcome,
     final_state,

@@ -14,18 +14,11 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
-    BindingRecord,
-    CheckpointRecord,
-    EndRecord,
-    EvaluationRecord,
     MetricRecord,
-    PhaseRecord,
     Rollup,
     RunState,
     Sample,
-    StartRecord,
     StepRecord,
-    WarningRecord,
 )
 from so_tui.runs.samples import SampleReader
 from so_tui.runs.segments import MEBIBYTE
@@ -331,40 +324,6 @@ class RunReader:
         )
 
     @property
-    def latest(self) -> StepRecord | None:
-        """Last step that is not superseded."""
-        return self.metrics.latest
-
-    @property
-    def start(self) -> StartRecord | None:
-        return self.metrics.start
-
-    @property
-    def binding(self) -> BindingRecord | None:
-        return self.metrics.binding
-
-    @property
-    def phase(self) -> PhaseRecord | None:
-        return self.metrics.phase
-
-    @property
-    def end(self) -> EndRecord | None:
-        """Trainer's end record of the newest attempt."""
-        return self.metrics.end
-
-    @property
-    def checkpoints(self) -> tuple[CheckpointRecord, ...]:
-        return self.metrics.checkpoints
-
-    @property
-    def evaluations(self) -> tuple[EvaluationRecord, ...]:
-        return self.metrics.evaluations
-
-    @property
-    def warnings(self) -> tuple[WarningRecord, ...]:
-        return self.metrics.warnings
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """Hosts with samples."""
         return tuple(self._samples)
@@ -373,12 +332,6 @@ class RunReader:
     def log_partial(self) -> str:
         """Unfinished last line of the log, such as a running progress bar."""
         return next((reader.partial for reader in self._logs.values() if reader.partial), "")
-
-    def recent(self, count: int) -> list[StepRecord]:
-        """Return the last ``count`` step records that are not superseded, oldest first. Raises
-        OSError.
-        """
-        return self.metrics.recent(count)
 
     def sample_history(self, host: str, first: float, last: float, rows: int) -> Iterator[Rollup]:
         """Yield the load of a host between two times, oldest first, in about ``rows`` rows. Raises

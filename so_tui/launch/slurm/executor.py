@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from so_tui.launch.launch import JobPhase, JobStatus, read_launch
+from so_tui.launch.launch import Executor, JobPhase, JobStatus, read_launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
@@ -222,7 +222,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     """
 
 
-class SlurmExecutor:
+class SlurmExecutor(Executor):
     """Submits supervisors to a partition."""
 
     here = False
