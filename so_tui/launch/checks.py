@@ -4,6 +4,7 @@ loaded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -19,6 +20,7 @@ from so_tui.launch.executors import executor_of
 from so_tui.launch.helper import call_tool, problem_of
 from so_tui.launch.places import left_out_profiles
 from so_tui.launch.supervisor import host_check
+from so_tui.launch.supervisor.samples import GpuSampler
 from so_tui.machine.doctor import findings
 from so_tui.machine.doctor.software import has_adam_kernel
 from so_tui.machine.software import INSTALL_TRAINING
@@ -336,8 +338,11 @@ def _refuse_too_little_space(
 
 
 def _other_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    users = host_check.foreign_processes(host_check.chosen_gpus(plan, machine))
+    gpus = host_check.chosen_gpus(plan, machine)
+    with contextlib.closing(GpuSampler(gpus)) as sampler:
+        uses = sampler.processes()
     return tuple(
-        f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}"
-        for index, pids in users.items()
+        f"GPU {gpu.index} is used by other processes: pid {', '.join(pids)}"
+        for gpu in gpus
+        if (pids := [str(pid) for pid, use in uses.items() if gpu.index in use.memory_bytes])
     )

@@ -259,33 +259,6 @@ def chosen_gpus(plan: Plan, machine: Machine) -> list[Gpu]:
     return [gpu for gpu in machine.gpus if gpu.index in chosen]
 
 
-def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
-    """Return the pids of processes that already use these GPUs, by GPU index, as far as NVML
-    reports them. Empty without NVML.
-    """
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    users: dict[int, tuple[int, ...]] = {}
-    try:
-        for gpu in gpus:
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
-                pids = tuple(
-                    process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-                )
-            except pynvml.NVMLError:
-                continue  # not permitted or not supported here, so nothing is known about this GPU
-            if pids:
-                users[gpu.index] = pids
-    finally:
-        pynvml.nvmlShutdown()
-    return users
-
-
 def _names(path: Path, descriptor: int) -> bool:
     """Return whether a path still names the file of a descriptor."""
     try:

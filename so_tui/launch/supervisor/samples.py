@@ -211,10 +211,10 @@ _HARDWARE = 0x8
 """A slowdown by hardware, which comes with its cause where the driver knows it."""
 
 
-class _GpuSampler:
+class GpuSampler:
     """Samples the given GPUs; none without a driver. Not thread-safe."""
 
-    def __init__(self, gpus: tuple[Gpu, ...], root: Path = Path("/")) -> None:
+    def __init__(self, gpus: Sequence[Gpu], root: Path = Path("/")) -> None:
         self._nvml: Any = None
         self._devices: list[_Device | _AmdDevice] = [
             _AmdDevice(gpu, root) for gpu in gpus if gpu.vendor == "amd"
@@ -632,7 +632,7 @@ class Sampler:
         self._tree = tree
         self._attempt = attempt
         self._root = root
-        self._gpus = _GpuSampler(machine.gpus, root)
+        self._gpus = GpuSampler(machine.gpus, root)
         self._clock = time.monotonic()
         self._cpu = _read_cpu_times(root)
         self._own_cpu_s = time.process_time()
