@@ -14,7 +14,15 @@ from so_tui.commands.common import (
     print_note,
     print_rich,
 )
-from so_tui.spec import InputError, Problem, check_user_name, delete_preset, load_catalog, spec_tree
+from so_tui.spec import (
+    InputError,
+    Problem,
+    check_user_name,
+    create_preset,
+    delete_preset,
+    load_catalog,
+    spec_tree,
+)
 from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.spec.presets import Origin
@@ -147,7 +155,7 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
 
 def _add(arguments: argparse.Namespace) -> int:
     """Make a preset from a model and save it."""
-    from so_tui.launch.helper_jobs import add_preset, describe_model
+    from so_tui.launch.helper_jobs import describe_model
 
     if not arguments.model:
         raise reject(
@@ -174,7 +182,7 @@ def _add(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
         changes=chosen_changes(arguments),
     )
-    path = add_preset(described)
+    path = create_preset(described.spec)
     spec, model = described.spec, described.spec.model
     if arguments.json:
         added = AddedPreset(

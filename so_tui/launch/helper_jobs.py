@@ -30,7 +30,6 @@ from so_tui.spec import (
     InputError,
     RunSpec,
     check_tree,
-    create_preset,
     generation,
     load_catalog,
     spec_tree,
@@ -519,13 +518,6 @@ def describe_model(
     answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
     spec = check_tree(_tree(answer, chosen))
     return _Described(with_values(spec, changes) if changes else spec, tuple(answer["notes"]))
-
-
-def add_preset(described: _Described) -> Path:
-    """Save it as a user preset. Raises InputError if the name has been taken since, or the folder
-    cannot be written.
-    """
-    return create_preset(described.spec)
 
 
 def _preset_name(model: str) -> str:

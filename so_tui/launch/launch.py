@@ -163,8 +163,8 @@ class Executor:
             OSError: It cannot be started.
             SoTuiError: A scheduler refused it; nothing is left of it.
         """
-        argv = (sys.executable, "-P", "-m", "so_tui", "supervise", str(run.path))
-        argv += ("--attempt", str(attempt))
+        program = (sys.executable, "-P", "-m", "so_tui")
+        argv = (*program, "supervise", str(run.path), "--attempt", str(attempt))
         _LOG.info("calling %s", quoted(*argv))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with os.fdopen(os.open(supervisor_log(run, attempt), flags, 0o600), "ab") as output:
@@ -414,11 +414,11 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
         raise InputError(
             [
                 Problem(
-                    code="fixed-for-a-run",
-                    field=key,
-                    value=values[key],
-                    message=message,
-                    remedy=remedy,
+                    "fixed-for-a-run",
+                    key,
+                    values[key],
+                    message,
+                    remedy,
                 )
                 for key in fixed
             ]

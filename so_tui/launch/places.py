@@ -113,28 +113,12 @@ def keep_network(
 
 def _path(cluster: str, partition: str) -> Path:
     """Return the file of a partition. Slurm's names of clusters need not be names of folders."""
-    folder = f"{re.sub(r'[^A-Za-z0-9_-]', '_', cluster)[:40]}-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"  # noqa: E501
+    readable = re.sub(r"[^A-Za-z0-9_-]", "_", cluster)[:40]
+    folder = f"{readable}-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
     return state_home() / "partitions" / folder / f"{partition}.json"
 
 
 _LOG = logging.getLogger(__name__)
-
-
-class PlaceSource(Struct, frozen=True, kw_only=True):
-    """Where the description of a partition's machine comes from: a job, a site profile, or nowhere,
-    and this machine stands for it.
-    """
-
-    partition: str
-    seen: float | None = None
-    """When a job inspected a node, in seconds since the epoch."""
-    profile: str = ""
-    """Title of the site profile that describes it."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything describes it."""
-        return self.seen is not None or self.profile != ""
 
 
 def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
@@ -187,14 +171,15 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     )
 
 
-def source_of(partition: str, *, site: str = "") -> PlaceSource:
-    """Return where the description of a partition's machine comes from; arguments and errors as for
-    ``machine_of_partition``.
+def source_of(partition: str, *, site: str = "") -> tuple[float | None, str]:
+    """Return where the description of a partition's machine comes from: when a job inspected a
+    node, in seconds since the epoch, or the title of the site profile; neither where this machine
+    stands for it. Arguments and errors as for ``machine_of_partition``.
     """
     seen, described, profile = _known(partition, site)
     if seen is not None:
-        return PlaceSource(partition=partition, seen=seen.seen)
-    return PlaceSource(partition=partition, profile=profile.title if described else "")
+        return seen.seen, ""
+    return None, profile.title if described else ""
 
 
 def left_out_profiles(partition: str, *, site: str = "") -> tuple[Problem, ...]:
@@ -248,7 +233,7 @@ def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
         described: The user gave the machine.
     """
     partition = spec.slurm.partition
-    if not partition or described or source_of(partition, site=spec.slurm.site).is_known:
+    if not partition or described or any(source_of(partition, site=spec.slurm.site)):
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
     message = (

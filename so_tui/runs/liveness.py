@@ -53,7 +53,8 @@ def this_host() -> HostIdentity:
     except OSError:
         boot_id = ""
     try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link that only the kernel can follow
+        # A link that only the kernel can follow.
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
     except OSError:
         namespace = 0
     return HostIdentity(socket.gethostname(), boot_id, namespace)

@@ -113,11 +113,11 @@ def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> It
     cache, command = _HubCache(environment), so_tui_command("prepare", spec.name)
     for field, name, missing in _absent(cache, spec):
         yield Problem(
-            code="not-cached",
-            field=field,
-            value=name,
-            message=f"{missing}, and nodes of {where} have no internet",
-            remedy=f"Run `{command}` here first, with the same HF_HOME.",
+            "not-cached",
+            field,
+            name,
+            f"{missing}, and nodes of {where} have no internet",
+            f"Run `{command}` here first, with the same HF_HOME.",
         )
 
 

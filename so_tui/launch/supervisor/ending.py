@@ -118,10 +118,10 @@ def conclude(evidence: Evidence) -> Outcome:
     """Return the outcome of an attempt, from the most to the least direct evidence."""
     bereaved = _bereaved(evidence)
     if (end := evidence.end) is not None and not (bereaved and end.state == "failed"):
-        code = END_CODES[end.state]
+        code = end.code if end.state == "failed" else ""
         return Outcome(
             state=end.state,
-            code=end.code or code if end.state == "failed" else code,
+            code=code or END_CODES[end.state],
             reported=end.reason,
             advice=end.suggestion,
         )

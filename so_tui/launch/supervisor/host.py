@@ -450,9 +450,11 @@ class Host:
     def _refresh_locks(self) -> None:
         """Show that the locks are in use: all of them, also after one was lost. Raises OSError."""
         lost: list[str] = []
-        for lock in filter(None, (self._run_lock, *self._locks)):
+        held: tuple[RunLock | host_check.Lock | None, ...] = (self._run_lock, *self._locks)
+        for lock in held:
             try:
-                lock.refresh()
+                if lock is not None:
+                    lock.refresh()
             except OSError as error:
                 lost.append(str(error))
         if lost:

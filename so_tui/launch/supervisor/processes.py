@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import psutil
 
 from so_tui.launch.command import ATTEMPT_MARKER, NODE_MARKER, RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.command import MARKER as ALERT_MARKER
@@ -125,7 +126,7 @@ class ProcessLoads:
 
 def _pids() -> set[int]:
     """Return the processes that this one may see."""
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
+    return set(psutil.pids())
 
 
 def _is_own(pid: int) -> bool:

@@ -550,7 +550,8 @@ def _cpus(processes: Iterable[Process]) -> tuple[int, ...]:
     found: set[int] = set()
     for process in processes:
         with contextlib.suppress(OSError):  # it has just ended
-            for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208 (names, not paths)
+            # Names, not paths; psutil would read a file of each thread.
+            for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208
                 with contextlib.suppress(ProcessLookupError):  # this thread alone has
                     found |= os.sched_getaffinity(int(thread))
     return tuple(sorted(found))
