@@ -51,7 +51,7 @@ CHECKS: dict[Check, str] = {
 def preflight(
     launch: Launch,
     *,
-    runs_dir: Path | str | None = None,
+    runs_dir: Path | None = None,
     begins: Callable[[Check], object] = lambda _: None,
 ) -> tuple[Launch, tuple[str, ...]]:
     """Check everything that can be known before the start. Return the launch with how long that
@@ -80,7 +80,7 @@ def preflight(
 
 
 def _warnings(
-    launch: Launch, runs_dir: Path | str | None, begins: Callable[[Check], object]
+    launch: Launch, runs_dir: Path | None, begins: Callable[[Check], object]
 ) -> tuple[str, ...]:
     begins("files")
     if not executor_of(launch.spec).here:
@@ -116,7 +116,7 @@ def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
 
 
 def quick_checks(
-    launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None
+    launch: Launch, *, saved: int = 0, runs_dir: Path | None = None
 ) -> tuple[str, ...]:
     """Run the checks that take no time and need no training software, and return warnings.
 
@@ -141,13 +141,11 @@ def quick_checks(
     _refuse_gpus_in_use(plan, machine)
     if not launch.forced:
         _refuse_missing_compiler(plan, machine)
-        _refuse_too_little_space(
-            plan, saved=saved, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir()
-        )
+        _refuse_too_little_space(plan, saved, runs_dir)
     return _other_users(plan, machine)
 
 
-def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None) -> None:
+def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = None) -> None:
     """Run the checks that this host can make of a run that starts on another: files and disk, which
     both share.
 
@@ -161,8 +159,7 @@ def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | str | N
     if problems := missing_inputs(launch.spec) or executor_of(launch.spec).unavailable(launch):
         raise InputError(problems)
     if not launch.forced:
-        folder = Path(runs_dir) if runs_dir else default_runs_dir()
-        _refuse_too_little_space(launch.plan, saved=saved, runs_dir=folder, shared_memory=False)
+        _refuse_too_little_space(launch.plan, saved, runs_dir, shared_memory=False)
 
 
 def writable(wanted: Path, field: str) -> Path:
@@ -290,9 +287,10 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
 
 
 def _refuse_too_little_space(
-    plan: Plan, *, saved: int, runs_dir: Path, shared_memory: bool = True
+    plan: Plan, saved: int, runs_dir: Path | None, *, shared_memory: bool = True
 ) -> None:
     """Refuse, forceable, when the plan's checkpoints or shared memory do not fit now."""
+    runs_dir = runs_dir or default_runs_dir()
     refusals = []
     free_bytes = shutil.disk_usage(writable(runs_dir, "--runs-dir")).free
     if free_bytes < _RECORDS_BYTES:

@@ -237,7 +237,6 @@ def prepare(
     """
     from so_tui.plan.planner import make_plan  # a process that only reads launches needs no planner
 
-    inherited = os.environ if inherited is None else inherited
     usable = usable_machine(machine, inherited)
     return launch_of(
         make_plan(with_absolute_paths(spec), usable), usable, force=force, inherited=inherited
@@ -303,7 +302,6 @@ def preview(
     """
     from so_tui.plan.planner import make_plan
 
-    inherited = os.environ if inherited is None else inherited
     usable = usable_machine(machine, inherited)
     plan = make_plan(with_absolute_paths(spec), usable)
     return plan, launch_of(
@@ -371,13 +369,13 @@ def prepare_resume(
     )
 
 
-def usable_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
+def usable_machine(machine: Machine, inherited: Mapping[str, str] | None = None) -> Machine:
     """Return the machine with the GPUs that this program may use: on this host those that its
     environment shows, elsewhere all.
     """
-    return (
-        visible_machine(machine, inherited) if machine.hostname == socket.gethostname() else machine
-    )
+    if machine.hostname != socket.gethostname():
+        return machine
+    return visible_machine(machine, os.environ if inherited is None else inherited)
 
 
 def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:

@@ -246,7 +246,7 @@ kernel has freed much memory.
 
 
 def start(
-    launch: Launch, *, runs_dir: Path | str | None = None, executor: Executor | None = None
+    launch: Launch, *, runs_dir: Path | None = None, executor: Executor | None = None
 ) -> RunDirectory:
     """Start a new run and return once its supervisor has taken over, or its job is queued. Training
     continues by itself from there.
@@ -262,7 +262,7 @@ def start(
     """
     executor = executor or executor_of(launch.spec)
     _check(launch, executor, runs_dir=runs_dir)
-    run = create_run(launch.spec, Path(runs_dir) if runs_dir else None, called=launch.called)
+    run = create_run(launch.spec, runs_dir, called=launch.called)
     try:
         _start_attempt(run, new_attempt(run), launch, executor)
     except BaseException:
@@ -464,22 +464,20 @@ def _never_supervised(run: RunDirectory) -> bool:
 
 
 def _check(
-    launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path | str | None = None
+    launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path | None = None
 ) -> None:
     """Refuse what cannot start. What this host lacks says nothing about another one."""
-    if executor.here:
-        hostname = launch.machine.hostname
-        if hostname != socket.gethostname():
-            raise reject(
-                "not-this-machine",
-                "--machine",
-                hostname,
-                "is not this machine, and runs start here",
-                "Start it on that machine, or only show it with --dry-run.",
-            )
-        quick_checks(launch, saved=saved, runs_dir=runs_dir)
-    else:
-        checks_elsewhere(launch, saved=saved, runs_dir=runs_dir)
+    hostname = launch.machine.hostname
+    if executor.here and hostname != socket.gethostname():
+        raise reject(
+            "not-this-machine",
+            "--machine",
+            hostname,
+            "is not this machine, and runs start here",
+            "Start it on that machine, or only show it with --dry-run.",
+        )
+    check = quick_checks if executor.here else checks_elsewhere
+    check(launch, saved=saved, runs_dir=runs_dir)
 
 
 def _last_lines(log: Path) -> str:

@@ -94,7 +94,7 @@ def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:
     spec = tiny(slurm__partition="ghx4", slurm__site="deltaai")
     remember(cluster, "ghx4", part_of(QUAD))
     assert len(machine_of(spec, CPU_ONLY).gpus) == 4  # as the profile says
-    assert source_of("ghx4", site="deltaai").seen is None
+    assert source_of("ghx4", site="deltaai")[0] is None
     assert (
         len(machine_of(tiny(slurm__partition="ghx4"), CPU_ONLY).gpus) == 1
     )  # nothing else is known
@@ -235,7 +235,7 @@ def test_a_wrong_profile_stops_no_plan_for_other_clusters(
     spec = tiny(slurm__partition="normal")
     assert machine_of(spec, QUAD) == QUAD
     write_profile("ours", f'title = "Ours"\nclusters = ["{cluster}"]\nmachine = "gh200-quad-120"\n')
-    assert source_of("normal").profile == "Ours"
+    assert source_of("normal") == (None, "Ours")
     assert main(["plan", "tiny", "--partition", "normal"]) == 0
     printed = capsys.readouterr()
     assert "a-wrong-one" in printed.out

@@ -138,8 +138,8 @@ class Supervisor:
         self._others = OtherNodes(run, attempt, launch.spec.nodes)
         self._reader = MetricsReader(run)
         self._stop: StopRequest | None = None
-        self._gone_unseen = False
         self._heartbeat_at: float | None = None
+        """The last one of a supervisor that died, if the processes are gone that it watched."""
         self._directory_seen_at = time.monotonic()
         self._records: list[MetricRecord] = []
         self._slow = SlowWatch(launch.plan, launch.machine, attempt)
@@ -169,8 +169,8 @@ class Supervisor:
             except (SoTuiError, OSError) as error:
                 return self._finish(not_started(error))
         host.tree.scan(thorough=self._takes_over)
-        self._gone_unseen = self._takes_over and not host.tree.alive
-        self._heartbeat_at = heartbeat_at if self._gone_unseen else None
+        gone_unseen = self._takes_over and not host.tree.alive
+        self._heartbeat_at = heartbeat_at if gone_unseen else None
         host.read_tail()
         host.follow(self._tick, self._take)
         if host.handed_over:
@@ -311,7 +311,7 @@ class Supervisor:
             end=self._end,
             failures=failures_in(self._run.attempt_dir(self._attempt)),
             stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
-            gone_unseen=self._gone_unseen,
+            gone_unseen=self._heartbeat_at is not None,
         )
 
     def _finish(self, outcome: Outcome) -> int:
