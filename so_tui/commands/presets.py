@@ -69,7 +69,16 @@ def presets(arguments: argparse.Namespace) -> int:
     if arguments.preset == "add":
         return _add(arguments)
     if arguments.preset == "delete":
-        return _delete(arguments)
+        if not arguments.model:
+            raise reject(
+                "missing",
+                "PRESET",
+                "",
+                "is missing",
+                "Name one of your own: so-tui presets delete NAME.",
+            )
+        print(printable_line(f"deleted {delete_preset(arguments.model)}"))
+        return 0
     _refuse_unused(arguments)
     if arguments.preset:
         tree = spec_tree(chosen_spec(arguments))
@@ -113,20 +122,6 @@ def presets(arguments: argparse.Namespace) -> int:
             )
         print_rich(table)
         note_problems(catalog.problems)
-    return 0
-
-
-def _delete(arguments: argparse.Namespace) -> int:
-    """Delete one of the user's own presets."""
-    if not arguments.model:
-        raise reject(
-            "missing",
-            "PRESET",
-            "",
-            "is missing",
-            "Name one of your own: so-tui presets delete NAME.",
-        )
-    print(printable_line(f"deleted {delete_preset(arguments.model)}"))
     return 0
 
 

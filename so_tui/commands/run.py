@@ -6,7 +6,6 @@ import argparse
 import logging
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,6 @@ from so_tui.trust.files import read_bounded
 from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
-    from so_tui.launch.checks import Check
     from so_tui.ui.app import SoTuiApp
 
 
@@ -162,7 +160,7 @@ class StartedRun(Struct, frozen=True):
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run, show it, and return its exit code."""
-    from so_tui.launch.checks import missing_inputs, preflight
+    from so_tui.launch.checks import CHECKS, missing_inputs, preflight
     from so_tui.launch.executors import executor_of
 
     spec = chosen_spec(arguments)
@@ -206,17 +204,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _exit_code(app.launched)
     if not arguments.no_preflight:
         launch, warnings = preflight(
-            launch, runs_dir=arguments.runs_dir, begins=partial(_note_check, arguments)
+            launch,
+            runs_dir=arguments.runs_dir,
+            begins=lambda check: print_note(
+                arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True
+            ),
         )
         _report_warnings(arguments, warnings)
     return _show(_start(launch, arguments), arguments, owner=True)
-
-
-def _note_check(arguments: argparse.Namespace, check: Check) -> None:
-    """Say what is checked now, beside the results, which stdout has."""
-    from so_tui.launch.checks import CHECKS
-
-    print_note(arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True)
 
 
 def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:

@@ -133,9 +133,19 @@ def quick_checks(
             forceable: ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
     """
     plan, machine = launch.plan, launch.machine
-    _refuse_several_nodes(plan.spec)
+    if plan.spec.nodes > 1:
+        message = (
+            f"nodes = {plan.spec.nodes}, and a run on this machine has one. Name a Slurm partition "
+            "with --partition, or set nodes to 1"
+        )
+        raise refuse("several-nodes-here", message)
     _refuse_missing_software(machine)
-    _refuse_missing_tracker(plan.spec)
+    if plan.spec.tracking.wandb and find_spec("wandb") is None:
+        message = (
+            "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set "
+            "tracking.wandb to false"
+        )
+        raise refuse("tracker-missing", message)
     if problems := missing_inputs(plan.spec):
         raise InputError(problems)
     _refuse_gpus_in_use(plan, machine)
@@ -186,15 +196,6 @@ def writable(wanted: Path, field: str) -> Path:
     return folder
 
 
-def _refuse_several_nodes(spec: RunSpec) -> None:
-    if spec.nodes > 1:
-        message = (
-            f"nodes = {spec.nodes}, and a run on this machine has one. Name a Slurm partition with "
-            "--partition, or set nodes to 1"
-        )
-        raise refuse("several-nodes-here", message)
-
-
 def _refuse_missing_software(machine: Machine) -> None:
     software = machine.software
     refusals = [
@@ -222,15 +223,6 @@ def _refuse_missing_software(machine: Machine) -> None:
         refusals.append(Refusal("torch-without-cuda", message))
     if refusals:
         raise Refused(refusals)
-
-
-def _refuse_missing_tracker(spec: RunSpec) -> None:
-    if spec.tracking.wandb and find_spec("wandb") is None:
-        message = (
-            "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set "
-            "tracking.wandb to false"
-        )
-        raise refuse("tracker-missing", message)
 
 
 def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:

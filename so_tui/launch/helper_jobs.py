@@ -507,9 +507,29 @@ def describe_model(
         Refused: The training software is not installed.
     """
     chosen = name or _preset_name(model)
-    _refuse_taken(chosen)
+    # Refused before the model is read, which takes seconds.
+    older = load_catalog().presets.get(chosen)
+    taken = older.path if older else str(user_folder() / f"{chosen}.toml")
+    if older or exists(Path(taken)):
+        raise reject(
+            "name-taken",
+            "name",
+            chosen,
+            f"is taken by {taken}",
+            "Use that preset, or give another name (--name).",
+        )
     changes = changes or {}
-    _refuse_other_shape(changes)
+    for key, value in changes.items():
+        # After that the parameter table would belong to another model.
+        if key.startswith(("model.config", "model.parameters")):
+            raise reject(
+                "read-from-the-model",
+                key,
+                value,
+                "is read from the model",
+                "Copy the folder, change its config.json, and add the copy; or use it with "
+                "model.weights=random.",
+            )
     asked = {
         "tokenizer": changes.get("model.tokenizer", ""),
         "weights": changes.get("model.weights", ""),
@@ -561,36 +581,6 @@ def _gpus(parameters: int) -> int:
 
 def _last_part(model: str) -> str:
     return model.strip().rstrip("/").removeprefix(BUILTIN).rpartition("/")[2] or model.strip()
-
-
-def _refuse_other_shape(changes: dict[str, str]) -> None:
-    """Refuse changes of the shape, after which the parameter table would belong to another
-    model.
-    """
-    for key, value in changes.items():
-        if key.startswith(("model.config", "model.parameters")):
-            raise reject(
-                "read-from-the-model",
-                key,
-                value,
-                "is read from the model",
-                "Copy the folder, change its config.json, and add the copy; or use it with "
-                "model.weights=random.",
-            )
-
-
-def _refuse_taken(name: str) -> None:
-    """Refuse a name that is taken before the model is read, which takes seconds."""
-    older = load_catalog().presets.get(name)
-    taken = older.path if older else str(user_folder() / f"{name}.toml")
-    if older or exists(Path(taken)):
-        raise reject(
-            "name-taken",
-            "name",
-            name,
-            f"is taken by {taken}",
-            "Use that preset, or give another name (--name).",
-        )
 
 
 # Ask a model for text: what is named by a user, and the helper process that has the model.

@@ -28,7 +28,7 @@ from so_tui.runs.directory import (
     write_run_json,
 )
 from so_tui.runs.lock import ended_state
-from so_tui.runs.records import OutcomeCode, RunState
+from so_tui.runs.records import OutcomeCode
 from so_tui.runs.state import read_spec
 from so_tui.spec import (
     InputError,
@@ -349,7 +349,8 @@ def prepare_resume(
     elif (missing := missing_checkpoints(run, spec, before)) is not None:
         raise Refused([missing])
     # Only the data decides how many steps an epoch has.
-    longer = (_given_steps(values) or 0) > before.total_steps or not values.keys().isdisjoint(
+    steps = _given_steps(values) or 0
+    longer = steps > before.total_steps or not values.keys().isdisjoint(
         ("train.epochs", "train.tokens")
     )
     if before.state == "finished" and not start_over and not longer:
@@ -362,7 +363,15 @@ def prepare_resume(
             f"has finished all of its {thousands(before.total_steps)} steps",
             f"Train longer with `{more}`, or export the model with `{export}`.",
         )
-    _refuse_trained_length(values, before)
+    if before.saved_step and 0 < steps <= before.saved_step:
+        raise reject(
+            "length-already-trained",
+            "train.steps",
+            values["train.steps"],
+            f"the run would continue from step {thousands(before.saved_step)} and have nothing to "
+            "train",
+            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
+        )
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
     return msgspec.structs.replace(
         launch, changes=dict(values), start_over=start_over, assume_dead=assume_dead
@@ -430,16 +439,3 @@ def _given_steps(values: Mapping[str, str]) -> int | None:
     """
     given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
     return given if type(given) is int else None
-
-
-def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
-    given = _given_steps(values)
-    if before.saved_step and given is not None and 0 < given <= before.saved_step:
-        raise reject(
-            "length-already-trained",
-            "train.steps",
-            values["train.steps"],
-            f"the run would continue from step {thousands(before.saved_step)} and have nothing to "
-            "train",
-            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
-        )

@@ -293,16 +293,14 @@ class SlurmExecutor(Executor):
         if submission is None:
             return None
         unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
-        if submission.cluster != cluster_here():
-            return unknown
-        answer = queue(submission.cluster, submission.poll_s)
+        here = submission.cluster == cluster_here()
+        answer = queue(submission.cluster, submission.poll_s) if here else None
         if answer is None:
             return unknown
         if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
             status = _status(job)
-            return (
-                unknown if answer.error and status.phase is JobPhase.RUNNING else status
-            )  # it may have ended since
+            # It may have ended since.
+            return unknown if answer.error and status.phase is JobPhase.RUNNING else status
         if (
             answer.error
             or answer.asked < submission.submitted + _FORGOTTEN_S
@@ -314,14 +312,9 @@ class SlurmExecutor(Executor):
             if submission.job_id
             else None
         )
-        if (
-            recorded is not None
-            and (job := _job_of(run, attempt, submission, (recorded,))) is not None
-        ):
+        if (job := _job_of(run, attempt, submission, filter(None, [recorded]))) is not None:
             return _status(job)
-        return JobStatus(
-            job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN
-        )
+        return msgspec.structs.replace(unknown, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
 
     def cancel(self, run: RunDirectory, attempt: int) -> bool:
         """Cancel the attempt's job; see ``Executor.cancel``."""

@@ -532,25 +532,21 @@ def first_state(name: str, attempt: int, before: RunState, launch: Launch) -> Ru
     previous attempt left.
     """
     now = time.time()
-    return RunState(
+    state = replace(
+        queued_state(before),
         name=name,
         state="starting",
         detail="DeepSpeed's launcher starts the ranks",
         attempt=attempt,
-        step=before.step,
-        loss=before.loss,
-        total_steps=before.total_steps,
-        saved_step=None if launch.start_over else before.saved_step,
-        saved_at=None if launch.start_over else before.saved_at,
         started=before.started or now,
         attempt_started=now,
-        earlier_s=_took_s(before),
-        heartbeat=before.heartbeat + 1,
         forced=launch.forced,
         checks_s=launch.checks_s,
-        alerts=before.alerts,
+        slowdown=None,
+        ending=False,
         **supervised_here(),
     )
+    return replace(state, saved_step=None, saved_at=None) if launch.start_over else state
 
 
 def queued_state(before: RunState) -> RunState:
@@ -569,7 +565,8 @@ def queued_state(before: RunState) -> RunState:
         suggestion="",
         detail="",
         exit_code=None,
-        earlier_s=_took_s(before),
+        # One that waits for a job keeps that of the attempts before it.
+        earlier_s=before.earlier_s if before.took_s is None else before.took_s,
         heartbeat=before.heartbeat + 1,
     )
 
@@ -582,13 +579,6 @@ def left_queue(queued: RunState, attempt: int) -> RunState:
         Outcome(state="stopped", code=OutcomeCode.STOPPED),
         now,
     )
-
-
-def _took_s(before: RunState) -> float:
-    """Return the duration of the attempts until a state, which one that waits for a job keeps as
-    that of the earlier ones.
-    """
-    return before.earlier_s if before.took_s is None else before.took_s
 
 
 def final_state(state: RunState, outcome: Outcome, ended: float, advice: str = "") -> RunState:

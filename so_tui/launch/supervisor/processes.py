@@ -333,7 +333,8 @@ class ProcessTree:
         as soon as it shows.
         """
         environ = _environ(pid)
-        if _is_alert_command(environ):
+        # A program that is being loaded has no environment, and a scan may come just then.
+        if any(entry.startswith(_ALERT_ENTRY) for entry in environ):
             self._forget(pid)
             return
         command = _command(pid)
@@ -462,16 +463,6 @@ def _environ(pid: int) -> frozenset[bytes]:
         return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
         return frozenset()  # another user's process, or one that has just ended
-
-
-def _is_alert_command(environ: frozenset[bytes]) -> bool:
-    """Return whether a process is the user's alert command, which is not the run's although the
-    supervisor is its parent.
-
-    While a program is loaded its process has no environment, and on a busy host a scan may come
-    just then.
-    """
-    return any(entry.startswith(_ALERT_ENTRY) for entry in environ)
 
 
 def _exit_code(process: Process, stat: Stat | None) -> int | None:
