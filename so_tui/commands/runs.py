@@ -379,31 +379,23 @@ def stop(arguments: argparse.Namespace) -> int:
         print(printable_line(f"{run.name} has already ended: {state.state}"))
         return 0
     refuse_another_users(run)
+    saved = ""
     if arguments.assume_dead:
         state = stop_run(run, assume_dead=True)
-        print(
-            printable_line(
-                f"{run.name}: {state.state} at step "
-                f"{thousands(state.step)}{'. ' + state.reason if state.reason else ''}"
-            )
-        )
-        return 0
-    seen = sighting(run, state)
-    if not seen.by_processes:
-        print_note(arguments, f"{run.name} {evidence(state, seen)}")
-    if state.state != "queued":
-        print_note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
-    state = stop_run(run, grace_s=arguments.grace)
-    if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
-        ended_state(run)  # refuses it, and says what was seen
-    saved = (
-        f"step {thousands(state.saved_step)} is saved"
-        if state.saved_step is not None
-        else "nothing was saved"
-    )
-    ended = f"{state.state} at step {thousands(state.step)}, {saved}"
+    else:
+        seen = sighting(run, state)
+        if not seen.by_processes:
+            print_note(arguments, f"{run.name} {evidence(state, seen)}")
+        if state.state != "queued":
+            print_note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
+        state = stop_run(run, grace_s=arguments.grace)
+        if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
+            ended_state(run)  # refuses it, and says what was seen
+        step = state.saved_step
+        saved = ", nothing was saved" if step is None else f", step {thousands(step)} is saved"
+    ended = f"{state.state} at step {thousands(state.step)}{saved}"
     print(printable_line(f"{run.name}: {ended}{'. ' + state.reason if state.reason else ''}"))
-    return 0 if state.state in ("stopped", "finished") else 1
+    return 0 if arguments.assume_dead or state.state in ("stopped", "finished") else 1
 
 
 def logs(arguments: argparse.Namespace) -> int:

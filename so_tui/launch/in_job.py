@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.launch.command import log_line
 from so_tui.launch.launch import prepare, read_launch, write_launch
@@ -295,9 +295,9 @@ def _planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
     or Refused, as ``prepare``.
     """
     here = prepare(submitted.spec, machine, force=submitted.forced)
-    return msgspec.structs.replace(
+    return replace(
         submitted,
-        plan=msgspec.structs.replace(here.plan, binding=numbered(here.plan.binding, node)),
+        plan=replace(here.plan, binding=numbered(here.plan.binding, node)),
         machine=here.machine,
         ds_config=here.ds_config,
         argv=here.argv,

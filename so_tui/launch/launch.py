@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.launch import command
 from so_tui.machine.gpus import hiding_variable, visible_gpus
@@ -266,7 +267,7 @@ def launch_of(
             f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones "
             "with gpus = [...]",
         )
-    plan = msgspec.structs.replace(plan, spec=with_absolute_paths(plan.spec))
+    plan = replace(plan, spec=with_absolute_paths(plan.spec))
     return Launch(
         plan=plan,
         machine=usable,
@@ -345,7 +346,7 @@ def prepare_resume(
     before = ended_state(run, assume_dead=assume_dead)
     spec = _changed(read_spec(run), values)
     if start_over:
-        before = msgspec.structs.replace(before, saved_step=None)
+        before = replace(before, saved_step=None)
     elif (missing := missing_checkpoints(run, spec, before)) is not None:
         raise Refused([missing])
     # Only the data decides how many steps an epoch has.
@@ -373,9 +374,7 @@ def prepare_resume(
             f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
         )
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
-    return msgspec.structs.replace(
-        launch, changes=dict(values), start_over=start_over, assume_dead=assume_dead
-    )
+    return replace(launch, changes=dict(values), start_over=start_over, assume_dead=assume_dead)
 
 
 def usable_machine(machine: Machine, inherited: Mapping[str, str] | None = None) -> Machine:
@@ -405,7 +404,7 @@ def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
             "whole GPU",
         )
     visible, _ = visible_gpus(machine.gpus, given)
-    return msgspec.structs.replace(machine, gpus=visible)
+    return replace(machine, gpus=visible)
 
 
 def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:

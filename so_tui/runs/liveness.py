@@ -310,10 +310,13 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
             liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True
         )
     if sees_processes_of(here, there):
-        if supervised(state) or any(map(alive, state.processes)):
-            return Sighting(liveness=Liveness.ALIVE, host=state.host, by_processes=True)
-        if not _hidden_from_us(run):
-            return Sighting(liveness=Liveness.GONE, host=state.host, by_processes=True)
+        living = supervised(state) or any(map(alive, state.processes))
+        if living or not _hidden_from_us(run):
+            return Sighting(
+                liveness=Liveness.ALIVE if living else Liveness.GONE,
+                host=state.host,
+                by_processes=True,
+            )
     restarted = here.name == there.name and not _same_boot(here, there)
     liveness, age_s = _by_heartbeat(run, state, watch)
     return Sighting(

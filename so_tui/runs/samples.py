@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.records import (
@@ -107,12 +108,12 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
     peak = _combined(peaks, weights, _peak)
     return Rollup(
         samples=sum(weights),
-        mean=msgspec.structs.replace(
+        mean=replace(
             mean,
             interval_s=interval_s,
             **{name: sum(getattr(sample, name) for sample in means) for name in _CPU_SECONDS},
         ),
-        peak=msgspec.structs.replace(
+        peak=replace(
             peak,
             interval_s=interval_s,
             **{
@@ -134,7 +135,7 @@ def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sa
             nodes[node.id].append((node, weight))
         for gpu in sample.gpus:
             gpus[gpu.index].append((gpu, weight))
-    return msgspec.structs.replace(
+    return replace(
         newest,
         nodes=tuple(_node(nodes[node.id], combine) for node in newest.nodes),
         gpus=tuple(_gpu(gpus[gpu.index], combine) for gpu in newest.gpus),
@@ -148,7 +149,7 @@ def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
     newest = nodes[-1][0]
     weights = [weight for _, weight in nodes]
     cores = zip(*(node.cores for node, _ in nodes), strict=False)
-    return msgspec.structs.replace(
+    return replace(
         newest,
         cores=tuple(combine(list(zip(core, weights, strict=True))) for core in cores),
         **_merged(nodes, ("memory_used_bytes", "file_cache_bytes"), combine),

@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from so_tui.launch.launch import Executor, JobPhase, JobStatus, read_launch
 from so_tui.launch.slurm import client
@@ -267,7 +267,7 @@ class SlurmExecutor(Executor):
                 write_state(run, before)
             raise
         with contextlib.suppress(OSError):  # the job is found by its folder, too
-            _write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
+            _write_submission(run, attempt, replace(submission, job_id=job_id))
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
@@ -314,7 +314,7 @@ class SlurmExecutor(Executor):
         )
         if (job := _job_of(run, attempt, submission, filter(None, [recorded]))) is not None:
             return _status(job)
-        return msgspec.structs.replace(unknown, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
+        return replace(unknown, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
 
     def cancel(self, run: RunDirectory, attempt: int) -> bool:
         """Cancel the attempt's job; see ``Executor.cancel``."""
@@ -424,21 +424,12 @@ def _job_of(
     Slurm begins to count again.
     """
     folder = run.attempt_dir(submission.works_in or attempt)
-    return next(
-        (
-            job
-            for job in jobs
-            if job.id == (submission.job_id or job.id) and _is_folder(job.folder, folder)
-        ),
-        None,
-    )
-
-
-def _is_folder(name: str, folder: Path) -> bool:
-    try:
-        return folder.samefile(name)
-    except (OSError, ValueError):  # of another host, gone, or no path
-        return False
+    for job in jobs:
+        # The folder may be of another host, gone, or no path.
+        with contextlib.suppress(OSError, ValueError):
+            if job.id == (submission.job_id or job.id) and folder.samefile(job.folder):
+                return job
+    return None
 
 
 def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None) -> str:

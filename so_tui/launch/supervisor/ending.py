@@ -82,7 +82,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 class Outcome(Struct, frozen=True, kw_only=True):
     """How the attempt ended and why. ``outcome_text`` puts it into words."""
 
-    state: EndState
+    state: EndState = "failed"
     code: str
     """An ``OutcomeCode``, or the trainer's own code."""
     who: Who | None = None
@@ -126,14 +126,11 @@ def conclude(evidence: Evidence) -> Outcome:
             advice=end.suggestion,
         )
     if evidence.missing_network:
-        return Outcome(
-            state="failed", code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network
-        )
+        return Outcome(code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network)
     if evidence.failures and not bereaved:
         first = evidence.failures[0]
         code = first.code or OutcomeCode.UNEXPECTED
         return Outcome(
-            state="failed",
             code=code,
             who="rank",
             rank=first.rank,
@@ -141,16 +138,14 @@ def conclude(evidence: Evidence) -> Outcome:
             advice=first.suggestion,
         )
     if evidence.stop_overdue_s is not None:
-        return Outcome(
-            state="failed", code=OutcomeCode.STOP_OVERDUE, limit_s=evidence.stop_overdue_s
-        )
+        return Outcome(code=OutcomeCode.STOP_OVERDUE, limit_s=evidence.stop_overdue_s)
     for code, pattern in _LOGGED:
         if match := _search(pattern, evidence.log):
-            return Outcome(state="failed", code=code, detail=next(iter(match.groups()), ""))
+            return Outcome(code=code, detail=next(iter(match.groups()), ""))
     if evidence.oom_kills and _reported_rank_code(evidence.log) in (None, -signal.SIGKILL):
-        return Outcome(state="failed", code=OutcomeCode.KILLED_FOR_MEMORY, count=evidence.oom_kills)
+        return Outcome(code=OutcomeCode.KILLED_FOR_MEMORY, count=evidence.oom_kills)
     if evidence.disk_full:
-        return Outcome(state="failed", code=OutcomeCode.DISK_FULL)
+        return Outcome(code=OutcomeCode.DISK_FULL)
     if evidence.gone_unseen:
         return Outcome(state="lost", code=OutcomeCode.UNOBSERVED)
     return _by_exit(evidence)
@@ -194,7 +189,6 @@ def _by_exit(evidence: Evidence) -> Outcome:
     vanished = lost is not None and code is None and (who != "rank" or rank is not None)
     if vanished or (signum := _ended_by(code)) is not None:
         return Outcome(
-            state="failed",
             code=_LOST_CODES[who],
             who=who,
             rank=rank,
@@ -203,7 +197,6 @@ def _by_exit(evidence: Evidence) -> Outcome:
         )
     error = _last_error(evidence.log)
     return Outcome(
-        state="failed",
         code=OutcomeCode.UNEXPECTED,
         who=who,
         rank=rank,
@@ -509,7 +502,7 @@ def not_started(error: Exception) -> Outcome:
         code = OutcomeCode.GPU_IN_USE
     elif isinstance(error, HostDiffersError):
         code = OutcomeCode.HOST_DIFFERS
-    return Outcome(state="failed", code=code, detail="; ".join(str(error).splitlines()))
+    return Outcome(code=code, detail="; ".join(str(error).splitlines()))
 
 
 # The state of a run at its start, while it trains and at its end: pure functions from records to
@@ -742,16 +735,15 @@ class Shutdown:
         """Return what to do to the processes now. The caller does it."""
         if self.terminated_at is not None:
             return "kill" if now >= self.terminated_at + KILL_AFTER_S else "wait"
-        if self._due(now):
+        due = (
+            self.broken or self.stop_overdue(now)
+            if self.ended_at is None
+            else now >= self.ended_at + EXIT_GRACE_S
+        )
+        if due:
             self.terminated_at = now
-            return "terminate"
-        return "wait"
+        return "terminate" if due else "wait"
 
     def stop_overdue(self, now: float) -> bool:
         """Return whether a requested stop was not carried out in time."""
         return self.ended_at is None and self.overdue_at is not None and now >= self.overdue_at
-
-    def _due(self, now: float) -> bool:
-        if self.ended_at is not None:
-            return now >= self.ended_at + EXIT_GRACE_S
-        return self.broken or self.stop_overdue(now)

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, log_line
@@ -102,9 +103,7 @@ def nodes_of_job(environ: Mapping[str, str]) -> Nodes:
 
 def numbered(binding: tuple[RankBinding, ...], node: int) -> tuple[RankBinding, ...]:
     """Return a host's bindings with the numbers that its ranks have among those of all nodes."""
-    return tuple(
-        msgspec.structs.replace(rank, rank=rank.rank + node * len(binding)) for rank in binding
-    )
+    return tuple(replace(rank, rank=rank.rank + node * len(binding)) for rank in binding)
 
 
 def hostfile(nodes: Nodes, plan: Plan) -> str:
@@ -172,27 +171,23 @@ def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
         NotOwnError: Somebody else made one of these, or a link of such a name.
         OSError: It cannot be made.
     """
-    for left in folder.glob(f"{_prefix(run)}*"):
+    for left in folder.glob(_rendezvous_path(folder, run, "*").name):
         if (distrust := distrust_of_folder(left)) is not None:
             raise NotOwnError(left, distrust)
         shutil.rmtree(left)
     return private_folder(_rendezvous_path(folder, run, attempt))
 
 
-def _rendezvous_path(folder: Path, run: Path, attempt: int) -> Path:
-    """Return the folder in which the ranks of an attempt meet; arguments as for
-    ``make_rendezvous``.
+def _rendezvous_path(folder: Path, run: Path, attempt: int | Literal["*"]) -> Path:
+    """Return the folder in which the ranks of an attempt meet, or the pattern of all attempts;
+    arguments as for ``make_rendezvous``.
     """
-    return folder / f"{_prefix(run)}{attempt}"
+    return folder / f"rendezvous-{hashlib.sha256(bytes(run)).hexdigest()[:16]}-{attempt}"
 
 
 def init_method(meeting: Path) -> str:
     """Return the address of a rendezvous as torch's ``init_process_group`` takes it."""
     return f"file://{meeting / 'store'}"
-
-
-def _prefix(run: Path) -> str:
-    return f"rendezvous-{hashlib.sha256(bytes(run)).hexdigest()[:16]}-"
 
 
 @contextlib.contextmanager

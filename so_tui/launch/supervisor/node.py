@@ -118,7 +118,6 @@ class OtherNodes:
             allowed_s = silent_s if state is not None else max(silent_s, FIRST_SIGN_S)
             if not (state is not None and state.ended) and now - since > allowed_s:
                 return Outcome(
-                    state="failed",
                     code=OutcomeCode.NODE_LOST,
                     node=state.host if state is not None else f"number {node}",
                 )
@@ -249,7 +248,7 @@ class NodeSupervisor:
         evidence = self._host.evidence()
         if evidence.unprompted or evidence.missing_network:
             return conclude(evidence)
-        return Outcome(state="failed", code=OutcomeCode.UNEXPECTED)
+        return Outcome(code=OutcomeCode.UNEXPECTED)
 
     def _finish(self, outcome: Outcome | None) -> int:
         self._write_state(processes=(), ended=True, outcome=outcome)

@@ -134,7 +134,11 @@ class Supervisor:
         # be alive.
         self._takes_over = found.attempt == attempt
         self._recorded = found.processes if self._takes_over else ()
-        self._state = self._first_state(found)
+        self._state = (
+            replace(found, heartbeat=found.heartbeat + 1, **ending.supervised_here())
+            if self._takes_over
+            else ending.first_state(run.name, attempt, found, launch)
+        )
         self._others = OtherNodes(run, attempt, launch.spec.nodes)
         self._reader = MetricsReader(run)
         self._stop: StopRequest | None = None
@@ -305,7 +309,7 @@ class Supervisor:
             self._host.signal_all(signal.SIGKILL)
 
     def _evidence(self) -> Evidence:
-        overdue = self._stop is not None and self._host.shutdown.stop_overdue(time.monotonic())
+        overdue = self._host.shutdown.stop_overdue(time.monotonic())
         return replace(
             self._host.evidence(),
             end=self._end,
@@ -336,11 +340,6 @@ class Supervisor:
                 self._announcer.tell(new, self._state)
         self._host.release()
         return outcome.run_exit_code
-
-    def _first_state(self, found: RunState) -> RunState:
-        if not self._takes_over:
-            return ending.first_state(self._run.name, self._attempt, found, self._launch)
-        return replace(found, heartbeat=found.heartbeat + 1, **ending.supervised_here())
 
     def _write_state(self) -> None:
         """Write the state, except into a deleted run directory: that would look like a run, or

@@ -660,6 +660,11 @@ class Sampler:
         peak = self._high_water.read(
             self._tree.alive
         )  # before the GPUs, which may answer late while they start
+        # In some samples only: it rarely changes, and takes as much space as the cores' load.
+        placement: tuple[RankPlacement, ...] = ()
+        if now >= self._placement_due:
+            self._placement_due = now + MEMORY_INTERVAL_S
+            placement = self._placement.value(now) or ()
         return Sample(
             attempt=self._attempt,
             time=time.time(),
@@ -671,7 +676,7 @@ class Sampler:
             run_memory_peak_bytes=peak,
             supervisor_cpu_s=round(spent_s, 4),
             foreign=self._foreign,
-            placement=self._read_placement(now),
+            placement=placement,
         )
 
     def gpu_uses(self) -> dict[int, _GpuUse]:
@@ -681,15 +686,6 @@ class Sampler:
     def close(self) -> None:
         """Close NVML."""
         self._gpus.close()
-
-    def _read_placement(self, now: float) -> tuple[RankPlacement, ...]:
-        """Return where the ranks are, in some samples only: it rarely changes, and takes as much
-        space as the cores' load.
-        """
-        if now < self._placement_due:
-            return ()
-        self._placement_due = now + MEMORY_INTERVAL_S
-        return self._placement.value(now) or ()
 
     def _read_foreign(self, now: float, busy_cores: float) -> None:
         """Name the other processes if they keep ``busy_cores`` busy, which takes two readings."""
