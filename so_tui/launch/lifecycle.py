@@ -55,6 +55,7 @@ from so_tui.runs.liveness import (
     state_with_truth,
 )
 from so_tui.runs.lock import ended_state, record_end, run_lock
+from so_tui.runs.reader import last_lines
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
@@ -444,11 +445,13 @@ def _wait_for_supervisor(
             )
         if code is not None:
             raise SoTuiError(
-                f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}"
+                f"the supervisor ended immediately (exit code {code}): "
+                f"{last_lines(log) or 'it wrote nothing'}"
             )
         if time.monotonic() > deadline:
             raise SoTuiError(
-                f"the supervisor did not take over within {_READY_S:.0f} s: {_last_lines(log)}"
+                f"the supervisor did not take over within {_READY_S:.0f} s: "
+                f"{last_lines(log) or 'it wrote nothing'}"
             )
         time.sleep(_POLL_S)
 
@@ -478,11 +481,3 @@ def _check(
         )
     check = quick_checks if executor.here else checks_elsewhere
     check(launch, saved=saved, runs_dir=runs_dir)
-
-
-def _last_lines(log: Path) -> str:
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
-    return " / ".join(lines[-3:]) or "it wrote nothing"

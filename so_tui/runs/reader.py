@@ -214,6 +214,17 @@ class LogReader:
                 self._rest = b""
 
 
+def last_lines(path: Path) -> str:
+    """Return the last three lines of a log, on one; empty if it is missing, empty or cannot be
+    read.
+    """
+    log = LogReader(path)
+    try:
+        return " / ".join(filter(None, (*log.tail(3), log.partial)))
+    except OSError:
+        return ""
+
+
 def log_readers(run: RunDirectory, attempt: int | None = None) -> tuple[LogReader, ...]:
     """Return a reader for each host's log of an attempt, by default the newest; none before the
     first attempt.

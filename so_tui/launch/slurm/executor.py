@@ -36,7 +36,7 @@ from so_tui.plan.plan import Launch, Plan
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.reader import LogReader
+from so_tui.runs.reader import last_lines
 from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_state
 from so_tui.spec import Problem, RunSpec, SoTuiError, resolve_source
@@ -343,7 +343,9 @@ def _status(job: Job) -> JobStatus:
         phase=_PHASES.get(job.state, JobPhase.UNKNOWN),
         nodes=job.nodes,
         end=_ENDS.get(job.state),
-        output=_last_lines(Path(job.folder), job.id) if job.state == "FAILED" else "",
+        output=last_lines(Path(job.folder) / OUTPUT.replace("%j", job.id))
+        if job.state == "FAILED"
+        else "",
     )
 
 
@@ -461,12 +463,3 @@ def _checkpoint_s(run: RunDirectory) -> float | None:
 def _accounted(job_id: str, minute: int) -> Job | None:
     """Return a job as the accounting database recorded it, asked at most once a minute."""
     return client.accounted(job_id)
-
-
-def _last_lines(folder: Path, job_id: str) -> str:
-    log = LogReader(folder / OUTPUT.replace("%j", job_id))
-    try:
-        lines = log.tail(3)
-    except OSError:
-        return ""
-    return " / ".join(filter(None, (*lines, log.partial)))
