@@ -95,20 +95,6 @@ def _refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
         )
 
 
-def _read_script(path: Path) -> str:
-    """Return a script that was kept or written by hand. Raises InputError."""
-    try:
-        return read_bounded(path, _MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise reject(
-            "script-unreadable",
-            "--script",
-            str(path),
-            f"cannot be read: {error}",
-            "Name a batch script that --edit kept.",
-        ) from error
-
-
 def _start_with_script(
     launch: Launch, choice: _ScriptChoice, arguments: argparse.Namespace
 ) -> RunDirectory:
@@ -221,7 +207,16 @@ def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
 
         return start(launch, runs_dir=arguments.runs_dir)
 
-    given = _read_script(arguments.script) if arguments.script else ""
+    try:
+        given = read_bounded(arguments.script, _MOST_BYTES).decode() if arguments.script else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise reject(
+            "script-unreadable",
+            "--script",
+            str(arguments.script),
+            f"cannot be read: {error}",
+            "Name a batch script that --edit kept.",
+        ) from error
     return _start_with_script(launch, _ScriptChoice(given=given, edits=arguments.edit), arguments)
 
 

@@ -138,25 +138,9 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
 # Checkpoints converted between ours and DeepSpeed's, in a helper process.
 
 
-Tell = Callable[[str], None]
-
-
-def to_deepspeed(run: RunDirectory, folder: Path, tell: Tell) -> None:
-    """Write a run's newest checkpoint in DeepSpeed's universal format.
-
-    Args:
-        run: The run.
-        folder: Where to; an older conversion or export is replaced.
-        tell: Receives what is done, in words.
-
-    Raises:
-        InputError: The run has no checkpoint, or the folder holds something else.
-        ToolError: It cannot be read or written.
-    """
-    last_answer("convert", {"run": str(run.path), "to": str(folder)}, tell)
-
-
-def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tell) -> RunDirectory:
+def from_deepspeed(
+    source: Path, spec: RunSpec, runs_dir: Path | None, tell: Callable[[str], None]
+) -> RunDirectory:
     """Make a run that has stopped where DeepSpeed's ZeRO-3 saved a checkpoint, so that ``resume``
     continues from there.
 

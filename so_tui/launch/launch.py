@@ -350,7 +350,8 @@ def prepare_resume(
     elif (missing := missing_checkpoints(run, spec, before)) is not None:
         raise Refused([missing])
     # Only the data decides how many steps an epoch has.
-    steps = _given_steps(values) or 0
+    given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
+    steps = given if type(given) is int else 0
     longer = steps > before.total_steps or not values.keys().isdisjoint(
         ("train.epochs", "train.tokens")
     )
@@ -430,11 +431,3 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
             ]
         )
     return with_values(spec, values) if values else spec
-
-
-def _given_steps(values: Mapping[str, str]) -> int | None:
-    """Return the number of steps that the changes ask for; None where they do not, or give no
-    number.
-    """
-    given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
-    return given if type(given) is int else None

@@ -267,8 +267,11 @@ def start(
     try:
         _start_attempt(run, new_attempt(run), launch, executor)
     except BaseException:
-        if _never_supervised(run):
-            shutil.rmtree(run.path, ignore_errors=True)
+        # Without a supervisor nothing runs and nothing is worth keeping. Its file system may be
+        # away for a moment.
+        with contextlib.suppress(InputError):
+            if read_state(run).supervisor is None:
+                shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run
 
@@ -454,16 +457,6 @@ def _wait_for_supervisor(
                 f"{last_lines(log) or 'it wrote nothing'}"
             )
         time.sleep(_POLL_S)
-
-
-def _never_supervised(run: RunDirectory) -> bool:
-    """Return whether no supervisor has written a state, so that nothing runs and nothing is worth
-    keeping.
-    """
-    try:
-        return read_state(run).supervisor is None
-    except InputError:  # its file system may be away for a moment
-        return False
 
 
 def _check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -324,7 +325,9 @@ class RunReader:
         progress = self.metrics.poll(limit_records=limit_records, limit_s=limit_s, earlier=earlier)
         samples = {host: self._sample_reader(host).poll() for host in self.run.sample_hosts()}
         log = self._poll_log(max(0.01, deadline - time.monotonic()))
-        self.state = self._read_state()
+        # The directory may be unreachable for a moment: a stale state is better than none.
+        with contextlib.suppress(InputError):
+            self.state = self._state_of(self.run, self._watch)
         return Update(
             records=progress.records,
             samples={host: new for host, new in samples.items() if new},
@@ -376,11 +379,3 @@ class RunReader:
                 )
                 lines += [LogLine(newest, host, text) for text in tail]
         return tuple(lines)
-
-    def _read_state(self) -> RunState | None:
-        try:
-            return self._state_of(self.run, self._watch)
-        except InputError:
-            return (
-                self.state
-            )  # the directory may be unreachable for a moment: a stale state is better than none

@@ -456,7 +456,7 @@ def batch_script(
         InputError: With the codes of this module.
     """
     warning_s = warning_s or site.warning_s
-    if problems := (*_problems(spec, site, warning_s), *_path_problems(run)):
+    if problems := tuple(_problems(spec, site, warning_s, run)):
         raise InputError(problems)
     # One supervisor a node. One that ends with an error must not end the others, which have to say
     # why.
@@ -563,7 +563,7 @@ def _seconds_of(time_limit: str) -> int:
     return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
 
 
-def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
+def _problems(spec: RunSpec, site: Site, warning_s: int, run: Path) -> Iterator[Problem]:
     if site.account_required and not spec.slurm.account:
         remedy = "Give it with --account NAME, or in a preset of yours."
         yield Problem(
@@ -613,9 +613,6 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
                 "so-tui sets this option",
                 remedy,
             )
-
-
-def _path_problems(run: Path) -> Iterator[Problem]:
     # Slurm replaces %j and the like in the whole path of a job's output, its folder included.
     if any(character in str(run) for character in "%\\\n"):
         message, remedy = (
