@@ -140,7 +140,11 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
                     # What waited for this job has an attempt behind it that was stopped.
                     write_state_even_if_full(run, left_queue(state, state.attempt))
             attempt = _make_attempt(
-                run, machine, assume_dead=True, job_id=_this_job(), works_in=submitted
+                run,
+                machine,
+                assume_dead=True,
+                job_id=os.environ["SLURM_JOB_ID"],
+                works_in=submitted,
             )
         else:
             raise reject(
@@ -183,7 +187,7 @@ def _put_back(run: RunDirectory) -> None:
         stopped = read_state(run)
         write_state(run, queued_state(stopped))
     try:
-        client.requeue(_this_job())
+        client.requeue(os.environ["SLURM_JOB_ID"])  # which may not have been recorded
     except SoTuiError as error:
         log_line(f"so-tui: the job of {run.name} is not started again: {error}")
         write_state(run, stopped)
@@ -195,13 +199,6 @@ def _may_continue(run: RunDirectory, state: RunState) -> bool:
     return (asked is None or not asked.by_a_person) and (
         state.state not in FINAL_STATES or state.code in _ENDED_FROM_OUTSIDE
     )
-
-
-def _this_job() -> str:
-    """Return the number of the job that this process belongs to, which may not have been
-    recorded.
-    """
-    return os.environ["SLURM_JOB_ID"]
 
 
 def supervise_in_job(run: RunDirectory, attempt: int) -> int:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # partitions alike, so each cluster has a folder of its own.
 
 
-class SeenMachine(Struct, frozen=True, kw_only=True):
+class _SeenMachine(Struct, frozen=True, kw_only=True):
     """A node of a partition."""
 
     v: int = 1
@@ -66,16 +66,16 @@ def remember(cluster: str, partition: str, machine: Machine) -> None:
         return
     if machine.network is None or not machine.network.measured:
         machine = _with_network_of(before, machine)
-    content = msgspec.json.encode(SeenMachine(seen=time.time(), machine=machine))
+    content = msgspec.json.encode(_SeenMachine(seen=time.time(), machine=machine))
     path = _path(cluster, partition)
     with contextlib.suppress(OSError):
         private_folder(path.parent)
         write_atomic(path, content)
 
 
-def _seen_machine(cluster: str, partition: str) -> SeenMachine | None:
+def _seen_machine(cluster: str, partition: str) -> _SeenMachine | None:
     """Return the machine of a cluster's partition; None if no job of this user has seen it."""
-    return readable_json(_path(cluster, partition), SeenMachine, own=True)
+    return readable_json(_path(cluster, partition), _SeenMachine, own=True)
 
 
 def with_measured_network(cluster: str, partition: str, machine: Machine) -> Machine:
@@ -85,7 +85,7 @@ def with_measured_network(cluster: str, partition: str, machine: Machine) -> Mac
     return _with_network_of(_seen_machine(cluster, partition), machine)
 
 
-def _with_network_of(seen: SeenMachine | None, machine: Machine) -> Machine:
+def _with_network_of(seen: _SeenMachine | None, machine: Machine) -> Machine:
     network = seen.machine.network if seen is not None else None
     return (
         replace(machine, network=network) if network is not None and network.measured else machine
@@ -191,7 +191,7 @@ def left_out_profiles(partition: str, *, site: str = "") -> tuple[Problem, ...]:
     return wrong_sites() if partition and not site else ()
 
 
-def _known(partition: str, site: str) -> tuple[SeenMachine | None, Machine | None, Site]:
+def _known(partition: str, site: str) -> tuple[_SeenMachine | None, Machine | None, Site]:
     """Return the machine that a job saw, the one that the site profile describes, and the profile.
 
     A job that had a part of a node is not believed where the profile knows of more GPUs.

@@ -294,7 +294,7 @@ def write_run_json(run: RunDirectory, path: Path, value: object, *, indented: bo
 _LARGEST_BYTES = 1 << 16
 
 
-class RunManifest(Struct, frozen=True, kw_only=True):
+class _RunManifest(Struct, frozen=True, kw_only=True):
     """Content of ``run.json``."""
 
     v: int = 1
@@ -306,17 +306,17 @@ class RunManifest(Struct, frozen=True, kw_only=True):
     """Version of so-tui that created the run."""
 
 
-prepare(RunManifest)
+prepare(_RunManifest)
 
 
-def new_manifest(run: RunDirectory) -> RunManifest:
+def new_manifest(run: RunDirectory) -> _RunManifest:
     """Return the manifest of a run that is being created, with a new identity."""
-    return RunManifest(
+    return _RunManifest(
         id=str(uuid.uuid4()), name=run.name, created=time.time(), version=so_tui.__version__
     )
 
 
-def write_manifest(run: RunDirectory, manifest: RunManifest) -> None:
+def write_manifest(run: RunDirectory, manifest: _RunManifest) -> None:
     """Write ``run.json``. Raises OSError."""
     write_run_json(run, run.manifest_path, manifest, indented=True)
 
@@ -329,7 +329,7 @@ def run_id(run: RunDirectory) -> str:
         msgspec.DecodeError: It is damaged.
     """
     try:
-        return decode_json(read_bounded(run.manifest_path, _LARGEST_BYTES), RunManifest).id
+        return decode_json(read_bounded(run.manifest_path, _LARGEST_BYTES), _RunManifest).id
     except FileNotFoundError:
         return ""
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.metrics import MetricsReader, records_at_end
-from so_tui.runs.records import EvaluationRecord, MetricRecord, StepRecord
+from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import read_bounded
@@ -191,7 +191,10 @@ def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) ->
     that suffices. Raises OSError.
     """
     records = records_at_end(run)
-    steps = _increasing(records)
+    steps: list[StepRecord] = []
+    for record in records:  # a step that does not follow the one before is none that readers take
+        if isinstance(record, StepRecord) and (not steps or record.step > steps[-1].step):
+            steps.append(record)
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
     if steps and (evaluations or (spec is not None and not spec.data.evaluates)):
         last = steps[-1].step
@@ -205,15 +208,6 @@ def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) ->
 
 def _evaluation_loss(evaluations: Sequence[EvaluationRecord]) -> float | None:
     return evaluations[-1].loss if evaluations and math.isfinite(evaluations[-1].loss) else None
-
-
-def _increasing(records: Sequence[MetricRecord]) -> list[StepRecord]:
-    """Return the steps that come after the one before, as readers take them."""
-    found: list[StepRecord] = []
-    for record in records:
-        if isinstance(record, StepRecord) and (not found or record.step > found[-1].step):
-            found.append(record)
-    return found
 
 
 def _figures(steps: Sequence[StepRecord], span: int) -> RunResults:

@@ -195,7 +195,8 @@ def _by_exit(evidence: Evidence) -> Outcome:
             pid=pid,
             signal=None if vanished else signum,
         )
-    error = _last_error(evidence.log)
+    errors = filter(None, (_ERROR.match(line.strip()) for line in reversed(evidence.log)))
+    error = next((match[1][:500] for match in errors), "")
     return Outcome(
         code=OutcomeCode.UNEXPECTED,
         who=who,
@@ -206,6 +207,10 @@ def _by_exit(evidence: Evidence) -> Outcome:
     )
 
 
+_ERROR = re.compile(r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$")
+"""A line that looks like the end of a Python traceback, and what it says after the rank's
+prefix.
+"""
 _LOST_CODES: dict[Who, OutcomeCode] = {
     "runner": OutcomeCode.RUNNER_LOST,
     "launcher": OutcomeCode.LAUNCHER_LOST,
@@ -237,19 +242,6 @@ def _reported_rank_code(log: Sequence[str]) -> int | None:
     """
     match = _search(r"exits with return code = (-?\d+)", log)
     return int(match.group(1)) if match else None
-
-
-def _last_error(log: Sequence[str]) -> str:
-    """Return the last line that looks like the end of a Python traceback, without the rank's
-    prefix.
-    """
-    pattern = re.compile(
-        r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$"
-    )
-    return next(
-        (match.group(1)[:500] for line in reversed(log) if (match := pattern.match(line.strip()))),
-        "",
-    )
 
 
 # Outcomes in words: the reason and the suggestion of ``state.json``.
