@@ -256,16 +256,10 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
     """Refuse GPUs that another run of this user holds. This is only an early check: the supervisor
     takes them.
     """
-    gpus = host_check.chosen_gpus(plan, machine)
-    if not gpus:
-        return
-    folder = host_check.lock_folder()
     taken = []
-    for gpu in gpus:
+    for gpu in host_check.chosen_gpus(plan, machine):
         try:
-            for lock in host_check.take_gpus(
-                folder, [gpu], host_check.Holder(run="", pid=os.getpid())
-            ):
+            for lock in host_check.take_gpus([gpu], ""):
                 lock.release()
         except host_check.LockTakenError as error:
             taken.append(

@@ -76,9 +76,7 @@ def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
     (``gpu-in-use``).
     """
     try:
-        held = host_check.take_gpus(
-            host_check.lock_folder(), machine.gpus, host_check.Holder(run=by, pid=os.getpid())
-        )
+        held = host_check.take_gpus(machine.gpus, by)
     except host_check.LockTakenError as error:
         busy = (
             f"{error}. A run and a calibration would disturb each other; wait until the run has "

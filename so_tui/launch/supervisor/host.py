@@ -251,7 +251,6 @@ class Host:
         self._nodes = nodes
         self._rendezvous: Path | None = None
         self._locks: tuple[host_check.Lock, ...] = ()
-        self._holder = host_check.Holder(run=str(run.path), pid=os.getpid())
         self._runner: subprocess.Popen[bytes] | None = None
         node = nodes.node if nodes.count > 1 else None
         self.tree = ProcessTree(markers(run, attempt, node), os.getpid())
@@ -280,12 +279,11 @@ class Host:
             HostDiffersError: This is not the host that was planned for.
             OSError: The process or a file could not be made.
         """
-        folder = host_check.lock_folder()
         gpus = chosen_gpus(self.launch.plan, self.launch.machine)
-        self._locks = host_check.take_gpus(folder, gpus, self._holder)
+        self._locks = host_check.take_gpus(gpus, str(self._run.path))
         host = inspect_machine()
         refuse_different_host(self.launch, host)
-        launch = self._resolved(folder)
+        launch = self._resolved()
         processes = command.apply(launch.environment, os.environ)
         make_code_folders(processes)
         self._write_command(launch)
@@ -313,9 +311,10 @@ class Host:
         finally:
             os.close(log)
 
-    def _resolved(self, folder: Path) -> Launch:
+    def _resolved(self) -> Launch:
         """Make what the ranks need to meet, and return the launch with this host's values."""
         if self._nodes.count == 1:
+            folder = host_check.lock_folder()
             self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
             meeting, others = init_method(self._rendezvous), {}
         else:
@@ -347,10 +346,10 @@ class Host:
         lost: list[str] = []
         for gpu in chosen_gpus(self.launch.plan, self.launch.machine):
             try:
-                self._locks += host_check.take_gpus(folder, [gpu], self._holder)
+                self._locks += host_check.take_gpus([gpu], str(self._run.path))
             except OSError as error:
                 holder = error.holder if isinstance(error, host_check.LockTakenError) else None
-                if holder is None or holder.run != self._holder.run:
+                if holder is None or holder.run != str(self._run.path):
                     lost.append(str(error))
         if lost:
             raise OSError("; ".join(lost))

@@ -235,10 +235,11 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
     return Lock(path, holder, descriptor)
 
 
-def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, ...]:
-    """Take the locks of all the GPUs, or none and raise LockTakenError for the first that is
-    held.
+def take_gpus(gpus: Iterable[Gpu], run: str) -> tuple[Lock, ...]:
+    """Take the locks of all the GPUs for a run, by its path, or another use; or none and raise
+    LockTakenError for the first that is held. Raises OSError.
     """
+    folder, holder = lock_folder(), Holder(run=run, pid=os.getpid())
     with contextlib.ExitStack() as undo:
         locks = []
         for gpu in gpus:
