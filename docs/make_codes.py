@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from so_tui.commands.parser import EXIT_CODES
-from so_tui.launch.supervisor.ending import Outcome, RunFacts, Who, outcome_text
+from so_tui.launch.supervisor.ending import Outcome, Who, outcome_text
 from so_tui.runs.records import OutcomeCode
 
 PAGE = Path(__file__).with_name("codes.md")
@@ -419,7 +419,7 @@ def _outcomes(root: Path) -> Iterator[Entry]:
             "node": "node7",
         }
         outcome = Outcome(state="failed", code=code, who=who, detail=GAP, **facts)
-        reason, suggestion = outcome_text(outcome, RunFacts(name="RUN", saved_step=60))
+        reason, suggestion = outcome_text(outcome, "RUN", saved_step=60)
         remedy = suggestion.partition("`so-tui resume")[0].strip()
         if reason != GAP:
             yield Entry("Outcome", "so_tui", code.value, reason, remedy)

@@ -89,35 +89,23 @@ def _call(arguments: argparse.Namespace) -> int:
         InputError: ``--machine`` is given for a command that ignores it (code ``unused-option``);
             otherwise as the command.
     """
-    from so_tui.spec.errors import InputError, Problem
+    from so_tui.spec.errors import reject
 
     module, _, function = arguments.handler.partition(":")
     if arguments.machine and not arguments.takes_machine:
-        message, remedy = (
+        raise reject(
+            "unused-option",
+            "--machine",
+            arguments.machine,
             "has no effect on this command",
             "Leave it out. `inspect --json` shows the machine that runs start on.",
         )
-        raise InputError(
-            [
-                Problem(
-                    code="unused-option",
-                    field="--machine",
-                    value=arguments.machine,
-                    message=message,
-                    remedy=remedy,
-                )
-            ]
-        )
     if not getattr(arguments, "json", False) and function not in _FOR_PROGRAMS:
-        _use_units_of_the_user()
+        from so_tui.settings_file import load_settings
+        from so_tui.units import show_memory_in
+
+        show_memory_in(load_settings().settings.screen.units)
     return int(getattr(importlib.import_module(f"so_tui.commands.{module}"), function)(arguments))
-
-
-def _use_units_of_the_user() -> None:
-    from so_tui.settings_file import load_settings
-    from so_tui.units import show_memory_in
-
-    show_memory_in(load_settings().settings.screen.units)
 
 
 def _report(*messages: str) -> None:
@@ -131,39 +119,24 @@ def _problem_of(error: OSError) -> Problem | None:
     """
     from so_tui.spec.errors import Problem, shown
 
+    name = str(error.filename or "")
     if error.errno == errno.ENAMETOOLONG:
-        value = shown(str(error.filename)) if error.filename else ""
-        message, remedy = "is too long for a file name", "Give a shorter one."
-        return Problem(
-            code="name-too-long", field="path", value=value, message=message, remedy=remedy
-        )
-    if error.errno == errno.EACCES and error.filename:
-        message, remedy = (
-            "may not be opened (Permission denied)",
-            "Check its rights and those of the folders above it, or name another.",
-        )
-        return Problem(
-            code="no-permission",
-            field="path",
-            value=shown(str(error.filename)),
-            message=message,
-            remedy=remedy,
-        )
+        value = shown(name) if name else ""
+        message = "is too long for a file name"
+        return Problem("name-too-long", "path", value, message, "Give a shorter one.")
+    if error.errno == errno.EACCES and name:
+        message = "may not be opened (Permission denied)"
+        remedy = "Check its rights and those of the folders above it, or name another."
+        return Problem("no-permission", "path", shown(name), message, remedy)
     if error.errno not in _UNWRITABLE:
         return None
-    field = str(error.filename) if error.filename else "output"
+    message = f"cannot be written ({error.strerror})"
     remedy = (
         "Free some space there and try again."
-        if error.filename
+        if name
         else "Free some space at its destination, or redirect it."
     )
-    return Problem(
-        code="not-writable",
-        field=field,
-        value="",
-        message=f"cannot be written ({error.strerror})",
-        remedy=remedy,
-    )
+    return Problem("not-writable", name or "output", "", message, remedy)
 
 
 def _discard_output() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -13,7 +13,7 @@ from so_tui.trust.decoding import prepare
 
 
 AlertName = Literal["ended", "failed", "not-finite", "stall", "loss", "disk"]
-ALERTS: tuple[AlertName, ...] = ("ended", "failed", "not-finite", "stall", "loss", "disk")
+ALERTS: tuple[AlertName, ...] = get_args(AlertName)
 Key = Annotated[str, Meta(min_length=1, max_length=80)]
 Argument = Annotated[str, Meta(max_length=4096)]
 Rows = Annotated[int, Meta(ge=4, le=500)]

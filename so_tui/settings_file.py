@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
@@ -249,8 +250,8 @@ def _without_secrets(found: Loaded, path: Path) -> Loaded:
     """
     if not found.settings.alerts.command:
         return found
-    alerts = msgspec.structs.replace(found.settings.alerts, command=())
-    settings = msgspec.structs.replace(found.settings, alerts=alerts)
+    alerts = replace(found.settings.alerts, command=())
+    settings = replace(found.settings, alerts=alerts)
     problem = _problem(
         "settings-readable",
         "can be read by other users, so alerts.command in it is not used",

@@ -139,16 +139,17 @@ def note_place(
         print_note(arguments, f"Left out: {problem}")
     if not partition or arguments.machine:
         return
-    source, nodes = source_of(partition, site=site), f"The nodes of partition {partition}"
-    if source.seen is not None:
+    seen, profile = source_of(partition, site=site)
+    nodes = f"The nodes of partition {partition}"
+    if seen is not None:
         print_note(
             arguments,
-            f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(source.seen)}.",
+            f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(seen)}.",
         )
-    elif source.profile:
+    elif profile:
         print_note(
             arguments,
-            f"{nodes}: {machine.label}, as the site profile says ({source.profile}). The first "
+            f"{nodes}: {machine.label}, as the site profile says ({profile}). The first "
             "job records what they are.",
         )
     else:

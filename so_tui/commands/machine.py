@@ -87,20 +87,8 @@ def inspect(arguments: argparse.Namespace) -> int:
     """Print this machine, or the one that ``--machine`` names, for people or as the JSON that
     ``--machine`` reads back.
     """
-    machine = _another_machine(arguments) if arguments.machine else _inspected(arguments)
-    if arguments.json:
-        print_json(machine)
-    else:
-        from so_tui.machine.show import render
-
-        print_rich(render(machine))
-    return 0
-
-
-def _another_machine(arguments: argparse.Namespace) -> Machine:
-    """Return a machine by name, or from a file."""
-    if arguments.sysroot or arguments.hostname:
-        option = "--sysroot" if arguments.sysroot else "--hostname"
+    option = "--sysroot" if arguments.sysroot else "--hostname"
+    if arguments.machine and (arguments.sysroot or arguments.hostname):
         raise reject(
             "unused-option",
             "--machine",
@@ -108,7 +96,14 @@ def _another_machine(arguments: argparse.Namespace) -> Machine:
             f"is a machine of its own, and {option} describes another",
             f"Leave one of --machine and {option} out.",
         )
-    return chosen_machine(arguments)
+    machine = chosen_machine(arguments) if arguments.machine else _inspected(arguments)
+    if arguments.json:
+        print_json(machine)
+    else:
+        from so_tui.machine.show import render
+
+        print_rich(render(machine))
+    return 0
 
 
 def _inspected(arguments: argparse.Namespace) -> Machine:

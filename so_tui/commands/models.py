@@ -58,7 +58,15 @@ def generate(arguments: argparse.Namespace) -> int:
     """Print the answers to each prompt as they are written, or all of them as JSON."""
     from so_tui.launch.helper_jobs import ModelProcess
 
-    prompts = arguments.prompt or [_standard_input()]
+    if not arguments.prompt and sys.stdin.isatty():
+        raise reject(
+            "missing",
+            "--prompt",
+            "",
+            "is missing",
+            'Give one with --prompt "TEXT", or on standard input; `so-tui chat` asks on a screen.',
+        )
+    prompts = arguments.prompt or [sys.stdin.read(_LONGEST_INPUT).strip()]
     load = _named(arguments)
     sampling = _given_sampling(arguments)
     printer = _Printer(arguments, headings=load.compare or len(prompts) > 1)
@@ -114,18 +122,6 @@ def _named(arguments: argparse.Namespace) -> LoadModel:
 def _given_sampling(arguments: argparse.Namespace) -> Sampling:
     """Return the sampling that the options ask for."""
     return Sampling(**{name: getattr(arguments, name) for name in Sampling.__struct_fields__})
-
-
-def _standard_input() -> str:
-    if sys.stdin.isatty():
-        raise reject(
-            "missing",
-            "--prompt",
-            "",
-            "is missing",
-            'Give one with --prompt "TEXT", or on standard input; `so-tui chat` asks on a screen.',
-        )
-    return sys.stdin.read(_LONGEST_INPUT).strip()
 
 
 def _prompt(side: Side, text: str, arguments: argparse.Namespace) -> Prompt:

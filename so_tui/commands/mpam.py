@@ -52,7 +52,8 @@ Role = Literal["main", "adam"]
 
 _NOT_MOUNTED = """\
 mount -t resctrl resctrl {mount}
-echo 'Mounted. Now run "so-tui doctor --mpam" again: it reads the limits of this hardware and prints the partitions.'"""  # noqa: E501
+echo 'Mounted. Now run "so-tui doctor --mpam" again: \
+it reads the limits of this hardware and prints the partitions.'"""
 
 
 class Resctrl(Struct, frozen=True, kw_only=True):

@@ -167,8 +167,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_preset_commands(commands)
     _add_run(commands)
     _add_run_commands(commands)
-    _add_settings(commands)
-    _add_completion(commands)
+    text = "show your settings and where they are kept; with KEY=VALUE, change one"
+    settings = commands.add("settings", "settings:settings", text, commands.options.json)
+    text = "KEY shows one setting, KEY=VALUE changes it, and KEY= returns to its default"
+    settings.add_argument("setting", nargs="?", metavar="KEY[=VALUE]", help=text)
+    text = "print the code that makes a shell complete so-tui's commands"
+    completion = commands.add("completion", "completion:completion", text)
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="bash|zsh|fish")
+    completion.formatter_class = argparse.RawDescriptionHelpFormatter
+    completion.epilog = _COMPLETION_EPILOG
     return parser
 
 
@@ -618,24 +625,6 @@ def _add_records_commands(commands: _Commands, add: Callable[..., argparse.Argum
         metavar="FILE",
         help="file to write, .csv or .parquet (default: RUN.csv in the current folder)",
     )
-
-
-def _add_settings(commands: _Commands) -> None:
-    text = "show your settings and where they are kept; with KEY=VALUE, change one"
-    settings = commands.add("settings", "settings:settings", text, commands.options.json)
-    value = "KEY shows one setting, KEY=VALUE changes it, and KEY= returns to its default"
-    settings.add_argument("setting", nargs="?", metavar="KEY[=VALUE]", help=value)
-
-
-def _add_completion(commands: _Commands) -> None:
-    completion = commands.add(
-        "completion",
-        "completion:completion",
-        "print the code that makes a shell complete so-tui's commands",
-    )
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="bash|zsh|fish")
-    completion.formatter_class = argparse.RawDescriptionHelpFormatter
-    completion.epilog = _COMPLETION_EPILOG
 
 
 def _run_name(text: str) -> str:

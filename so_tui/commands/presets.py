@@ -14,7 +14,15 @@ from so_tui.commands.common import (
     print_note,
     print_rich,
 )
-from so_tui.spec import InputError, Problem, check_user_name, delete_preset, load_catalog, spec_tree
+from so_tui.spec import (
+    InputError,
+    Problem,
+    check_user_name,
+    create_preset,
+    delete_preset,
+    load_catalog,
+    spec_tree,
+)
 from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject, shown
 from so_tui.spec.presets import Origin
@@ -61,7 +69,16 @@ def presets(arguments: argparse.Namespace) -> int:
     if arguments.preset == "add":
         return _add(arguments)
     if arguments.preset == "delete":
-        return _delete(arguments)
+        if not arguments.model:
+            raise reject(
+                "missing",
+                "PRESET",
+                "",
+                "is missing",
+                "Name one of your own: so-tui presets delete NAME.",
+            )
+        print(printable_line(f"deleted {delete_preset(arguments.model)}"))
+        return 0
     _refuse_unused(arguments)
     if arguments.preset:
         tree = spec_tree(chosen_spec(arguments))
@@ -108,20 +125,6 @@ def presets(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _delete(arguments: argparse.Namespace) -> int:
-    """Delete one of the user's own presets."""
-    if not arguments.model:
-        raise reject(
-            "missing",
-            "PRESET",
-            "",
-            "is missing",
-            "Name one of your own: so-tui presets delete NAME.",
-        )
-    print(printable_line(f"deleted {delete_preset(arguments.model)}"))
-    return 0
-
-
 def _refuse_unused(arguments: argparse.Namespace) -> None:
     """Refuse options that only ``add`` uses (code ``unused-option``), and changes without a preset
     (code ``preset-needed``).
@@ -147,7 +150,7 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
 
 def _add(arguments: argparse.Namespace) -> int:
     """Make a preset from a model and save it."""
-    from so_tui.launch.helper_jobs import add_preset, describe_model
+    from so_tui.launch.helper_jobs import describe_model
 
     if not arguments.model:
         raise reject(
@@ -174,7 +177,7 @@ def _add(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
         changes=chosen_changes(arguments),
     )
-    path = add_preset(described)
+    path = create_preset(described.spec)
     spec, model = described.spec, described.spec.model
     if arguments.json:
         added = AddedPreset(

@@ -6,9 +6,8 @@ import argparse
 import logging
 import signal
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -35,7 +34,7 @@ from so_tui.trust.files import read_bounded
 from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
-    from so_tui.launch.checks import Check
+    from so_tui.ui.app import SoTuiApp
 
 
 # Runs whose batch script the user gives: changed in an editor before it is submitted, or read from
@@ -96,20 +95,6 @@ def _refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
         )
 
 
-def _read_script(path: Path) -> str:
-    """Return a script that was kept or written by hand. Raises InputError."""
-    try:
-        return read_bounded(path, _MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise reject(
-            "script-unreadable",
-            "--script",
-            str(path),
-            f"cannot be read: {error}",
-            "Name a batch script that --edit kept.",
-        ) from error
-
-
 def _start_with_script(
     launch: Launch, choice: _ScriptChoice, arguments: argparse.Namespace
 ) -> RunDirectory:
@@ -161,7 +146,7 @@ class StartedRun(Struct, frozen=True):
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run, show it, and return its exit code."""
-    from so_tui.launch.checks import missing_inputs, preflight
+    from so_tui.launch.checks import CHECKS, missing_inputs, preflight
     from so_tui.launch.executors import executor_of
 
     spec = chosen_spec(arguments)
@@ -182,7 +167,13 @@ def run(arguments: argparse.Namespace) -> int:
         _report_warnings(
             arguments, tuple(str(problem) for problem in executor_of(spec).unavailable(launch))
         )
-        _print_launch(launch, as_json=arguments.json)
+        from so_tui.launch.show import render_launch, render_start, shown_launch
+
+        if arguments.json:
+            print_json(shown_launch(launch))
+        else:
+            print_rich(render_launch(launch))
+            print_rich(render_start(launch), wrap=False)
         return 0
     _interrupt_on_termination(arguments)
     launch = _prepared(spec, arguments)
@@ -193,20 +184,20 @@ def run(arguments: argparse.Namespace) -> int:
         or arguments.detach
         or _plain(arguments)
     ):
-        return _exit_code(_show_launch(arguments.runs_dir, launch))
+        app = _show_screen(arguments.runs_dir, launch=launch)
+        if app.refused is not None:
+            raise app.refused
+        return _exit_code(app.launched)
     if not arguments.no_preflight:
         launch, warnings = preflight(
-            launch, runs_dir=arguments.runs_dir, begins=partial(_note_check, arguments)
+            launch,
+            runs_dir=arguments.runs_dir,
+            begins=lambda check: print_note(
+                arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True
+            ),
         )
         _report_warnings(arguments, warnings)
     return _show(_start(launch, arguments), arguments, owner=True)
-
-
-def _note_check(arguments: argparse.Namespace, check: Check) -> None:
-    """Say what is checked now, beside the results, which stdout has."""
-    from so_tui.launch.checks import CHECKS
-
-    print_note(arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True)
 
 
 def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
@@ -216,7 +207,16 @@ def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
 
         return start(launch, runs_dir=arguments.runs_dir)
 
-    given = _read_script(arguments.script) if arguments.script else ""
+    try:
+        given = read_bounded(arguments.script, _MOST_BYTES).decode() if arguments.script else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise reject(
+            "script-unreadable",
+            "--script",
+            str(arguments.script),
+            f"cannot be read: {error}",
+            "Name a batch script that --edit kept.",
+        ) from error
     return _start_with_script(launch, _ScriptChoice(given=given, edits=arguments.edit), arguments)
 
 
@@ -232,16 +232,6 @@ def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
         return replace(prepare(spec, machine, force=arguments.force), called=arguments.name or "")
     except Refused as error:
         raise with_remedy(error, spec, described=bool(arguments.machine)) from None
-
-
-def _print_launch(launch: Launch, *, as_json: bool) -> None:
-    from so_tui.launch.show import render_launch, render_start, shown_launch
-
-    if as_json:
-        print_json(shown_launch(launch))
-    else:
-        print_rich(render_launch(launch))
-        print_rich(render_start(launch), wrap=False)
 
 
 def _interrupt_on_termination(arguments: argparse.Namespace) -> None:
@@ -315,7 +305,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
     if _plain(arguments):
         return follow(target, owner=owner, quiet=arguments.quiet)
 
-    _show_screen(arguments.runs_dir, target)
+    _show_screen(arguments.runs_dir, open_run=target)
     return _exit_code(target)
 
 
@@ -342,11 +332,13 @@ def supervise(arguments: argparse.Namespace) -> int:
 
 
 NO_TERMINAL = """\
-so-tui: the screen needs a terminal (stdin or stdout is not one, or TERM is dumb). These commands need none:
-  so-tui inspect              what this machine has        so-tui run PRESET --plain   train, printing progress lines
+so-tui: the screen needs a terminal (stdin or stdout is not one, or TERM is dumb). \
+These commands need none:
+  so-tui inspect              what this machine has        \
+so-tui run PRESET --plain   train, printing progress lines
   so-tui plan [PRESET]        what fits here, how fast     so-tui watch RUN --plain    follow a run
   so-tui presets              what can be trained          so-tui runs                 every run
-`so-tui --help` lists them all."""  # noqa: E501
+`so-tui --help` lists them all."""
 
 
 def open_screen(arguments: argparse.Namespace) -> int:
@@ -354,46 +346,22 @@ def open_screen(arguments: argparse.Namespace) -> int:
     if not usable_terminal():
         print(NO_TERMINAL, file=sys.stderr)
         return 2
-    _show_screen(arguments.runs_dir, machine_file=arguments.machine or "")
+    from so_tui.machine.known import machine_of
+
+    name = arguments.machine or ""
+    machine = machine_of(name) if name else None
+    _show_screen(arguments.runs_dir, machine=machine, machine_file=name)
     return 0
 
 
-def _show_launch(runs_dir: Path | None, launch: Launch) -> RunDirectory | None:
-    """Run the Textual application on a launch, from its checks on, until the user leaves it.
-
-    Returns:
-        The run; None if the user left while it was checked.
-
-    Raises:
-        InputError: As for ``preflight`` and ``start``; Refused, too.
+def _show_screen(runs_dir: Path | None, **shown: Any) -> SoTuiApp:
+    """Run the Textual application until the user leaves it, and return it; ``shown`` as for its
+    constructor.
     """
     from so_tui.settings_file import load_settings
     from so_tui.ui.app import SoTuiApp
 
-    logging.disable(logging.INFO)
-    app = SoTuiApp(runs_dir=runs_dir, launch=launch, settings=load_settings())
-    app.run()
-    if app.refused is not None:
-        raise app.refused
-    return app.launched
-
-
-def _show_screen(
-    runs_dir: Path | None, open_run: RunDirectory | None = None, *, machine_file: str = ""
-) -> None:
-    """Run the Textual application until the user leaves it. ``machine_file`` names or describes
-    another machine to plan for.
-    """
-    from so_tui.machine.known import machine_of
-    from so_tui.settings_file import load_settings
-    from so_tui.ui.app import SoTuiApp
-
-    machine = machine_of(machine_file) if machine_file else None
     logging.disable(logging.INFO)  # --verbose would write over the screen
-    SoTuiApp(
-        machine=machine,
-        machine_file=machine_file,
-        runs_dir=runs_dir,
-        open_run=open_run,
-        settings=load_settings(),
-    ).run()
+    app = SoTuiApp(runs_dir=runs_dir, settings=load_settings(), **shown)
+    app.run()
+    return app

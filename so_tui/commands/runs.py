@@ -199,7 +199,6 @@ class Runs(Struct, frozen=True):
     """Newest first."""
 
 
-_HEADINGS = ("name", "state", "step", "mean loss", "evaluation loss", "started")
 _ROOM_FOR_REASONS = 110
 """Width of a terminal in which reasons are a column of the table. In a narrower one they are
 printed below it.
@@ -234,15 +233,11 @@ def runs(arguments: argparse.Namespace) -> int:
         return 0
     width = console().width
     beside = width >= _ROOM_FOR_REASONS
-    below = (
-        []
-        if beside
-        else [
-            f"\n{brief_message(f'{run.name}: {_why(state)}')}"
-            for run, state in listed
-            if _why(state)
-        ]
-    )
+    below = [
+        f"\n{brief_message(f'{run.name}: {_why(state)}')}"
+        for run, state in listed
+        if not beside and _why(state)
+    ]
     print_rich(
         _table(listed, measured, _sorted_column(listed, sort, measured), width, beside), *below
     )
@@ -299,24 +294,29 @@ def _table(
     from rich.cells import cell_len
     from rich.table import Table
 
-    rows = [_row(run, state, measured[run.path]) for run, state in listed]
+    states = [state for _, state in listed]
     columns = {
-        heading: list(cells)
-        for heading, cells in zip(_HEADINGS, zip(*rows, strict=True), strict=True)
+        "name": [printable_line(run.name) for run, _ in listed],
+        "state": [state.shown for state in states],
+        "step": [f"{thousands(state.step)}/{thousands(state.total_steps)}" for state in states],
+        "mean loss": [result_text(measured[run.path], "loss") for run, _ in listed],
     }
-    if not any(columns["evaluation loss"]):
-        del columns["evaluation loss"]
-    started = columns.pop("started")
+    evaluated = [result_text(measured[run.path], "evaluation_loss") for run, _ in listed]
+    if any(evaluated):
+        columns["evaluation loss"] = evaluated
     if by is not None:
         columns[by[0]] = by[1]
-    columns["started"] = started
+    columns["started"] = [
+        f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
+        for state in states
+    ]
     needed = sum(
         max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()
     ) + 2 * (len(columns) - 1)
     if not beside and needed > width:
         del columns["started"]
     if beside:
-        columns["reason"] = [brief_message(_why(state)) for _, state in listed]
+        columns["reason"] = [brief_message(_why(state)) for state in states]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in columns:
         if heading in ("name", "reason"):
@@ -329,19 +329,6 @@ def _table(
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table
-
-
-def _row(run: RunDirectory, state: RunState, results: RunResults) -> tuple[str, ...]:
-    """Return the cells of _HEADINGS."""
-    started = f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
-    losses = (result_text(results, key) for key in ("loss", "evaluation_loss"))
-    return (
-        printable_line(run.name),
-        state.shown,
-        f"{thousands(state.step)}/{thousands(state.total_steps)}",
-        *losses,
-        started,
-    )
 
 
 def _why(state: RunState) -> str:
@@ -392,31 +379,23 @@ def stop(arguments: argparse.Namespace) -> int:
         print(printable_line(f"{run.name} has already ended: {state.state}"))
         return 0
     refuse_another_users(run)
+    saved = ""
     if arguments.assume_dead:
         state = stop_run(run, assume_dead=True)
-        print(
-            printable_line(
-                f"{run.name}: {state.state} at step "
-                f"{thousands(state.step)}{'. ' + state.reason if state.reason else ''}"
-            )
-        )
-        return 0
-    seen = sighting(run, state)
-    if not seen.by_processes:
-        print_note(arguments, f"{run.name} {evidence(state, seen)}")
-    if state.state != "queued":
-        print_note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
-    state = stop_run(run, grace_s=arguments.grace)
-    if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
-        ended_state(run)  # refuses it, and says what was seen
-    saved = (
-        f"step {thousands(state.saved_step)} is saved"
-        if state.saved_step is not None
-        else "nothing was saved"
-    )
-    ended = f"{state.state} at step {thousands(state.step)}, {saved}"
+    else:
+        seen = sighting(run, state)
+        if not seen.by_processes:
+            print_note(arguments, f"{run.name} {evidence(state, seen)}")
+        if state.state != "queued":
+            print_note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
+        state = stop_run(run, grace_s=arguments.grace)
+        if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
+            ended_state(run)  # refuses it, and says what was seen
+        step = state.saved_step
+        saved = ", nothing was saved" if step is None else f", step {thousands(step)} is saved"
+    ended = f"{state.state} at step {thousands(state.step)}{saved}"
     print(printable_line(f"{run.name}: {ended}{'. ' + state.reason if state.reason else ''}"))
-    return 0 if state.state in ("stopped", "finished") else 1
+    return 0 if arguments.assume_dead or state.state in ("stopped", "finished") else 1
 
 
 def logs(arguments: argparse.Namespace) -> int:

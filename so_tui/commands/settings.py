@@ -15,7 +15,6 @@ from so_tui.folders import settings_file
 from so_tui.settings import Settings
 from so_tui.settings_file import (
     KEYS,
-    Setting,
     all_settings,
     change_settings,
     choices,
@@ -73,18 +72,13 @@ def _print_all(found: Settings) -> None:
     for heading in ("setting", "value", "what it is"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
     for setting in all_settings():
-        value = value_of(found, setting.key)
+        value, words = value_of(found, setting.key), choices(setting.kind)
         table.add_row(
             setting.key,
             Text(_text(setting.key, value), style="" if value == setting.default else "bold"),
-            Text(_about(setting)),
+            Text(setting.description + (f" ({', '.join(words)})" if words else "")),
         )
     print_rich(table, f"\n{printable_line(str(settings_file()))}")
-
-
-def _about(setting: Setting) -> str:
-    words = choices(setting.kind)
-    return f"{setting.description} ({', '.join(words)})" if words else setting.description
 
 
 def _text(key: str, value: Any) -> str:

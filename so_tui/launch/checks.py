@@ -4,6 +4,7 @@ loaded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -19,11 +20,12 @@ from so_tui.launch.executors import executor_of
 from so_tui.launch.helper import call_tool, problem_of
 from so_tui.launch.places import left_out_profiles
 from so_tui.launch.supervisor import host_check
+from so_tui.launch.supervisor.samples import GpuSampler
 from so_tui.machine.doctor import findings
 from so_tui.machine.doctor.software import has_adam_kernel
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import Gpu, Machine
+from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch, Plan
 from so_tui.spec import InputError, Problem, Refusal, Refused, RunSpec, resolve_source, spec_tree
 from so_tui.spec.check import exists
@@ -49,7 +51,7 @@ CHECKS: dict[Check, str] = {
 def preflight(
     launch: Launch,
     *,
-    runs_dir: Path | str | None = None,
+    runs_dir: Path | None = None,
     begins: Callable[[Check], object] = lambda _: None,
 ) -> tuple[Launch, tuple[str, ...]]:
     """Check everything that can be known before the start. Return the launch with how long that
@@ -78,7 +80,7 @@ def preflight(
 
 
 def _warnings(
-    launch: Launch, runs_dir: Path | str | None, begins: Callable[[Check], object]
+    launch: Launch, runs_dir: Path | None, begins: Callable[[Check], object]
 ) -> tuple[str, ...]:
     begins("files")
     if not executor_of(launch.spec).here:
@@ -114,7 +116,7 @@ def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:
 
 
 def quick_checks(
-    launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None
+    launch: Launch, *, saved: int = 0, runs_dir: Path | None = None
 ) -> tuple[str, ...]:
     """Run the checks that take no time and need no training software, and return warnings.
 
@@ -131,21 +133,29 @@ def quick_checks(
             forceable: ``compiler-missing``, ``disk-too-small``, ``shared-memory-too-small``.
     """
     plan, machine = launch.plan, launch.machine
-    _refuse_several_nodes(plan.spec)
+    if plan.spec.nodes > 1:
+        message = (
+            f"nodes = {plan.spec.nodes}, and a run on this machine has one. Name a Slurm partition "
+            "with --partition, or set nodes to 1"
+        )
+        raise refuse("several-nodes-here", message)
     _refuse_missing_software(machine)
-    _refuse_missing_tracker(plan.spec)
+    if plan.spec.tracking.wandb and find_spec("wandb") is None:
+        message = (
+            "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set "
+            "tracking.wandb to false"
+        )
+        raise refuse("tracker-missing", message)
     if problems := missing_inputs(plan.spec):
         raise InputError(problems)
     _refuse_gpus_in_use(plan, machine)
     if not launch.forced:
         _refuse_missing_compiler(plan, machine)
-        _refuse_too_little_space(
-            plan, saved=saved, runs_dir=Path(runs_dir) if runs_dir else default_runs_dir()
-        )
+        _refuse_too_little_space(plan, saved, runs_dir)
     return _other_users(plan, machine)
 
 
-def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | str | None = None) -> None:
+def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | None = None) -> None:
     """Run the checks that this host can make of a run that starts on another: files and disk, which
     both share.
 
@@ -159,8 +169,7 @@ def checks_elsewhere(launch: Launch, *, saved: int = 0, runs_dir: Path | str | N
     if problems := missing_inputs(launch.spec) or executor_of(launch.spec).unavailable(launch):
         raise InputError(problems)
     if not launch.forced:
-        folder = Path(runs_dir) if runs_dir else default_runs_dir()
-        _refuse_too_little_space(launch.plan, saved=saved, runs_dir=folder, shared_memory=False)
+        _refuse_too_little_space(launch.plan, saved, runs_dir, shared_memory=False)
 
 
 def writable(wanted: Path, field: str) -> Path:
@@ -185,15 +194,6 @@ def writable(wanted: Path, field: str) -> Path:
             "Make it writable, or choose another folder.",
         )
     return folder
-
-
-def _refuse_several_nodes(spec: RunSpec) -> None:
-    if spec.nodes > 1:
-        message = (
-            f"nodes = {spec.nodes}, and a run on this machine has one. Name a Slurm partition with "
-            "--partition, or set nodes to 1"
-        )
-        raise refuse("several-nodes-here", message)
 
 
 def _refuse_missing_software(machine: Machine) -> None:
@@ -223,15 +223,6 @@ def _refuse_missing_software(machine: Machine) -> None:
         refusals.append(Refusal("torch-without-cuda", message))
     if refusals:
         raise Refused(refusals)
-
-
-def _refuse_missing_tracker(spec: RunSpec) -> None:
-    if spec.tracking.wandb and find_spec("wandb") is None:
-        message = (
-            "tracking.wandb needs the wandb package. Install it (`pip install wandb`), or set "
-            "tracking.wandb to false"
-        )
-        raise refuse("tracker-missing", message)
 
 
 def _refuse_what_doctor_blocks(plan: Plan, machine: Machine) -> None:
@@ -265,16 +256,10 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
     """Refuse GPUs that another run of this user holds. This is only an early check: the supervisor
     takes them.
     """
-    gpus = _chosen_gpus(plan, machine)
-    if not gpus:
-        return
-    folder = host_check.lock_folder()
     taken = []
-    for gpu in gpus:
+    for gpu in host_check.chosen_gpus(plan, machine):
         try:
-            for lock in host_check.take_gpus(
-                folder, [gpu], host_check.Holder(run="", pid=os.getpid())
-            ):
+            for lock in host_check.take_gpus([gpu], ""):
                 lock.release()
         except host_check.LockTakenError as error:
             taken.append(
@@ -288,9 +273,10 @@ def _refuse_gpus_in_use(plan: Plan, machine: Machine) -> None:
 
 
 def _refuse_too_little_space(
-    plan: Plan, *, saved: int, runs_dir: Path, shared_memory: bool = True
+    plan: Plan, saved: int, runs_dir: Path | None, *, shared_memory: bool = True
 ) -> None:
     """Refuse, forceable, when the plan's checkpoints or shared memory do not fit now."""
+    runs_dir = runs_dir or default_runs_dir()
     refusals = []
     free_bytes = shutil.disk_usage(writable(runs_dir, "--runs-dir")).free
     if free_bytes < _RECORDS_BYTES:
@@ -336,13 +322,11 @@ def _refuse_too_little_space(
 
 
 def _other_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    users = host_check.foreign_processes(_chosen_gpus(plan, machine))
+    gpus = host_check.chosen_gpus(plan, machine)
+    with contextlib.closing(GpuSampler(gpus)) as sampler:
+        uses = sampler.processes()
     return tuple(
-        f"GPU {index} is used by other processes: pid {', '.join(map(str, pids))}"
-        for index, pids in users.items()
+        f"GPU {gpu.index} is used by other processes: pid {', '.join(pids)}"
+        for gpu in gpus
+        if (pids := [str(pid) for pid, use in uses.items() if gpu.index in use.memory_bytes])
     )
-
-
-def _chosen_gpus(plan: Plan, machine: Machine) -> list[Gpu]:
-    chosen = {rank.gpu for rank in plan.binding}
-    return [gpu for gpu in machine.gpus if gpu.index in chosen]

@@ -224,7 +224,12 @@ def argv(plan: Plan) -> tuple[str, ...]:
         "-m",
         "deepspeed.launcher.runner",
         *(_several_nodes(plan) if plan.spec.nodes > 1 else _one_node(plan)),
-        *_binding(plan),
+        # Without a working numactl the launcher would fail. The trainer binds itself in any case.
+        *(
+            ("--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding))
+            if uses_numactl(plan.binding)
+            else ()
+        ),
         *(
             "--module",
             TRAINER_MODULE,
@@ -256,13 +261,6 @@ def _several_nodes(plan: Plan) -> Sequence[str]:
         *("--no_ssh", "--node_rank", Placeholder.NODE.value),
         *("--master_addr", Placeholder.ADDRESS.value, "--master_port", Placeholder.PORT.value),
     )
-
-
-def _binding(plan: Plan) -> Sequence[str]:
-    # Without a working numactl the launcher would fail. The trainer binds itself in any case.
-    if not uses_numactl(plan.binding):
-        return ()
-    return ("--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding))
 
 
 # Changes to the environment of the training processes, each with its reason. Every other variable

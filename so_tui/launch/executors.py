@@ -8,84 +8,15 @@ executor.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from so_tui.launch.launch import Executor, JobStatus, SupervisorHandle
+from so_tui.launch.launch import Executor
 from so_tui.launch.supervisor.processes import OwnProcesses, markers
 from so_tui.runs.directory import RunDirectory, not_own
 from so_tui.runs.liveness import host_of, sees_processes_of, supervised, this_host
 from so_tui.runs.records import FINAL_STATES
 from so_tui.runs.state import read_state
-from so_tui.spec import InputError, Problem, RunSpec
-from so_tui.trust.text import quoted
-
-if TYPE_CHECKING:
-    from so_tui.plan.plan import Launch
-
-
-# Supervisors as processes of this machine.
-
-
-_LOG = logging.getLogger(__name__)
-
-
-class _LocalExecutor:
-    """Starts a supervisor on this host, in a session of its own."""
-
-    here = True
-
-    def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
-        """Start the supervisor detached from this program; see ``Executor.start``."""
-        argv = (
-            sys.executable,
-            "-P",
-            "-m",
-            "so_tui",
-            "supervise",
-            str(run.path),
-            "--attempt",
-            str(attempt),
-        )
-        _LOG.info("calling %s", quoted(*argv))
-        descriptor = os.open(
-            supervisor_log(run, attempt),
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o600,
-        )
-        with os.fdopen(descriptor, "ab") as output:
-            return subprocess.Popen(
-                argv,
-                env=os.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd="/",
-                start_new_session=True,
-            )
-
-    def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
-        return ()
-
-    def preview(self, launch: Launch) -> str:
-        return ""
-
-    def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
-        return None
-
-    def cancel(self, run: RunDirectory, attempt: int) -> bool:
-        return False
-
-
-def supervisor_log(run: RunDirectory, attempt: int) -> Path:
-    """Return the file that receives the output of an attempt's supervisor on this host."""
-    return run.attempt_dir(attempt) / f"supervisor.{socket.gethostname()}.log"
-
+from so_tui.spec import InputError, RunSpec
 
 # Make sure that each live run has a supervisor. Whoever looks at runs calls this; nothing that a
 # start needs is imported.
@@ -116,7 +47,7 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
         ):
             return False
         with contextlib.suppress(OSError):  # a full disk: the next call tries again
-            _LocalExecutor().start(run, state.attempt)
+            Executor().start(run, state.attempt)
             return True
     return False
 
@@ -128,7 +59,7 @@ def executor_of(spec: RunSpec) -> Executor:
 
         return SlurmExecutor()
 
-    return _LocalExecutor()
+    return Executor()
 
 
 def executor_of_attempt(run: RunDirectory, attempt: int) -> Executor:
@@ -142,4 +73,4 @@ def executor_of_attempt(run: RunDirectory, attempt: int) -> Executor:
 
         return SlurmExecutor()
 
-    return _LocalExecutor()
+    return Executor()

@@ -103,7 +103,8 @@ class ToolProcess:
             cancel: Ends it from another thread; its answers then just end.
         """
         self._name, self._cancel = name, cancel
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `close` closes it
+        # `close` closes it.
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             _argv(name),
             stdin=subprocess.PIPE,
@@ -233,7 +234,7 @@ def problem_of(entry: dict[str, Any]) -> Problem:
         key: str(entry.get(key, ""))
         for key in ("field", "value", "message", "remedy", "default", "file")
     }
-    return Problem(code=str(entry.get("code") or "unknown"), **texts)
+    return Problem(str(entry.get("code") or "unknown"), **texts)
 
 
 def _argv(name: str) -> list[str]:

@@ -30,7 +30,6 @@ from so_tui.spec import (
     InputError,
     RunSpec,
     check_tree,
-    create_preset,
     generation,
     load_catalog,
     spec_tree,
@@ -77,9 +76,7 @@ def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
     (``gpu-in-use``).
     """
     try:
-        held = host_check.take_gpus(
-            host_check.lock_folder(), machine.gpus, host_check.Holder(run=by, pid=os.getpid())
-        )
+        held = host_check.take_gpus(machine.gpus, by)
     except host_check.LockTakenError as error:
         busy = (
             f"{error}. A run and a calibration would disturb each other; wait until the run has "
@@ -139,25 +136,9 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
 # Checkpoints converted between ours and DeepSpeed's, in a helper process.
 
 
-Tell = Callable[[str], None]
-
-
-def to_deepspeed(run: RunDirectory, folder: Path, tell: Tell) -> None:
-    """Write a run's newest checkpoint in DeepSpeed's universal format.
-
-    Args:
-        run: The run.
-        folder: Where to; an older conversion or export is replaced.
-        tell: Receives what is done, in words.
-
-    Raises:
-        InputError: The run has no checkpoint, or the folder holds something else.
-        ToolError: It cannot be read or written.
-    """
-    last_answer("convert", {"run": str(run.path), "to": str(folder)}, tell)
-
-
-def from_deepspeed(source: Path, spec: RunSpec, runs_dir: Path | None, tell: Tell) -> RunDirectory:
+def from_deepspeed(
+    source: Path, spec: RunSpec, runs_dir: Path | None, tell: Callable[[str], None]
+) -> RunDirectory:
     """Make a run that has stopped where DeepSpeed's ZeRO-3 saved a checkpoint, so that ``resume``
     continues from there.
 
@@ -508,9 +489,29 @@ def describe_model(
         Refused: The training software is not installed.
     """
     chosen = name or _preset_name(model)
-    _refuse_taken(chosen)
+    # Refused before the model is read, which takes seconds.
+    older = load_catalog().presets.get(chosen)
+    taken = older.path if older else str(user_folder() / f"{chosen}.toml")
+    if older or exists(Path(taken)):
+        raise reject(
+            "name-taken",
+            "name",
+            chosen,
+            f"is taken by {taken}",
+            "Use that preset, or give another name (--name).",
+        )
     changes = changes or {}
-    _refuse_other_shape(changes)
+    for key, value in changes.items():
+        # After that the parameter table would belong to another model.
+        if key.startswith(("model.config", "model.parameters")):
+            raise reject(
+                "read-from-the-model",
+                key,
+                value,
+                "is read from the model",
+                "Copy the folder, change its config.json, and add the copy; or use it with "
+                "model.weights=random.",
+            )
     asked = {
         "tokenizer": changes.get("model.tokenizer", ""),
         "weights": changes.get("model.weights", ""),
@@ -519,13 +520,6 @@ def describe_model(
     answer = call_tool("describe_model", request | asked, timeout_s=_TIMEOUT_S)
     spec = check_tree(_tree(answer, chosen))
     return _Described(with_values(spec, changes) if changes else spec, tuple(answer["notes"]))
-
-
-def add_preset(described: _Described) -> Path:
-    """Save it as a user preset. Raises InputError if the name has been taken since, or the folder
-    cannot be written.
-    """
-    return create_preset(described.spec)
 
 
 def _preset_name(model: str) -> str:
@@ -569,36 +563,6 @@ def _gpus(parameters: int) -> int:
 
 def _last_part(model: str) -> str:
     return model.strip().rstrip("/").removeprefix(BUILTIN).rpartition("/")[2] or model.strip()
-
-
-def _refuse_other_shape(changes: dict[str, str]) -> None:
-    """Refuse changes of the shape, after which the parameter table would belong to another
-    model.
-    """
-    for key, value in changes.items():
-        if key.startswith(("model.config", "model.parameters")):
-            raise reject(
-                "read-from-the-model",
-                key,
-                value,
-                "is read from the model",
-                "Copy the folder, change its config.json, and add the copy; or use it with "
-                "model.weights=random.",
-            )
-
-
-def _refuse_taken(name: str) -> None:
-    """Refuse a name that is taken before the model is read, which takes seconds."""
-    older = load_catalog().presets.get(name)
-    taken = older.path if older else str(user_folder() / f"{name}.toml")
-    if older or exists(Path(taken)):
-        raise reject(
-            "name-taken",
-            "name",
-            name,
-            f"is taken by {taken}",
-            "Use that preset, or give another name (--name).",
-        )
 
 
 # Ask a model for text: what is named by a user, and the helper process that has the model.

@@ -11,17 +11,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.launch.command import log_line
 from so_tui.launch.launch import prepare, read_launch, write_launch
 from so_tui.launch.places import keep_network, remember, with_measured_network
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.executor import Restarted, SlurmExecutor, Submission, read_submission
-from so_tui.launch.slurm.script import load_site, requeues
+from so_tui.launch.slurm.executor import SlurmExecutor, Submission, read_submission
+from so_tui.launch.slurm.script import load_site
 from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor import run as admission
 from so_tui.launch.supervisor.ending import (
@@ -38,15 +38,14 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, write_run_json
-from so_tui.runs.liveness import identify, this_host
 from so_tui.runs.lock import run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.samples import read_network_rate
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
 from so_tui.spec import SoTuiError
 from so_tui.spec.errors import reject
-from so_tui.trust.decoding import decode_json
-from so_tui.trust.files import read_own, umask_of
+from so_tui.trust.decoding import readable_json
+from so_tui.trust.files import umask_of
 
 # A job that Slurm starts again: after its node has failed, when it has given way to another job,
 # or because it asked for that.
@@ -84,9 +83,33 @@ class Restart(Struct, frozen=True, kw_only=True):
     """The attempt that it makes; None if the run does not continue."""
 
 
-def _restarts(environ: Mapping[str, str]) -> int:
-    """Return how often Slurm has started this job before."""
-    return int(environ.get("SLURM_RESTART_COUNT") or 0)
+def _told_attempt(
+    run: RunDirectory, submitted: int, count: int, clock: Callable[[], float] = time.monotonic
+) -> int:
+    """Return the attempt that the job makes, as the first node says. Called on another one. Raises
+    InputError.
+    """
+    path, deadline = run.restart_path(submitted, count), clock() + FIRST_SIGN_S
+    # Not yet there, or a network file system is away or has half of it.
+    while (told := readable_json(path, Restart, own=True)) is None:
+        if clock() > deadline:
+            raise reject(
+                "first-node-silent",
+                "run",
+                run.name,
+                "the first node of its job does not say which attempt the job makes",
+                "`so-tui resume` continues the run.",
+            )
+        time.sleep(_POLL_S)
+    if told.attempt is None:
+        raise reject(
+            "not-continued",
+            "run",
+            run.name,
+            "does not continue, as the first node of its job says",
+            "`so-tui resume` continues it.",
+        )
+    return told.attempt
 
 
 def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, count: int) -> int:
@@ -107,65 +130,51 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
     """
     attempt = None
     try:
-        attempt = _made_attempt(run, submitted, machine)
-    finally:
-        write_run_json(run, run.restart_path(submitted, count), Restart(attempt=attempt))
-    return attempt
-
-
-def _told_attempt(
-    run: RunDirectory, submitted: int, count: int, clock: Callable[[], float] = time.monotonic
-) -> int:
-    """Return the attempt that the job makes, as the first node says. Called on another one. Raises
-    InputError.
-    """
-    path, deadline = run.restart_path(submitted, count), clock() + FIRST_SIGN_S
-    while True:
-        try:
-            told = decode_json(read_own(path), Restart)
-        except (
-            OSError,
-            msgspec.DecodeError,
-        ):  # not yet, or a network file system is away or has half of it
-            if clock() > deadline:
-                raise reject(
-                    "first-node-silent",
-                    "run",
-                    run.name,
-                    "the first node of its job does not say which attempt the job makes",
-                    "`so-tui resume` continues the run.",
-                ) from None
-            time.sleep(_POLL_S)
-            continue
-        if told.attempt is None:
+        state = read_state(run)
+        if state.attempt < submitted:
+            attempt = submitted
+        elif _may_continue(run, state):
+            with run_lock(run) as lock:
+                state = read_state(run)
+                if lock is not None and state.state == "queued":
+                    # What waited for this job has an attempt behind it that was stopped.
+                    write_state_even_if_full(run, left_queue(state, state.attempt))
+            attempt = _make_attempt(
+                run,
+                machine,
+                assume_dead=True,
+                job_id=os.environ["SLURM_JOB_ID"],
+                works_in=submitted,
+            )
+        else:
             raise reject(
                 "not-continued",
                 "run",
                 run.name,
-                "does not continue, as the first node of its job says",
+                f"is {state.state} ({state.code or 'by a person'})",
                 "`so-tui resume` continues it.",
             )
-        return told.attempt
+        return attempt
+    finally:
+        write_run_json(run, run.restart_path(submitted, count), Restart(attempt=attempt))
 
 
-def _made_attempt(run: RunDirectory, submitted: int, machine: Machine) -> int:
+def _make_attempt(
+    run: RunDirectory,
+    machine: Machine,
+    *,
+    assume_dead: bool = False,
+    job_id: str = "",
+    works_in: int = 0,
+) -> int:
+    """Make the next attempt of a run, which continues from the newest checkpoint, and return its
+    number: in a job that is submitted for it, or in ``job_id``, which Slurm has started again.
+    """
     from so_tui.launch.launch import prepare_resume
     from so_tui.launch.lifecycle import resume
 
-    state = read_state(run)
-    if state.attempt < submitted:
-        return submitted
-    if not _may_continue(run, state):
-        raise reject(
-            "not-continued",
-            "run",
-            run.name,
-            f"is {state.state} ({state.code or 'by a person'})",
-            "`so-tui resume` continues it.",
-        )
-    _leave_queue(run)
-    executor = SlurmExecutor(restarted=Restarted(job_id=_this_job(), works_in=submitted))
-    return resume(run, prepare_resume(run, machine, assume_dead=True), executor=executor)
+    launch = prepare_resume(run, machine, assume_dead=assume_dead)
+    return resume(run, launch, executor=SlurmExecutor(job_id=job_id, works_in=works_in))
 
 
 def _put_back(run: RunDirectory) -> None:
@@ -178,7 +187,7 @@ def _put_back(run: RunDirectory) -> None:
         stopped = read_state(run)
         write_state(run, queued_state(stopped))
     try:
-        client.requeue(_this_job())
+        client.requeue(os.environ["SLURM_JOB_ID"])  # which may not have been recorded
     except SoTuiError as error:
         log_line(f"so-tui: the job of {run.name} is not started again: {error}")
         write_state(run, stopped)
@@ -190,21 +199,6 @@ def _may_continue(run: RunDirectory, state: RunState) -> bool:
     return (asked is None or not asked.by_a_person) and (
         state.state not in FINAL_STATES or state.code in _ENDED_FROM_OUTSIDE
     )
-
-
-def _this_job() -> str:
-    """Return the number of the job that this process belongs to, which may not have been
-    recorded.
-    """
-    return os.environ["SLURM_JOB_ID"]
-
-
-def _leave_queue(run: RunDirectory) -> None:
-    """Record that a run which waited for this job has an attempt behind it that was stopped."""
-    with run_lock(run) as lock:
-        state = read_state(run)
-        if lock is not None and state.state == "queued":
-            write_state_even_if_full(run, left_queue(state, state.attempt))
 
 
 def supervise_in_job(run: RunDirectory, attempt: int) -> int:
@@ -237,7 +231,7 @@ def supervise_in_job(run: RunDirectory, attempt: int) -> int:
     os.umask(umask_of(run.path))
     nodes = nodes_of_job(os.environ)
     machine = with_measured_network(submission.cluster, submission.partition, inspect_machine())
-    if again := _restarts(os.environ):
+    if again := int(os.environ.get("SLURM_RESTART_COUNT") or 0):
         attempt = (
             _attempt_of_restart(run, attempt, machine, again)
             if nodes.first
@@ -268,29 +262,27 @@ def _supervise_run(
         write_launch(run, attempt, launch)
     except SoTuiError as error:
         return _refused_here(run, attempt, submitted, error)
-    spec, start_over = submitted.spec, submitted.start_over
 
-    def requeued() -> bool:
-        return requeues(spec, load_site(submission.site))
+    def goes_on(*, requeue: bool) -> bool:
+        return (
+            submitted.spec.slurm.continues
+            and _goes_on(run, before, start_over=submitted.start_over, requeue=requeue)
+            and load_site(submission.site).requeue is requeue
+        )
 
     def ended() -> None:
         if (rate := read_network_rate(run, attempt)) is not None:
             keep_network(
                 submission.cluster, submission.partition, machine, rate, len(launch.plan.binding)
             )
-        warned = spec.slurm.continues and _needs_successor(run, before, start_over=start_over)
-        if warned and not requeued():
-            _submit_successor(run, machine)
+        if goes_on(requeue=False):
+            try:
+                _make_attempt(run, machine)
+            except (SoTuiError, OSError) as error:  # the run stays stopped, and can be resumed
+                log_line(f"so-tui: no job continues {run.name}: {error}")
 
     code = supervise(run, attempt, nodes, ended)
-    if (
-        spec.slurm.continues
-        and (
-            _needs_successor(run, before, start_over=start_over)
-            or _lost_a_node(run, before, start_over=start_over)
-        )
-        and requeued()
-    ):
+    if goes_on(requeue=True):
         _put_back(run)  # last, for it ends what this job still does
     return code
 
@@ -300,9 +292,9 @@ def _planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
     or Refused, as ``prepare``.
     """
     here = prepare(submitted.spec, machine, force=submitted.forced)
-    return msgspec.structs.replace(
+    return replace(
         submitted,
-        plan=msgspec.structs.replace(here.plan, binding=numbered(here.plan.binding, node)),
+        plan=replace(here.plan, binding=numbered(here.plan.binding, node)),
         machine=here.machine,
         ds_config=here.ds_config,
         argv=here.argv,
@@ -311,43 +303,24 @@ def _planned_here(submitted: Launch, machine: Machine, node: int = 0) -> Launch:
     )
 
 
-def _needs_successor(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
-    """Return whether a scheduler's warning ended a run, and no person did, with more saved than
-    before.
+def _goes_on(run: RunDirectory, before: RunState, *, start_over: bool, requeue: bool) -> bool:
+    """Return whether a run shall go on after its job: a scheduler's warning ended it, and no person
+    did, or a node that gave no sign of life.
 
-    A job that saved nothing new would be followed by others like it, without end.
+    Slurm itself may notice such a node minutes later, and starts a job again only whose node it has
+    seen fail. A job that saved nothing new would be followed by others like it, without end.
 
     Args:
         run: A run whose job is about to end.
         before: The state that the job found.
         start_over: The job trained from step 0, whatever was saved.
+        requeue: Its job is put back into the queue, which a lost node is a reason for, too.
     """
     state, asked = read_state(run), stop_request(run)
-    return (
-        state.state == "stopped"
-        and asked is not None
-        and asked.warned
-        and _saved_more(state, before, start_over=start_over)
-    )
-
-
-def _saved_more(state: RunState, before: RunState, *, start_over: bool) -> bool:
-    return (state.saved_step or 0) > (0 if start_over else before.saved_step or 0)
-
-
-def _lost_a_node(run: RunDirectory, before: RunState, *, start_over: bool) -> bool:
-    """Return whether a node that gave no sign of life ended a run, with more saved than before;
-    otherwise as ``_needs_successor``.
-
-    Slurm itself may notice that minutes later. It starts a job again only whose node it has seen
-    fail.
-    """
-    state = read_state(run)
-    return (
-        state.code == OutcomeCode.NODE_LOST
-        and _saved_more(state, before, start_over=start_over)
-        and _may_continue(run, state)
-    )
+    warned = state.state == "stopped" and asked is not None and asked.warned
+    lost = requeue and state.code == OutcomeCode.NODE_LOST and _may_continue(run, state)
+    saved_before = 0 if start_over else before.saved_step or 0
+    return (warned or lost) and (state.saved_step or 0) > saved_before
 
 
 def _supervise_node(run: RunDirectory, attempt: int, machine: Machine, nodes: Nodes) -> int:
@@ -376,28 +349,8 @@ def _refused_here(run: RunDirectory, attempt: int, submitted: Launch, error: SoT
     with run_lock(run, assume_dead=submitted.assume_dead) as lock:
         if lock is not None:
             before = read_state(run)
-            first = ending.first_state(
-                run.name,
-                attempt,
-                this_host(),
-                identify(os.getpid(), "supervisor"),
-                before,
-                submitted,
-            )
+            first = ending.first_state(run.name, attempt, before, submitted)
             write_state_even_if_full(
                 run, ending.final_state(first, outcome, first.attempt_started or 0.0)
             )
     return outcome.run_exit_code
-
-
-def _submit_successor(run: RunDirectory, machine: Machine) -> None:
-    """Submit the job that continues. What goes wrong is written to the job's output; the run stays
-    stopped, and can be resumed.
-    """
-    from so_tui.launch.launch import prepare_resume
-    from so_tui.launch.lifecycle import resume
-
-    try:
-        resume(run, prepare_resume(run, machine))
-    except (SoTuiError, OSError) as error:
-        log_line(f"so-tui: no job continues {run.name}: {error}")

@@ -4,8 +4,11 @@ effects.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.launch import command
 from so_tui.machine.gpus import hiding_variable, visible_gpus
@@ -25,7 +29,7 @@ from so_tui.runs.directory import (
     write_run_json,
 )
 from so_tui.runs.lock import ended_state
-from so_tui.runs.records import OutcomeCode, RunState
+from so_tui.runs.records import OutcomeCode
 from so_tui.runs.state import read_spec
 from so_tui.spec import (
     InputError,
@@ -41,8 +45,10 @@ from so_tui.spec.errors import refuse, reject
 from so_tui.spec.presets import with_absolute_paths
 from so_tui.trust.decoding import LARGEST_FILE_BYTES, decode_json
 from so_tui.trust.files import read_bounded, read_own
-from so_tui.trust.text import so_tui_command
+from so_tui.trust.text import quoted, so_tui_command
 from so_tui.units import thousands
+
+_LOG = logging.getLogger(__name__)
 
 # ``launch.json``: the launch from which supervisor and trainer start, written once, and
 # ``ds_config.json`` for people and tools.
@@ -134,14 +140,14 @@ class JobStatus(Struct, frozen=True, kw_only=True):
     """The last lines that a job wrote which ended before its supervisor had started."""
 
 
-class Executor(Protocol):
-    """Starts supervisors, and knows what becomes of them until they write the run's state."""
+class Executor:
+    """Starts supervisors on this machine. One of a scheduler submits them, and knows what becomes
+    of them until they write the run's state.
+    """
 
-    @property
-    def here(self) -> bool:
-        """Whether runs start on this machine, so that what can be seen here decides whether they
-        can.
-        """
+    here = True
+    """Whether runs start on this machine, so that what can be seen here decides whether they can.
+    """
 
     def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle | None:
         """Start the supervisor of an attempt so that it outlives this program, its terminal and its
@@ -158,24 +164,47 @@ class Executor(Protocol):
             OSError: It cannot be started.
             SoTuiError: A scheduler refused it; nothing is left of it.
         """
+        program = (sys.executable, "-P", "-m", "so_tui")
+        argv = (*program, "supervise", str(run.path), "--attempt", str(attempt))
+        _LOG.info("calling %s", quoted(*argv))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with os.fdopen(os.open(supervisor_log(run, attempt), flags, 0o600), "ab") as output:
+            return subprocess.Popen(
+                argv,
+                env=os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                start_new_session=True,
+            )
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         """Return a problem for each thing that a run could not get, or execute, where it starts, as
         far as that can be known here.
         """
+        return ()
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script that a start would submit; empty if there is none."""
+        return ""
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
         """Return what a scheduler knows of an attempt; None where there is no scheduler. Cheap
         enough to be called every second.
         """
+        return None
 
     def cancel(self, run: RunDirectory, attempt: int) -> bool:
         """Take an attempt out of a queue, or end its job. Return whether there was one. Raises
         SoTuiError if it cannot be done.
         """
+        return False
+
+
+def supervisor_log(run: RunDirectory, attempt: int) -> Path:
+    """Return the file that receives the output of an attempt's supervisor on this host."""
+    return run.attempt_dir(attempt) / f"supervisor.{socket.gethostname()}.log"
 
 
 _FIXED_FOR_A_RUN = (
@@ -209,7 +238,6 @@ def prepare(
     """
     from so_tui.plan.planner import make_plan  # a process that only reads launches needs no planner
 
-    inherited = os.environ if inherited is None else inherited
     usable = usable_machine(machine, inherited)
     return launch_of(
         make_plan(with_absolute_paths(spec), usable), usable, force=force, inherited=inherited
@@ -239,7 +267,7 @@ def launch_of(
             f"{variable} hides GPU {', '.join(map(str, hidden))}. Choose among the visible ones "
             "with gpus = [...]",
         )
-    plan = msgspec.structs.replace(plan, spec=with_absolute_paths(plan.spec))
+    plan = replace(plan, spec=with_absolute_paths(plan.spec))
     return Launch(
         plan=plan,
         machine=usable,
@@ -275,7 +303,6 @@ def preview(
     """
     from so_tui.plan.planner import make_plan
 
-    inherited = os.environ if inherited is None else inherited
     usable = usable_machine(machine, inherited)
     plan = make_plan(with_absolute_paths(spec), usable)
     return plan, launch_of(
@@ -319,11 +346,13 @@ def prepare_resume(
     before = ended_state(run, assume_dead=assume_dead)
     spec = _changed(read_spec(run), values)
     if start_over:
-        before = msgspec.structs.replace(before, saved_step=None)
+        before = replace(before, saved_step=None)
     elif (missing := missing_checkpoints(run, spec, before)) is not None:
         raise Refused([missing])
     # Only the data decides how many steps an epoch has.
-    longer = (_given_steps(values) or 0) > before.total_steps or not values.keys().isdisjoint(
+    given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
+    steps = given if type(given) is int else 0
+    longer = steps > before.total_steps or not values.keys().isdisjoint(
         ("train.epochs", "train.tokens")
     )
     if before.state == "finished" and not start_over and not longer:
@@ -336,20 +365,26 @@ def prepare_resume(
             f"has finished all of its {thousands(before.total_steps)} steps",
             f"Train longer with `{more}`, or export the model with `{export}`.",
         )
-    _refuse_trained_length(values, before)
+    if before.saved_step and 0 < steps <= before.saved_step:
+        raise reject(
+            "length-already-trained",
+            "train.steps",
+            values["train.steps"],
+            f"the run would continue from step {thousands(before.saved_step)} and have nothing to "
+            "train",
+            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
+        )
     launch = prepare(spec, machine, force=force or before.forced, inherited=inherited)
-    return msgspec.structs.replace(
-        launch, changes=dict(values), start_over=start_over, assume_dead=assume_dead
-    )
+    return replace(launch, changes=dict(values), start_over=start_over, assume_dead=assume_dead)
 
 
-def usable_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
+def usable_machine(machine: Machine, inherited: Mapping[str, str] | None = None) -> Machine:
     """Return the machine with the GPUs that this program may use: on this host those that its
     environment shows, elsewhere all.
     """
-    return (
-        visible_machine(machine, inherited) if machine.hostname == socket.gethostname() else machine
-    )
+    if machine.hostname != socket.gethostname():
+        return machine
+    return visible_machine(machine, os.environ if inherited is None else inherited)
 
 
 def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
@@ -370,7 +405,7 @@ def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
             "whole GPU",
         )
     visible, _ = visible_gpus(machine.gpus, given)
-    return msgspec.structs.replace(machine, gpus=visible)
+    return replace(machine, gpus=visible)
 
 
 def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
@@ -386,34 +421,13 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
         raise InputError(
             [
                 Problem(
-                    code="fixed-for-a-run",
-                    field=key,
-                    value=values[key],
-                    message=message,
-                    remedy=remedy,
+                    "fixed-for-a-run",
+                    key,
+                    values[key],
+                    message,
+                    remedy,
                 )
                 for key in fixed
             ]
         )
     return with_values(spec, values) if values else spec
-
-
-def _given_steps(values: Mapping[str, str]) -> int | None:
-    """Return the number of steps that the changes ask for; None where they do not, or give no
-    number.
-    """
-    given = parse_value(values.get("train.steps", ""), field_index()["train.steps"])
-    return given if type(given) is int else None
-
-
-def _refuse_trained_length(values: Mapping[str, str], before: RunState) -> None:
-    given = _given_steps(values)
-    if before.saved_step and given is not None and 0 < given <= before.saved_step:
-        raise reject(
-            "length-already-trained",
-            "train.steps",
-            values["train.steps"],
-            f"the run would continue from step {thousands(before.saved_step)} and have nothing to "
-            "train",
-            f"Give more steps, or export the model with `{so_tui_command('export', before.name)}`.",
-        )

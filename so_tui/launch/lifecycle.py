@@ -21,9 +21,15 @@ from so_tui.launch.executors import (
     ensure_supervised,
     executor_of,
     executor_of_attempt,
-    supervisor_log,
 )
-from so_tui.launch.launch import Executor, JobPhase, JobStatus, SupervisorHandle, write_launch
+from so_tui.launch.launch import (
+    Executor,
+    JobPhase,
+    JobStatus,
+    SupervisorHandle,
+    supervisor_log,
+    write_launch,
+)
 from so_tui.launch.supervisor.ending import (
     Outcome,
     final_state,
@@ -49,6 +55,7 @@ from so_tui.runs.liveness import (
     state_with_truth,
 )
 from so_tui.runs.lock import ended_state, record_end, run_lock
+from so_tui.runs.reader import last_lines
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
@@ -240,7 +247,7 @@ kernel has freed much memory.
 
 
 def start(
-    launch: Launch, *, runs_dir: Path | str | None = None, executor: Executor | None = None
+    launch: Launch, *, runs_dir: Path | None = None, executor: Executor | None = None
 ) -> RunDirectory:
     """Start a new run and return once its supervisor has taken over, or its job is queued. Training
     continues by itself from there.
@@ -256,12 +263,15 @@ def start(
     """
     executor = executor or executor_of(launch.spec)
     _check(launch, executor, runs_dir=runs_dir)
-    run = create_run(launch.spec, Path(runs_dir) if runs_dir else None, called=launch.called)
+    run = create_run(launch.spec, runs_dir, called=launch.called)
     try:
         _start_attempt(run, new_attempt(run), launch, executor)
     except BaseException:
-        if _never_supervised(run):
-            shutil.rmtree(run.path, ignore_errors=True)
+        # Without a supervisor nothing runs and nothing is worth keeping. Its file system may be
+        # away for a moment.
+        with contextlib.suppress(InputError):
+            if read_state(run).supervisor is None:
+                shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run
 
@@ -438,47 +448,29 @@ def _wait_for_supervisor(
             )
         if code is not None:
             raise SoTuiError(
-                f"the supervisor ended immediately (exit code {code}): {_last_lines(log)}"
+                f"the supervisor ended immediately (exit code {code}): "
+                f"{last_lines(log) or 'it wrote nothing'}"
             )
         if time.monotonic() > deadline:
             raise SoTuiError(
-                f"the supervisor did not take over within {_READY_S:.0f} s: {_last_lines(log)}"
+                f"the supervisor did not take over within {_READY_S:.0f} s: "
+                f"{last_lines(log) or 'it wrote nothing'}"
             )
         time.sleep(_POLL_S)
 
 
-def _never_supervised(run: RunDirectory) -> bool:
-    """Return whether no supervisor has written a state, so that nothing runs and nothing is worth
-    keeping.
-    """
-    try:
-        return read_state(run).supervisor is None
-    except InputError:  # its file system may be away for a moment
-        return False
-
-
 def _check(
-    launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path | str | None = None
+    launch: Launch, executor: Executor, *, saved: int = 0, runs_dir: Path | None = None
 ) -> None:
     """Refuse what cannot start. What this host lacks says nothing about another one."""
-    if executor.here:
-        hostname = launch.machine.hostname
-        if hostname != socket.gethostname():
-            raise reject(
-                "not-this-machine",
-                "--machine",
-                hostname,
-                "is not this machine, and runs start here",
-                "Start it on that machine, or only show it with --dry-run.",
-            )
-        quick_checks(launch, saved=saved, runs_dir=runs_dir)
-    else:
-        checks_elsewhere(launch, saved=saved, runs_dir=runs_dir)
-
-
-def _last_lines(log: Path) -> str:
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = []
-    return " / ".join(lines[-3:]) or "it wrote nothing"
+    hostname = launch.machine.hostname
+    if executor.here and hostname != socket.gethostname():
+        raise reject(
+            "not-this-machine",
+            "--machine",
+            hostname,
+            "is not this machine, and runs start here",
+            "Start it on that machine, or only show it with --dry-run.",
+        )
+    check = quick_checks if executor.here else checks_elsewhere
+    check(launch, saved=saved, runs_dir=runs_dir)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # partitions alike, so each cluster has a folder of its own.
 
 
-class SeenMachine(Struct, frozen=True, kw_only=True):
+class _SeenMachine(Struct, frozen=True, kw_only=True):
     """A node of a partition."""
 
     v: int = 1
@@ -66,16 +66,16 @@ def remember(cluster: str, partition: str, machine: Machine) -> None:
         return
     if machine.network is None or not machine.network.measured:
         machine = _with_network_of(before, machine)
-    content = msgspec.json.encode(SeenMachine(seen=time.time(), machine=machine))
+    content = msgspec.json.encode(_SeenMachine(seen=time.time(), machine=machine))
     path = _path(cluster, partition)
     with contextlib.suppress(OSError):
         private_folder(path.parent)
         write_atomic(path, content)
 
 
-def _seen_machine(cluster: str, partition: str) -> SeenMachine | None:
+def _seen_machine(cluster: str, partition: str) -> _SeenMachine | None:
     """Return the machine of a cluster's partition; None if no job of this user has seen it."""
-    return readable_json(_path(cluster, partition), SeenMachine, own=True)
+    return readable_json(_path(cluster, partition), _SeenMachine, own=True)
 
 
 def with_measured_network(cluster: str, partition: str, machine: Machine) -> Machine:
@@ -85,7 +85,7 @@ def with_measured_network(cluster: str, partition: str, machine: Machine) -> Mac
     return _with_network_of(_seen_machine(cluster, partition), machine)
 
 
-def _with_network_of(seen: SeenMachine | None, machine: Machine) -> Machine:
+def _with_network_of(seen: _SeenMachine | None, machine: Machine) -> Machine:
     network = seen.machine.network if seen is not None else None
     return (
         replace(machine, network=network) if network is not None and network.measured else machine
@@ -113,28 +113,12 @@ def keep_network(
 
 def _path(cluster: str, partition: str) -> Path:
     """Return the file of a partition. Slurm's names of clusters need not be names of folders."""
-    folder = f"{re.sub(r'[^A-Za-z0-9_-]', '_', cluster)[:40]}-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"  # noqa: E501
+    readable = re.sub(r"[^A-Za-z0-9_-]", "_", cluster)[:40]
+    folder = f"{readable}-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
     return state_home() / "partitions" / folder / f"{partition}.json"
 
 
 _LOG = logging.getLogger(__name__)
-
-
-class PlaceSource(Struct, frozen=True, kw_only=True):
-    """Where the description of a partition's machine comes from: a job, a site profile, or nowhere,
-    and this machine stands for it.
-    """
-
-    partition: str
-    seen: float | None = None
-    """When a job inspected a node, in seconds since the epoch."""
-    profile: str = ""
-    """Title of the site profile that describes it."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything describes it."""
-        return self.seen is not None or self.profile != ""
 
 
 def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
@@ -187,14 +171,15 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     )
 
 
-def source_of(partition: str, *, site: str = "") -> PlaceSource:
-    """Return where the description of a partition's machine comes from; arguments and errors as for
-    ``machine_of_partition``.
+def source_of(partition: str, *, site: str = "") -> tuple[float | None, str]:
+    """Return where the description of a partition's machine comes from: when a job inspected a
+    node, in seconds since the epoch, or the title of the site profile; neither where this machine
+    stands for it. Arguments and errors as for ``machine_of_partition``.
     """
     seen, described, profile = _known(partition, site)
     if seen is not None:
-        return PlaceSource(partition=partition, seen=seen.seen)
-    return PlaceSource(partition=partition, profile=profile.title if described else "")
+        return seen.seen, ""
+    return None, profile.title if described else ""
 
 
 def left_out_profiles(partition: str, *, site: str = "") -> tuple[Problem, ...]:
@@ -206,7 +191,7 @@ def left_out_profiles(partition: str, *, site: str = "") -> tuple[Problem, ...]:
     return wrong_sites() if partition and not site else ()
 
 
-def _known(partition: str, site: str) -> tuple[SeenMachine | None, Machine | None, Site]:
+def _known(partition: str, site: str) -> tuple[_SeenMachine | None, Machine | None, Site]:
     """Return the machine that a job saw, the one that the site profile describes, and the profile.
 
     A job that had a part of a node is not believed where the profile knows of more GPUs.
@@ -248,7 +233,7 @@ def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
         described: The user gave the machine.
     """
     partition = spec.slurm.partition
-    if not partition or described or source_of(partition, site=spec.slurm.site).is_known:
+    if not partition or described or any(source_of(partition, site=spec.slurm.site)):
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
     message = (

@@ -381,47 +381,25 @@ def settings_text(plan: Plan) -> str:
     steps = (
         "" if spec.gradient_accumulation_steps == 1 else f" x {spec.gradient_accumulation_steps}"
     )
-    named = (
-        f"{key} {value}"
-        for key, value in _beside_the_first(spec).items()
-        if value not in _USUAL[key]
-    )
     micro_batch = (
         f"micro-batch {spec.train.micro_batch} x {thousands(spec.data.sequence_length)}{steps}"
     )
-    return ", ".join((mode, micro_batch, spec.model.activation_checkpointing, *named))
-
-
-def _beside_the_first(spec: RunSpec) -> dict[str, str]:
-    """Return the other settings that decide what a step does, by their keys."""
     model, train, offload = spec.model, spec.train, spec.offload
-    return {
-        "gradient_clipping": f"{train.gradient_clipping:g}",
-        "speculation": offload.speculation if train.gradient_clipping else "auto",
-        "sequence_parallel": str(train.sequence_parallel),
-        "activation_offload": model.activation_offload,
-        "tiled_mlp": model.tiled_mlp,
-        "attention": model.attention,
-        "kernels": model.kernels,
-        "parameters": offload.parameters,
-        "states": offload.states,
-        "engine": offload.engine,
-    }
-
-
-_USUAL = {
-    "gradient_clipping": ("0",),
-    "speculation": ("auto",),
-    "sequence_parallel": ("1",),
-    "activation_offload": ("auto", "off"),
-    "tiled_mlp": ("auto", "off"),
-    "attention": ("auto",),
-    "kernels": ("auto",),
-    "parameters": ("auto", "none"),
-    "states": ("fp32",),
-    "engine": ("so-tui",),
-}
-"""What most runs have, which is left out."""
+    # The other settings that decide what a step does; what most runs have is left out.
+    others = (
+        ("gradient_clipping", f"{train.gradient_clipping:g}", "0"),
+        ("speculation", offload.speculation if train.gradient_clipping else "auto", "auto"),
+        ("sequence_parallel", str(train.sequence_parallel), "1"),
+        ("activation_offload", model.activation_offload, "auto off"),
+        ("tiled_mlp", model.tiled_mlp, "auto off"),
+        ("attention", model.attention, "auto"),
+        ("kernels", model.kernels, "auto"),
+        ("parameters", offload.parameters, "auto none"),
+        ("states", offload.states, "fp32"),
+        ("engine", offload.engine, "so-tui"),
+    )
+    named = (f"{key} {value}" for key, value, usual in others if value not in usual.split())
+    return ", ".join((mode, micro_batch, model.activation_checkpointing, *named))
 
 
 def compared(probe: Probe) -> Iterator[tuple[str, float, float, float | None]]:

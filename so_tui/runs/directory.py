@@ -14,7 +14,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import (
     Distrust,
+    NotOwnError,
     distrust_of_file,
     distrust_of_folder,
     file_mode_of,
@@ -54,6 +55,16 @@ class _Entry:
         return run.path / self._name
 
 
+class _OfAttempt:
+    """A file with a fixed name in the folder of an attempt."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Callable[[int], Path]:
+        return lambda attempt: run.attempt_dir(attempt) / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths of a run; reads nothing but folder listings."""
@@ -74,6 +85,14 @@ class RunDirectory:
     checkpoints_dir = _Entry("checkpoints")
     """Default folder of checkpoints; ``spec.checkpoint.folder`` overrides it."""
     attempts_dir = _Entry("attempts")
+    plan_path = _OfAttempt("plan.json")
+    """Of an attempt of 0.1.0; since then ``launch.json`` has it."""
+    ds_config_path = _OfAttempt("ds_config.json")
+    submission_path = _OfAttempt("submission.json")
+    """What a scheduler was given, if the attempt was submitted to one."""
+    job_script_path = _OfAttempt("job.sh")
+    network_path = _OfAttempt("network.json")
+    """How fast the network between the nodes was, as the ranks measured it."""
 
     def __init__(self, path: Path | str) -> None:
         object.__setattr__(self, "path", Path(path))
@@ -88,19 +107,8 @@ class RunDirectory:
     def attempt_dir(self, attempt: int) -> Path:
         return self.attempts_dir / f"{attempt:03d}"
 
-    def plan_path(self, attempt: int) -> Path:
-        """The plan of an attempt of 0.1.0; since then ``launch.json`` has it."""
-        return self.attempt_dir(attempt) / "plan.json"
-
-    def ds_config_path(self, attempt: int) -> Path:
-        return self.attempt_dir(attempt) / "ds_config.json"
-
     def launch_path(self, attempt: int, node: int = 0) -> Path:
         return self.attempt_dir(attempt) / f"launch{_of_node(node)}.json"
-
-    def submission_path(self, attempt: int) -> Path:
-        """What a scheduler was given, if the attempt was submitted to one."""
-        return self.attempt_dir(attempt) / "submission.json"
 
     def restart_path(self, attempt: int, count: int) -> Path:
         """Which attempt the job of this one makes when the scheduler starts it for the ``count``-th
@@ -108,19 +116,12 @@ class RunDirectory:
         """
         return self.attempt_dir(attempt) / f"restart.{count}.json"
 
-    def job_script_path(self, attempt: int) -> Path:
-        return self.attempt_dir(attempt) / "job.sh"
-
     def command_path(self, attempt: int, node: int = 0) -> Path:
         return self.attempt_dir(attempt) / f"command{_of_node(node)}.json"
 
     def node_path(self, attempt: int, node: int) -> Path:
         """The state of another node than the first, which its supervisor writes."""
         return self.attempt_dir(attempt) / f"node{node}.json"
-
-    def network_path(self, attempt: int) -> Path:
-        """How fast the network between the nodes was, as the ranks measured it."""
-        return self.attempt_dir(attempt) / "network.json"
 
     def hostfile_path(self, attempt: int, node: int) -> Path:
         """The list of nodes that DeepSpeed's launcher reads on a node."""
@@ -181,7 +182,8 @@ def deleted(run: RunDirectory) -> bool:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - polled once a second; a Path for each name is too slow
+        # Polled once a second: a Path for each name is too slow.
+        return sorted(os.listdir(folder))  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -292,7 +294,7 @@ def write_run_json(run: RunDirectory, path: Path, value: object, *, indented: bo
 _LARGEST_BYTES = 1 << 16
 
 
-class RunManifest(Struct, frozen=True, kw_only=True):
+class _RunManifest(Struct, frozen=True, kw_only=True):
     """Content of ``run.json``."""
 
     v: int = 1
@@ -304,17 +306,17 @@ class RunManifest(Struct, frozen=True, kw_only=True):
     """Version of so-tui that created the run."""
 
 
-prepare(RunManifest)
+prepare(_RunManifest)
 
 
-def new_manifest(run: RunDirectory) -> RunManifest:
+def new_manifest(run: RunDirectory) -> _RunManifest:
     """Return the manifest of a run that is being created, with a new identity."""
-    return RunManifest(
+    return _RunManifest(
         id=str(uuid.uuid4()), name=run.name, created=time.time(), version=so_tui.__version__
     )
 
 
-def write_manifest(run: RunDirectory, manifest: RunManifest) -> None:
+def write_manifest(run: RunDirectory, manifest: _RunManifest) -> None:
     """Write ``run.json``. Raises OSError."""
     write_run_json(run, run.manifest_path, manifest, indented=True)
 
@@ -327,7 +329,7 @@ def run_id(run: RunDirectory) -> str:
         msgspec.DecodeError: It is damaged.
     """
     try:
-        return decode_json(read_bounded(run.manifest_path, _LARGEST_BYTES), RunManifest).id
+        return decode_json(read_bounded(run.manifest_path, _LARGEST_BYTES), _RunManifest).id
     except FileNotFoundError:
         return ""
 
@@ -343,14 +345,7 @@ def run_id(run: RunDirectory) -> str:
 NOT_YOUR_RUN = "not-your-run"
 
 
-class NotOwn(Struct, frozen=True):
-    """The first file or folder of a run that is not this user's own, and why."""
-
-    path: Path
-    distrust: Distrust
-
-
-def not_own(run: RunDirectory, attempt: int | None = None) -> NotOwn | None:
+def not_own(run: RunDirectory, attempt: int | None = None) -> NotOwnError | None:
     """Return why a run is not this user's own; None if it is.
 
     Args:
@@ -381,10 +376,10 @@ def refuse_another_users(run: RunDirectory) -> None:
     for folder in (run.path, run.control_dir):
         distrust = distrust_of_folder(folder)
         if distrust in (Distrust.OTHER_OWNER, Distrust.WRONG_KIND):
-            raise Refused([_refusal(run, NotOwn(folder, distrust))])
+            raise Refused([_refusal(run, NotOwnError(folder, distrust))])
 
 
-def _not_own(run: RunDirectory, attempt: int | None) -> Iterator[NotOwn]:
+def _not_own(run: RunDirectory, attempt: int | None) -> Iterator[NotOwnError]:
     for path, distrust_of, needed in (
         (run.path, distrust_of_folder, True),
         (run.attempts_dir, distrust_of_folder, True),
@@ -397,28 +392,28 @@ def _not_own(run: RunDirectory, attempt: int | None) -> Iterator[NotOwn]:
     ):
         found = distrust_of(path)
         if found is not None and (needed or found is not Distrust.MISSING):
-            yield NotOwn(path, found)
+            yield NotOwnError(path, found)
     if attempt is not None:
         yield from _attempt_not_own(run.attempt_dir(attempt))
 
 
-def _attempt_not_own(folder: Path) -> Iterator[NotOwn]:
+def _attempt_not_own(folder: Path) -> Iterator[NotOwnError]:
     if (distrust := distrust_of_folder(folder)) is not None:
-        yield NotOwn(folder, distrust)
+        yield NotOwnError(folder, distrust)
         return
     try:
         entries = sorted(folder.iterdir())
     except OSError:
-        yield NotOwn(folder, Distrust.UNREADABLE)
+        yield NotOwnError(folder, Distrust.UNREADABLE)
         return
     for entry in entries:
         is_folder = entry.is_dir() and not entry.is_symlink()
         found = distrust_of_folder(entry) if is_folder else distrust_of_file(entry)
         if found is not None and found is not Distrust.MISSING:  # which was a temporary file
-            yield NotOwn(entry, found)
+            yield NotOwnError(entry, found)
 
 
-def _refusal(run: RunDirectory, found: NotOwn) -> Refusal:
+def _refusal(run: RunDirectory, found: NotOwnError) -> Refusal:
     name, path = printable_line(run.name), printable_line(str(found.path))
     match found.distrust:
         case Distrust.OTHER_OWNER:

@@ -16,6 +16,7 @@ import csv
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _OF_EVALUATIONS = ("attempt", "time", "step")
 _ROWS = 10_000
 FORMATS = (".csv", ".parquet")
 Progress = Callable[[int], None]
+_Write = Callable[[Sequence[tuple[Any, ...]]], object]
 
 
 def export_metrics(
@@ -74,23 +76,34 @@ def export_metrics(
             "would be empty: the run has no steps yet",
             "Wait for its first step.",
         )
-    write = _write_csv if path.suffix == ".csv" else _parquet_writer(path)
-    return _written(
-        path, lambda temporary: write(temporary, columns, _batches(reader, columns), progress)
-    )
+    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise reject(
+            "pyarrow-missing",
+            "--to",
+            shown(str(path)),
+            "needs pyarrow",
+            "Install it (`pip install pyarrow`), or write .csv.",
+        )
+    rows = _rows(reader, columns)
+    return _written(path, columns, iter(lambda: [*islice(rows, _ROWS)], []), progress)
 
 
 def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
     """Write other rows as CSV, and return their number. The file appears when it is complete.
     Raises InputError as ``export_metrics``.
     """
-    return _written(
-        path, lambda temporary: _write_csv(temporary, columns, iter([rows]), lambda _: None)
-    )
+    return _written(path, columns, iter([rows]), lambda _: None)
 
 
-def _written(path: Path, write: Callable[[Path], int]) -> int:
-    """Have a new file written under another name, and give it its own once it is complete."""
+def _written(
+    path: Path,
+    columns: Sequence[str],
+    batches: Iterator[Sequence[tuple[Any, ...]]],
+    progress: Progress,
+) -> int:
+    """Write rows into a new file under another name, give it its own once it is complete, and
+    return the number of rows.
+    """
     taken = reject(
         "file-exists",
         "--to",
@@ -101,8 +114,13 @@ def _written(path: Path, write: Callable[[Path], int]) -> int:
     if exists(path):
         raise taken
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    count, table = 0, _parquet if path.suffix == ".parquet" else _csv
     try:
-        count = write(temporary)
+        with table(temporary, columns) as write:
+            for batch in batches:
+                write(batch)
+                count += len(batch)
+                progress(count)
         # Unlike a rename, this fails if another process took the name in the meantime.
         os.link(temporary, path)
     except FileExistsError:
@@ -119,12 +137,6 @@ def _written(path: Path, write: Callable[[Path], int]) -> int:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return count
-
-
-def _batches(reader: MetricsReader, columns: Sequence[str]) -> Iterator[list[tuple[Any, ...]]]:
-    rows = _rows(reader, columns)
-    while batch := list(islice(rows, _ROWS)):
-        yield batch
 
 
 def _rows(reader: MetricsReader, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -154,59 +166,31 @@ def _alone(evaluation: EvaluationRecord, columns: Sequence[str]) -> tuple[Any, .
     return tuple(known.get(column) for column in columns)
 
 
-def _write_csv(
-    path: Path,
-    columns: Sequence[str],
-    batches: Iterator[Sequence[tuple[Any, ...]]],
-    progress: Progress,
-) -> int:
-    count = 0
+@contextlib.contextmanager
+def _csv(path: Path, columns: Sequence[str]) -> Iterator[_Write]:
     with path.open("x", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
-        for batch in batches:
-            writer.writerows(batch)  # numbers alone, so that no cell is a formula
-            count += len(batch)
-            progress(count)
-    return count
+        yield writer.writerows  # of numbers alone, so that no cell is a formula
 
 
-def _parquet_writer(
-    path: Path,
-) -> Callable[[Path, Sequence[str], Iterator[Sequence[tuple[Any, ...]]], Progress], int]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise reject(
-            "pyarrow-missing",
-            "--to",
-            shown(str(path)),
-            "needs pyarrow",
-            "Install it (`pip install pyarrow`), or write .csv.",
-        ) from None
-    types = {field.name: field.type for field in msgspec.structs.fields(StepRecord)}
-    integers = (int, int | None)
+@contextlib.contextmanager
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[_Write]:
+    import pyarrow
+    import pyarrow.parquet
 
-    def write(
-        temporary: Path,
-        names: Sequence[str],
-        batches: Iterator[Sequence[tuple[Any, ...]]],
-        progress: Progress,
-    ) -> int:
-        count = 0
-        schema = pyarrow.schema(
-            [
-                (name, pyarrow.int64() if types.get(name) in integers else pyarrow.float64())
-                for name in names
-            ]
-        )
-        with pyarrow.parquet.ParquetWriter(temporary, schema) as writer:
-            for batch in batches:
-                columns = dict(zip(names, zip(*batch, strict=True), strict=True))
-                writer.write_table(pyarrow.table(columns, schema=schema))
-                count += len(batch)
-                progress(count)
-        return count
+    integers = {
+        field.name
+        for field in msgspec.structs.fields(StepRecord)
+        if field.type in (int, int | None)
+    }
+    schema = pyarrow.schema(
+        [(name, pyarrow.int64() if name in integers else pyarrow.float64()) for name in columns]
+    )
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
 
-    return write
+        def write(batch: Sequence[tuple[Any, ...]]) -> None:
+            values = dict(zip(columns, zip(*batch, strict=True), strict=True))
+            writer.write_table(pyarrow.table(values, schema=schema))
+
+        yield write

@@ -14,26 +14,24 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory
+from so_tui.runs.metrics import records_at_end
 from so_tui.runs.records import (
     FINAL_STATES,
     CheckpointRecord,
     EndRecord,
-    MetricRecord,
     OutcomeCode,
     Process,
+    Role,
     RunState,
-    decode_metric,
 )
-from so_tui.runs.segments import segments
 from so_tui.runs.state import read_state
 from so_tui.spec.errors import reject
-from so_tui.trust.files import UnfitFileError, distrust_of_folder, open_regular
+from so_tui.trust.files import distrust_of_folder
 
 # Which host this is, exactly enough to know whether its processes can be seen from here.
 
@@ -55,7 +53,8 @@ def this_host() -> HostIdentity:
     except OSError:
         boot_id = ""
     try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link that only the kernel can follow
+        # A link that only the kernel can follow.
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
     except OSError:
         namespace = 0
     return HostIdentity(socket.gethostname(), boot_id, namespace)
@@ -151,19 +150,29 @@ def _parse_stat(text: bytes) -> Stat:
 EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "stopped": 4, "lost": 1}
 """Exit code for each final state."""
 
-_END_BYTES = 1 << 16
-_CODES: dict[str, OutcomeCode] = {
+END_CODES: dict[str, OutcomeCode] = {
     "finished": OutcomeCode.FINISHED,
     "stopped": OutcomeCode.STOPPED,
     "failed": OutcomeCode.UNEXPECTED,
 }
+"""Code for each end that the trainer records without one."""
 
 
 def concluded(run: RunDirectory, state: RunState) -> RunState:
     """Return the final state of an attempt whose processes are gone: as its end record says,
     without one ``lost``. Raises InputError.
     """
-    records = _last_records(run, state.attempt)
+    try:
+        found = records_at_end(run)
+    except OSError as error:
+        raise reject(
+            "unreadable-records",
+            "run",
+            str(run.metrics_dir),
+            f"its records cannot be read: {error.strerror or error}",
+            "Check the folder's rights, and that it is mounted.",
+        ) from error
+    records = [record for record in reversed(found) if record.attempt == state.attempt]
     saved = next((record for record in records if isinstance(record, CheckpointRecord)), None)
     if saved is not None:
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
@@ -173,7 +182,7 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
             state,
             state=end.state,
             step=end.step,
-            code=end.code or _CODES[end.state],
+            code=end.code or END_CODES[end.state],
             reason=end.reason,
             suggestion=end.suggestion,
             ended=end.time,
@@ -198,31 +207,6 @@ def concluded(run: RunDirectory, state: RunState) -> RunState:
     )
 
 
-def _last_records(run: RunDirectory, attempt: int) -> tuple[MetricRecord, ...]:
-    """Return the records of an attempt at the end of the newest segment, the last one first. Raises
-    InputError.
-    """
-    try:
-        newest = next(reversed(segments(run.metrics_dir).values()), None)
-        if newest is None:
-            return ()
-        with open_regular(newest) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-            lines = file.read(_END_BYTES).split(b"\n")
-    except UnfitFileError:  # a pipe or a device is no segment
-        return ()
-    except OSError as error:
-        raise reject(
-            "unreadable-records",
-            "run",
-            str(run.metrics_dir),
-            f"its records cannot be read: {error.strerror or error}",
-            "Check the folder's rights, and that it is mounted.",
-        ) from error
-    records = (decode_metric(line) for line in reversed(lines))
-    return tuple(record for record in records if record is not None and record.attempt == attempt)
-
-
 STALE_S = 60.0
 """Time without a heartbeat after which a run on another host counts as lost, by the clock of the
 process that watches it. The supervisor writes one per second; a network file system may delay
@@ -234,15 +218,11 @@ OLD_S = 300.0
 """The same by the age of the file alone: clocks of hosts may differ by minutes."""
 
 
-def identify(
-    pid: int,
-    role: Literal["supervisor", "runner", "launcher", "rank", "adam", "other"] = "other",
-    rank: int | None = None,
-) -> Process | None:
+def identify(pid: int, role: Role = "other") -> Process | None:
     """Return the identity of a live process of this host; None if it has ended (a zombie has)."""
     stat = read_stat(pid)
     return (
-        Process(pid=pid, start_time=stat.start_time, role=role, rank=rank)
+        Process(pid=pid, start_time=stat.start_time, role=role)
         if stat is not None and stat.alive
         else None
     )
@@ -330,10 +310,13 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
             liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True
         )
     if sees_processes_of(here, there):
-        if supervised(state) or any(map(alive, state.processes)):
-            return Sighting(liveness=Liveness.ALIVE, host=state.host, by_processes=True)
-        if not _hidden_from_us(run):
-            return Sighting(liveness=Liveness.GONE, host=state.host, by_processes=True)
+        living = supervised(state) or any(map(alive, state.processes))
+        if living or not _hidden_from_us(run):
+            return Sighting(
+                liveness=Liveness.ALIVE if living else Liveness.GONE,
+                host=state.host,
+                by_processes=True,
+            )
     restarted = here.name == there.name and not _same_boot(here, there)
     liveness, age_s = _by_heartbeat(run, state, watch)
     return Sighting(

@@ -175,10 +175,22 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(run.supervisor_lock_path, flags, 0o600)
+    lock = None
     try:
-        lock = _take(
-            run, descriptor, _OwnerFiles(run, assume_dead=assume_dead), assume_dead=assume_dead
-        )
+        files, refused, excludes = _OwnerFiles(run, assume_dead=assume_dead), False, False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            excludes = _excludes_others(run.supervisor_lock_path)
+        except BlockingIOError:
+            refused = True
+        except OSError:  # this file system has no locks
+            pass
+        if files.path(1).exists():
+            lock = files.take()
+        elif excludes:
+            lock = RunLock(files)
+        elif not refused or (assume_dead and files.silent(run.state_path)):
+            lock = files.take()
         try:
             yield lock
         finally:
@@ -186,24 +198,6 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
                 lock.release()
     finally:
         os.close(descriptor)
-
-
-def _take(
-    run: RunDirectory, descriptor: int, files: _OwnerFiles, *, assume_dead: bool
-) -> RunLock | None:
-    refused = excludes = False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        excludes = _excludes_others(run.supervisor_lock_path)
-    except BlockingIOError:
-        refused = True
-    except OSError:  # this file system has no locks
-        pass
-    if files.path(1).exists():
-        return files.take()
-    if refused:
-        return files.take() if assume_dead and files.silent(run.state_path) else None
-    return RunLock(files) if excludes else files.take()
 
 
 def _excludes_others(path: Path) -> bool:

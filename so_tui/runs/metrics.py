@@ -49,6 +49,8 @@ _CHUNK_BYTES = 1 << 18
 _HEAD_BYTES = 1 << 14
 _PLACE_BYTES = 1 << 16
 """Least distance of the places that are remembered in a segment."""
+_END_BYTES = 1 << 17
+"""More than the records of a mean and the events between them usually take."""
 _MOST_WARNINGS = 5_000
 _STEP_LINE = b'{"kind":"step"'
 """How the writer begins a step. Other lines are decoded to find out what they are."""
@@ -482,6 +484,17 @@ def _with_few_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
     warnings = [event for event in events if isinstance(event, WarningRecord)]
     dropped = {id(event) for event in warnings[:-_MOST_WARNINGS]}
     return [event for event in events if id(event) not in dropped]
+
+
+def records_at_end(run: RunDirectory) -> list[MetricRecord]:
+    """Return the records at the end of the newest segment. Raises OSError."""
+    newest = next(reversed(segments(run.metrics_dir).values()), None)
+    if newest is None:
+        return []
+    size = newest.stat().st_size
+    # The first of these lines may lack its beginning.
+    lines = read_span(newest, max(0, size - _END_BYTES), size)
+    return [record for line in lines if (record := decode_metric(line)) is not None]
 
 
 class StepRows:

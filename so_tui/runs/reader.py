@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -14,18 +15,11 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
-    BindingRecord,
-    CheckpointRecord,
-    EndRecord,
-    EvaluationRecord,
     MetricRecord,
-    PhaseRecord,
     Rollup,
     RunState,
     Sample,
-    StartRecord,
     StepRecord,
-    WarningRecord,
 )
 from so_tui.runs.samples import SampleReader
 from so_tui.runs.segments import MEBIBYTE
@@ -221,6 +215,17 @@ class LogReader:
                 self._rest = b""
 
 
+def last_lines(path: Path) -> str:
+    """Return the last three lines of a log, on one; empty if it is missing, empty or cannot be
+    read.
+    """
+    log = LogReader(path)
+    try:
+        return " / ".join(filter(None, (*log.tail(3), log.partial)))
+    except OSError:
+        return ""
+
+
 def log_readers(run: RunDirectory, attempt: int | None = None) -> tuple[LogReader, ...]:
     """Return a reader for each host's log of an attempt, by default the newest; none before the
     first attempt.
@@ -320,7 +325,9 @@ class RunReader:
         progress = self.metrics.poll(limit_records=limit_records, limit_s=limit_s, earlier=earlier)
         samples = {host: self._sample_reader(host).poll() for host in self.run.sample_hosts()}
         log = self._poll_log(max(0.01, deadline - time.monotonic()))
-        self.state = self._read_state()
+        # The directory may be unreachable for a moment: a stale state is better than none.
+        with contextlib.suppress(InputError):
+            self.state = self._state_of(self.run, self._watch)
         return Update(
             records=progress.records,
             samples={host: new for host, new in samples.items() if new},
@@ -331,40 +338,6 @@ class RunReader:
         )
 
     @property
-    def latest(self) -> StepRecord | None:
-        """Last step that is not superseded."""
-        return self.metrics.latest
-
-    @property
-    def start(self) -> StartRecord | None:
-        return self.metrics.start
-
-    @property
-    def binding(self) -> BindingRecord | None:
-        return self.metrics.binding
-
-    @property
-    def phase(self) -> PhaseRecord | None:
-        return self.metrics.phase
-
-    @property
-    def end(self) -> EndRecord | None:
-        """Trainer's end record of the newest attempt."""
-        return self.metrics.end
-
-    @property
-    def checkpoints(self) -> tuple[CheckpointRecord, ...]:
-        return self.metrics.checkpoints
-
-    @property
-    def evaluations(self) -> tuple[EvaluationRecord, ...]:
-        return self.metrics.evaluations
-
-    @property
-    def warnings(self) -> tuple[WarningRecord, ...]:
-        return self.metrics.warnings
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """Hosts with samples."""
         return tuple(self._samples)
@@ -373,12 +346,6 @@ class RunReader:
     def log_partial(self) -> str:
         """Unfinished last line of the log, such as a running progress bar."""
         return next((reader.partial for reader in self._logs.values() if reader.partial), "")
-
-    def recent(self, count: int) -> list[StepRecord]:
-        """Return the last ``count`` step records that are not superseded, oldest first. Raises
-        OSError.
-        """
-        return self.metrics.recent(count)
 
     def sample_history(self, host: str, first: float, last: float, rows: int) -> Iterator[Rollup]:
         """Yield the load of a host between two times, oldest first, in about ``rows`` rows. Raises
@@ -412,11 +379,3 @@ class RunReader:
                 )
                 lines += [LogLine(newest, host, text) for text in tail]
         return tuple(lines)
-
-    def _read_state(self) -> RunState | None:
-        try:
-            return self._state_of(self.run, self._watch)
-        except InputError:
-            return (
-                self.state
-            )  # the directory may be unreachable for a moment: a stale state is better than none

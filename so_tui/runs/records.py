@@ -277,13 +277,16 @@ MetricRecord = (
 )
 
 
+Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
+
+
 class Process(Struct, frozen=True, kw_only=True):
     """A process, identified even if its pid is reused."""
 
     pid: int
     start_time: int
     """Field 22 of /proc/PID/stat, in clock ticks since boot."""
-    role: Literal["supervisor", "runner", "launcher", "rank", "adam", "other"] = "other"
+    role: Role = "other"
     rank: int | None = None
 
 

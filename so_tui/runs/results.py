@@ -12,9 +12,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory, write_run_json
-from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import EvaluationRecord, MetricRecord, StepRecord, decode_metric
-from so_tui.runs.segments import read_span, segments, size_of
+from so_tui.runs.metrics import MetricsReader, records_at_end
+from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_json, prepare
 from so_tui.trust.files import read_bounded
@@ -142,8 +141,6 @@ def total(values: Iterable[float]) -> float:
         return sum(values)
 
 
-_END_BYTES = 1 << 17
-"""More than the records of a mean and the events between them usually take."""
 _READ_S = 20.0
 
 
@@ -193,8 +190,11 @@ def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) ->
     """Return the same results, of which nothing but the end of the newest segment is read where
     that suffices. Raises OSError.
     """
-    records = _records_at_end(run)
-    steps = _increasing(records)
+    records = records_at_end(run)
+    steps: list[StepRecord] = []
+    for record in records:  # a step that does not follow the one before is none that readers take
+        if isinstance(record, StepRecord) and (not steps or record.step > steps[-1].step):
+            steps.append(record)
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
     if steps and (evaluations or (spec is not None and not spec.data.evaluates)):
         last = steps[-1].step
@@ -208,31 +208,6 @@ def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) ->
 
 def _evaluation_loss(evaluations: Sequence[EvaluationRecord]) -> float | None:
     return evaluations[-1].loss if evaluations and math.isfinite(evaluations[-1].loss) else None
-
-
-def _records_at_end(run: RunDirectory) -> list[MetricRecord]:
-    """Return the records at the end of the newest segment. Raises OSError."""
-    newest = max(segments(run.metrics_dir).values(), default=None)
-    if newest is None:
-        return []
-    size = size_of(newest)
-    start = max(0, size - _END_BYTES)
-    lines = list(read_span(newest, start, size))
-    # The first may lack its beginning.
-    return [
-        record
-        for line in (lines[1:] if start else lines)
-        if (record := decode_metric(line)) is not None
-    ]
-
-
-def _increasing(records: Sequence[MetricRecord]) -> list[StepRecord]:
-    """Return the steps that come after the one before, as readers take them."""
-    found: list[StepRecord] = []
-    for record in records:
-        if isinstance(record, StepRecord) and (not found or record.step > found[-1].step):
-            found.append(record)
-    return found
 
 
 def _figures(steps: Sequence[StepRecord], span: int) -> RunResults:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.records import (
@@ -73,7 +74,7 @@ def read_network_rate(run: RunDirectory, attempt: int) -> NetworkRate | None:
 # Combine samples into their mean and peak. Pure functions.
 
 
-Weighted = list[tuple[Any, int]]
+Weighted = Sequence[tuple[Any, int]]
 """Values with their numbers of samples."""
 Combine = Callable[[Weighted], Any]
 
@@ -107,12 +108,12 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
     peak = _combined(peaks, weights, _peak)
     return Rollup(
         samples=sum(weights),
-        mean=msgspec.structs.replace(
+        mean=replace(
             mean,
             interval_s=interval_s,
             **{name: sum(getattr(sample, name) for sample in means) for name in _CPU_SECONDS},
         ),
-        peak=msgspec.structs.replace(
+        peak=replace(
             peak,
             interval_s=interval_s,
             **{
@@ -134,11 +135,11 @@ def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sa
             nodes[node.id].append((node, weight))
         for gpu in sample.gpus:
             gpus[gpu.index].append((gpu, weight))
-    return msgspec.structs.replace(
+    return replace(
         newest,
         nodes=tuple(_node(nodes[node.id], combine) for node in newest.nodes),
         gpus=tuple(_gpu(gpus[gpu.index], combine) for gpu in newest.gpus),
-        run_memory_bytes=combine([(sample.run_memory_bytes, w) for sample, w in weighted]),
+        **_merged(weighted, ("run_memory_bytes",), combine),
         foreign=_busiest(process for sample in samples for process in sample.foreign),
         placement=(),  # it has no mean, and is of interest where it is now
     )
@@ -148,21 +149,23 @@ def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
     newest = nodes[-1][0]
     weights = [weight for _, weight in nodes]
     cores = zip(*(node.cores for node, _ in nodes), strict=False)
-    return msgspec.structs.replace(
+    return replace(
         newest,
         cores=tuple(combine(list(zip(core, weights, strict=True))) for core in cores),
-        memory_used_bytes=combine([(node.memory_used_bytes, weight) for node, weight in nodes]),
-        file_cache_bytes=combine([(node.file_cache_bytes, weight) for node, weight in nodes]),
+        **_merged(nodes, ("memory_used_bytes", "file_cache_bytes"), combine),
     )
 
 
 def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
-    combined = {
-        name: combine([(getattr(gpu, name), weight) for gpu, weight in gpus])
-        for name in _GPU_FIELDS
-    }
+    combined = _merged(gpus, _GPU_FIELDS, combine)
     reasons = sorted({reason for gpu, _ in gpus for reason in gpu.throttling})
     return GpuSample(index=gpus[-1][0].index, throttling=tuple(reasons), **combined)
+
+
+def _merged(parts: Weighted, names: Iterable[str], combine: Combine) -> dict[str, Any]:
+    return {
+        name: combine([(getattr(part, name), weight) for part, weight in parts]) for name in names
+    }
 
 
 def _busiest(processes: Iterable[ForeignProcess]) -> tuple[ForeignProcess, ...]:

@@ -42,7 +42,8 @@ def segments(folder: Path, stem: str = "") -> dict[int, Path]:
 def size_of(path: Path) -> int:
     """Return the size of a segment; 0 if it is gone."""
     try:
-        return os.stat(path).st_size  # noqa: PTH116 - once for each segment: a method of Path costs twice as much
+        # Once for each segment: a method of Path costs twice as much.
+        return os.stat(path).st_size  # noqa: PTH116
     except OSError:
         return 0
 

@@ -102,13 +102,13 @@ def reject(
     return InputError(
         [
             Problem(
-                code=code,
-                field=field,
-                value=value,
-                message=message,
-                remedy=remedy,
-                default=default,
-                file=file,
+                code,
+                field,
+                value,
+                message,
+                remedy,
+                default,
+                file,
             )
         ]
     )

@@ -400,14 +400,15 @@ class AddModel(ModalScreen[str | None]):
     @work(thread=True, exclusive=True, group="add", name="add a model", exit_on_error=False)
     def add_model(self, model: str, name: str) -> None:
         """Describe the model and save the preset, unless the dialog was cancelled meanwhile."""
-        from so_tui.launch.helper_jobs import add_preset, describe_model
+        from so_tui.launch.helper_jobs import describe_model
+        from so_tui.spec import create_preset
         from so_tui.spec.errors import InputError, SoTuiError
 
         worker = get_current_worker()
         try:
             described = describe_model(model, name=name or None)
             if not worker.is_cancelled:
-                add_preset(described)
+                create_preset(described.spec)
                 self.post_message(Answered(described.spec.name, described.notes))
         except InputError as error:
             self.post_message(Answered("", tuple(map(problem_text, error.problems))))

@@ -394,7 +394,7 @@ class Loads:
 
     def _add_history(self, host: str, until: float, begun: float) -> None:
         """Add the samples of a host from the begin of the run to just before ``until``."""
-        start = self._reader.start
+        start = self._reader.metrics.start
         # A resumed run shows its earlier attempts too. The time is NaN before the first step, and 0
         # if it is unknown.
         since = min(
@@ -415,7 +415,8 @@ class Loads:
         """Once a run has ended, average each host from the first step of its last attempt to the
         last step.
         """
-        state, start, latest = self._reader.state, self._reader.start, self._reader.latest
+        state, metrics = self._reader.state, self._reader.metrics
+        start, latest = metrics.start, metrics.latest
         if state is None or state.state not in FINAL_STATES or start is None or latest is None:
             self._means = {}
             return

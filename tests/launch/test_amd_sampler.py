@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.supervisor.processes import ProcessTree
-from so_tui.launch.supervisor.samples import Sampler, _GpuSampler
+from so_tui.launch.supervisor.samples import GpuSampler, Sampler
 from so_tui.machine import inspect_machine
 from so_tui.runs.records import GpuSample
 from tests.support.sysroots import QUAD_MI300A, build_files, build_sysroot
@@ -37,7 +37,7 @@ MEASURED = GpuSample(
 
 
 def sampled(root: Path) -> tuple[GpuSample, ...]:
-    sampler = _GpuSampler(inspect_machine(root).gpus, root)
+    sampler = GpuSampler(inspect_machine(root).gpus, root)
     samples = sampler.sample()
     sampler.close()
     assert sampler.processes() == {}

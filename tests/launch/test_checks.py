@@ -44,7 +44,7 @@ from tests.support.python_path import python_path
 from tests.support.rank_processes import gone
 
 
-def checks_of(launch: Launch, runs_dir: str | None = None) -> tuple[tuple[str, ...], bool]:
+def checks_of(launch: Launch, runs_dir: Path | None = None) -> tuple[tuple[str, ...], bool]:
     """Return the codes with which the quick checks refuse a launch, and whether it can be
     forced.
     """
@@ -197,7 +197,7 @@ def test_nothing_starts_or_resumes_where_the_disk_of_its_records_is_full(
 
     monkeypatch.setattr("so_tui.launch.checks.shutil.disk_usage", found)
     launch = launch_with(plan_of(embedded(checkpoint=CheckpointSpec(folder=str(tmp_path)))))
-    assert checks_of(launch, str(full)) == (("disk-too-small",), True)
+    assert checks_of(launch, full) == (("disk-too-small",), True)
     with pytest.raises(Refused):
         quick_checks(launch, saved=1, runs_dir=full)
     quick_checks(launch, runs_dir=tmp_path)
@@ -206,7 +206,7 @@ def test_nothing_starts_or_resumes_where_the_disk_of_its_records_is_full(
 @pytest.mark.parametrize("folder", ["/proc/no/such", "/etc/hostname/runs"])
 def test_a_folder_that_cannot_be_written(folder: str) -> None:
     with pytest.raises(InputError) as caught:
-        quick_checks(launch_with(plan_of(embedded())), runs_dir=folder)
+        quick_checks(launch_with(plan_of(embedded())), runs_dir=Path(folder))
     assert [(problem.code, problem.field) for problem in caught.value.problems] == [
         ("not-writable", "--runs-dir")
     ]

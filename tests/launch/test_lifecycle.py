@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from so_tui.launch.executors import _LocalExecutor
-from so_tui.launch.launch import SupervisorHandle, prepare, prepare_resume, read_launch
+from so_tui.launch.launch import Executor, SupervisorHandle, prepare, prepare_resume, read_launch
 from so_tui.launch.lifecycle import resume, start
 from so_tui.machine import Machine
 from so_tui.plan import planner
@@ -22,7 +21,7 @@ from so_tui.runs.records import RunState
 from so_tui.spec import InputError, Refused, RunSpec
 
 
-class Interrupted(_LocalExecutor):
+class Interrupted(Executor):
     """An executor during whose start the user interrupts, before or (``too_late``) after the
     supervisor has written its first state.
     """
@@ -50,7 +49,7 @@ class Interrupted(_LocalExecutor):
         raise KeyboardInterrupt
 
 
-class Recording(_LocalExecutor):
+class Recording(Executor):
     """An executor that reads what was written, and answers as a supervisor that took over."""
 
     def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:
@@ -67,7 +66,7 @@ class Recording(_LocalExecutor):
         return None
 
 
-class Unreadable(_LocalExecutor):
+class Unreadable(Executor):
     """An executor whose supervisor takes over while the file system answers nobody here."""
 
     def start(self, run: RunDirectory, attempt: int) -> SupervisorHandle:

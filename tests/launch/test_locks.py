@@ -30,12 +30,13 @@ def test_a_lock_is_held_once_and_says_by_whom(tmp_path: Path) -> None:
     host_check.take(tmp_path, "gpu-1", ME).release()
 
 
-def test_all_or_none(tmp_path: Path) -> None:
+def test_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_check, "lock_folder", lambda: tmp_path)
     first, second = quad_gh200().gpus[:2]
-    (held,) = host_check.take_gpus(tmp_path, [second], ME)
+    (held,) = host_check.take_gpus([second], "/runs/mine")
     with pytest.raises(host_check.LockTakenError, match="GPU 1 is used by run mine"):
-        host_check.take_gpus(tmp_path, [first, second], ME)
-    for lock in (held, *host_check.take_gpus(tmp_path, [first], ME)):
+        host_check.take_gpus([first, second], "/runs/mine")
+    for lock in (held, *host_check.take_gpus([first], "/runs/mine")):
         lock.release()
 
 
@@ -107,16 +108,12 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(
     run = create_run(plan.spec, tmp_path / "runs")
     attempt = new_attempt(run)
     write_launch(run, attempt, launch_with(plan, machine))
-    lock = host_check.take(
-        host_check.lock_folder(),
-        host_check._gpu_lock_name(machine.gpus[0]),
-        host_check.Holder(run="/runs/busy-one", pid=77),
-    )
+    (lock,) = host_check.take_gpus([machine.gpus[0]], "/runs/busy-one")
     code = supervise_to_end(run, attempt)
     lock.release()
     state = read_state(run)
     assert (code, state.state, state.code) == (1, "failed", OutcomeCode.GPU_IN_USE)
-    assert "GPU 0 is used by run busy-one (pid 77)" in state.reason
+    assert f"GPU 0 is used by run busy-one (pid {os.getpid()})" in state.reason
 
 
 def test_a_gpu_of_another_run_is_refused_before_anything_starts(
@@ -126,11 +123,7 @@ def test_a_gpu_of_another_run_is_refused_before_anything_starts(
     machine = quad_gh200()
     launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
     quick_checks(launch)
-    lock = host_check.take(
-        host_check.lock_folder(),
-        host_check._gpu_lock_name(machine.gpus[1]),
-        host_check.Holder(run="/runs/busy-one", pid=77),
-    )
+    (lock,) = host_check.take_gpus([machine.gpus[1]], "/runs/busy-one")
     with pytest.raises(Refused) as caught:
         quick_checks(launch)
     assert caught.value.codes == ("gpu-in-use",)

@@ -14,7 +14,7 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.folders import user_folder
-from so_tui.launch.helper_jobs import _preset_name, add_preset, describe_model
+from so_tui.launch.helper_jobs import _preset_name, describe_model
 from so_tui.plan.planner import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
@@ -197,7 +197,7 @@ def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
         tmp_path, "Some_Model-7B", model_type="llama", max_position_embeddings=512, **GROUPED
     )
     described = describe_model(str(model), changes={"train.micro_batch": "2"})
-    saved = add_preset(described)
+    saved = create_preset(described.spec)
     assert saved == user_folder() / "some_model-7b.toml"
     spec = find_preset("some_model-7b").spec
     assert spec == described.spec
@@ -235,7 +235,7 @@ def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     model = folder(tmp_path, "one", model_type="llama", **GROUPED)
     described = describe_model(str(model))
-    first = add_preset(described).read_text()
+    first = create_preset(described.spec).read_text()
     assert "name = one: is taken by" in refusal(model)
     with pytest.raises(InputError) as caught:
         create_preset(described.spec)

@@ -12,7 +12,7 @@ import pytest
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, argv
 from so_tui.launch.in_job import _planned_here
-from so_tui.launch.supervisor.ending import Evidence, Outcome, RunFacts, conclude, outcome_text
+from so_tui.launch.supervisor.ending import Evidence, Outcome, conclude, outcome_text
 from so_tui.launch.supervisor.host import (
     ALONE,
     Nodes,
@@ -157,7 +157,7 @@ def test_what_ended_a_node_counts_before_what_followed(run: RunDirectory) -> Non
     write_node_state(run, 1, 2, NodeState(host="n2", heartbeat=1, ended=True, outcome=LOST))
     cause = others.wait()
     assert cause == msgspec.structs.replace(LOST, node="n2")
-    assert "n2" in outcome_text(cause, RunFacts(name="one")).reason
+    assert "n2" in outcome_text(cause, "one").reason
 
 
 def test_a_node_that_ended_well_is_no_cause(run: RunDirectory) -> None:
@@ -219,4 +219,4 @@ def test_a_fall_back_to_sockets_ends_a_run(expected: str, used: str, missing: st
     assert watch.missing_name == missing
     outcome = conclude(Evidence(missing_network=watch.missing_name, unprompted=False))
     assert (outcome.code == OutcomeCode.SLOW_NETWORK) == bool(missing)
-    assert missing in outcome_text(outcome, RunFacts(name="one")).reason
+    assert missing in outcome_text(outcome, "one").reason

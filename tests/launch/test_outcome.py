@@ -10,7 +10,6 @@ from so_tui.launch.supervisor.ending import (
     Evidence,
     Failure,
     Outcome,
-    RunFacts,
     _OutcomeText,
     conclude,
     outcome_text,
@@ -32,8 +31,8 @@ def failed(**evidence: Any) -> Outcome:
     return outcome
 
 
-def text_of(outcome: Outcome, saved_step: int | None = None, **facts: str) -> _OutcomeText:
-    return outcome_text(outcome, RunFacts(name="r", saved_step=saved_step, **facts))
+def text_of(outcome: Outcome, saved_step: int | None = None, advice: str = "") -> _OutcomeText:
+    return outcome_text(outcome, "r", saved_step, advice)
 
 
 def end_record(**values: Any) -> EndRecord:
@@ -197,11 +196,11 @@ def test_the_out_of_memory_killer_is_blamed_only_for_a_sigkill() -> None:
 
 def test_out_of_memory_gets_the_plans_advice() -> None:
     killed = failed(oom_kills=1, first_lost=RANK, first_lost_code=-9)
-    assert text_of(killed, less_host_memory="offload.ratio 0.9 -> 0.7").suggestion.startswith(
+    assert text_of(killed, advice="offload.ratio 0.9 -> 0.7").suggestion.startswith(
         "offload.ratio 0.9 -> 0.7. "
     )
     outcome = failed(log=(OUT_OF_MEMORY,))
-    assert text_of(outcome, less_gpu_memory="micro-batch {4} -> 2").suggestion.startswith(
+    assert text_of(outcome, advice="micro-batch {4} -> 2").suggestion.startswith(
         "micro-batch {4} -> 2. "
     )
 
@@ -238,7 +237,7 @@ def test_a_failure_that_needs_other_settings_says_how_to_resume_with_them(
         failed(oom_kills=1, first_lost=RANK, first_lost_code=-9),
     ]
     for outcome in outcomes:
-        text = text_of(outcome, saved, less_gpu_memory=advice, less_host_memory=advice)
+        text = text_of(outcome, saved, advice)
         assert text.suggestion == f"{advice}. {resuming}"
 
 

@@ -76,9 +76,9 @@ def sleeper() -> Iterator[Process]:
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        process = identify(child.pid, "rank", 3)
+        process = identify(child.pid, "rank")
         assert process is not None
-        yield process
+        yield replace(process, rank=3)
         child.kill()
 
 
@@ -86,7 +86,7 @@ def test_a_real_process_is_found_where_it_was_put(sleeper: Process) -> None:
     (cpu, *_) = os.sched_getaffinity(0)
     os.sched_setaffinity(sleeper.pid, {cpu})
     os.setpriority(os.PRIO_PROCESS, sleeper.pid, 19)
-    other = identify(os.getpid(), "other", 0)
+    other = identify(os.getpid())
     assert other is not None
     (placement,) = _read_placements([other, sleeper])
     assert (placement.rank, placement.cpus, placement.adam_cpus) == (3, (cpu,), ())

@@ -61,11 +61,10 @@ def test_what_a_job_has_seen_counts_more_than_a_profile(cluster: str) -> None:
 
 
 def test_what_a_machine_is_known_from_is_told_apart(cluster: str) -> None:
-    assert not source_of("gg", site="vista").is_known
-    described = source_of("gh", site="vista")
-    assert (described.seen, described.profile) == (None, "TACC Vista")
+    assert source_of("gg", site="vista") == (None, "")
+    assert source_of("gh", site="vista") == (None, "TACC Vista")
     remember(cluster, "gh", QUAD)
-    seen = source_of("gh", site="vista").seen
+    seen, _ = source_of("gh", site="vista")
     assert seen is not None
     assert seen == pytest.approx(time.time(), abs=60)
 
@@ -95,7 +94,7 @@ def test_a_job_that_had_a_part_of_a_node_hides_no_gpu(cluster: str) -> None:
     spec = tiny(slurm__partition="ghx4", slurm__site="deltaai")
     remember(cluster, "ghx4", part_of(QUAD))
     assert len(machine_of(spec, CPU_ONLY).gpus) == 4  # as the profile says
-    assert source_of("ghx4", site="deltaai").seen is None
+    assert source_of("ghx4", site="deltaai")[0] is None
     assert (
         len(machine_of(tiny(slurm__partition="ghx4"), CPU_ONLY).gpus) == 1
     )  # nothing else is known
@@ -236,7 +235,7 @@ def test_a_wrong_profile_stops_no_plan_for_other_clusters(
     spec = tiny(slurm__partition="normal")
     assert machine_of(spec, QUAD) == QUAD
     write_profile("ours", f'title = "Ours"\nclusters = ["{cluster}"]\nmachine = "gh200-quad-120"\n')
-    assert source_of("normal").profile == "Ours"
+    assert source_of("normal") == (None, "Ours")
     assert main(["plan", "tiny", "--partition", "normal"]) == 0
     printed = capsys.readouterr()
     assert "a-wrong-one" in printed.out

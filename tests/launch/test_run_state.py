@@ -14,7 +14,6 @@ from so_tui.launch.supervisor.ending import (
     queued_state,
 )
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.liveness import HostIdentity
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
     CheckpointRecord,
@@ -156,12 +155,11 @@ def test_what_was_saved_no_longer_counts_after_starting_over(tmp_path: Path) -> 
 
 
 def test_attempts_add_up_over_queues_and_waiting_does_not_count() -> None:
-    host = HostIdentity("n1")
     stopped = RunState(
         name="r", state="stopped", started=100.0, attempt_started=200.0, ended=260.0, earlier_s=40.0
     )
     assert stopped.took_s == 100
     queued = queued_state(stopped)
     assert left_queue(queued, 1).took_s == pytest.approx(100)
-    again = first_state("r", 2, host, None, queued, launch_with(plan_of(spec_of())))
+    again = first_state("r", 2, queued, launch_with(plan_of(spec_of())))
     assert again.earlier_s == 100

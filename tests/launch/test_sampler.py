@@ -11,9 +11,9 @@ import pytest
 
 from so_tui.launch.supervisor.processes import LEAST_CORES, ProcessLoads, ProcessTree, _role_of
 from so_tui.launch.supervisor.samples import (
+    GpuSampler,
     Sampler,
     _busy_percent,
-    _GpuSampler,
     _read_cpu_times,
     _read_node_memory,
     oom_kills,
@@ -188,7 +188,7 @@ def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByPciBusId", lost)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lost)
-    sampler = _GpuSampler(superchips(1).gpus)
+    sampler = GpuSampler(superchips(1).gpus)
     assert sampler.sample() == ()
     sampler.close()
 
@@ -196,7 +196,7 @@ def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 def test_gpus_are_sampled() -> None:
     gpus = inspect_machine().gpus
-    sampler = _GpuSampler(gpus)
+    sampler = GpuSampler(gpus)
     sampler.sample()
     time.sleep(1)
     samples = sampler.sample()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.executors import supervisor_log
-from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.launch import prepare, supervisor_log, write_launch
 from so_tui.launch.supervisor import run as supervision
 from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import Machine

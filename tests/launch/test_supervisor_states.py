@@ -95,15 +95,15 @@ def test_the_last_lines_of_a_log_are_read_however_much_was_written_at_the_end(
     run = attempt(tmp_path, two_ranks, machine)
     looks = iter([True, False])
 
-    def running(_: host.Job) -> bool:
+    def running(_: host.Host) -> bool:
         if lives := next(looks):
             run.log_path(1, machine.hostname).write_text(
                 "a state of the process\n" * 200_000 + "RuntimeError: the loss is a teapot\n"
             )
         return lives
 
-    monkeypatch.setattr(host.Job, "start", lambda _: None)
-    monkeypatch.setattr(host.Job, "running", running)
+    monkeypatch.setattr(host.Host, "start", lambda _: None)
+    monkeypatch.setattr(host.Host, "running", running)
     assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1
     assert read_state(run).reason.endswith("RuntimeError: the loss is a teapot")
 
@@ -120,7 +120,7 @@ def test_a_log_that_never_ends_does_not_keep_a_run_from_ending(
 
     monkeypatch.setattr(host, "LogReader", Endless)
     monkeypatch.setattr(host, "_SWEEP_S", 0.2)
-    monkeypatch.setattr(host.Job, "start", lambda _: None)
+    monkeypatch.setattr(host.Host, "start", lambda _: None)
     run = attempt(tmp_path, two_ranks, machine)
     assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1
     assert read_state(run).state == "failed"
@@ -160,7 +160,7 @@ def test_a_supervisor_that_takes_over_tells_only_what_its_predecessor_could_not(
 ) -> None:
     change_settings({"alerts.loss_above": 5.0, "alerts.on": ["loss", "not-finite"]})
     looks = iter([True, False])
-    monkeypatch.setattr(host.Job, "running", lambda _: next(looks))
+    monkeypatch.setattr(host.Host, "running", lambda _: next(looks))
     run = attempt(tmp_path, two_ranks, machine)
     records = MetricsWriter(run, 1)
     for step, loss in enumerate((9.0, 2.0, float("nan"), 2.0, 2.0, 8.0), start=1):
@@ -198,7 +198,7 @@ def test_a_supervisor_that_cannot_take_the_locks_over_still_watches_what_lives(
 
     monkeypatch.setattr(host_check, "take_gpus", fail)
     monkeypatch.setattr(
-        host.Job, "_gpus", lambda _: [Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")]
+        host, "chosen_gpus", lambda *_: [Gpu(index=0, name="a GPU", pci_bus_id="0000:01:00.0")]
     )
     run = attempt(tmp_path, two_ranks, machine)
     environ = {
@@ -233,8 +233,8 @@ def test_a_file_system_that_is_away_after_the_start_leaves_nothing_unsupervised(
 
     looks = iter([True, True, False])
     monkeypatch.setattr(host, "TICK_S", 0.0)
-    monkeypatch.setattr(host.Job, "start", lambda _: None)
-    monkeypatch.setattr(host.Job, "running", lambda _: next(looks))
+    monkeypatch.setattr(host.Host, "start", lambda _: None)
+    monkeypatch.setattr(host.Host, "running", lambda _: next(looks))
     monkeypatch.setattr(*what, away)
     run = attempt(tmp_path, two_ranks, machine)
     assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1
@@ -280,11 +280,11 @@ def test_a_supervisor_takes_over_on_a_full_disk(
     )
     looks, seen = iter([True, False]), []
 
-    def lives(_: host.Job) -> bool:
+    def lives(_: host.Host) -> bool:
         seen.append(read_state(run))
         return next(looks)
 
-    monkeypatch.setattr(host.Job, "running", lives)
+    monkeypatch.setattr(host.Host, "running", lives)
     monkeypatch.setattr("so_tui.launch.supervisor.run.write_state", full)
     monkeypatch.setattr("so_tui.runs.state.write_state", full)
     assert Supervisor(run, 1, read_state(run), RunLock(_OwnerFiles(run))).watch() == 1

@@ -72,8 +72,8 @@ def test_a_hostile_segment_does_not_hold_up_a_reader(
     while reader.poll().more:
         assert time.monotonic() - begun < LIMIT_S
     reader.poll()
-    assert reader.latest is not None
-    assert reader.latest.step == 200
+    assert reader.metrics.latest is not None
+    assert reader.metrics.latest.step == 200
     assert (
         concluded(run, RunState(name=run.name, state="training", attempt=1)).code
         is OutcomeCode.UNOBSERVED

@@ -105,10 +105,14 @@ def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -
     write(run, 1, records)
     reader = RunReader(run)
     assert read_all(reader) == records
-    assert reader.latest == records[50]
-    assert reader.start == records[0]
-    assert reader.end == records[-1]
-    assert (reader.evaluations[0].loss, reader.checkpoints[0].path, reader.warnings[0].message) == (
+    assert reader.metrics.latest == records[50]
+    assert reader.metrics.start == records[0]
+    assert reader.metrics.end == records[-1]
+    assert (
+        reader.metrics.evaluations[0].loss,
+        reader.metrics.checkpoints[0].path,
+        reader.metrics.warnings[0].message,
+    ) == (
         2.5,
         "/c",
         "slow",
@@ -169,7 +173,7 @@ def test_a_reader_follows_over_many_segments(run: RunDirectory, step: Step) -> N
         writer.append(step(i, loss=float(i)))
         if i % 7 == 0:
             seen += read_all(reader)
-            assert reader.latest == step(i, loss=float(i))
+            assert reader.metrics.latest == step(i, loss=float(i))
     writer.close()
     seen += read_all(reader)
     assert len(segments(run.metrics_dir)) > 10
@@ -184,13 +188,13 @@ def test_a_late_reader_draws_what_it_did_not_read(run: RunDirectory, step: Step)
     assert 0 < len(read_all(reader)) < 500
     assert rows(reader, "loss") == [(i, float(i % 100)) for i in range(3000)]
     assert losses(reader, 1000, 1049) == [float(i) for i in range(50)]
-    assert [record.step for record in reader.recent(1500)] == list(range(1500, 3000))
+    assert [record.step for record in reader.metrics.recent(1500)] == list(range(1500, 3000))
 
 
 def test_an_empty_run_has_no_steps(run: RunDirectory) -> None:
     reader = RunReader(run)
     assert read_all(reader) == []
-    assert reader.latest is None
+    assert reader.metrics.latest is None
     assert rows(reader, "loss") == []
     assert losses(reader) == []
 
@@ -235,8 +239,8 @@ def test_a_resume_supersedes_later_steps(
     write(run, 1, first, segment_bytes=50_000)
     if not late:
         read_all(reader)
-        assert reader.latest is not None
-        assert reader.latest.step == resumed + 199
+        assert reader.metrics.latest is not None
+        assert reader.metrics.latest.step == resumed + 199
         assert rows(reader, "loss")[-1] == (resumed + 199, 1.0)
     write(
         run, 2, [start(2), ResumedRecord(attempt=2, time=2e9, step=resumed)], segment_bytes=50_000
@@ -244,8 +248,8 @@ def test_a_resume_supersedes_later_steps(
     before = StepRows(reader.metrics, ["loss"])
     reader.poll(limit_s=10)
     assert before.outdated is not late
-    assert reader.latest is not None
-    assert reader.latest.step == resumed
+    assert reader.metrics.latest is not None
+    assert reader.metrics.latest.step == resumed
     assert rows(reader, "loss")[-1] == (resumed, 1.0)
     write(
         run,
@@ -258,8 +262,8 @@ def test_a_resume_supersedes_later_steps(
     assert losses(reader) == [1.0] * (resumed + 1) + [5.0] * 150
     drawn = rows(reader, "loss")
     assert drawn == [(i, 1.0 if i <= resumed else 5.0) for i in range(everything)]
-    assert [record.step for record in reader.recent(everything)] == list(range(everything))
-    assert {record.path for record in reader.checkpoints} == {"0", str(resumed)}
+    assert [record.step for record in reader.metrics.recent(everything)] == list(range(everything))
+    assert {record.path for record in reader.metrics.checkpoints} == {"0", str(resumed)}
     fresh = RunReader(run)
     read_all(fresh)
     assert losses(fresh) == losses(reader)
@@ -272,7 +276,7 @@ def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
     reader = RunReader(run)
     steps: list[int] = []
     for attempt in range(1, 6):
-        begin = reader.latest.step + 1 if reader.latest else 0
+        begin = reader.metrics.latest.step + 1 if reader.metrics.latest else 0
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITE_FOREVER, str(run.path), str(attempt), str(begin)],
             cwd=Path.cwd(),
@@ -295,9 +299,9 @@ def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
     fresh = RunReader(run)
     read_all(fresh)
     for each in (reader, fresh):
-        assert each.latest is not None
-        assert each.latest.step >= steps[-1]
-        assert losses(each) == [float(i) for i in range(each.latest.step + 1)]
+        assert each.metrics.latest is not None
+        assert each.metrics.latest.step >= steps[-1]
+        assert losses(each) == [float(i) for i in range(each.metrics.latest.step + 1)]
 
 
 def test_a_full_disk_is_reported_and_does_not_damage_the_next_record(
@@ -492,4 +496,4 @@ def test_a_segment_that_fails_to_close_costs_no_later_record(
     os.close(other)  # is still open
     reader = RunReader(run)
     reader.poll(limit_s=10)
-    assert [record.step for record in reader.recent(9)] == [1, *range(3, 9)]
+    assert [record.step for record in reader.metrics.recent(9)] == [1, *range(3, 9)]

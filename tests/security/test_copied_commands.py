@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.supervisor.ending import Outcome, RunFacts, outcome_text
+from so_tui.launch.supervisor.ending import Outcome, outcome_text
 from so_tui.plan.planner import make_plan
 from so_tui.plan.show import command_of
 from so_tui.runs.records import OutcomeCode
@@ -70,9 +70,7 @@ def test_another_users_link_in_shared_memory_is_not_reported_as_ones_own(tmp_pat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_of_a_failed_run_is_quoted_in_what_to_do_next(name: str, tmp_path: Path) -> None:
-    text = outcome_text(
-        Outcome(state="failed", code=OutcomeCode.UNEXPECTED, exit_code=1), RunFacts(name=name)
-    )
+    text = outcome_text(Outcome(state="failed", code=OutcomeCode.UNEXPECTED, exit_code=1), name)
     assert text.suggestion.isprintable()
     for verb in ("logs", "resume"):
         command = so_tui_command(verb, name)

@@ -178,7 +178,7 @@ def read_all(run: RunDirectory) -> None:
         list(StepRows(reader.metrics, ("loss", "step_s")).read(60.0))
         for _ in reader.metrics.steps(0, 1000):
             continue
-        reader.recent(100)
+        reader.metrics.recent(100)
         for host in reader.hosts:
             list(reader.sample_history(host, 0.0, 1e10, 50))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.directory import run_id
@@ -59,9 +60,9 @@ class Scene:
     @property
     def known(self) -> Process:
         """The bystander, as a state file may name it."""
-        found = identify(self.bystander.pid, "rank", 0)
+        found = identify(self.bystander.pid, "rank")
         assert found is not None
-        return found
+        return replace(found, rank=0)
 
     def hostile(self, state: State = "starting", *, supervised: bool = False) -> RunDirectory:
         """Return a run of the other user, which the viewer may even write to."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.supervisor.prometheus import Figures, Textfile, _exposition
+from so_tui.launch.supervisor.prometheus import Textfile, _exposition
 from so_tui.runs.records import GpuSample, NodeSample, RunState, Sample
 from so_tui.settings import Settings
 from tests.support.records import step_record
@@ -19,12 +19,10 @@ from tests.support.records import step_record
 NODE = NodeSample(
     id=0, cores=(50, 100), memory_used_bytes=7, memory_total_bytes=9, file_cache_bytes=0
 )
-FIGURES = Figures(
-    run='a"\\\n\x1b{}',
-    host="h",
-    state=RunState(name="r", state="training", step=3, total_steps=9),
-    step=step_record(3, loss=float("nan")),
-    sample=Sample(
+KNOWN = (
+    RunState(name="r", state="training", step=3, total_steps=9),
+    step_record(3, loss=float("nan")),
+    Sample(
         attempt=1,
         time=1.0,
         interval_s=1.0,
@@ -37,7 +35,7 @@ LINE = re.compile(r'[a-z_]+\{([a-z_]+="(\\["\\]|[^"\\\n])*",?)+\} (-?[0-9.e+-]+|
 
 def test_nothing_is_written_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Textfile("r", "h").publish(Settings().prometheus.folder, FIGURES)
+    Textfile("r", "h").publish(Settings().prometheus.folder, *KNOWN)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -46,14 +44,14 @@ def test_the_file_can_be_read_by_the_collector_and_goes_at_the_end(tmp_path: Pat
     before = os.umask(0o077)
     try:
         for _ in range(2):
-            file.publish(str(tmp_path), FIGURES)
+            file.publish(str(tmp_path), *KNOWN)
     finally:
         os.umask(before)
     (path,) = tmp_path.iterdir()
     assert path.name == "so-tui-r-h.prom"
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    assert path.read_text() == _exposition(FIGURES)
-    file.publish("", FIGURES)
+    assert path.read_text() == _exposition("r", "h", *KNOWN)
+    file.publish("", *KNOWN)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,9 +62,9 @@ def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("so-tui-r-h.prom", ".so-tui-r-h.prom.tmp"):
         (folder / name).symlink_to(other)
-    Textfile("r", "h").publish(str(folder), FIGURES)
+    Textfile("r", "h").publish(str(folder), *KNOWN)
     assert other.read_text() == "kept"
-    assert (folder / "so-tui-r-h.prom").read_text() == _exposition(FIGURES)
+    assert (folder / "so-tui-r-h.prom").read_text() == _exposition("r", "h", *KNOWN)
 
 
 def test_a_missing_folder_is_reported_once(
@@ -74,13 +72,13 @@ def test_a_missing_folder_is_reported_once(
 ) -> None:
     file = Textfile("r", "h")
     for _ in range(3):
-        file.publish(str(tmp_path / "away"), FIGURES)
+        file.publish(str(tmp_path / "away"), *KNOWN)
     file.remove()
     assert capsys.readouterr().err.count("no figures for Prometheus") == 1
 
 
 def test_names_stay_in_their_labels() -> None:
-    lines = _exposition(FIGURES).splitlines()
+    lines = _exposition('a"\\\n\x1b{}', "h", *KNOWN).splitlines()
     assert len(lines) > 20
     for line in lines:
         assert line.startswith("# TYPE so_tui_") or LINE.fullmatch(line), line

@@ -495,13 +495,9 @@ def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
     if found is None:
         return error
     remedy = found.remedy or _partitions_remedy(spec.slurm.partition)
-    value = _value(spec, found.field)
+    section, _, key = found.field.rpartition(".")
+    value = str(getattr(spec.slurm if section else spec, key))
     return reject(found.code, found.field, value, f"Slurm says: {brief_message(said)}", remedy)
-
-
-def _value(spec: RunSpec, field: str) -> str:
-    section, _, key = field.rpartition(".")
-    return str(getattr(spec.slurm if section else spec, key))
 
 
 def _partitions_remedy(given: str) -> str:

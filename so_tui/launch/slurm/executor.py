@@ -14,10 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
-from so_tui.launch.launch import JobPhase, JobStatus, read_launch
+from so_tui.launch.launch import Executor, JobPhase, JobStatus, read_launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
@@ -36,7 +36,7 @@ from so_tui.plan.plan import Launch, Plan
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.reader import LogReader
+from so_tui.runs.reader import last_lines
 from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_state
 from so_tui.spec import Problem, RunSpec, SoTuiError, resolve_source
@@ -113,11 +113,11 @@ def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> It
     cache, command = _HubCache(environment), so_tui_command("prepare", spec.name)
     for field, name, missing in _absent(cache, spec):
         yield Problem(
-            code="not-cached",
-            field=field,
-            value=name,
-            message=f"{missing}, and nodes of {where} have no internet",
-            remedy=f"Run `{command}` here first, with the same HF_HOME.",
+            "not-cached",
+            field,
+            name,
+            f"{missing}, and nodes of {where} have no internet",
+            f"Run `{command}` here first, with the same HF_HOME.",
         )
 
 
@@ -222,29 +222,21 @@ class Submission(Struct, frozen=True, kw_only=True):
     """
 
 
-class Restarted(Struct, frozen=True, kw_only=True):
-    """A job that Slurm has started again, and that makes the next attempt itself."""
-
-    job_id: str
-    works_in: int
-    """The attempt that it was submitted for."""
-
-
-class SlurmExecutor:
+class SlurmExecutor(Executor):
     """Submits supervisors to a partition."""
 
     here = False
 
     def __init__(
-        self, *, edit: Callable[[str], str] = str, restarted: Restarted | None = None
+        self, *, edit: Callable[[str], str] = str, job_id: str = "", works_in: int = 0
     ) -> None:
         """Submit batch scripts as ``edit`` returns them. What it raises ends the start, before
         anything is submitted.
 
-        With ``restarted``, nothing is submitted: attempts are started in a job that Slurm has
-        started again.
+        With ``job_id``, nothing is submitted: attempts are started in this job, which was submitted
+        for the attempt ``works_in``, and which Slurm has started again.
         """
-        self._edit, self._restarted = edit, restarted
+        self._edit, self._job_id, self._works_in = edit, job_id, works_in
 
     def start(self, run: RunDirectory, attempt: int) -> None:
         """Submit the attempt's supervisor; see ``Executor.start``. The run's state is ``queued``
@@ -261,16 +253,13 @@ class SlurmExecutor:
             site=name,
             poll_s=site.poll_s,
             submitted=time.time(),
-            works_in=self._restarted.works_in if self._restarted else 0,
+            works_in=self._works_in,
         )
         before, queued = _enter_queue(
             run, attempt, script, submission, assume_dead=launch.assume_dead
         )
         try:
-            if self._restarted is None:
-                job_id = _submitted(run, attempt, plan.spec)
-            else:
-                job_id = self._restarted.job_id
+            job_id = self._job_id or _submitted(run, attempt, plan.spec)
         except BaseException:
             if (
                 read_state(run) == queued
@@ -278,7 +267,7 @@ class SlurmExecutor:
                 write_state(run, before)
             raise
         with contextlib.suppress(OSError):  # the job is found by its folder, too
-            _write_submission(run, attempt, msgspec.structs.replace(submission, job_id=job_id))
+            _write_submission(run, attempt, replace(submission, job_id=job_id))
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
         """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
@@ -304,16 +293,14 @@ class SlurmExecutor:
         if submission is None:
             return None
         unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
-        if submission.cluster != cluster_here():
-            return unknown
-        answer = queue(submission.cluster, submission.poll_s)
+        here = submission.cluster == cluster_here()
+        answer = queue(submission.cluster, submission.poll_s) if here else None
         if answer is None:
             return unknown
         if (job := _job_of(run, attempt, submission, answer.jobs)) is not None:
             status = _status(job)
-            return (
-                unknown if answer.error and status.phase is JobPhase.RUNNING else status
-            )  # it may have ended since
+            # It may have ended since.
+            return unknown if answer.error and status.phase is JobPhase.RUNNING else status
         if (
             answer.error
             or answer.asked < submission.submitted + _FORGOTTEN_S
@@ -325,14 +312,9 @@ class SlurmExecutor:
             if submission.job_id
             else None
         )
-        if (
-            recorded is not None
-            and (job := _job_of(run, attempt, submission, (recorded,))) is not None
-        ):
+        if (job := _job_of(run, attempt, submission, filter(None, [recorded]))) is not None:
             return _status(job)
-        return JobStatus(
-            job_id=submission.job_id, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN
-        )
+        return replace(unknown, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
 
     def cancel(self, run: RunDirectory, attempt: int) -> bool:
         """Cancel the attempt's job; see ``Executor.cancel``."""
@@ -361,7 +343,9 @@ def _status(job: Job) -> JobStatus:
         phase=_PHASES.get(job.state, JobPhase.UNKNOWN),
         nodes=job.nodes,
         end=_ENDS.get(job.state),
-        output=_last_lines(Path(job.folder), job.id) if job.state == "FAILED" else "",
+        output=last_lines(Path(job.folder) / OUTPUT.replace("%j", job.id))
+        if job.state == "FAILED"
+        else "",
     )
 
 
@@ -442,21 +426,12 @@ def _job_of(
     Slurm begins to count again.
     """
     folder = run.attempt_dir(submission.works_in or attempt)
-    return next(
-        (
-            job
-            for job in jobs
-            if job.id == (submission.job_id or job.id) and _is_folder(job.folder, folder)
-        ),
-        None,
-    )
-
-
-def _is_folder(name: str, folder: Path) -> bool:
-    try:
-        return folder.samefile(name)
-    except (OSError, ValueError):  # of another host, gone, or no path
-        return False
+    for job in jobs:
+        # The folder may be of another host, gone, or no path.
+        with contextlib.suppress(OSError, ValueError):
+            if job.id == (submission.job_id or job.id) and folder.samefile(job.folder):
+                return job
+    return None
 
 
 def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None) -> str:
@@ -488,12 +463,3 @@ def _checkpoint_s(run: RunDirectory) -> float | None:
 def _accounted(job_id: str, minute: int) -> Job | None:
     """Return a job as the accounting database recorded it, asked at most once a minute."""
     return client.accounted(job_id)
-
-
-def _last_lines(folder: Path, job_id: str) -> str:
-    log = LogReader(folder / OUTPUT.replace("%j", job_id))
-    try:
-        lines = log.tail(3)
-    except OSError:
-        return ""
-    return " / ".join(filter(None, (*lines, log.partial)))

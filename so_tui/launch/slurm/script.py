@@ -353,11 +353,11 @@ def foreign_interpreter(nodes: Machine, site: Site, partition: str) -> Iterator[
             "site profile (python = ...)."
         )
         yield Problem(
-            code="foreign-interpreter",
-            field="slurm.site",
-            value=interpreter_of(site),
-            message=message,
-            remedy=remedy,
+            "foreign-interpreter",
+            "slurm.site",
+            interpreter_of(site),
+            message,
+            remedy,
         )
 
 
@@ -456,7 +456,7 @@ def batch_script(
         InputError: With the codes of this module.
     """
     warning_s = warning_s or site.warning_s
-    if problems := (*_problems(spec, site, warning_s), *_path_problems(run)):
+    if problems := tuple(_problems(spec, site, warning_s, run)):
         raise InputError(problems)
     # One supervisor a node. One that ends with an error must not end the others, which have to say
     # why.
@@ -543,13 +543,6 @@ def _environment(spec: RunSpec, site: Site) -> dict[str, str]:
     return found | ({} if site.internet else {"HF_HUB_OFFLINE": "1"}) | site.environment
 
 
-def requeues(spec: RunSpec, site: Site) -> bool:
-    """Return whether Slurm may start a job of this spec again. Otherwise a successor is
-    submitted.
-    """
-    return site.requeue and spec.slurm.continues
-
-
 def _time_limit_of(spec: RunSpec, site: Site) -> str:
     """Return the time limit that a job asks for; empty for the partition's own."""
     partition = site.partitions.get(spec.slurm.partition)
@@ -570,15 +563,15 @@ def _seconds_of(time_limit: str) -> int:
     return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
 
 
-def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
+def _problems(spec: RunSpec, site: Site, warning_s: int, run: Path) -> Iterator[Problem]:
     if site.account_required and not spec.slurm.account:
         remedy = "Give it with --account NAME, or in a preset of yours."
         yield Problem(
-            code="account-missing",
-            field="slurm.account",
-            value="",
-            message=f"{site.title} charges an account",
-            remedy=remedy,
+            "account-missing",
+            "slurm.account",
+            "",
+            f"{site.title} charges an account",
+            remedy,
         )
     time_limit = _time_limit_of(spec, site)
     if time_limit and _seconds_of(time_limit) < 2 * warning_s + _EARLY_S:
@@ -591,22 +584,22 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
             "site profile."
         )
         yield Problem(
-            code="time-limit-too-short",
-            field="slurm.time_limit",
-            value=time_limit,
-            message=message,
-            remedy=remedy,
+            "time-limit-too-short",
+            "slurm.time_limit",
+            time_limit,
+            message,
+            remedy,
         )
     for option in spec.slurm.options:
         name = option.partition("=")[0]
         if name in site.refused_options:
             message, remedy = f"{site.title} refuses {name}", "Leave it out."
             yield Problem(
-                code="option-refused",
-                field="slurm.options",
-                value=option,
-                message=message,
-                remedy=remedy,
+                "option-refused",
+                "slurm.options",
+                option,
+                message,
+                remedy,
             )
         elif any(reserved.startswith(name) for reserved in _RESERVED):  # Slurm takes abbreviations
             remedy = (
@@ -614,15 +607,12 @@ def _problems(spec: RunSpec, site: Site, warning_s: int) -> Iterator[Problem]:
                 "their own."
             )
             yield Problem(
-                code="option-reserved",
-                field="slurm.options",
-                value=option,
-                message="so-tui sets this option",
-                remedy=remedy,
+                "option-reserved",
+                "slurm.options",
+                option,
+                "so-tui sets this option",
+                remedy,
             )
-
-
-def _path_problems(run: Path) -> Iterator[Problem]:
     # Slurm replaces %j and the like in the whole path of a job's output, its folder included.
     if any(character in str(run) for character in "%\\\n"):
         message, remedy = (
@@ -630,11 +620,11 @@ def _path_problems(run: Path) -> Iterator[Problem]:
             "Choose another folder with --runs-dir.",
         )
         yield Problem(
-            code="path-unfit-for-slurm",
-            field="--runs-dir",
-            value=str(run.parent),
-            message=message,
-            remedy=remedy,
+            "path-unfit-for-slurm",
+            "--runs-dir",
+            str(run.parent),
+            message,
+            remedy,
         )
 
 
@@ -664,7 +654,7 @@ def _options(spec: RunSpec, site: Site, gpus: int, warning_s: int) -> Iterator[s
     # To the processes of the step, not to this script: the supervisor and the ranks handle it, and
     # srun does not see it.
     yield f"--signal={CONTINUE_SIGNAL}@{warning_s}"
-    yield "--requeue" if requeues(spec, site) else "--no-requeue"
+    yield "--requeue" if site.requeue and slurm.continues else "--no-requeue"
     yield f"--output={OUTPUT}"
     yield "--open-mode=append"
     yield from (*site.options, *slurm.options)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from so_tui.folders import settings_file
 from so_tui.launch.command import MARKER, AlertCommand, log_line
-from so_tui.launch.supervisor.prometheus import Figures, Textfile
+from so_tui.launch.supervisor.prometheus import Textfile
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import Alert, MetricRecord, RunState, Sample, StepRecord
 from so_tui.settings import ALERTS, AlertName, AlertSettings, Settings
@@ -257,7 +257,7 @@ class Announcer:
     def publish(self, state: RunState, step: StepRecord | None, sample: Sample) -> None:
         """Write figures for Prometheus, if the settings name a folder."""
         folder = self._settings.current().prometheus.folder
-        self._textfile.publish(folder, Figures(self._run.name, self._host, state, step, sample))
+        self._textfile.publish(folder, state, step, sample)
 
     def end(self, state: RunState) -> tuple[Alert, ...]:
         """Return the alert of a final state; ``tell`` follows, once the state is recorded, and

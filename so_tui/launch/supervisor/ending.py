@@ -7,6 +7,7 @@ DeepSpeed's runner returns 0 when its launcher was killed by a signal.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import time
@@ -26,7 +27,7 @@ from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.plan.plan import Launch
 from so_tui.runs import state as run_state
 from so_tui.runs.directory import RunDirectory
-from so_tui.runs.liveness import EXIT_CODES, HostIdentity
+from so_tui.runs.liveness import END_CODES, EXIT_CODES, identify, this_host
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import ENDING, EndRecord, OutcomeCode, Process, RunState, State
 from so_tui.trust.decoding import read_json
@@ -81,7 +82,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 class Outcome(Struct, frozen=True, kw_only=True):
     """How the attempt ended and why. ``outcome_text`` puts it into words."""
 
-    state: EndState
+    state: EndState = "failed"
     code: str
     """An ``OutcomeCode``, or the trainer's own code."""
     who: Who | None = None
@@ -117,16 +118,19 @@ def conclude(evidence: Evidence) -> Outcome:
     """Return the outcome of an attempt, from the most to the least direct evidence."""
     bereaved = _bereaved(evidence)
     if (end := evidence.end) is not None and not (bereaved and end.state == "failed"):
-        return _recorded(end)
-    if evidence.missing_network:
+        code = end.code if end.state == "failed" else ""
         return Outcome(
-            state="failed", code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network
+            state=end.state,
+            code=code or END_CODES[end.state],
+            reported=end.reason,
+            advice=end.suggestion,
         )
+    if evidence.missing_network:
+        return Outcome(code=OutcomeCode.SLOW_NETWORK, detail=evidence.missing_network)
     if evidence.failures and not bereaved:
         first = evidence.failures[0]
         code = first.code or OutcomeCode.UNEXPECTED
         return Outcome(
-            state="failed",
             code=code,
             who="rank",
             rank=first.rank,
@@ -134,16 +138,14 @@ def conclude(evidence: Evidence) -> Outcome:
             advice=first.suggestion,
         )
     if evidence.stop_overdue_s is not None:
-        return Outcome(
-            state="failed", code=OutcomeCode.STOP_OVERDUE, limit_s=evidence.stop_overdue_s
-        )
+        return Outcome(code=OutcomeCode.STOP_OVERDUE, limit_s=evidence.stop_overdue_s)
     for code, pattern in _LOGGED:
         if match := _search(pattern, evidence.log):
-            return Outcome(state="failed", code=code, detail=next(iter(match.groups()), ""))
+            return Outcome(code=code, detail=next(iter(match.groups()), ""))
     if evidence.oom_kills and _reported_rank_code(evidence.log) in (None, -signal.SIGKILL):
-        return Outcome(state="failed", code=OutcomeCode.KILLED_FOR_MEMORY, count=evidence.oom_kills)
+        return Outcome(code=OutcomeCode.KILLED_FOR_MEMORY, count=evidence.oom_kills)
     if evidence.disk_full:
-        return Outcome(state="failed", code=OutcomeCode.DISK_FULL)
+        return Outcome(code=OutcomeCode.DISK_FULL)
     if evidence.gone_unseen:
         return Outcome(state="lost", code=OutcomeCode.UNOBSERVED)
     return _by_exit(evidence)
@@ -156,17 +158,6 @@ def _ended_by(code: int | None) -> int | None:
     if code is not None and code < 0:
         return -code
     return signal.SIGTERM if code == 128 + signal.SIGTERM else None
-
-
-def _recorded(end: EndRecord) -> Outcome:
-    codes: dict[str, str] = {
-        "finished": OutcomeCode.FINISHED,
-        "stopped": OutcomeCode.STOPPED,
-        "failed": end.code or OutcomeCode.UNEXPECTED,
-    }
-    return Outcome(
-        state=end.state, code=codes[end.state], reported=end.reason, advice=end.suggestion
-    )
 
 
 def _bereaved(evidence: Evidence) -> bool:
@@ -198,16 +189,15 @@ def _by_exit(evidence: Evidence) -> Outcome:
     vanished = lost is not None and code is None and (who != "rank" or rank is not None)
     if vanished or (signum := _ended_by(code)) is not None:
         return Outcome(
-            state="failed",
             code=_LOST_CODES[who],
             who=who,
             rank=rank,
             pid=pid,
             signal=None if vanished else signum,
         )
-    error = _last_error(evidence.log)
+    errors = filter(None, (_ERROR.match(line.strip()) for line in reversed(evidence.log)))
+    error = next((match[1][:500] for match in errors), "")
     return Outcome(
-        state="failed",
         code=OutcomeCode.UNEXPECTED,
         who=who,
         rank=rank,
@@ -217,6 +207,10 @@ def _by_exit(evidence: Evidence) -> Outcome:
     )
 
 
+_ERROR = re.compile(r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$")
+"""A line that looks like the end of a Python traceback, and what it says after the rank's
+prefix.
+"""
 _LOST_CODES: dict[Who, OutcomeCode] = {
     "runner": OutcomeCode.RUNNER_LOST,
     "launcher": OutcomeCode.LAUNCHER_LOST,
@@ -250,19 +244,6 @@ def _reported_rank_code(log: Sequence[str]) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _last_error(log: Sequence[str]) -> str:
-    """Return the last line that looks like the end of a Python traceback, without the rank's
-    prefix.
-    """
-    pattern = re.compile(
-        r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$"
-    )
-    return next(
-        (match.group(1)[:500] for line in reversed(log) if (match := pattern.match(line.strip()))),
-        "",
-    )
-
-
 # Outcomes in words: the reason and the suggestion of ``state.json``.
 
 
@@ -270,6 +251,9 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGI
 _WHO_KILLS = (
     "so-tui did not do this. Look for the kernel's out-of-memory killer (`dmesg`), a scheduler or "
     "another person"
+)
+_LESS_HOST_MEMORY = (
+    "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is needed"
 )
 _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
     {
@@ -313,7 +297,15 @@ _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
 """After these a resume needs changed settings. Any other failure (access to a model, a disk, a
 package) is fixed outside the settings.
 """
+_LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
 _ADVICE: dict[str, str] = {
+    **dict.fromkeys(_LOST, _WHO_KILLS),
+    OutcomeCode.OUT_OF_GPU_MEMORY: (
+        "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` "
+        "shows what each costs"
+    ),
+    OutcomeCode.OUT_OF_HOST_MEMORY: _LESS_HOST_MEMORY,
+    OutcomeCode.KILLED_FOR_MEMORY: _LESS_HOST_MEMORY,
     OutcomeCode.DISK_FULL: (
         "Free space on the disk of the run and its checkpoints, and in /dev/shm (in Docker: "
         "--shm-size)"
@@ -375,24 +367,6 @@ _REASONS: dict[str, str] = {
         "Slurm does not know its job any more, and nothing says how it ended"
     ),
 }
-_LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
-
-
-class RunFacts(Struct, frozen=True, kw_only=True):
-    """What the advice refers to."""
-
-    name: str
-    saved_step: int | None = None
-    """The step of the last checkpoint, or None."""
-    less_gpu_memory: str = (
-        "Lower train.micro_batch or data.sequence_length, or raise offload.ratio; `so-tui plan` "
-        "shows what each costs"
-    )
-    """Which changes would need less GPU memory, by the plan."""
-    less_host_memory: str = (
-        "Lower offload.ratio, use more GPUs, or free host memory; `so-tui plan` shows what is "
-        "needed"
-    )
 
 
 class _OutcomeText(NamedTuple):
@@ -402,16 +376,30 @@ class _OutcomeText(NamedTuple):
     suggestion: str
 
 
-def outcome_text(outcome: Outcome, run: RunFacts) -> _OutcomeText:
+def outcome_text(
+    outcome: Outcome, name: str, saved_step: int | None = None, advice: str = ""
+) -> _OutcomeText:
     """Put an outcome into words. The suggestion for a failure ends with how to resume, and with
     changed settings where it needs them.
+
+    Args:
+        outcome: How an attempt ended.
+        name: The run's name.
+        saved_step: The step of the last checkpoint, or None.
+        advice: The plan's own advice, in place of a general one.
     """
     if outcome.state in ("finished", "stopped"):
         return _OutcomeText(
             outcome.reported or (_reason(outcome) if outcome.job else ""), outcome.advice
         )
-    advice = outcome.advice if outcome.reported else _advice(outcome, run)
-    again = _resuming(run, " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else "")
+    advice = outcome.advice if outcome.reported else advice or _advice(outcome, name)
+    settings = " --set KEY=VALUE" if outcome.code in _OTHER_SETTINGS_HELP else ""
+    command = f"`{so_tui_command('resume', name)}{settings}`"
+    again = (
+        f"Nothing had been saved: {command} starts from the beginning"
+        if saved_step is None
+        else f"{command} continues from step {thousands(saved_step)}"
+    )
     return _OutcomeText(_reason(outcome), f"{advice.rstrip('.')}. {again}" if advice else again)
 
 
@@ -452,20 +440,11 @@ def _reason_there(outcome: Outcome) -> str:
     return outcome.detail or f"{_who(outcome)} ended {ending}"
 
 
-def _advice(outcome: Outcome, run: RunFacts) -> str:
-    match outcome.code:
-        case OutcomeCode.OUT_OF_GPU_MEMORY:
-            return run.less_gpu_memory
-        case OutcomeCode.KILLED_FOR_MEMORY | OutcomeCode.OUT_OF_HOST_MEMORY:
-            return run.less_host_memory
-        case OutcomeCode.RANK_LOST | OutcomeCode.LAUNCHER_LOST | OutcomeCode.RUNNER_LOST:
-            return (
-                "Native code crashed. See the last lines of the log"
-                if outcome.signal in _CRASHES
-                else _WHO_KILLS
-            )
-        case OutcomeCode.UNEXPECTED:
-            return f"See the log: `{so_tui_command('logs', run.name)}`"
+def _advice(outcome: Outcome, name: str) -> str:
+    if outcome.code in _LOST and outcome.signal in _CRASHES:
+        return "Native code crashed. See the last lines of the log"
+    if outcome.code == OutcomeCode.UNEXPECTED:
+        return f"See the log: `{so_tui_command('logs', name)}`"
     return _ADVICE.get(outcome.code, "")
 
 
@@ -473,13 +452,6 @@ def _who(outcome: Outcome) -> str:
     if outcome.who == "rank":
         return "a rank" if outcome.rank is None else f"rank {outcome.rank}"
     return "DeepSpeed's launcher" if outcome.who == "launcher" else "DeepSpeed's runner"
-
-
-def _resuming(run: RunFacts, settings: str) -> str:
-    command = f"`{so_tui_command('resume', run.name)}{settings}`"
-    if run.saved_step is None:
-        return f"Nothing had been saved: {command} starts from the beginning"
-    return f"{command} continues from step {thousands(run.saved_step)}"
 
 
 # Evidence from outside the supervisor about how an attempt ended: failures that ranks wrote, and
@@ -497,28 +469,22 @@ def failures_in(folder: Path) -> tuple[Failure, ...]:
     return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
 
 
-def facts_for(outcome: Outcome, launch: Launch, state: RunState) -> RunFacts:
-    """Return what the advice for an outcome refers to, with the plan's own where it calls for that.
-    The final state does not depend on it: without it, the advice is general.
+def planned_advice(outcome: Outcome, launch: Launch) -> str:
+    """Return the plan's advice for a run that was out of memory; empty for others. The final state
+    does not depend on it: without it, the advice is general.
     """
-    from so_tui.plan.remedies import (  # heavy, and only for a run out of memory
-        less_gpu_memory,
-        less_host_memory,
-    )
+    from so_tui.plan import remedies  # heavy, and only for a run out of memory
 
-    facts = RunFacts(name=state.name, saved_step=state.saved_step)
-    if outcome.reported:
-        return facts  # with the trainer's own advice
     asked = launch.spec, launch.plan.given_memory
     try:
         match outcome.code:
             case OutcomeCode.OUT_OF_GPU_MEMORY:
-                return replace(facts, less_gpu_memory=less_gpu_memory(*asked))
+                return remedies.less_gpu_memory(*asked)
             case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
-                return replace(facts, less_host_memory=less_host_memory(*asked))
+                return remedies.less_host_memory(*asked)
     except Exception as error:  # noqa: BLE001 - the final state must be written in any case
         log_line(f"no advice from the plan: {type(error).__name__}: {error}")
-    return facts
+    return ""
 
 
 def not_started(error: Exception) -> Outcome:
@@ -528,47 +494,44 @@ def not_started(error: Exception) -> Outcome:
         code = OutcomeCode.GPU_IN_USE
     elif isinstance(error, HostDiffersError):
         code = OutcomeCode.HOST_DIFFERS
-    return Outcome(state="failed", code=code, detail="; ".join(str(error).splitlines()))
+    return Outcome(code=code, detail="; ".join(str(error).splitlines()))
 
 
 # The state of a run at its start, while it trains and at its end: pure functions from records to
 # ``RunState``.
 
 
-def first_state(
-    name: str,
-    attempt: int,
-    host: HostIdentity,
-    supervisor: Process | None,
-    before: RunState,
-    launch: Launch,
-) -> RunState:
+def supervised_here() -> dict[str, Any]:
+    """Return what a state says of a run that this process supervises."""
+    host = this_host()
+    return {
+        "supervisor": identify(os.getpid(), "supervisor"),
+        "host": host.name,
+        "boot_id": host.boot_id,
+        "pid_namespace": host.pid_namespace,
+    }
+
+
+def first_state(name: str, attempt: int, before: RunState, launch: Launch) -> RunState:
     """Return the state of an attempt that is about to start. ``before`` is the state that the
     previous attempt left.
     """
     now = time.time()
-    return RunState(
+    state = replace(
+        queued_state(before),
         name=name,
         state="starting",
         detail="DeepSpeed's launcher starts the ranks",
         attempt=attempt,
-        host=host.name,
-        boot_id=host.boot_id,
-        pid_namespace=host.pid_namespace,
-        step=before.step,
-        loss=before.loss,
-        total_steps=before.total_steps,
-        saved_step=None if launch.start_over else before.saved_step,
-        saved_at=None if launch.start_over else before.saved_at,
         started=before.started or now,
         attempt_started=now,
-        earlier_s=_took_s(before),
-        heartbeat=before.heartbeat + 1,
         forced=launch.forced,
         checks_s=launch.checks_s,
-        supervisor=supervisor,
-        alerts=before.alerts,
+        slowdown=None,
+        ending=False,
+        **supervised_here(),
     )
+    return replace(state, saved_step=None, saved_at=None) if launch.start_over else state
 
 
 def queued_state(before: RunState) -> RunState:
@@ -587,7 +550,8 @@ def queued_state(before: RunState) -> RunState:
         suggestion="",
         detail="",
         exit_code=None,
-        earlier_s=_took_s(before),
+        # One that waits for a job keeps that of the attempts before it.
+        earlier_s=before.earlier_s if before.took_s is None else before.took_s,
         heartbeat=before.heartbeat + 1,
     )
 
@@ -602,26 +566,16 @@ def left_queue(queued: RunState, attempt: int) -> RunState:
     )
 
 
-def _took_s(before: RunState) -> float:
-    """Return the duration of the attempts until a state, which one that waits for a job keeps as
-    that of the earlier ones.
-    """
-    return before.earlier_s if before.took_s is None else before.took_s
-
-
-def final_state(
-    state: RunState, outcome: Outcome, ended: float, facts: RunFacts | None = None
-) -> RunState:
+def final_state(state: RunState, outcome: Outcome, ended: float, advice: str = "") -> RunState:
     """Return the state after the end of an attempt.
 
     Args:
         state: The state before.
         outcome: How it ended.
         ended: When, in seconds since the epoch.
-        facts: What the advice refers to; by default what the state says.
+        advice: The plan's own, as for ``outcome_text``.
     """
-    facts = facts or RunFacts(name=state.name, saved_step=state.saved_step)
-    text = outcome_text(outcome, facts)
+    text = outcome_text(outcome, state.name, state.saved_step, advice)
     return replace(
         state,
         state=outcome.state,
@@ -773,16 +727,15 @@ class Shutdown:
         """Return what to do to the processes now. The caller does it."""
         if self.terminated_at is not None:
             return "kill" if now >= self.terminated_at + KILL_AFTER_S else "wait"
-        if self._due(now):
+        due = (
+            self.broken or self.stop_overdue(now)
+            if self.ended_at is None
+            else now >= self.ended_at + EXIT_GRACE_S
+        )
+        if due:
             self.terminated_at = now
-            return "terminate"
-        return "wait"
+        return "terminate" if due else "wait"
 
     def stop_overdue(self, now: float) -> bool:
         """Return whether a requested stop was not carried out in time."""
         return self.ended_at is None and self.overdue_at is not None and now >= self.overdue_at
-
-    def _due(self, now: float) -> bool:
-        if self.ended_at is not None:
-            return now >= self.ended_at + EXIT_GRACE_S
-        return self.broken or self.stop_overdue(now)

@@ -13,15 +13,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.launch import command
 from so_tui.launch.command import Placeholder, log_line
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.ending import Evidence, Shutdown
-from so_tui.launch.supervisor.host_check import refuse_different_host, software_differences
+from so_tui.launch.supervisor.host_check import (
+    chosen_gpus,
+    refuse_different_host,
+    software_differences,
+)
 from so_tui.launch.supervisor.processes import (
     FirstLoss,
     ProcessTree,
@@ -33,7 +38,6 @@ from so_tui.launch.supervisor.samples import Sampler, oom_kills
 from so_tui.launch.supervisor.slowness import NetworkWatch
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
-from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Launch, Plan, RankBinding
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.listing import remove_leftovers
@@ -99,9 +103,7 @@ def nodes_of_job(environ: Mapping[str, str]) -> Nodes:
 
 def numbered(binding: tuple[RankBinding, ...], node: int) -> tuple[RankBinding, ...]:
     """Return a host's bindings with the numbers that its ranks have among those of all nodes."""
-    return tuple(
-        msgspec.structs.replace(rank, rank=rank.rank + node * len(binding)) for rank in binding
-    )
+    return tuple(replace(rank, rank=rank.rank + node * len(binding)) for rank in binding)
 
 
 def hostfile(nodes: Nodes, plan: Plan) -> str:
@@ -169,204 +171,23 @@ def make_rendezvous(folder: Path, run: Path, attempt: int) -> Path:
         NotOwnError: Somebody else made one of these, or a link of such a name.
         OSError: It cannot be made.
     """
-    for left in folder.glob(f"{_prefix(run)}*"):
+    for left in folder.glob(_rendezvous_path(folder, run, "*").name):
         if (distrust := distrust_of_folder(left)) is not None:
             raise NotOwnError(left, distrust)
         shutil.rmtree(left)
     return private_folder(_rendezvous_path(folder, run, attempt))
 
 
-def _rendezvous_path(folder: Path, run: Path, attempt: int) -> Path:
-    """Return the folder in which the ranks of an attempt meet; arguments as for
-    ``make_rendezvous``.
+def _rendezvous_path(folder: Path, run: Path, attempt: int | Literal["*"]) -> Path:
+    """Return the folder in which the ranks of an attempt meet, or the pattern of all attempts;
+    arguments as for ``make_rendezvous``.
     """
-    return folder / f"{_prefix(run)}{attempt}"
+    return folder / f"rendezvous-{hashlib.sha256(bytes(run)).hexdigest()[:16]}-{attempt}"
 
 
 def init_method(meeting: Path) -> str:
     """Return the address of a rendezvous as torch's ``init_process_group`` takes it."""
     return f"file://{meeting / 'store'}"
-
-
-def _prefix(run: Path) -> str:
-    return f"rendezvous-{hashlib.sha256(bytes(run)).hexdigest()[:16]}-"
-
-
-# The training processes as the supervisor holds them: their launch, the locks, and DeepSpeed's
-# runner as a child process.
-
-
-class Job:
-    """One attempt's processes on this host. Starts what ``launch.json`` holds and writes
-    ``command.json``.
-    """
-
-    def __init__(
-        self, run: RunDirectory, attempt: int, host: str, launch: Launch, nodes: Nodes = ALONE
-    ) -> None:
-        """Prepare to start a launch.
-
-        Args:
-            run: The run.
-            attempt: The attempt.
-            host: The name of this host.
-            launch: What was prepared for this host.
-            nodes: This host among those of the run.
-        """
-        self._run = run
-        self._attempt = attempt
-        self._host = host
-        self._nodes = nodes
-        self.launch = launch
-        self._rendezvous: Path | None = None
-        self._locks: tuple[host_check.Lock, ...] = ()
-        self._runner: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Take the GPUs, fill in the placeholders, and start DeepSpeed's launcher.
-
-        The processes get the log's descriptor and the GPU locks themselves, so both outlive the
-        supervisor for as long as they run.
-
-        Raises:
-            LockTakenError: Another run uses a GPU.
-            HostDiffersError: This is not the host that was planned for.
-            OSError: The process or a file could not be made.
-        """
-        folder = host_check.lock_folder()
-        holder = host_check.Holder(run=str(self._run.path), pid=os.getpid())
-        self._locks = host_check.take_gpus(folder, self._gpus(), holder)
-        host = inspect_machine()
-        refuse_different_host(self.launch, host)
-        launch = self._resolved(folder)
-        processes = command.apply(launch.environment, os.environ)
-        make_code_folders(processes)
-        self._write_command(launch)
-        log = os.open(
-            self._run.log_path(self._attempt, self._host),
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-            0o640,
-        )
-        try:
-            for difference in software_differences(self.launch.machine, host):
-                os.write(
-                    log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode()
-                )
-            with _ignored_by_children(signal.SIGUSR1):
-                self._runner = subprocess.Popen(
-                    launch.argv,
-                    env=processes,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    cwd=self._run.path,
-                    pass_fds=[lock.descriptor for lock in self._locks],
-                    process_group=0,
-                )
-        finally:
-            os.close(log)
-
-    def _resolved(self, folder: Path) -> Launch:
-        """Make what the ranks need to meet, and return the launch with this host's values."""
-        if self._nodes.count == 1:
-            self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
-            meeting, others = init_method(self._rendezvous), {}
-        else:
-            listed = self._run.hostfile_path(self._attempt, self._nodes.node)
-            write_run_file(self._run, listed, hostfile(self._nodes, self.launch.plan).encode())
-            meeting, others = (
-                self._nodes.init_method,
-                node_values(self._nodes, self.launch.plan, str(listed)),
-            )
-        return self.launch.resolved(
-            {
-                **others,
-                Placeholder.RUN: str(self._run.path),
-                Placeholder.RUN_ID: known_id(self._run),
-                Placeholder.ATTEMPT: str(self._attempt),
-                Placeholder.RENDEZVOUS: meeting,
-            }
-        )
-
-    def take_over(self) -> None:
-        """Take the locks of a supervisor that died, except those that its processes still hold.
-
-        Raises:
-            OSError: One could not be taken, such as because another run has it by now. The others
-                are.
-        """
-        folder = host_check.lock_folder()
-        self._rendezvous = _rendezvous_path(folder, self._run.path, self._attempt)
-        holder = host_check.Holder(run=str(self._run.path), pid=os.getpid())
-        lost: list[str] = []
-        for gpu in self._gpus():
-            try:
-                self._locks = (*self._locks, *host_check.take_gpus(folder, [gpu], holder))
-            except host_check.LockTakenError as error:
-                if error.holder is None or error.holder.run != holder.run:
-                    lost.append(str(error))
-            except OSError as error:
-                lost.append(str(error))
-        if lost:
-            raise OSError("; ".join(lost))
-
-    def running(self) -> bool:
-        """Return whether DeepSpeed's runner is alive, as far as it is our child."""
-        return self._runner is not None and self.status() is None
-
-    @property
-    def runner_pid(self) -> int | None:
-        """The pid of DeepSpeed's runner, if it is our child."""
-        return self._runner.pid if self._runner else None
-
-    def status(self) -> int | None:
-        """Return the runner's exit status (below 0 for a signal); None while it runs or if it was
-        not our child.
-        """
-        return self._runner.poll() if self._runner else None
-
-    def refresh_locks(self) -> None:
-        """Show that the locks are in use.
-
-        Raises:
-            OSError: One was lost, such as to another run after its file had been removed. The
-                others are refreshed.
-        """
-        lost: list[str] = []
-        for lock in self._locks:
-            try:
-                lock.refresh()
-            except (host_check.LockTakenError, OSError) as error:
-                lost.append(str(error))
-        if lost:
-            raise OSError("; ".join(lost))
-
-    def release(self) -> None:
-        """Release the locks and remove the rendezvous."""
-        if self._rendezvous is not None:
-            shutil.rmtree(self._rendezvous, ignore_errors=True)
-        for lock in self._locks:
-            lock.release()
-        self._locks = ()
-
-    def _gpus(self) -> list[Gpu]:
-        chosen = {rank.gpu for rank in self.launch.plan.binding}
-        return [gpu for gpu in self.launch.machine.gpus if gpu.index in chosen]
-
-    def _write_command(self, launch: Launch) -> None:
-        shown = command.shown(launch.environment)
-        record = {
-            "argv": launch.argv,
-            "host": self._host,
-            "started": time.time(),
-            "environment": [
-                {"name": change.name, "value": shown[change.name], "reason": change.reason}
-                for change in launch.environment
-            ],
-            "inherited": recordable(os.environ),
-        }
-        path = self._run.command_path(self._attempt, self._nodes.node)
-        write_run_json(self._run, path, record, indented=True)
 
 
 @contextlib.contextmanager
@@ -425,9 +246,12 @@ class Host:
         self._run = run
         self._attempt = attempt
         self._run_lock = lock
-        self.identity = this_host()
-        self.name = self.identity.name
-        self.job = Job(run, attempt, self.name, launch, nodes)
+        self.name = this_host().name
+        self.launch = launch
+        self._nodes = nodes
+        self._rendezvous: Path | None = None
+        self._locks: tuple[host_check.Lock, ...] = ()
+        self._runner: subprocess.Popen[bytes] | None = None
         node = nodes.node if nodes.count > 1 else None
         self.tree = ProcessTree(markers(run, attempt, node), os.getpid())
         self.first_loss = FirstLoss(self.tree)
@@ -444,6 +268,125 @@ class Host:
         self._trim_due = 0.0
         self._trouble: dict[str, int | None] = {}
 
+    def start(self) -> None:
+        """Take the GPUs, fill in the placeholders, and start DeepSpeed's launcher.
+
+        The processes get the log's descriptor and the GPU locks themselves, so both outlive the
+        supervisor for as long as they run.
+
+        Raises:
+            LockTakenError: Another run uses a GPU.
+            HostDiffersError: This is not the host that was planned for.
+            OSError: The process or a file could not be made.
+        """
+        gpus = chosen_gpus(self.launch.plan, self.launch.machine)
+        self._locks = host_check.take_gpus(gpus, str(self._run.path))
+        host = inspect_machine()
+        refuse_different_host(self.launch, host)
+        launch = self._resolved()
+        processes = command.apply(launch.environment, os.environ)
+        make_code_folders(processes)
+        self._write_command(launch)
+        log = os.open(
+            self._run.log_path(self._attempt, self.name),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+            0o640,
+        )
+        try:
+            for difference in software_differences(self.launch.machine, host):
+                os.write(
+                    log, f"so-tui: warning: {difference.message} ({difference.code})\n".encode()
+                )
+            with _ignored_by_children(signal.SIGUSR1):
+                self._runner = subprocess.Popen(
+                    launch.argv,
+                    env=processes,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self._run.path,
+                    pass_fds=[lock.descriptor for lock in self._locks],
+                    process_group=0,
+                )
+        finally:
+            os.close(log)
+
+    def _resolved(self) -> Launch:
+        """Make what the ranks need to meet, and return the launch with this host's values."""
+        if self._nodes.count == 1:
+            folder = host_check.lock_folder()
+            self._rendezvous = make_rendezvous(folder, self._run.path, self._attempt)
+            meeting, others = init_method(self._rendezvous), {}
+        else:
+            listed = self._run.hostfile_path(self._attempt, self._nodes.node)
+            write_run_file(self._run, listed, hostfile(self._nodes, self.launch.plan).encode())
+            meeting, others = (
+                self._nodes.init_method,
+                node_values(self._nodes, self.launch.plan, str(listed)),
+            )
+        return self.launch.resolved(
+            {
+                **others,
+                Placeholder.RUN: str(self._run.path),
+                Placeholder.RUN_ID: known_id(self._run),
+                Placeholder.ATTEMPT: str(self._attempt),
+                Placeholder.RENDEZVOUS: meeting,
+            }
+        )
+
+    def take_over(self) -> None:
+        """Take the locks of a supervisor that died, except those that its processes still hold.
+
+        Raises:
+            OSError: One could not be taken, such as because another run has it by now. The others
+                are.
+        """
+        folder = host_check.lock_folder()
+        self._rendezvous = _rendezvous_path(folder, self._run.path, self._attempt)
+        lost: list[str] = []
+        for gpu in chosen_gpus(self.launch.plan, self.launch.machine):
+            try:
+                self._locks += host_check.take_gpus([gpu], str(self._run.path))
+            except OSError as error:
+                holder = error.holder if isinstance(error, host_check.LockTakenError) else None
+                if holder is None or holder.run != str(self._run.path):
+                    lost.append(str(error))
+        if lost:
+            raise OSError("; ".join(lost))
+
+    def running(self) -> bool:
+        """Return whether DeepSpeed's runner is alive, as far as it is our child."""
+        return self._runner is not None and self.status() is None
+
+    def status(self) -> int | None:
+        """Return the runner's exit status (below 0 for a signal); None while it runs or if it was
+        not our child.
+        """
+        return self._runner.poll() if self._runner else None
+
+    def release(self) -> None:
+        """Release the locks and remove the rendezvous."""
+        if self._rendezvous is not None:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
+        for lock in self._locks:
+            lock.release()
+        self._locks = ()
+
+    def _write_command(self, launch: Launch) -> None:
+        shown = command.shown(launch.environment)
+        record = {
+            "argv": launch.argv,
+            "host": self.name,
+            "started": time.time(),
+            "environment": [
+                {"name": change.name, "value": shown[change.name], "reason": change.reason}
+                for change in launch.environment
+            ],
+            "inherited": recordable(os.environ),
+        }
+        path = self._run.command_path(self._attempt, self._nodes.node)
+        write_run_json(self._run, path, record, indented=True)
+
     def follow(self, tick: Callable[[], bool], take: Callable[[Sample], None]) -> None:
         """Scan once a second, and whenever a process ends, until none is left.
 
@@ -451,11 +394,11 @@ class Host:
             tick: Acts after each scan; returns whether the host is still sampled.
             take: Takes note of a sample, which has yet to be written.
         """
-        sampler = Sampler(self.job.launch.machine, self.tree, self._attempt)
+        sampler = Sampler(self.launch.machine, self.tree, self._attempt)
         samples: SampleWriter | None = None
         due = time.monotonic() + TICK_S
         try:
-            while not self.handed_over and (self.tree.alive or self.job.running()):
+            while not self.handed_over and (self.tree.alive or self.running()):
                 self.tree.wait_for_loss(min(max(0.0, due - time.monotonic()), self._wait_s()))
                 self._scan()
                 acts = tick()
@@ -479,7 +422,7 @@ class Host:
         after a scan, which reads their exit codes.
         """
         known = (process.pid for process in self.tree.alive)
-        reap_orphans({self.job.runner_pid, *kept, *known})
+        reap_orphans({self._runner.pid if self._runner else None, *kept, *known})
 
     def act(self) -> None:
         """End the processes if it is time, show that the locks are in use, and keep the log
@@ -492,13 +435,24 @@ class Host:
         if now >= self._refresh_due:
             self._refresh_due = now + _REFRESH_S
             with self.despite_errors_of("locks"):
-                if self._run_lock is not None:
-                    self._run_lock.refresh()
-                self.job.refresh_locks()
+                self._refresh_locks()
         if now >= self._trim_due:
             with self.despite_errors_of("log"):
                 trim_log(self._run.log_path(self._attempt, self.name))
                 self._trim_due = now + _LOG_TRIM_S
+
+    def _refresh_locks(self) -> None:
+        """Show that the locks are in use: all of them, also after one was lost. Raises OSError."""
+        lost: list[str] = []
+        held: tuple[RunLock | host_check.Lock | None, ...] = (self._run_lock, *self._locks)
+        for lock in held:
+            try:
+                if lock is not None:
+                    lock.refresh()
+            except OSError as error:
+                lost.append(str(error))
+        if lost:
+            raise OSError("; ".join(lost))
 
     def read_tail(self) -> None:
         """Read the last lines of a log that another supervisor may have begun."""
@@ -535,7 +489,7 @@ class Host:
     def evidence(self) -> Evidence:
         """Return what this host alone shows."""
         return Evidence(
-            runner_status=self.job.status(),
+            runner_status=self.status(),
             first_lost=self.first_loss.process,
             first_lost_code=self.first_loss.exit_code,
             unprompted=self.first_loss.unprompted,
@@ -587,7 +541,7 @@ class Host:
         early must be seen to be cleaned up.
         """
         seen = sum(process.role == "rank" for process in (*self.tree.alive, *self.tree.gone))
-        return TICK_S if seen >= len(self.job.launch.plan.binding) else _START_TICK_S
+        return TICK_S if seen >= len(self.launch.plan.binding) else _START_TICK_S
 
     def _scan(self) -> None:
         """Look at the processes, then at what they wrote: all of it is read after a process was

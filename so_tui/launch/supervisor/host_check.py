@@ -17,7 +17,7 @@ from msgspec import Struct, json
 from so_tui.folders import host_folder, state_home
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Gpu, Machine, NumaNode
-from so_tui.plan.plan import Launch, RankBinding
+from so_tui.plan.plan import Launch, Plan, RankBinding
 from so_tui.spec import Refusal, Refused
 from so_tui.trust.files import NotOwnError, private_folder
 from so_tui.units import memory_size
@@ -77,20 +77,16 @@ def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> 
                 f"the plan uses GPU {index}, and {host.hostname} has {len(present)} GPUs",
             )
         elif index in expected:
-            found, wanted = _identities(present[index], expected[index])
+            one, other = present[index], expected[index]
+            # One of them has no UUID where NVML failed.
+            by_uuid = one.uuid and other.uuid
+            found, wanted = (gpu.uuid if by_uuid else gpu.pci_bus_id for gpu in (one, other))
             if found != wanted:
                 yield Refusal(
                     "gpu-differs",
                     f"GPU {index} of {host.hostname} is {found}, and the plan was made for "
                     f"{wanted}",
                 )
-
-
-def _identities(one: Gpu, other: Gpu) -> tuple[str, str]:
-    """Return the UUIDs of two GPUs, or their bus addresses if one has no UUID because NVML
-    failed.
-    """
-    return (one.uuid, other.uuid) if one.uuid and other.uuid else (one.pci_bus_id, other.pci_bus_id)
 
 
 def _numa_nodes(
@@ -185,7 +181,7 @@ class Lock:
         os.close(self.descriptor)
 
 
-class LockTakenError(Exception):
+class LockTakenError(OSError):
     """Another process holds the lock."""
 
     def __init__(self, name: str, holder: Holder | None) -> None:
@@ -223,7 +219,12 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            current = _read_holder(descriptor)
+            try:
+                content = os.pread(descriptor, 4096, 0)
+                # 4 KiB of a folder that only the user can open
+                current = json.decode(content, type=Holder)  # noqa: TID251
+            except ValueError:  # the holder has not yet written its name
+                current = None
             os.close(descriptor)
             raise LockTakenError(name, current) from None
         if _names(path, descriptor):
@@ -234,15 +235,17 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
     return Lock(path, holder, descriptor)
 
 
-def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, ...]:
-    """Take the locks of all the GPUs, or none and raise LockTakenError for the first that is
-    held.
+def take_gpus(gpus: Iterable[Gpu], run: str) -> tuple[Lock, ...]:
+    """Take the locks of all the GPUs for a run, by its path, or another use; or none and raise
+    LockTakenError for the first that is held. Raises OSError.
     """
+    folder, holder = lock_folder(), Holder(run=run, pid=os.getpid())
     with contextlib.ExitStack() as undo:
         locks = []
         for gpu in gpus:
             try:
-                lock = take(folder, _gpu_lock_name(gpu), holder)
+                # A name that does not depend on how devices are numbered.
+                lock = take(folder, f"gpu-{gpu.uuid or gpu.pci_bus_id.replace(':', '-')}", holder)
             except LockTakenError as error:
                 raise LockTakenError(f"GPU {gpu.index}", error.holder) from None
             undo.callback(lock.release)
@@ -251,38 +254,10 @@ def take_gpus(folder: Path, gpus: Iterable[Gpu], holder: Holder) -> tuple[Lock, 
     return tuple(locks)
 
 
-def _gpu_lock_name(gpu: Gpu) -> str:
-    """Return a name that does not depend on how devices are numbered: the UUID, else the PCI
-    address.
-    """
-    return f"gpu-{gpu.uuid or gpu.pci_bus_id.replace(':', '-')}"
-
-
-def foreign_processes(gpus: Iterable[Gpu]) -> dict[int, tuple[int, ...]]:
-    """Return the pids of processes that already use these GPUs, by GPU index, as far as NVML
-    reports them. Empty without NVML.
-    """
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    users: dict[int, tuple[int, ...]] = {}
-    try:
-        for gpu in gpus:
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id.encode())
-                pids = tuple(
-                    process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-                )
-            except pynvml.NVMLError:
-                continue  # not permitted or not supported here, so nothing is known about this GPU
-            if pids:
-                users[gpu.index] = pids
-    finally:
-        pynvml.nvmlShutdown()
-    return users
+def chosen_gpus(plan: Plan, machine: Machine) -> list[Gpu]:
+    """Return the GPUs of a machine that a plan uses."""
+    chosen = {rank.gpu for rank in plan.binding}
+    return [gpu for gpu in machine.gpus if gpu.index in chosen]
 
 
 def _names(path: Path, descriptor: int) -> bool:
@@ -291,10 +266,3 @@ def _names(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _read_holder(descriptor: int) -> Holder | None:
-    try:
-        return json.decode(os.pread(descriptor, 4096, 0), type=Holder)  # noqa: TID251 -- 4 KiB of a folder that only the user can open
-    except ValueError:
-        return None  # the holder has locked the file and not yet written its name

@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from so_tui.launch.supervisor.ending import Outcome, conclude, not_started, request_stop
 from so_tui.launch.supervisor.host import Host, Nodes
-from so_tui.launch.supervisor.host_check import LockTakenError
 from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.liveness import STALE_S, identify
@@ -119,7 +118,6 @@ class OtherNodes:
             allowed_s = silent_s if state is not None else max(silent_s, FIRST_SIGN_S)
             if not (state is not None and state.ended) and now - since > allowed_s:
                 return Outcome(
-                    state="failed",
                     code=OutcomeCode.NODE_LOST,
                     node=state.host if state is not None else f"number {node}",
                 )
@@ -184,8 +182,8 @@ class NodeSupervisor:
         self._host.install_signals()
         self._write_state()
         try:
-            self._host.job.start()
-        except (LockTakenError, SoTuiError, OSError) as error:
+            self._host.start()
+        except (SoTuiError, OSError) as error:
             return self._finish(not_started(error))
         self._host.tree.scan()
         # Alerts and causes of slowness are the first node's.
@@ -245,16 +243,16 @@ class NodeSupervisor:
         tree = self._host.tree
         ranks = {tree.exit_code(process) for process in tree.gone if process.role == "rank"}
         # DeepSpeed's runner returns 0 after its launcher was killed, too.
-        if self._host.job.status() == 0 and ranks <= {None, 0}:
+        if self._host.status() == 0 and ranks <= {None, 0}:
             return None
         evidence = self._host.evidence()
         if evidence.unprompted or evidence.missing_network:
             return conclude(evidence)
-        return Outcome(state="failed", code=OutcomeCode.UNEXPECTED)
+        return Outcome(code=OutcomeCode.UNEXPECTED)
 
     def _finish(self, outcome: Outcome | None) -> int:
         self._write_state(processes=(), ended=True, outcome=outcome)
-        self._host.job.release()
+        self._host.release()
         return 0 if outcome is None else outcome.run_exit_code
 
     def _write_state(self, **changes: Any) -> None:

@@ -14,17 +14,19 @@ import signal
 import sys
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
+import psutil
 
 from so_tui.launch.command import ATTEMPT_MARKER, NODE_MARKER, RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.command import MARKER as ALERT_MARKER
 from so_tui.machine.host import pss_bytes
 from so_tui.runs.directory import RunDirectory, run_id
 from so_tui.runs.liveness import Stat, alive, read_stat
-from so_tui.runs.records import ForeignProcess, Process
+from so_tui.runs.records import ForeignProcess, Process, Role
 
 # The entries in the environment of a run's processes by which its supervisor recognises them.
 
@@ -125,7 +127,7 @@ class ProcessLoads:
 
 def _pids() -> set[int]:
     """Return the processes that this one may see."""
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 (names, not paths, once a second)
+    return set(psutil.pids())
 
 
 def _is_own(pid: int) -> bool:
@@ -139,9 +141,6 @@ def _is_own(pid: int) -> bool:
 
 
 _ALERT_ENTRY = f"{ALERT_MARKER}=".encode()
-Role = Literal["supervisor", "runner", "launcher", "rank", "adam", "other"]
-
-
 _YOUNG_TICKS = 5 * _TICKS_PER_S
 """A younger process may still change its command line (fork, numactl, exec), so its role is
 determined again.
@@ -186,6 +185,16 @@ class OwnProcesses:
         return any(markers <= environ for environ in self._environs)
 
 
+@dataclass
+class _Living:
+    """A process of a run, as it was read last."""
+
+    process: Process
+    stat: Stat
+    described: bool
+    """Whether its role does not change any more."""
+
+
 class ProcessTree:
     """The processes of a run, alive or ended.
 
@@ -197,19 +206,16 @@ class ProcessTree:
     def __init__(self, markers: frozenset[bytes], supervisor_pid: int) -> None:
         self._markers = markers
         self._supervisor_pid = supervisor_pid
-        self._living: dict[int, Process] = {}
+        self._living: dict[int, _Living] = {}
         self._gone: dict[Process, int | None] = {}
-        self._stats: dict[int, Stat] = {}
         self._seen: set[int] = set()
-        self._described: set[int] = set()
         self._counted_ticks: dict[int, int] = {}
 
     @property
     def alive(self) -> tuple[Process, ...]:
         """The processes that were alive at the last scan, oldest first."""
-        return tuple(
-            sorted(self._living.values(), key=lambda process: (process.start_time, process.pid))
-        )
+        processes = (entry.process for entry in self._living.values())
+        return tuple(sorted(processes, key=lambda process: (process.start_time, process.pid)))
 
     @property
     def gone(self) -> tuple[Process, ...]:
@@ -238,7 +244,7 @@ class ProcessTree:
         """
         poll = select.poll()
         with contextlib.ExitStack() as descriptors:
-            for process in self._living.values():
+            for process in self.alive:
                 if process.role in _LEADING:
                     try:
                         descriptor = os.pidfd_open(process.pid)
@@ -256,7 +262,7 @@ class ProcessTree:
         """Return the CPU seconds that the run's processes used between the last two calls (as of
         the last scan).
         """
-        ticks = {pid: stat.cpu_ticks for pid, stat in self._stats.items()}
+        ticks = {pid: entry.stat.cpu_ticks for pid, entry in self._living.items()}
         spent = sum(
             max(0, count - self._counted_ticks.get(pid, count)) for pid, count in ticks.items()
         )
@@ -287,21 +293,16 @@ class ProcessTree:
 
     def _refresh(self) -> None:
         """Read the known processes again and move those that have ended to ``gone``."""
-        for pid, process in list(self._living.items()):
-            stat = read_stat(pid)
+        for pid, entry in list(self._living.items()):
+            stat, process = read_stat(pid), entry.process
             if stat is not None and stat.start_time == process.start_time and stat.alive:
-                self._stats[pid] = stat
-                if pid not in self._described or _age_ticks(stat) < _YOUNG_TICKS:
+                entry.stat = stat
+                if not entry.described:
                     self._describe(pid, stat)
                 continue
             self._note_end(process, _exit_code(process, stat))
-            self._forget(pid)
+            del self._living[pid]
             self._seen.discard(pid)  # another process may have it by now
-
-    def _forget(self, pid: int) -> None:
-        self._living.pop(pid, None)
-        self._stats.pop(pid, None)
-        self._described.discard(pid)
 
     def _note_end(self, process: Process, exit_code: int | None) -> None:
         self._gone[process] = exit_code
@@ -335,18 +336,18 @@ class ProcessTree:
         as soon as it shows.
         """
         environ = _environ(pid)
-        if _is_alert_command(environ):
-            self._forget(pid)
+        # A program that is being loaded has no environment, and a scan may come just then.
+        if any(entry.startswith(_ALERT_ENTRY) for entry in environ):
+            self._living.pop(pid, None)
             return
-        command = _command(pid)
-        if any(command) and _age_ticks(stat) >= _YOUNG_TICKS:
-            self._described.add(pid)
-        parent = self._living.get(stat.parent)
-        role = _role_of(command, parent.role if parent else None)
-        self._living[pid] = Process(
-            pid=pid, start_time=stat.start_time, role=role, rank=_rank(environ)
+        command, parent = _command(pid), self._living.get(stat.parent)
+        role = _role_of(command, parent.process.role if parent else None)
+        age_ticks = time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - stat.start_time
+        self._living[pid] = _Living(
+            Process(pid=pid, start_time=stat.start_time, role=role, rank=_rank(environ)),
+            stat,
+            described=any(command) and age_ticks >= _YOUNG_TICKS,
         )
-        self._stats[pid] = stat
 
 
 class FirstLoss:
@@ -466,16 +467,6 @@ def _environ(pid: int) -> frozenset[bytes]:
         return frozenset()  # another user's process, or one that has just ended
 
 
-def _is_alert_command(environ: frozenset[bytes]) -> bool:
-    """Return whether a process is the user's alert command, which is not the run's although the
-    supervisor is its parent.
-
-    While a program is loaded its process has no environment, and on a busy host a scan may come
-    just then.
-    """
-    return any(entry.startswith(_ALERT_ENTRY) for entry in environ)
-
-
 def _exit_code(process: Process, stat: Stat | None) -> int | None:
     """Return the exit code of an ended process, by what the kernel says of its pid; None if that
     says nothing of it.
@@ -488,7 +479,3 @@ def _exit_code(process: Process, stat: Stat | None) -> int | None:
 def _rank(environ: frozenset[bytes]) -> int | None:
     values = (entry.removeprefix(b"RANK=") for entry in environ if entry.startswith(b"RANK="))
     return next((int(value) for value in values if value.isdigit()), None)
-
-
-def _age_ticks(stat: Stat) -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - stat.start_time

@@ -10,28 +10,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from msgspec import Struct
-
 from so_tui.launch.command import log_line
 from so_tui.runs.records import RunState, Sample, StepRecord
 from so_tui.trust.text import printable_line
 
 
-class Figures(Struct, frozen=True):
-    """What is known of a run at one moment."""
-
-    run: str
-    host: str
-    state: RunState
-    step: StepRecord | None = None
-    sample: Sample | None = None
-
-
-def _exposition(figures: Figures) -> str:
-    """Return figures in the text format of Prometheus, version 0.0.4."""
+def _exposition(
+    run: str, host: str, state: RunState, step: StepRecord | None, sample: Sample | None
+) -> str:
+    """Return what is known of a run in the text format of Prometheus, version 0.0.4."""
     lines: dict[str, list[str]] = {}
-    common = {"run": figures.run, "host": figures.host}
-    for name, value, labels in _figures(figures):
+    common = {"run": run, "host": host}
+    for name, value, labels in _figures(state, step, sample):
         if value is not None:
             shown = ",".join(
                 f'{key}="{_escaped(text)}"' for key, text in {**common, **labels}.items()
@@ -72,9 +62,10 @@ _OF_GPU = {
 """Fields of a GPU's sample, and what makes one of the figure's unit of them."""
 
 
-def _figures(figures: Figures) -> Iterator[tuple[str, float | None, dict[str, str]]]:
+def _figures(
+    state: RunState, step: StepRecord | None, sample: Sample | None
+) -> Iterator[tuple[str, float | None, dict[str, str]]]:
     """Yield name, value and labels; a value that is None was not measured."""
-    state, step, sample = figures.state, figures.step, figures.sample
     yield "state", 1, {"state": state.state}
     for name, field in _OF_STATE.items():
         yield name, getattr(state, field), {}
@@ -112,15 +103,17 @@ class Textfile:
     """
 
     def __init__(self, run: str, host: str) -> None:
-        self._name = f"so-tui-{run}-{host}.prom"
+        self._run, self._host = run, host
         self._path: Path | None = None
         self._error = ""
 
-    def publish(self, folder: str, figures: Figures) -> None:
+    def publish(
+        self, folder: str, state: RunState, step: StepRecord | None, sample: Sample
+    ) -> None:
         """Replace the file in a folder, atomically; in none if ``folder`` is empty. A failure is
         logged once.
         """
-        path = Path(folder) / self._name if folder else None
+        path = Path(folder) / f"so-tui-{self._run}-{self._host}.prom" if folder else None
         if path != self._path:
             self.remove()
         if path is None:
@@ -133,7 +126,7 @@ class Textfile:
                 # The umask of a private run would hide it from the collector, which runs as another
                 # user.
                 os.fchmod(file.fileno(), 0o644)
-                file.write(_exposition(figures))
+                file.write(_exposition(self._run, self._host, state, step, sample))
             temporary.replace(path)
             self._path, self._error = path, ""
         except OSError as error:

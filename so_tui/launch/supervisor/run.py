@@ -25,20 +25,18 @@ from so_tui.launch.supervisor.ending import (
     Outcome,
     StopRequest,
     conclude,
-    facts_for,
     failures_in,
     not_started,
     request_stop,
     stop_request,
 )
 from so_tui.launch.supervisor.host import ALONE, Host, Nodes
-from so_tui.launch.supervisor.host_check import LockTakenError
 from so_tui.launch.supervisor.node import OtherNodes, attributed
 from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, markers
 from so_tui.launch.supervisor.slowness import SlowWatch
 from so_tui.runs.directory import RunDirectory, deleted, refuse_unless_own
 from so_tui.runs.listing import remove_leftovers
-from so_tui.runs.liveness import STALE_S, host_of, identify, sees_processes_of, this_host
+from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of, this_host
 from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import FINAL_STATES, Alert, EndRecord, MetricRecord, RunState, Sample
@@ -136,12 +134,16 @@ class Supervisor:
         # be alive.
         self._takes_over = found.attempt == attempt
         self._recorded = found.processes if self._takes_over else ()
-        self._state = self._first_state(found)
+        self._state = (
+            replace(found, heartbeat=found.heartbeat + 1, **ending.supervised_here())
+            if self._takes_over
+            else ending.first_state(run.name, attempt, found, launch)
+        )
         self._others = OtherNodes(run, attempt, launch.spec.nodes)
         self._reader = MetricsReader(run)
         self._stop: StopRequest | None = None
-        self._gone_unseen = False
         self._heartbeat_at: float | None = None
+        """The last one of a supervisor that died, if the processes are gone that it watched."""
         self._directory_seen_at = time.monotonic()
         self._records: list[MetricRecord] = []
         self._slow = SlowWatch(launch.plan, launch.machine, attempt)
@@ -164,15 +166,15 @@ class Supervisor:
         (write_state_even_if_full if self._takes_over else write_state)(self._run, self._state)
         if self._takes_over:
             with host.despite_errors_of("locks"):  # what lives is watched, whoever has its locks
-                host.job.take_over()
+                host.take_over()
         else:
             try:
-                host.job.start()
-            except (LockTakenError, SoTuiError, OSError) as error:
+                host.start()
+            except (SoTuiError, OSError) as error:
                 return self._finish(not_started(error))
         host.tree.scan(thorough=self._takes_over)
-        self._gone_unseen = self._takes_over and not host.tree.alive
-        self._heartbeat_at = heartbeat_at if self._gone_unseen else None
+        gone_unseen = self._takes_over and not host.tree.alive
+        self._heartbeat_at = heartbeat_at if gone_unseen else None
         host.read_tail()
         host.follow(self._tick, self._take)
         if host.handed_over:
@@ -307,13 +309,13 @@ class Supervisor:
             self._host.signal_all(signal.SIGKILL)
 
     def _evidence(self) -> Evidence:
-        overdue = self._stop is not None and self._host.shutdown.stop_overdue(time.monotonic())
+        overdue = self._host.shutdown.stop_overdue(time.monotonic())
         return replace(
             self._host.evidence(),
             end=self._end,
             failures=failures_in(self._run.attempt_dir(self._attempt)),
             stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
-            gone_unseen=self._gone_unseen,
+            gone_unseen=self._heartbeat_at is not None,
         )
 
     def _finish(self, outcome: Outcome) -> int:
@@ -324,8 +326,8 @@ class Supervisor:
             else ending.last_alive(self._reader, self._attempt, self._heartbeat_at)
         )
         state = replace(state, heartbeat=state.heartbeat + 1)
-        facts = facts_for(outcome, self._launch, state)
-        self._state = ending.final_state(state, outcome, ended, facts)
+        advice = ending.planned_advice(outcome, self._launch)
+        self._state = ending.final_state(state, outcome, ended, advice)
         if not deleted(self._run) and not self._superseded:
             new: tuple[Alert, ...] = ()
             with self._host.despite_errors_of("alerts"):
@@ -336,23 +338,8 @@ class Supervisor:
             # Last, because the command may look at the state.
             with self._host.despite_errors_of("alerts"):
                 self._announcer.tell(new, self._state)
-        self._host.job.release()
+        self._host.release()
         return outcome.run_exit_code
-
-    def _first_state(self, found: RunState) -> RunState:
-        supervisor, here = identify(os.getpid(), "supervisor"), self._host.identity
-        if not self._takes_over:
-            return ending.first_state(
-                self._run.name, self._attempt, here, supervisor, found, self._launch
-            )
-        return replace(
-            found,
-            supervisor=supervisor,
-            host=here.name,
-            boot_id=here.boot_id,
-            pid_namespace=here.pid_namespace,
-            heartbeat=found.heartbeat + 1,
-        )
 
     def _write_state(self) -> None:
         """Write the state, except into a deleted run directory: that would look like a run, or

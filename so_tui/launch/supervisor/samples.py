@@ -211,10 +211,10 @@ _HARDWARE = 0x8
 """A slowdown by hardware, which comes with its cause where the driver knows it."""
 
 
-class _GpuSampler:
+class GpuSampler:
     """Samples the given GPUs; none without a driver. Not thread-safe."""
 
-    def __init__(self, gpus: tuple[Gpu, ...], root: Path = Path("/")) -> None:
+    def __init__(self, gpus: Sequence[Gpu], root: Path = Path("/")) -> None:
         self._nvml: Any = None
         self._devices: list[_Device | _AmdDevice] = [
             _AmdDevice(gpu, root) for gpu in gpus if gpu.vendor == "amd"
@@ -550,7 +550,8 @@ def _cpus(processes: Iterable[Process]) -> tuple[int, ...]:
     found: set[int] = set()
     for process in processes:
         with contextlib.suppress(OSError):  # it has just ended
-            for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208 (names, not paths)
+            # Names, not paths; psutil would read a file of each thread.
+            for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208
                 with contextlib.suppress(ProcessLookupError):  # this thread alone has
                     found |= os.sched_getaffinity(int(thread))
     return tuple(sorted(found))
@@ -632,7 +633,7 @@ class Sampler:
         self._tree = tree
         self._attempt = attempt
         self._root = root
-        self._gpus = _GpuSampler(machine.gpus, root)
+        self._gpus = GpuSampler(machine.gpus, root)
         self._clock = time.monotonic()
         self._cpu = _read_cpu_times(root)
         self._own_cpu_s = time.process_time()
@@ -659,6 +660,11 @@ class Sampler:
         peak = self._high_water.read(
             self._tree.alive
         )  # before the GPUs, which may answer late while they start
+        # In some samples only: it rarely changes, and takes as much space as the cores' load.
+        placement: tuple[RankPlacement, ...] = ()
+        if now >= self._placement_due:
+            self._placement_due = now + MEMORY_INTERVAL_S
+            placement = self._placement.value(now) or ()
         return Sample(
             attempt=self._attempt,
             time=time.time(),
@@ -670,7 +676,7 @@ class Sampler:
             run_memory_peak_bytes=peak,
             supervisor_cpu_s=round(spent_s, 4),
             foreign=self._foreign,
-            placement=self._read_placement(now),
+            placement=placement,
         )
 
     def gpu_uses(self) -> dict[int, _GpuUse]:
@@ -680,15 +686,6 @@ class Sampler:
     def close(self) -> None:
         """Close NVML."""
         self._gpus.close()
-
-    def _read_placement(self, now: float) -> tuple[RankPlacement, ...]:
-        """Return where the ranks are, in some samples only: it rarely changes, and takes as much
-        space as the cores' load.
-        """
-        if now < self._placement_due:
-            return ()
-        self._placement_due = now + MEMORY_INTERVAL_S
-        return self._placement.value(now) or ()
 
     def _read_foreign(self, now: float, busy_cores: float) -> None:
         """Name the other processes if they keep ``busy_cores`` busy, which takes two readings."""

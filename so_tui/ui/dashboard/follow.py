@@ -71,7 +71,7 @@ class RunFollower:
         return self._steps.series
 
     def _mean_steps(self) -> int:
-        state, latest = self._reader.state, self._reader.latest
+        state, latest = self._reader.state, self._reader.metrics.latest
         return mean_steps_of(
             self._spec,
             state.total_steps if state is not None else 0,
@@ -135,8 +135,8 @@ class RunFollower:
             elif self._closer.last_step == newest:
                 self._closer.extend([*self._reader.metrics.steps(newest + 1, math.inf)])
         newest_known = self._recent[-1] if self._recent else None
-        if self._reader.latest != newest_known or not (more or was_complete):
-            self._recent = tuple(self._reader.recent(RECENT_STEPS))
+        if self._reader.metrics.latest != newest_known or not (more or was_complete):
+            self._recent = tuple(self._reader.metrics.recent(RECENT_STEPS))
         combined = self._whole.halvings > before.halvings
         self._released = combined or not (more or was_complete)
         return not more
@@ -197,24 +197,24 @@ class RunFollower:
             return
 
     def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
-        reader, state = self._reader, self._reader.state
+        reader, metrics, state = self._reader, self._reader.metrics, self._reader.state
         return Snapshot(
             run=self.run,
             spec=self._spec,
             plan=self._plan,
             machine=self._machine,
             state=state,
-            start=reader.start,
-            phase=reader.phase,
-            phases=reader.metrics.phases if before_first_step(state, reader.latest) else (),
-            binding=reader.binding,
-            end=reader.end,
-            latest=reader.latest,
+            start=metrics.start,
+            phase=metrics.phase,
+            phases=metrics.phases if before_first_step(state, metrics.latest) else (),
+            binding=metrics.binding,
+            end=metrics.end,
+            latest=metrics.latest,
             recent=self._recent,
-            checkpoints=reader.checkpoints,
-            evaluations=self._evaluated(reader.evaluations),
-            resumes=reader.metrics.resumes,
-            warnings=reader.warnings,
+            checkpoints=metrics.checkpoints,
+            evaluations=self._evaluated(metrics.evaluations),
+            resumes=metrics.resumes,
+            warnings=metrics.warnings,
             whole=self._whole,
             length=len(self._whole),
             unread_share=self._steps.unread_share,

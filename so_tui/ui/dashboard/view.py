@@ -151,7 +151,7 @@ class Overlays:
         followed.wanted = wanted
         try:
             update = followed.reader.poll(limit_records=20_000, limit_s=READ_S, earlier=False)
-            start, latest = followed.reader.start, followed.reader.latest
+            start, latest = followed.reader.metrics.start, followed.reader.metrics.latest
             total_steps = start.total_steps if start is not None else 0
             span = mean_steps_of(followed.spec, total_steps, latest.step if latest else 0)
             more = followed.steps.read(span, READ_S) or update.more
@@ -167,7 +167,7 @@ class Overlays:
         series = followed.steps.series
         shift = begun - series.begin[1] if len(series) else 0.0
         times = array("d", (at + shift for at in series.times))
-        evaluated = followed.reader.evaluations
+        evaluated = followed.reader.metrics.evaluations
         followed.shown = Overlaid(
             run,
             series,

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch import in_job
-from so_tui.launch.in_job import _attempt_of_restart, _put_back, _restarts, _told_attempt
+from so_tui.launch.in_job import _attempt_of_restart, _put_back, _told_attempt
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import current_state, start, stop
 from so_tui.launch.slurm import client
@@ -63,11 +63,6 @@ def told_soon(run: RunDirectory, count: int) -> Future[int]:
     waiting = pool.submit(_told_attempt, run, 1, count)
     pool.shutdown(wait=False)
     return waiting
-
-
-@pytest.mark.parametrize(("count", "again"), [(None, 0), ("", 0), ("0", 0), ("1", 1), ("12", 12)])
-def test_slurm_counts_the_starts_of_a_job(count: str | None, again: int) -> None:
-    assert _restarts({} if count is None else {"SLURM_RESTART_COUNT": count}) == again
 
 
 @pytest.mark.parametrize(

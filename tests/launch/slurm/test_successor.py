@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.in_job import _lost_a_node, _needs_successor
+from so_tui.launch.in_job import _goes_on
 from so_tui.launch.supervisor.ending import request_stop
 from so_tui.runs import RunDirectory, create_run, read_state, write_state
 from so_tui.runs.records import OutcomeCode, RunState
@@ -40,19 +40,20 @@ def test_a_job_that_saved_nothing_new_has_no_successor(
 ) -> None:
     before = RunState(name=run.name, state="queued", saved_step=saved_before)
     ended(run, "stopped", saved)
-    assert _needs_successor(run, before, start_over=False) is continues
+    assert _goes_on(run, before, start_over=False, requeue=False) is continues
 
 
 def test_a_run_that_starts_over_is_not_measured_by_what_it_discarded(run: RunDirectory) -> None:
     before = RunState(name=run.name, state="queued", saved_step=100)
     ended(run, "stopped", 20)
-    assert _needs_successor(run, before, start_over=True)
+    assert _goes_on(run, before, start_over=True, requeue=False)
 
 
 @pytest.mark.parametrize("state", ["finished", "failed", "lost"])
 def test_only_a_stopped_run_continues(state: str, run: RunDirectory) -> None:
     ended(run, state, 20)
-    assert not _needs_successor(run, RunState(name=run.name, state="queued"), start_over=False)
+    before = RunState(name=run.name, state="queued")
+    assert not _goes_on(run, before, start_over=False, requeue=True)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -60,7 +61,8 @@ def test_a_run_that_a_person_stopped_does_not_continue(first: bool, run: RunDire
     """Whether the person or the warning came first."""
     request_stop(run, warned=not first)
     ended(run, "stopped", 20, warned=first)
-    assert not _needs_successor(run, RunState(name=run.name, state="queued"), start_over=False)
+    before = RunState(name=run.name, state="queued")
+    assert not _goes_on(run, before, start_over=False, requeue=True)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,6 @@ def test_a_run_that_lost_a_node_continues_if_it_saved_something(
     if by_a_person:
         request_stop(run)
     write_state(run, replace(read_state(run), state="failed", code=code, saved_step=saved_step))
-    assert (
-        _lost_a_node(run, RunState(name=run.name, state="queued", saved_step=10), start_over=False)
-        is lost
-    )
+    before = RunState(name=run.name, state="queued", saved_step=10)
+    assert _goes_on(run, before, start_over=False, requeue=True) is lost
+    assert not _goes_on(run, before, start_over=False, requeue=False)
