@@ -223,10 +223,6 @@ class SoTuiApp(SharedApp):
 
     # Starting runs (launching.py).
 
-    def on_check_begun(self, message: messages.CheckBegun) -> None:
-        if self.checking is not None:
-            self.checking = self.checking.come_to(message.check, message.since)
-
     def on_launched(self, message: messages.Launched) -> None:
         self.launched = self.launched or message.run
         self.list_runs()

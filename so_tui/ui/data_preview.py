@@ -5,14 +5,12 @@ any time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button, Static
@@ -25,7 +23,7 @@ from so_tui.ui.form import label
 from so_tui.ui.lines import fill
 from so_tui.ui.messages import unexpected_error
 from so_tui.ui.plan_view import data_name
-from so_tui.ui.text import Content, faint, shorten_path
+from so_tui.ui.text import Content, faint, in_rows, shorten_path
 from so_tui.ui.widgets import Rule
 from so_tui.units import thousands
 
@@ -150,27 +148,6 @@ WIDE = 100
 """Columns from which figures and lengths stand side by side."""
 
 
-@dataclass
-class Progressed(Message):
-    """The helper process has made progress."""
-
-    progress: Progress
-
-
-@dataclass
-class Previewed(Message):
-    """The helper process has answered."""
-
-    preview: DataPreview
-
-
-@dataclass
-class PreviewFailed(Message):
-    """The helper process failed; each line gives a reason and its remedy."""
-
-    lines: tuple[Content, ...]
-
-
 class DataPreviewScreen(ModalScreen[None]):
     """Counts, lengths, a packed sequence, and the first rows with their trained parts marked."""
 
@@ -220,9 +197,10 @@ class DataPreviewScreen(ModalScreen[None]):
 
         try:
             for event in preview_data(self._spec, rows, cancel):
-                self.post_message(
-                    Progressed(event) if isinstance(event, Progress) else Previewed(event)
-                )
+                if isinstance(event, Progress):
+                    self.call_later(self._show_progress, event)
+                else:
+                    self.call_later(self._show_preview, event)
         except InputError as error:
             lines = (
                 Content.assemble(
@@ -232,17 +210,15 @@ class DataPreviewScreen(ModalScreen[None]):
                 )
                 for problem in error.problems
             )
-            self.post_message(PreviewFailed(tuple(lines)))
+            self.call_later(self._show_failure, *lines)
         except SoTuiError as error:
-            self.post_message(PreviewFailed(tuple(map(Content, str(error).splitlines()))))
+            self.call_later(self._show_failure, *map(Content, str(error).splitlines()))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if text := unexpected_error(event):
-            self.post_message(PreviewFailed((Content(text),)))
+            self.call_later(self._show_failure, Content(text))
 
-    @on(Progressed)
-    def _progressed(self, message: Progressed) -> None:
-        progress = message.progress
+    def _show_progress(self, progress: Progress) -> None:
         bar = (
             fill(progress.done_rows / progress.total_rows, 24) + "  "
             if progress.total_rows
@@ -250,19 +226,18 @@ class DataPreviewScreen(ModalScreen[None]):
         )
         self._show_status(bar + faint(f"{progress.message} …   esc cancels"))
 
-    @on(PreviewFailed)
-    async def _failed(self, message: PreviewFailed) -> None:
+    async def _show_failure(self, *lines: Content) -> None:
+        """Show reasons with their remedies."""
         self._show_status(
             Content.styled("✗ this data cannot be trained on as it is", "bold $error")
         )
-        await self._show(Static(line, classes="preview-part") for line in message.lines)
+        await self._show(Static(line, classes="preview-part") for line in lines)
 
-    @on(Previewed)
-    async def _previewed(self, message: Previewed) -> None:
-        self._preview = message.preview
-        self._show_status(Content.styled(message.preview.how, "$foreground"))
-        await self._show(self._parts(message.preview))
-        self.query_one("#more", Button).disabled = len(message.preview.samples) < self._rows
+    async def _show_preview(self, preview: DataPreview) -> None:
+        self._preview = preview
+        self._show_status(Content.styled(preview.how, "$foreground"))
+        await self._show(self._parts(preview))
+        self.query_one("#more", Button).disabled = len(preview.samples) < self._rows
 
     async def on_resize(self) -> None:
         if self._preview is not None:
@@ -328,6 +303,6 @@ class DataPreviewScreen(ModalScreen[None]):
 def _part(title: str, lines: list[Content]) -> Widget:
     return Vertical(
         Rule(faint(title)),
-        Static(Content("\n").join(lines)),
+        Static(in_rows(lines)),
         classes="preview-part",
     )

@@ -15,6 +15,7 @@ from so_tui.spec import (
     InputError,
     Problem,
     RunSpec,
+    SoTuiError,
     complete_tree,
     differences,
     field_index,
@@ -155,6 +156,13 @@ def problem_text(problem: Problem) -> str:
     clause = problem.message
     joined = f"{where}: {clause}" if clause.startswith(("the ", "there ")) else f"{where} {clause}"
     return f"{joined}. {problem.advice}"
+
+
+def problem_texts(error: SoTuiError) -> str:
+    """Return the problems of an error, a line each."""
+    if isinstance(error, InputError):
+        return "\n".join(map(problem_text, error.problems))
+    return str(error)
 
 
 def advanced_paths() -> tuple[str, ...]:

@@ -18,33 +18,18 @@ if TYPE_CHECKING:
     from textual.dom import DOMNode
     from textual.message_pump import MessagePump
 
-    from so_tui.launch.checks import Check
-    from so_tui.launch.slurm.client import Partition
-    from so_tui.machine.doctor import Finding
-    from so_tui.machine.types import Machine
     from so_tui.plan.plan import Launch, Plan
     from so_tui.runs import RunDirectory
-    from so_tui.spec import Catalog, Problem, SoTuiError
+    from so_tui.spec import Problem, SoTuiError
     from so_tui.ui.form import Strip
 
 
-def answer(to: MessagePump, message: Message) -> None:
-    """Post a worker's result, unless the worker was cancelled: the thread of an exclusive worker
-    runs on after another has replaced it.
+def answer(to: MessagePump, take: Callable[..., object], *results: object) -> None:
+    """Have the event loop take a worker's results, unless the worker was cancelled: the thread of
+    an exclusive worker runs on after another has replaced it.
     """
     if not get_current_worker().is_cancelled:
-        to.post_message(message)
-
-
-@dataclass
-class Loaded(Message):
-    """Presets and machine are loaded; ``machine_file`` describes the machine where it is another
-    one.
-    """
-
-    catalog: Catalog
-    machine: Machine
-    machine_file: str
+        to.call_later(take, *results)
 
 
 class Offer(NamedTuple):
@@ -103,14 +88,6 @@ def unexpected_error(event: Worker.StateChanged) -> str:
 
 
 @dataclass
-class CheckBegun(Message):
-    """A launch that is being checked has come to this check, at this monotonic time."""
-
-    check: Check
-    since: float
-
-
-@dataclass
 class NotLaunched(Failed):
     """A launch was refused, or failed before its run was in a supervisor's hands."""
 
@@ -151,17 +128,3 @@ class Compared(Message):
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Compared)
-
-
-@dataclass
-class Partitions(Message):
-    """Slurm has said which partitions this user sees."""
-
-    partitions: tuple[Partition, ...]
-
-
-@dataclass
-class Diagnosed(Message):
-    """Doctor's findings, worst first."""
-
-    findings: tuple[Finding, ...]

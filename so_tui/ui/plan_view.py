@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from so_tui.ui.lines import Part, fill, legend, legend_items, stacked
-from so_tui.ui.text import Content, faint
+from so_tui.ui.text import Content, faint, in_rows
 from so_tui.units import disk_size as disk
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
@@ -62,7 +62,7 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
     predicted = faint("predicted") if plan.fits and plan.step_s and not plan.never_run else None
     wide, close = (_in_lines(facts, predicted, gap, width) for gap in (GAP, GAP - 1))
-    return Content("\n").join(close if len(close) < len(wide) else wide)
+    return in_rows(close if len(close) < len(wide) else wide)
 
 
 def _in_lines(
@@ -131,7 +131,7 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
                 *([Content(""), Content.styled(title, "bold $faint")] if title else []),
                 *body,
             ]
-    return Content("\n").join(lines)
+    return in_rows(lines)
 
 
 def _beside_each_other(

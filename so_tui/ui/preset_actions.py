@@ -120,7 +120,7 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
     from so_tui.spec.errors import Refused, SoTuiError
 
     def begins(check: Check) -> None:
-        app.post_message(messages.CheckBegun(check, time.monotonic()))
+        app.call_later(app.begin_check, check, time.monotonic())
 
     try:
         if app.start_run is not None:

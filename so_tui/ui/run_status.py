@@ -15,7 +15,7 @@ from so_tui.runs.records import FINAL_STATES, PhaseRecord, StepRecord
 from so_tui.trust.text import brief_line, brief_message
 from so_tui.ui.lines import Part, Piece, fill_of, fill_pieces, legend, stacked, usage_style
 from so_tui.ui.snapshot import GpuView, Snapshot, mean_of_parts
-from so_tui.ui.text import Content, faint, shorten
+from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.units import age, bandwidth, duration, memory_of, thousands
 
 # From the confirmation to the first step: what a run does meanwhile, and how long each part takes.
@@ -128,7 +128,7 @@ def timeline_lines(found: Sequence[Stage], width: int) -> Content:
             )
         )
         before += stage.seconds
-    return Content("\n").join(rows[-MOST_ROWS:])
+    return in_rows(rows[-MOST_ROWS:])
 
 
 SIGNS = {

@@ -28,7 +28,14 @@ from so_tui import units
 from so_tui.settings import AlertSettings, Settings
 from so_tui.trust.files import distrust_of_folder
 from so_tui.ui import messages
-from so_tui.ui.text import Content, GlyphName, PlainCharacters, chosen_glyphs, environment_at_start
+from so_tui.ui.text import (
+    Content,
+    GlyphName,
+    PlainCharacters,
+    chosen_glyphs,
+    doctor_summary,
+    environment_at_start,
+)
 from so_tui.ui.textual_fixes import FixedApp
 from so_tui.ui.themes import DARK, THEMES, fallback_variables
 from so_tui.ui.widgets import command_key
@@ -357,10 +364,6 @@ class Checking:
     begun: tuple[tuple[Check, float], ...] = ()
     """Its checks so far, each with its monotonic time."""
 
-    def come_to(self, check: Check, since: float) -> Checking:
-        """Return it with one more check, which began at this monotonic time."""
-        return replace(self, begun=(*self.begun, (check, since)))
-
     def lines(self, width: int) -> Content:
         """Return what is launched and how long each of its checks has taken, in ``width`` cells."""
         from so_tui.launch.checks import CHECKS as NAMES  # not needed for the first paint
@@ -439,7 +442,7 @@ class SharedApp(SettingsApp):
             from so_tui.machine import inspect_machine
 
             machine = inspect_machine()
-        messages.answer(self, messages.Loaded(catalog, machine, file))
+        messages.answer(self, self.take_loaded, catalog, machine, file)
 
     def inspect_again(self) -> None:
         """Inspect this machine again, and plan for it even where another was given."""
@@ -452,9 +455,10 @@ class SharedApp(SettingsApp):
         self._given = (self.catalog, machine, file)
         self.load()
 
-    def on_loaded(self, message: messages.Loaded) -> None:
-        self.machine_file = message.machine_file  # before the machine, whose watchers read it
-        self.catalog, self.machine = message.catalog, message.machine
+    def take_loaded(self, catalog: Catalog, machine: Machine, file: str) -> None:
+        """Plan with these presets for this machine, which ``file`` describes if it is another."""
+        self.machine_file = file  # before the machine, whose watchers read it
+        self.catalog, self.machine = catalog, machine
         self.diagnose()
 
     @work(thread=True, exclusive=True, group="doctor", name="doctor", exit_on_error=False)
@@ -464,18 +468,11 @@ class SharedApp(SettingsApp):
         from so_tui.machine.doctor import findings
 
         if self.machine is not None:
-            messages.answer(
-                self,
-                messages.Diagnosed(
-                    findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
-                ),
-            )
+            found = findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
+            messages.answer(self, self._show_findings, found)
 
-    def on_diagnosed(self, message: messages.Diagnosed) -> None:
-        from so_tui.ui.text import doctor_summary
-
-        self.findings = message.findings
-        self.doctor_line = doctor_summary(message.findings)
+    def _show_findings(self, findings: tuple[Finding, ...]) -> None:
+        self.findings, self.doctor_line = findings, doctor_summary(findings)
 
     def reload_presets(self) -> None:
         """Read the presets again after one was saved, added or deleted."""
@@ -559,6 +556,11 @@ class SharedApp(SettingsApp):
         raise NotImplementedError
 
     # What is under way.
+
+    def begin_check(self, check: Check, since: float) -> None:
+        """Show that the launch has come to a check, at this monotonic time."""
+        if (now := self.checking) is not None:
+            self.checking = replace(now, begun=(*now.begun, (check, since)))
 
     def may_start(self) -> bool:
         """Return whether a run may be started now; notify the user where another start is under

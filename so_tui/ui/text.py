@@ -122,6 +122,16 @@ def faint(text: str) -> Content:
     return Content.styled(text, "$faint")
 
 
+def wrong(text: str) -> Content:
+    """Return what is wrong, behind its sign."""
+    return Content.assemble(("✗ ", "$error"), text)
+
+
+def in_rows(lines: Iterable[str | content.Content]) -> Content:
+    """Return lines as one text."""
+    return Content("\n").join(lines)
+
+
 def _own(made: content.Content) -> Content:
     """Return what a method of Textual's made, as content of this class: for type checkers, and for
     what is added to it later.

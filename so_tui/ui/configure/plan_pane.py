@@ -20,7 +20,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.messages import Planned
 from so_tui.ui.plan_view import SIGNS, STYLES, step_error_text
 from so_tui.ui.run_rows import bars
-from so_tui.ui.text import Content, faint, shows_ascii
+from so_tui.ui.text import Content, faint, in_rows, shows_ascii
 from so_tui.units import duration, memory_of, plural
 from so_tui.units import memory_size as memory
 
@@ -94,7 +94,7 @@ class WhatIf(StyledLines, can_focus=True):
             rows += _strip_lines(
                 strip, self.size.width or WIDEST, marked=self.has_focus and index == self._marked
             )
-        self.update(Content("\n").join(rows))
+        self.update(in_rows(rows))
 
     def on_resize(self) -> None:
         self.draw_again()

@@ -34,7 +34,7 @@ from so_tui.ui.form import (
     values_of,
     with_edit,
 )
-from so_tui.ui.messages import Compared, Failed, Partitions, Planned
+from so_tui.ui.messages import Compared, Failed, Planned
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
 from so_tui.ui.text import Content, faint
 from so_tui.ui.widgets import Divider, command_key
@@ -498,13 +498,12 @@ class ConfigureScreen(ResizablePage):
         from so_tui.launch.slurm.client import SlurmError, partitions
 
         try:
-            self.post_message(Partitions(partitions()))
+            self.call_later(self._show_partitions, partitions())
         except SlurmError:  # the field takes any name, and submitting says what is wrong
             return
 
-    @on(Partitions)
-    def _show_partitions(self, message: Partitions) -> None:
-        self._partitions = message.partitions
+    def _show_partitions(self, partitions: tuple[Partition, ...]) -> None:
+        self._partitions = partitions
         self.replan()
 
     @on(Planned)

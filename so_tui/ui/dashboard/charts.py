@@ -34,7 +34,7 @@ from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, GlyphName, distinct, faint, reading_text
+from so_tui.ui.text import Content, GlyphName, distinct, faint, in_rows, reading_text
 from so_tui.ui.textual_fixes import CachedLinesMixin
 from so_tui.ui.widgets import command_key
 from so_tui.units import thousands
@@ -391,7 +391,7 @@ class RunLegend(StyledLines):
             role, sign = look_of(index, coloured=not self.app.no_color)
             entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)
             entries.append(entry + faint(f" {_value_text(overlaid, metric, axis, cursor)}"))
-        self.update(Content("\n").join(_wrapped(entries, self.room)))
+        self.update(in_rows(_wrapped(entries, self.room)))
 
 
 def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: float | None) -> str:

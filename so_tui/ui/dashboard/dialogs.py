@@ -17,7 +17,7 @@ import msgspec
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
@@ -36,12 +36,12 @@ from so_tui.ui.chart_metrics import (
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import Line, chart_svg
 from so_tui.ui.dashboard.view import Overlaid, steps_at
-from so_tui.ui.dialogs import CloseButton, TickDialog, TickList
+from so_tui.ui.dialogs import CloseButton, TickDialog, TickList, button, dialog
 from so_tui.ui.messages import in_thread, reporting
 from so_tui.ui.run_actions import PICTURE, WROTE_S, ask_for_path, new_path
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import Sampled, Snapshot
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content, shorten, wrong
 from so_tui.ui.textual_fixes import Entry
 from so_tui.units import duration, plural, thousands
 
@@ -81,15 +81,16 @@ class AnswersScreen(ModalScreen[None]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog -wide"):
-            yield Static(id="answers-title", classes="dialog-title")
-            with VerticalScroll(classes="dialog-body"):
-                yield Static(id="answers")
-            with Horizontal(classes="dialog-buttons"):
-                yield CloseButton()
-                yield Button("Step before  ←", compact=True, action="screen.go(-1)")
-                yield Button("Next step  →", compact=True, action="screen.go(1)")
-                yield Button("First  home", compact=True, action="screen.go(-1000)")
+        ways = {"Step before  ←": -1, "Next step  →": 1, "First  home": -1000}
+        yield dialog(
+            "Prompts",
+            VerticalScroll(Static(id="answers"), classes="dialog-body"),
+            buttons=[
+                CloseButton(),
+                *(button(label, None, f"screen.go({by})") for label, by in ways.items()),
+            ],
+            classes="dialog -wide",
+        )
 
     def on_mount(self) -> None:
         self._read()
@@ -112,9 +113,9 @@ class AnswersScreen(ModalScreen[None]):
 
     def _show(self) -> None:
         asked = self._answers.asked
-        title, text = self.query_one("#answers-title", Static), self.query_one("#answers", Static)
-        for button in self.query(Button).exclude("#close"):
-            button.display = bool(asked)
+        title, text = self.query_one(".dialog-title", Static), self.query_one("#answers", Static)
+        for other in self.query(Button).exclude("#close"):
+            other.display = bool(asked)
         if not asked:
             title.update("Prompts")
             text.update(Content(EMPTY))
@@ -135,18 +136,21 @@ class AnswersScreen(ModalScreen[None]):
 
 def _conversation(asked: Asked) -> Content:
     """Return prompts and answers as text."""
-    parts = []
-    for answer in asked.answers:
-        cut = "" if answer.stopped else " …"
-        parts.append(
-            Content.assemble(
-                ("> ", "bold $accent"), (answer.prompt, "bold"), "\n", answer.text, (cut, "$faint")
-            )
+    return Content("\n\n").join(
+        Content.assemble(
+            ("> ", "bold $accent"),
+            (answer.prompt, "bold"),
+            f"\n{answer.text}",
+            ("" if answer.stopped else " …", "$faint"),
         )
-    return Content("\n\n").join(parts)
+        for answer in asked.answers
+    )
 
 
 # Choose what the dashboard's charts show, and how it is smoothed.
+
+
+TICKS = "space or a click ticks, a all that are listed, n none"
 
 
 def _matching(pattern: str) -> tuple[list[Metric], str]:
@@ -188,45 +192,34 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog -wide"):
-            yield Static("Charts of the dashboard", classes="dialog-title")
-            yield Entry(placeholder="filter: a regular expression", compact=True, id="filter")
-            yield TickList[str](self._before.shown, id="metrics")
-            yield Static(
-                "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps",
-                classes="faint",
-            )
-            weight = "" if self._before.ema is None else f"{self._before.ema:g}"
-            yield Entry(weight, placeholder="mean", compact=True, id="smoothing")
-            yield Static(id="said", classes="dialog-answer")
-            yield Static(
-                "space or a click ticks, a all that are listed, n none; tab moves on",
-                classes="faint",
-            )
-            yield from self.buttons("Show the charts")
+        about = "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps"
+        weight = "" if self._before.ema is None else f"{self._before.ema:g}"
+        yield dialog(
+            "Charts of the dashboard",
+            Entry(placeholder="filter: a regular expression", compact=True, id="filter"),
+            TickList[str](self._before.shown, id="metrics"),
+            Static(about, classes="faint"),
+            Entry(weight, placeholder="mean", compact=True, id="smoothing"),
+            Static(id="said", classes="dialog-answer"),
+            Static(f"{TICKS}; tab moves on", classes="faint"),
+            buttons=self.buttons("Show the charts"),
+            classes="dialog -wide",
+        )
 
     def list_matching(self, text: str) -> None:
         """List the metrics that match."""
         found, problem = _matching(text)
         width = max(len(metric.title) for metric in METRICS)
-        self.ticks.list_items(
-            [
-                (
-                    metric.key,
-                    Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint")),
-                )
-                for metric in found
-            ]
-        )
+        texts = {
+            metric.key: Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint"))
+            for metric in found
+        }
+        self.ticks.list_items(tuple(texts.items()))
         self._tell(problem)
 
     def _tell(self, problem: str) -> None:
-        text = (
-            Content.assemble(("✗ ", "$error"), problem)
-            if problem
-            else Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
-        )
-        self.say(text)
+        ticked = Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
+        self.say(wrong(problem) if problem else ticked)
 
     @on(TickList.Changed)
     def _changed(self) -> None:
@@ -265,13 +258,14 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
-            yield Static("Lay other runs over the charts", classes="dialog-title")
-            yield Entry(placeholder="filter by name", compact=True, id="filter")
-            yield TickList[RunDirectory](self._chosen, id="runs")
-            yield Static(id="said", classes="dialog-answer")
-            yield Static("space or a click ticks, a all that are listed, n none", classes="faint")
-            yield from self.buttons("Show them")
+        yield dialog(
+            "Lay other runs over the charts",
+            Entry(placeholder="filter by name", compact=True, id="filter"),
+            TickList[RunDirectory](self._chosen, id="runs"),
+            Static(id="said", classes="dialog-answer"),
+            Static(TICKS, classes="faint"),
+            buttons=self.buttons("Show them"),
+        )
 
     def on_mount(self) -> None:
         if self._rows:
@@ -337,14 +331,12 @@ def drawn(
 
 def _of_other(metric: Metric, other: Overlaid) -> list[Curve]:
     lines = other.lines(metric, "main")
-    names = (
-        metric.names
-        if len(metric.names) == len(lines)
-        else [str(number) for number in range(1, len(lines) + 1)]
-    )
+    if len(lines) == 1:
+        return [Curve(other.run.name, lines[0])]
+    named = len(metric.names) == len(lines)
+    names = metric.names if named else range(1, len(lines) + 1)
     return [
-        Curve(f"{other.run.name} {name}" if len(lines) > 1 else other.run.name, line)
-        for line, name in zip(lines, names, strict=True)
+        Curve(f"{other.run.name} {name}", line) for line, name in zip(lines, names, strict=True)
     ]
 
 
@@ -365,16 +357,13 @@ def _sampled_rows(
     Numbers alone: a name could be a formula to the program that reads the table.
     """
     columns = [sampled.get(name, ()) for name in metric.samples]
-    hosts = {
-        host: number
-        for number, host in enumerate(dict.fromkeys(number.host for number in columns[0]))
-    }
+    hosts = list(dict.fromkeys(number.host for number in columns[0]))
     rows: list[tuple[float | str, ...]] = []
     for same in zip(*columns, strict=True):
         for row in range(min(number.length for number in same)):
             values = [number.series.value(row) for number in same]
             known = [value if math.isfinite(value) else "" for value in values]
-            rows.append((hosts[same[0].host], same[0].index, same[0].times[row], *known))
+            rows.append((hosts.index(same[0].host), same[0].index, same[0].times[row], *known))
     return rows
 
 

@@ -30,7 +30,7 @@ from so_tui.ui.chart_metrics import STEP_METRICS
 from so_tui.ui.charts.drawing import RoleStyles, role_css
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, faint, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
 from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import percent, plural, thousands
@@ -62,7 +62,7 @@ class StepDetails(KeptVertical):
         record = snapshot.inspected.step if snapshot.inspected is not None else snapshot.latest
         self.heading.update(*_heading(record, at_cursor))
         self.lines.update(
-            Content("\n").join(_detail_lines(record, width)) if record is not None else Content("")
+            in_rows(_detail_lines(record, width)) if record is not None else Content("")
         )
 
     @property
@@ -136,7 +136,7 @@ class RunHeader(KeptVertical):
         news = run_status.news_line(snapshot)
         lines = [] if news is None else news.wrap(width)[:MOST_NEWS_ROWS]
         self.news.display = bool(lines)
-        self.news.update(Content("\n").join(lines))
+        self.news.update(in_rows(lines))
 
     @property
     def rows(self) -> int:
@@ -485,7 +485,7 @@ class PlacementPanel(StyledLines):
         self._shown = shown
         lines = _placement_lines(snapshot, height)[:MOST_ROWS]
         self.display = bool(lines)
-        self.update(Content("\n").join(line.truncate(width, ellipsis=True) for line in lines))
+        self.update(in_rows(line.truncate(width, ellipsis=True) for line in lines))
 
     @property
     def shown_rows(self) -> int:

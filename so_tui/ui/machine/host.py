@@ -36,7 +36,7 @@ from so_tui.ui.charts.series import Axis
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, LoadStore, NodeView, Sampled
-from so_tui.ui.text import Content, GlyphName, faint, shorten
+from so_tui.ui.text import Content, GlyphName, faint, in_rows, shorten
 from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import memory_size as memory
 
@@ -262,7 +262,7 @@ def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> C
     ]
     if len(shown) < len(listed):
         lines.append(faint(f"{'':>7}  {len(listed) - len(shown)} more"))
-    return Content("\n").join(lines)
+    return in_rows(lines)
 
 
 def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:

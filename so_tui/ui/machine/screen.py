@@ -20,7 +20,7 @@ from so_tui.machine.types import Software
 from so_tui.ui.lines import fill, usage_style
 from so_tui.ui.machine.host import HostPanel, HostView, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
-from so_tui.ui.text import Content, faint, finding_content
+from so_tui.ui.text import Content, faint, finding_content, in_rows
 from so_tui.ui.widgets import Rule, command_key, gpu_model
 from so_tui.units import memory_of, page_size, plural
 from so_tui.units import memory_size as memory
@@ -351,10 +351,10 @@ class MachineScreen(Page):
             return
         self._share_columns()
         self.query_one("#tree", Static).update(
-            Content("\n").join(_tree_lines(machine, distances=self._distances))
+            in_rows(_tree_lines(machine, distances=self._distances))
         )
         self.query_one("#software", Static).update(
-            Content("\n").join(_software_lines(machine, self._about_width - 4))
+            in_rows(_software_lines(machine, self._about_width - 4))
         )
 
     def _show_findings(self) -> None:

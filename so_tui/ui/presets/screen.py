@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.text import Text
 from textual import getters, on, work
 from textual.containers import Vertical, VerticalScroll
-from textual.message import Message
 from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
@@ -20,7 +18,7 @@ from so_tui.ui.messages import Failed, answer, failure
 from so_tui.ui.page import OTHER_MACHINE, FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.preset_actions import ask_to_delete, is_own
-from so_tui.ui.text import Content, faint, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
 from so_tui.ui.textual_fixes import FittedTable
 from so_tui.ui.widgets import FindField, command_key, framed
 from so_tui.units import count, plural, rate, thousands
@@ -72,7 +70,7 @@ def _without_gpu(width: int, *, slurm: bool) -> Content:
         if line.cell_length + len(extra) + 3 <= width:
             line = Content.assemble(line, (f"   {extra}", "$faint"))
         lines.append(line)
-    return Content("\n").join(lines)
+    return in_rows(lines)
 
 
 def _elsewhere(label: str, machine_file: str, width: int) -> Content:
@@ -257,14 +255,6 @@ FIRST_VISIT = (
 )
 
 
-@dataclass
-class TableReady(Message):
-    """The models x GPU counts table was planned."""
-
-    counts: tuple[int, ...]
-    rows: tuple[PlanRow, ...]
-
-
 class PresetsScreen(FiltersTable):
     PAGE = "presets"
     AUTO_FOCUS = "#table"
@@ -413,16 +403,13 @@ class PresetsScreen(FiltersTable):
         assert machine is not None
         counts = rank_counts(machine)
         try:
-            answer(
-                self,
-                TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)),
-            )
+            rows = plan_table(tuple(catalog.presets.values()), machine, counts)
+            answer(self, self._show_table, counts, rows)
         except SoTuiError as error:
             self.app.post_message(failure("The presets could not be planned", error))
 
-    @on(TableReady)
-    def _table_ready(self, message: TableReady) -> None:
-        self.counts, self.rows = message.counts, message.rows
+    def _show_table(self, counts: tuple[int, ...], rows: tuple[PlanRow, ...]) -> None:
+        self.counts, self.rows = counts, rows
         self._runs_known()
         self._fill()
         self.refresh_bindings()
@@ -496,7 +483,7 @@ class PresetsScreen(FiltersTable):
         width = max(40, self.size.width - (9 if framed(self) else 7))
         self.query_one("#detail-title", Static).update(plan_view.headline(plan, width, title))
         lines = plan_view.summary(plan, width, plain=shows_ascii(self.app))
-        self.query_one("#detail", Static).update(Content("\n").join(lines))
+        self.query_one("#detail", Static).update(in_rows(lines))
 
     @on(DataTable.CellSelected)
     def _cell_selected(self) -> None:

@@ -21,7 +21,15 @@ from so_tui.ui.charts.series import Axis
 from so_tui.ui.form import values_of
 from so_tui.ui.run_rows import LossCurve, RunRow, means_note
 from so_tui.ui.run_status import state_content
-from so_tui.ui.text import Content, GlyphName, distinct, reading_text, shorten, shorten_path
+from so_tui.ui.text import (
+    Content,
+    GlyphName,
+    distinct,
+    in_rows,
+    reading_text,
+    shorten,
+    shorten_path,
+)
 from so_tui.ui.widgets import BOTTOM, Rule, framed
 from so_tui.units import plural, thousands
 
@@ -83,7 +91,7 @@ def _facts(
         lines += [
             Content.assemble((f"{name:<16}", "$faint"), text) for name, text in measured.items()
         ]
-    return Content("\n").join(lines)
+    return in_rows(lines)
 
 
 def _place(name: str, path: Path, width: int) -> Content:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from textual import events, getters, on, work
 from textual.containers import Container
-from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
 from textual.worker import Worker, WorkerState
@@ -34,13 +33,6 @@ WIDE = 160
 """Columns of a terminal from which on the chosen run stands beside the list."""
 LEAST_LIST, LEAST_ROWS = 70, 12
 """Columns and rows that are left for the list, however large the chosen run is made."""
-
-
-@dataclass
-class CurvesRead(Message):
-    """The losses of some runs were read."""
-
-    curves: dict[RunDirectory, LossCurve]
 
 
 class RunsScreen(FiltersTable, ResizablePage):
@@ -206,12 +198,11 @@ class RunsScreen(FiltersTable, ResizablePage):
                 continue  # deleted meanwhile, or unreadable: its row shows its state
             if curve is not None:
                 found[row.run] = curve
-        self.post_message(CurvesRead(found))
+        self.call_later(self._show_curves, found)
         return found
 
-    @on(CurvesRead)
-    def _curves_read(self, message: CurvesRead) -> None:
-        self._curves |= message.curves
+    def _show_curves(self, found: dict[RunDirectory, LossCurve]) -> None:
+        self._curves |= found
         self.filtered()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
