@@ -12,7 +12,6 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from so_tui.runs.results import mean_name
-from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import (
     BY_KEY,
     EVALUATIONS,
@@ -269,7 +268,7 @@ class ChartPanel(Container, CachedLinesMixin):
         measured = [line for line, _ in pairs if line.series.extremes(0, line.length) is not None]
         sampled = all(name in snapshot.sampled for name in metric.samples[:1])
         known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
-        chart.waiting = run_status.waiting_text(snapshot)
+        chart.waiting = "no step yet" if snapshot.live else "this run completed no step"
         if snapshot.length and not measured:
             chart.waiting = "reading …" if not known else "not measured in this run"
             pairs = []

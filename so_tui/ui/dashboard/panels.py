@@ -134,9 +134,8 @@ class RunHeader(KeptVertical):
         """Show the run's state in lines of ``width`` cells."""
         self.title.update(run_status.title_line(snapshot, now, width))
         news = run_status.news_line(snapshot)
-        lines = [] if news is None else news.wrap(width)[:MOST_NEWS_ROWS]
-        self.news.display = bool(lines)
-        self.news.update(in_rows(lines))
+        self.news.display = bool(news)
+        self.news.update(in_rows(news.wrap(width)[:MOST_NEWS_ROWS]))
 
     @property
     def rows(self) -> int:

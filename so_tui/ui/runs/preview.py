@@ -20,7 +20,7 @@ from so_tui.ui.charts.chart import Chart, Look, look_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.form import values_of
 from so_tui.ui.run_rows import LossCurve, RunRow, means_note
-from so_tui.ui.run_status import state_content
+from so_tui.ui.run_status import state_piece
 from so_tui.ui.text import (
     Content,
     GlyphName,
@@ -45,7 +45,7 @@ def _facts(
     they are given, for ``width`` cells.
     """
     state = row.state
-    lines = [state_content(row.shown_state)]
+    lines = [Content.assemble(state_piece(row.shown_state))]
     if state.reason:
         lines.append(
             Content.styled(
