@@ -44,44 +44,16 @@ if TYPE_CHECKING:
 # one of them only.
 
 
-def _presets() -> Screen[None]:
-    from so_tui.ui.presets.screen import PresetsScreen
-
-    return PresetsScreen()
-
-
-def _configure() -> Screen[None]:
-    from so_tui.ui.configure.screen import ConfigureScreen
-
-    return ConfigureScreen()
-
-
-def _dashboard() -> Screen[None]:
-    from so_tui.ui.dashboard.screen import DashboardScreen
-
-    return DashboardScreen()
-
-
-def _runs() -> Screen[None]:
-    from so_tui.ui.runs.screen import RunsScreen
-
-    return RunsScreen()
-
-
-def _machine() -> Screen[None]:
-    from so_tui.ui.machine.screen import MachineScreen
-
-    return MachineScreen()
+def _make_page(name: str, title: str) -> Page:
+    module = importlib.import_module(f"so_tui.ui.{name}.screen")
+    page: Page = getattr(module, f"{title}Screen")()
+    return page
 
 
 MODES: dict[str, str | Callable[[], Screen[None]]] = {
-    "presets": _presets,
-    "configure": _configure,
-    "dashboard": _dashboard,
-    "runs": _runs,
-    "machine": _machine,
+    name: partial(_make_page, name, title) for name, title in PAGES
 }
-"""How to make each of ``page.PAGES``, as ``App.MODES`` takes it."""
+"""How to make each page, as ``App.MODES`` takes it."""
 
 
 RUNS_POLL_S = 2.0

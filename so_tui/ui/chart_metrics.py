@@ -17,7 +17,7 @@ from so_tui.folders import state_home
 from so_tui.runs.records import GpuSample, StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
-from so_tui.ui.charts.chart import Chart, Look, look_of
+from so_tui.ui.charts.chart import Chart, Look, Named, look_of
 from so_tui.ui.charts.series import Line
 from so_tui.ui.snapshot import Sampled, sampled_value
 from so_tui.ui.text import GlyphName
@@ -627,7 +627,7 @@ def sampled_lines(
     alone: bool = True,
     whole: bool = False,
     coloured: bool = True,
-) -> list[tuple[Line, str]]:
+) -> list[Named]:
     """Return the lines of a metric with their names in the heading; limits first, so that values
     are drawn over them.
 
@@ -635,8 +635,8 @@ def sampled_lines(
     colours these are; a sign where colours would be used again, or nothing is ``coloured``. In a
     heading, those after the first are numbers alone; with ``whole`` every name says everything.
     """
-    pairs = [
-        (limit.line("limit"), "limit" if whole or not at else "")
+    pairs: list[Named] = [
+        (replace(limit, role="limit"), "limit" if whole or not at else "")
         for at, limit in enumerate(sampled.get(metric.limit, ()))
     ]
     several = len({line.host for name in metric.samples for line in sampled.get(name, ())}) > 1
@@ -646,7 +646,7 @@ def sampled_lines(
         called = metric.names[number] if metric.names else ""
         role = "second" if number else metric.role
         if len(lines) == 1:
-            pairs.append((lines[0].line(role), called or "."))
+            pairs.append((replace(lines[0], role=role), called or "."))
             continue
         kind = name.partition(".")[0].replace("gpu", "GPU")
         for at, line in enumerate(lines):
@@ -657,11 +657,11 @@ def sampled_lines(
                 else f"{called}{':' if called else ''} {kind} {place}".strip()
             )
             look = look_of(drawn, coloured=coloured) if alone else Look(role, "")
-            pairs.append((replace(line.line(look.role), sign=look.sign), word))
+            pairs.append((replace(line, role=look.role, sign=look.sign), word))
             drawn += 1
     return pairs
 
 
 def marked_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> list[Line]:
     """Return the lines whose values are marked on the axis."""
-    return [line.line("bad") for line in sampled.get(metric.marked, ())]
+    return list(sampled.get(metric.marked, ()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from rich.segment import Segment
 from rich.style import Style
@@ -20,7 +20,6 @@ from textual.app import ComposeResult
 from textual.strip import Strip
 from textual.widget import Widget
 
-from so_tui.runs.records import BindingRecord
 from so_tui.trust.text import brief_line
 from so_tui.ui import run_status
 from so_tui.ui.charts.canvas import GLYPHS, Scale
@@ -38,7 +37,7 @@ from so_tui.ui.charts.drawing import (
 )
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.lines import StyledLines, cells_of
-from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, NodeView
+from so_tui.ui.snapshot import CORES, MEMORY, GpuView, HostView, NodeView, Snapshot
 from so_tui.ui.text import GlyphName, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
 from so_tui.ui.widgets import SIDE, Rule, command_key, framed
@@ -414,11 +413,9 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         assert self.axis is not None
         view = picture.view
         heat = _heat_rows(picture.groups(), size[1]) if self.plot == "cores" and view.cores else []
-        lines = (
-            (*view.lines(), *(gpu.line() for gpu in picture.gpus))
-            if self.plot != "memory"
-            else view.memory_lines()
-        )
+        lines = (*view.load, *(gpu.load for gpu in picture.gpus))
+        if self.plot == "memory":
+            lines = view.memory
         key = (
             size,
             self.glyphs,
@@ -467,7 +464,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         """Return the heat of cores over time."""
         assert self.axis is not None
         width, height = size
-        edges = self.axis.indices(view.lines()[1], width)
+        edges = self.axis.indices(view.load[1], width)
         texts = _heat_texts(heat, view.cores, edges, self.glyphs)
         rows = [
             [(row.label, "sign"), (text, HEAT_ROLES.get(row.role, row.role))]
@@ -557,32 +554,8 @@ def _figures(
 # and every GPU.
 
 
-class ShowsHosts(Protocol):
-    """What the panel needs to know of a run or of this host."""
-
-    @property
-    def nodes(self) -> tuple[NodeView, ...]:
-        """NUMA nodes with cores."""
-
-    @property
-    def gpus(self) -> tuple[GpuView, ...]:
-        """GPUs of all hosts."""
-
-    @property
-    def binding(self) -> BindingRecord | None:
-        """Which cores a run's ranks have; None without a run."""
-
-    @property
-    def averaged(self) -> bool:
-        """Whether nodes and GPUs show means over a run's training."""
-
-    @property
-    def inspected(self) -> Inspected | None:
-        """What nodes and GPUs show instead of the newest samples."""
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
+ShowsHosts = Snapshot | HostView
+"""A run, or this host."""
 
 
 class NumaPanel(KeptVertical):
@@ -634,7 +607,7 @@ class NumaPanel(KeptVertical):
     @property
     def wanted(self) -> tuple[str, ...]:
         """What must be kept of the samples."""
-        return {"load": (), "cores": (CORES,), "memory": MEMORY}[self.nodes.plot]
+        return {"load": (), "cores": (CORES,), "memory": tuple(MEMORY)}[self.nodes.plot]
 
     def next_plot(self) -> None:
         """Show something else of the nodes over time."""

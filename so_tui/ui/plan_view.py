@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from so_tui.ui.lines import fill, legend, stacked, step_parts
-from so_tui.ui.text import Content, faint, in_rows
+from so_tui.ui.text import Content, faint, in_rows, wrapped
 from so_tui.units import disk_size as disk
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
@@ -69,25 +69,12 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         ]
     facts += map(Content, filter(None, texts))
     predicted = faint("predicted") if plan.fits and plan.step_s and not plan.never_run else None
-    wide, close = (_in_lines(facts, predicted, gap, width) for gap in (GAP, GAP - 1))
-    return in_rows(close if len(close) < len(wide) else wide)
-
-
-def _in_lines(
-    facts: Sequence[Content], last: Content | None, gap: int, width: int
-) -> list[Content]:
-    """Return facts with ``gap`` cells between them in lines of ``width`` cells; ``last`` never
-    begins a line.
-    """
-    between = Content(" " * gap)
-    facts = [*facts[:-1], facts[-1] + between + last] if last is not None else facts
-    lines = list(facts[:1])
-    for fact in facts[1:]:
-        if lines[-1].cell_length + gap + fact.cell_length <= width:
-            lines[-1] += between + fact
-        else:
-            lines.append(fact)
-    return lines
+    found = []
+    for gap in (GAP, GAP - 1):
+        # ``predicted`` never begins a line.
+        last = facts[-1] + " " * gap + predicted if predicted is not None else facts[-1]
+        found.append(wrapped([*facts[:-1], last], width, gap))
+    return in_rows(min(found, key=len))
 
 
 def step_error_text(error: StepError | None) -> str:

@@ -106,21 +106,10 @@ class RunLister:
         try:
             state = current_state(run, self._watch)
         except InputError as error:
-            readable = False
-            state = RunState(
-                name=run.name,
-                state="lost",
-                reason=error.problems[0].message,
-                suggestion=error.problems[0].remedy,
-            )
-        return RunRow(
-            run,
-            readable_spec(run),
-            state,
-            unconfirmed(run, state, self._watch),
-            read_notes(run),
-            readable,
-        )
+            readable, why = False, error.problems[0]
+            state = RunState(name=run.name, state="lost", reason=why.message, suggestion=why.remedy)
+        checking = unconfirmed(run, state, self._watch)
+        return RunRow(run, readable_spec(run), state, checking, read_notes(run), readable)
 
 
 def _written_ns(path: Path) -> int:
@@ -233,13 +222,9 @@ def _thinned(line: Line, most: int) -> Line:
 def means_note(curves: Sequence[LossCurve]) -> tuple[str, ...]:
     """Return what the values of overlaid curves are, for the heading of their chart."""
     spans = sorted({curve.span for curve in curves})
-    return (
-        (mean_name(spans[0]),)
-        if len(spans) == 1
-        else (f"means of {spans[0]} to {spans[-1]} steps",)
-        if spans
-        else ()
-    )
+    if len(spans) < 2:
+        return tuple(map(mean_name, spans))
+    return (f"means of {spans[0]} to {spans[-1]} steps",)
 
 
 def _spark(series: Series, length: int, width: int) -> str:

@@ -187,7 +187,7 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[list[Piece]]:
     state = snapshot.state
     assert state is not None
     tail: list[list[Piece]] = []
-    step_s = snapshot.recent_median("step_s")
+    step_s = snapshot.step_s
     if snapshot.live and snapshot.stop_asked:
         tail.append([("asked to stop", "$warning")])
     elif snapshot.training and steps_left > 0 and math.isfinite(step_s):

@@ -132,6 +132,19 @@ def in_rows(lines: Iterable[str | content.Content]) -> Content:
     return Content("\n").join(lines)
 
 
+def wrapped(entries: Iterable[Content], width: int, gap: int = 3) -> list[Content]:
+    """Return entries with ``gap`` cells between them in lines of at most ``width`` cells, none cut
+    and none left out; one that is wider has its own line.
+    """
+    lines: list[Content] = []
+    for entry in entries:
+        if lines and lines[-1].cell_length + gap + entry.cell_length <= width:
+            lines[-1] = lines[-1] + " " * gap + entry
+        else:
+            lines.append(entry)
+    return lines
+
+
 def _own(made: content.Content) -> Content:
     """Return what a method of Textual's made, as content of this class: for type checkers, and for
     what is added to it later.

@@ -71,6 +71,8 @@ LEAST_ROWS_FOR_MORE = 8
 """Rows of a chart from which on a second row of values leaves a plot."""
 
 
+Named = tuple[Line, str]
+"""A line with its name in the heading; an empty one hides its value."""
 Pieces = list[tuple[str, str]]
 """Texts, each with the role whose style it has."""
 
@@ -325,8 +327,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
 
     def show(
         self,
-        lines: Sequence[Line],
-        names: Sequence[str],
+        named: Sequence[Named],
         axis: Axis | None,
         *,
         marks: Sequence[Mark] = (),
@@ -336,17 +337,16 @@ class Chart(DrawnRowsMixin, can_focus=True):
         alarm: str = "",
         progress: str = "",
     ) -> None:
-        """Show new data; ``names`` label each line's value in the heading, where an empty one hides
-        it.
-
-        ``progress`` says what is still to come, and ``alarm`` what is wrong; both follow the title.
+        """Show new data. ``progress`` says what is still to come, and ``alarm`` what is wrong; both
+        follow the title.
         """
-        self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
+        self.lines = tuple(line for line, _ in named)
+        self.names, self.axis = tuple(name for _, name in named), axis
         self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
         self.cursor, self.alarm, self.progress = cursor, alarm, progress
         # Series grow in place, so their length says whether there is anything new.
         series = [
-            (id(line.series), line.length, line.role, line.sign) for line in (*lines, *marked)
+            (id(line.series), line.length, line.role, line.sign) for line in (*self.lines, *marked)
         ]
         window = None if axis is None else (axis.unit, axis.low, axis.high)
         heading = self.names, self.notes, alarm, progress, self.turns, self.waiting, self.unit

@@ -27,13 +27,13 @@ from so_tui.ui.chart_metrics import (
     wanted_by,
     without_gpus,
 )
-from so_tui.ui.charts.chart import Chart, look_of
+from so_tui.ui.charts.chart import Chart, Named, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
-from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.charts.series import Axis
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, GlyphName, distinct, faint, in_rows, reading_text
+from so_tui.ui.text import Content, GlyphName, distinct, faint, in_rows, reading_text, wrapped
 from so_tui.ui.textual_fixes import CachedLinesMixin
 from so_tui.ui.widgets import command_key
 from so_tui.units import thousands
@@ -59,10 +59,8 @@ class _Shown:
         cursor, length = self.view.cursor, self.snapshot.length
         if cursor is None or not length or not self.overlays:
             return False
-        return (
-            cursor
-            > (self.snapshot.steps if self.view.unit == "step" else self.snapshot.times)[length - 1]
-        )
+        positions = self.snapshot.steps if self.view.unit == "step" else self.snapshot.times
+        return cursor > positions[length - 1]
 
 
 class ChartPanel(Container, CachedLinesMixin):
@@ -265,23 +263,18 @@ class ChartPanel(Container, CachedLinesMixin):
         snapshot = shown.snapshot
         coloured = not self.app.no_color
         pairs = _lines(metric, chart, shown, coloured=coloured)
-        measured = [line for line, _ in pairs if line.series.extremes(0, line.length) is not None]
+        measured = any(line.series.extremes(0, line.length) for line, _ in pairs)
         sampled = all(name in snapshot.sampled for name in metric.samples[:1])
         known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
         chart.waiting = "no step yet" if snapshot.live else "this run completed no step"
         if snapshot.length and not measured:
-            chart.waiting = "reading …" if not known else "not measured in this run"
+            chart.waiting = "not measured in this run" if known else "reading …"
             pairs = []
-        if shown.beyond_end:
-            pairs = [
-                (line, "") for line, _ in pairs
-            ]  # the cursor is where only another run has values
-        looks = [look_of(at, coloured=coloured) for at in range(len(shown.overlays))]
-        others = [
-            (line, "")
-            for other, look in zip(shown.overlays, looks, strict=True)
-            for line in other.lines(metric, *look)
-        ]
+        if shown.beyond_end:  # the cursor is where only another run has values
+            pairs = [(line, "") for line, _ in pairs]
+        for at, other in enumerate(shown.overlays):
+            look = look_of(at, coloured=coloured)
+            pairs += [(line, "") for line in other.lines(metric, *look)]
         roomy = chart.heading_room >= ROOMY
         if metric.narrow_title:
             chart.title = metric.title if roomy else metric.narrow_title
@@ -289,8 +282,7 @@ class ChartPanel(Container, CachedLinesMixin):
         own = metric.notes(latest, snapshot.on_gpus, roomy)
         chart.per, chart.unit = metric.shown_in
         chart.show(
-            [line for line, _ in (*pairs, *others)],
-            [name for _, name in (*pairs, *others)],
+            pairs,
             shown.axis,
             marks=marks,
             marked=marked_lines(metric, snapshot.sampled),
@@ -301,9 +293,7 @@ class ChartPanel(Container, CachedLinesMixin):
         )
 
 
-def _lines(
-    metric: Metric, chart: Chart, shown: _Shown, *, coloured: bool
-) -> list[tuple[Line, str]]:
+def _lines(metric: Metric, chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
     """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``,
     parts of a step have signs.
     """
@@ -319,25 +309,21 @@ def _lines(
     if not all(map(snapshot.has, metric.fields)):
         return []
     if metric.roles:
-        named = zip(metric.fields, metric.roles, metric.names, strict=True)
-        lines = [(snapshot.line(field, role, axis), name) for field, role, name in named]
-        return [
-            (replace(line, sign=look_of(at, coloured=coloured).sign), name)
-            for at, (line, name) in enumerate(lines)
-        ]
+        both = zip(metric.fields, metric.roles, strict=True)
+        lines = [snapshot.line(field, role, axis) for field, role in both]
+        looks = [look_of(at, coloured=coloured) for at in range(len(lines))]
+        signed = (replace(line, sign=look.sign) for line, look in zip(lines, looks, strict=True))
+        return list(zip(signed, metric.names, strict=True))
     field = metric.fields[0]
-    if not snapshot.is_smoothed(field):
-        pairs = [(snapshot.line(field, metric.role, axis), newest)]
-    else:
-        pairs = [
-            (snapshot.line(field, "raw", axis), newest),
-            (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)),
-        ]
-    if not metric.leads:
-        return pairs
-    if snapshot.training and shown.view.cursor is None:
-        pairs[0] = pairs[0][0], "now"
-    return [*pairs, *((line, "evaluation" if roomy else "eval") for line in evaluations)]
+    if metric.leads and snapshot.training and shown.view.cursor is None:
+        newest = "now"
+    smoothed = snapshot.is_smoothed(field)
+    pairs = [(snapshot.line(field, "raw" if smoothed else metric.role, axis), newest)]
+    if smoothed:
+        pairs.append((snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)))
+    if metric.leads:
+        pairs += [(line, "evaluation" if roomy else "eval") for line in evaluations]
+    return pairs
 
 
 def _mean_name(chart: Chart, shown: _Shown) -> str:
@@ -390,7 +376,7 @@ class RunLegend(StyledLines):
             role, sign = look_of(index, coloured=not self.app.no_color)
             entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)
             entries.append(entry + faint(f" {_value_text(overlaid, metric, axis, cursor)}"))
-        self.update(in_rows(_wrapped(entries, self.room)))
+        self.update(in_rows(wrapped(entries, self.room)))
 
 
 def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: float | None) -> str:
@@ -405,28 +391,8 @@ def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: f
     if cursor is not None and cursor > overlaid.end[0 if axis.unit == "step" else 1]:
         return "-"
     measured = lines[:1] if metric.fields else lines  # of the parts of a step, the first one
-    values = [
-        value
-        for line in measured
-        if (value := value_at(line, axis, axis.high if cursor is None else cursor)) is not None
-    ]
+    x = axis.high if cursor is None else cursor
+    values = [value for line in measured if (value := value_at(line, axis, x)) is not None]
     per, _ = metric.shown_in
-    texts = (
-        [metric.format_value(value / per) for value in (min(values), max(values))]
-        if values
-        else ["-"]
-    )
-    return " to ".join(dict.fromkeys(texts))
-
-
-def _wrapped(entries: list[Content], width: int, gap: str = "   ") -> list[Content]:
-    """Return entries in lines of at most ``width`` cells, none cut and none left out; one that is
-    wider has its own line.
-    """
-    lines: list[Content] = []
-    for entry in entries:
-        if lines and lines[-1].cell_length + len(gap) + entry.cell_length <= width:
-            lines[-1] = lines[-1] + gap + entry
-        else:
-            lines.append(entry)
-    return lines
+    ends = (min(values), max(values)) if values else ()
+    return " to ".join(dict.fromkeys(metric.format_value(end / per) for end in ends)) or "-"

@@ -108,19 +108,19 @@ class _Followed:
 
     def sampled(self, shift_s: float) -> dict[str, tuple[Line, ...]]:
         """Return the numbers of the samples, at their steps, with their times moved."""
-        places: dict[int, tuple[array[float], array[float]]] = {}
         found: dict[str, tuple[Line, ...]] = {}
-        for name, numbers in self.loads.sampled().items():
-            lines = []
-            for number in numbers:
-                if id(number.times) not in places:
-                    moved = array("d", (at + shift_s for at in number.times))
-                    places[id(number.times)] = (
-                        moved,
-                        steps_at(number.times, number.length, self.steps.series),
-                    )
-                lines.append(Line(number.series, number.length, *places[id(number.times)], "main"))
-            found[name] = tuple(lines)
+        places: dict[int, tuple[array[float], array[float]]] = {}
+        for name, lines in self.loads.sampled().items():
+            for line in lines:
+                if id(line.times) not in places:
+                    moved = array("d", (at + shift_s for at in line.times))
+                    steps = steps_at(line.times, line.length, self.steps.series)
+                    places[id(line.times)] = moved, steps
+            at = [places[id(line.times)] for line in lines]
+            found[name] = tuple(
+                replace(line, times=times, steps=steps)
+                for line, (times, steps) in zip(lines, at, strict=True)
+            )
         return found
 
 
@@ -304,9 +304,9 @@ def extent_of(
     else:
         ends = [snapshot.times[snapshot.length - 1]] if snapshot.length else []
         starts = [snapshot.whole.begin[1]] if snapshot.length else []
-        for node in snapshot.nodes:
-            ends.append(node.times[node.length - 1])
-            starts.append(node.times[0])
+        for line in (node.load[0] for node in snapshot.nodes):
+            ends.append(line.times[line.length - 1])
+            starts.append(line.times[0])
         if not ends:
             return None
         low, high = min(starts), max(ends)

@@ -9,8 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import msgspec
 from textual import getters
@@ -21,7 +20,7 @@ from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.launch.supervisor.samples import HostProcess, HostProcesses, Sampler
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine
-from so_tui.runs.records import BindingRecord, Sample
+from so_tui.runs.records import Sample
 from so_tui.ui.chart_metrics import (
     BY_KEY,
     HARDWARE,
@@ -35,7 +34,7 @@ from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
-from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, LoadStore, NodeView, Sampled
+from so_tui.ui.snapshot import CORES, MEMORY, HostView, LoadStore
 from so_tui.ui.text import Content, GlyphName, faint, in_rows, shorten
 from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import memory_size as memory
@@ -52,21 +51,6 @@ _COST_SHARE = 1 / 100
 """Reading every process takes long where there are thousands; its interval grows so that it stays
 below this share of a core.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class HostView:
-    """What is known of this host at one moment."""
-
-    nodes: tuple[NodeView, ...]
-    gpus: tuple[GpuView, ...]
-    sampled: Mapping[str, tuple[Sampled, ...]]
-    processes: tuple[HostProcess, ...]
-    axis: Axis
-    binding: BindingRecord | None = None
-    inspected: Inspected | None = None
-    averaged: bool = False
-    hosts: int = 1
 
 
 class Monitor:
@@ -108,12 +92,10 @@ class Monitor:
             for kept in self._kept:
                 self._store.append("", kept)
         self._list_processes()
-        nodes = (self._store.node("", sample, node, self._cpus) for node in sample.nodes)
-        gpus = (self._store.gpu("", gpu) for gpu in sample.gpus)
         begin = self._kept[0].time
         return HostView(
-            nodes=tuple(view for view in nodes if view is not None),
-            gpus=tuple(view for view in gpus if view is not None),
+            nodes=self._store.nodes({"": sample}, self._cpus),
+            gpus=self._store.gpus({"": sample}),
             sampled=self._store.sampled(),
             processes=self._listed,
             axis=Axis(
@@ -227,11 +209,9 @@ class HostPanel(Vertical):
             await self.row.mount_all(chart_of(BY_KEY[key], self._glyphs) for key in keys)
             charts = {chart.id: chart for chart in self.row.query(Chart)}
         for key in keys:
-            pairs = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
+            named = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
             marked = marked_lines(BY_KEY[key], host.sampled)
-            charts[key].show(
-                [line for line, _ in pairs], [name for _, name in pairs], host.axis, marked=marked
-            )
+            charts[key].show(named, host.axis, marked=marked)
 
     def turn(self, pages: int) -> None:
         """Show other charts the next time."""
