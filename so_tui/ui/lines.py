@@ -158,6 +158,11 @@ class StyledLines(DrawnRowsMixin):
         """Rows of the content."""
         return self.content.plain.count("\n") + 1
 
+    @property
+    def shown_rows(self) -> int:
+        """Rows that the lines take; none while they are hidden."""
+        return self.rows if self.display else 0
+
     def update(self, content: Content) -> None:
         """Show other content, and repaint only rows that changed."""
         if content == self.content:

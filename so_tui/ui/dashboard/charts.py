@@ -123,7 +123,6 @@ class ChartPanel(Container, CachedLinesMixin):
     def __init__(self, layout: ChartLayout, *, glyphs: GlyphName, id: str | None = None) -> None:
         self._glyphs = glyphs
         self.chart_layout = layout
-        self._number = 0
         self._on_gpus = True
         self.instead: tuple[str, ...] = ()
         """Keys of metrics that are shown instead of those that the user chose."""
@@ -143,10 +142,8 @@ class ChartPanel(Container, CachedLinesMixin):
             yield chart
 
     def _set_grid(self) -> None:
-        self.styles.grid_size_columns, self.styles.grid_size_rows = (
-            self.page.columns,
-            self.page.rows,
-        )
+        self.styles.grid_size_columns = self.page.columns
+        self.styles.grid_size_rows = self.page.rows
 
     def _set_scales(self, chart: Chart) -> None:
         chart.log_scale = self.chart_layout.flagged("log", chart.id or "")
@@ -191,10 +188,6 @@ class ChartPanel(Container, CachedLinesMixin):
         """Rows that the grid takes at least; 0 where all charts stand in one row."""
         return LEAST_ROWS * self.page.rows if self.page.rows > 1 else 0
 
-    def set_rows(self, rows: int) -> None:
-        """Make the panel ``rows`` high."""
-        self.styles.height = rows
-
     def focus_first(self) -> None:
         """Give the keyboard to the first chart."""
         for chart in self.charts[:1]:
@@ -204,20 +197,18 @@ class ChartPanel(Container, CachedLinesMixin):
         """Show what ``layout`` says, some pages further. Return whether other charts are shown than
         before.
         """
-        self._number = (
-            max(0, self.page.number + turned)
-            if turned >= 0
-            else (self.page.number + turned) % self.page.pages
-        )
+        number = self.page.number + turned
+        if turned < 0:
+            number %= self.page.pages
         self.chart_layout = layout
         shown = self.wanted_layout
         if self.instead:
             shown = msgspec.structs.replace(layout, shown=self.instead)
-        page = page_of(shown, self._number, self.room)
+        page = page_of(shown, number, self.room)
         before, self.page = self.page, page
         for chart in self.charts:
             self._set_scales(chart)
-        if (before.metrics, before.columns, before.rows) == (page.metrics, page.columns, page.rows):
+        if before == replace(page, number=before.number, pages=before.pages):
             return False
         focused = next((chart.id for chart in self.charts if chart.has_focus), None)
         with self.app.batch_update():

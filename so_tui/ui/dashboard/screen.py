@@ -169,7 +169,6 @@ class DashboardScreen(ResizablePage):
         """What is known of them."""
         self._rows = Rows(0, 0, 0)
         """As they were divided last."""
-        self._side_columns = 0
         self._placed = (0, 0)
         """Columns of the terminal, and those of the panels at the right, for which the panels stand
         in their places.
@@ -275,8 +274,8 @@ class DashboardScreen(ResizablePage):
         while True:
             await self._due.wait()
             self._due.clear()
-            zoomed = self.view.window is not None and self.axis is not None
-            window = self.axis.in_steps() if zoomed and self.axis is not None else None
+            axis = self.axis if self.view.window is not None else None
+            window = axis.in_steps() if axis is not None else None
             charted, cursor = self.charts.wanted, self._cursor_position()
             snapshot, overlays = await asyncio.to_thread(
                 self._read, follower, window, charted, self.numa.wanted, cursor, self.chosen
@@ -335,15 +334,12 @@ class DashboardScreen(ResizablePage):
         columns.
         """
         settings = self.app.settings
-        side = (
-            side_columns(self.size.width, settings.panels.side)
-            if settings.screen.layout == "auto"
-            else 0
-        )
+        side = 0
+        if settings.screen.layout == "auto":
+            side = side_columns(self.size.width, settings.panels.side)
         if (self.size.width, side) == self._placed:
             return side
         self._placed = self.size.width, side
-        self._side_columns = side
         self.set_class(bool(side), "-beside")
         self.side.styles.width = side - 1 if side else "100%"
         self.details.display = self.divider.display = bool(side)
@@ -356,23 +352,20 @@ class DashboardScreen(ResizablePage):
         """
         height = self.size.height - OTHER_ROWS
         crowded = height < 12 + 3 * nodes
-        frame = BOTTOM if framed(self) else 0
-        lines = (0 if crowded else 1 + frame) + (1 + frame if log_below else 0)
-        around = self.header.rows + self.step.rows + lines
-        fixed = (
-            around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
+        framed_line = 1 + (BOTTOM if framed(self) else 0)
+        fixed = framed_line * ((not crowded) + log_below) + sum(
+            panel.shown_rows for panel in (self.header, self.step, self.placement, self.legend)
         )
         sizes = self.app.settings.panels
-        rows = rows_for(
-            height, nodes, self.numa.gpu_rows, fixed, self.charts.least_rows, log=log_below
-        )
+        gpus, least = self.numa.gpus.shown_rows, self.charts.least_rows
+        rows = rows_for(height, nodes, gpus, fixed, least, log=log_below)
         self._rows = rows = rows.resized(nodes, sizes.charts, sizes.nodes)
-        self.charts.set_rows(rows.charts)
+        self.charts.styles.height = rows.charts
         self.numa.set_rows(rows.plot, heading=not crowded)
-        log = rows.log if log_below else height - self.header.rows - self.details.rows - 1 - frame
-        self.log_panel.set_rows(
-            max(1, log - int(self.search.display))
-        )  # the search bar takes its row from the log alone
+        beside = height - self.header.shown_rows - self.details.rows - framed_line
+        # The search bar takes its row from the log alone.
+        log = (rows.log if log_below else beside) - self.search.display
+        self.log_panel.set_rows(max(1, log))
 
     async def on_resize(self) -> None:
         # Lines that wrap beside a scroll bar can be what keeps it there: whether there is one must
@@ -621,21 +614,17 @@ class DashboardScreen(ResizablePage):
         most = self.size.height - RESERVED_ROWS
         charts = Size("charts", self._rows.charts, 4, most)
         nodes = Size("nodes", self._rows.plot, 0, most // count, count=count)
-        side = Size(
-            "side", self._side_columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4
-        )
-        log = self.log_panel
+        columns, log = self._placed[1], self.log_panel
+        side = Size("side", columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4)
         if panel is self.divider:
             return side
-        if panel is log.lines:
-            return (
-                side if self._side_columns else replace(charts, step=-1)
-            )  # below the others, it has what they leave
+        if panel is log.lines:  # below the others, it has what they leave
+            return side if columns else replace(charts, step=-1)
         if panel is log.heading:
-            return None if self._side_columns else nodes
-        return (
-            None if panel is self.details.heading else nodes if panel is self.numa.nodes else charts
-        )
+            return None if columns else nodes
+        if panel is self.details.heading:
+            return None
+        return nodes if panel is self.numa.nodes else charts
 
     def sizes_changed(self) -> None:
         self.call_later(self.on_resize)

@@ -186,7 +186,8 @@ class HostPanel(Vertical):
         self.numa.show(host, host.axis, width)
         nodes = max(1, self.numa.node_rows(width))
         frames = 2 * BOTTOM if framed(self) else 0
-        left = height - 3 - frames - self.numa.gpu_rows - 2 * nodes  # two title lines and the axis
+        gpus = self.numa.gpus.shown_rows
+        left = height - 3 - frames - gpus - 2 * nodes  # two title lines and the axis
         charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
         if left - charts < nodes + _LEAST_PROCESS_ROWS:
             charts = 0
