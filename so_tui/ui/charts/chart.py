@@ -111,15 +111,12 @@ def _arranged(title: Pieces, figures: Sequence[_Figure], room: int, height: int)
         figures = [figure for figure in figures if figure.kind != "raw"]
     beside: Pieces = []
     below: Pieces = []
-    free_below = room
     for pieces, kind in figures:
         cells = cells_in(pieces)
-        if cells <= free and (kind == "note" or not below):
+        if cells <= free - cells_in(beside) and (kind == "note" or not below):
             beside += pieces
-            free -= cells
-        elif kind != "note" and cells <= free_below:
+        elif kind != "note" and cells <= room - cells_in(below):
             below += pieces
-            free_below -= cells
     return _Heading(title, beside, below)
 
 
@@ -137,12 +134,12 @@ class _ChartFrame(NamedTuple):
         row = [*heading.title, *heading.beside]
         if self.inset:
             left = [("╭─ ", "frame"), *heading.title, (" ", "frame")]
-            right = [*heading.beside, (" ─╮", "frame")] if heading.beside else [("╮", "frame")]
-            between = self.width - cells_in([*left, *right])
+            right = [("╮", "frame")]
             if heading.beside:  # its first two cells are blank: one of them belongs to the line
-                between += 1
-                right[0] = (right[0][0][1:], right[0][1])
-            row = [*left, ("─" * between, "frame"), *right]
+                (text, role), *others = heading.beside
+                right = [(text[1:], role), *others, (" ─╮", "frame")]
+            between = "─" * (self.width - cells_in([*left, *right]))
+            row = [*left, (between, "frame"), *right]
         strip = Strip(joined(row, self.styles))
         return strip.adjust_cell_length(self.width, self.styles["base"])
 
@@ -161,9 +158,8 @@ class _ChartFrame(NamedTuple):
         if note:
             end = Segment(f" {note} ", self.styles["note"])
             inside = Strip([*inside.crop(0, self.width - 4 - len(note)), end])
-        return Strip([Segment("╰", line), *inside, Segment("╯", line)]).adjust_cell_length(
-            self.width, self.styles["base"]
-        )
+        row_in_frame = Strip([Segment("╰", line), *inside, Segment("╯", line)])
+        return row_in_frame.adjust_cell_length(self.width, self.styles["base"])
 
 
 # The mouse on a chart: a click points at a position, a drag chooses a range or pushes the axis,
@@ -418,10 +414,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.release_mouse()
         if drag.far and not drag.pans:
             self._dragged = True
-            low, high = (
-                self._x_at(min(cell, self.inset + GUTTER + self.columns - 1))
-                for cell in sorted((drag.start, drag.at))
-            )
+            last = self.inset + GUTTER + self.columns - 1
+            cells = sorted((drag.start, drag.at))
+            low, high = (self._x_at(min(cell, last)) for cell in cells)
             if low is not None and high is not None:
                 self.post_message(self.Ranged(low, high))
             self.repaint()
@@ -450,11 +445,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def heading_room(self) -> int:
         """Cells of title and figures."""
         width, height = self.size
-        self.inset = (
-            SIDE
-            if self.boxed and width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS and framed(self)
-            else 0
-        )
+        large = width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS
+        self.inset = SIDE if self.boxed and large and framed(self) else 0
         return width - (6 if self.inset else 0)
 
     def draw_rows(self) -> list[Strip]:
@@ -471,7 +463,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         rows = [frame.row(below)] if below and height >= LEAST_ROWS_FOR_MORE else []
         roomy = columns >= LEAST_COLUMNS and height >= 3
         if roomy and self.axis is not None and any(line.length for line in self.lines):
-            rows += self._body(self.axis, columns, height - 2 - len(rows), frame, styles)
+            rows += self._body(self.axis, columns, height - 2 - len(rows), frame)
         else:
             if roomy:
                 rows.append(frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])]))
@@ -482,10 +474,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
             heading = _arranged(title, list(self._figures()), room, height)
         return [frame.upper(heading), *rows]
 
-    def _body(
-        self, axis: Axis, width: int, height: int, frame: _ChartFrame, styles: dict[str, Style]
-    ) -> list[Strip]:
+    def _body(self, axis: Axis, width: int, height: int, frame: _ChartFrame) -> list[Strip]:
         """Return plot and axis."""
+        styles = frame.styles
         plot, scale = self._plot(axis, width, height, styles)
         labels = gutter_text(scale, height, self.format_value, self.per)
         rows = []
@@ -494,10 +485,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
             row = self._with_range(row, width)
             rows.append(frame.row([Segment(label, styles["label"]), *row]))
         unit = f" {axis.unit} "
-        corner = [
-            Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]),
-            Segment(unit, styles["label"]),
-        ]
+        line = ("─" if self.inset else " ") * (GUTTER - len(unit))
+        corner = [Segment(line, styles["frame"]), Segment(unit, styles["label"])]
         lower = axis_row(axis, width, self._all_marks(axis, width), styles)
         return [*rows, frame.lower([*corner, *lower], self.turns)]
 
@@ -509,22 +498,19 @@ class Chart(DrawnRowsMixin, can_focus=True):
         """
         signs: dict[int, str] = {}
         for line in self.marked:
-            signs |= {
-                column: "▼"
-                for column, found in enumerate(spans(line, axis, width)[0])
-                if found is not None
-            }
+            found = spans(line, axis, width)[0]
+            signs |= {column: "▼" for column, span in enumerate(found) if span is not None}
         if self.mark_gaps and self.lines[0].series.missing(self.lines[0].length):
             signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
         edges = axis.edges(width)
-        middles = {(edges[column] + edges[column + 1]) / 2: sign for column, sign in signs.items()}
-        return [
-            *self.marks,
-            *(Mark(middle, middle, sign, "bad") for middle, sign in middles.items()),
-        ]
+        marks = list(self.marks)
+        for column, sign in signs.items():
+            middle = (edges[column] + edges[column + 1]) / 2
+            marks.append(Mark(middle, middle, sign, "bad"))
+        return marks
 
     def _plot(
-        self, axis: Axis, width: int, height: int, styles: dict[str, Style]
+        self, axis: Axis, width: int, height: int, styles: Mapping[str, Style]
     ) -> tuple[list[list[Segment]], Scale]:
         """Return the plot area, cached while nothing of it changes: moving a cursor does not draw
         it again, and values beyond the range are no change.
@@ -550,12 +536,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
         wrong.
         """
         scaled = self.log_scale or self.robust  # which must be read rather than the page
-        paged = not self.inset and not scaled and len(self.title) + 2 + len(self.turns) <= room
-        others = (
-            (self.turns if paged else "", "note"),
-            (self.progress, "cursor"),
-            (self.alarm, "bad"),
-        )
+        fits = len(self.title) + 2 + len(self.turns) <= room
+        turns = self.turns if fits and not self.inset and not scaled else ""
+        others = (turns, "note"), (self.progress, "cursor"), (self.alarm, "bad")
         return [(self.title, "title"), *((f"  {text}", role) for text, role in others if text)]
 
     def _figures(self) -> Iterator[_Figure]:
@@ -564,11 +547,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
         for line, name in zip(self.lines, self.names, strict=True):
             if not name or axis is None or not line.length:
                 continue
-            value = (
-                line.series.value(line.length - 1)
-                if self.cursor is None
-                else value_at(line, axis, self.cursor)
-            )
+            newest = line.series.value(line.length - 1)
+            value = newest if self.cursor is None else value_at(line, axis, self.cursor)
             shown = "-" if value is None else self.format_value(value / self.per)
             called = f"  {name} ".replace("  . ", "  ")
             if line.role == "raw":
@@ -581,14 +561,13 @@ class Chart(DrawnRowsMixin, can_focus=True):
             yield _Figure([(f" {self.unit}", "note")])
         if self.cursor is not None and axis is not None:
             yield _Figure([(f"  at {axis.unit} {x_text(axis, self.cursor)}", "cursor")])
-        beyond = f", {plural(self._outside, 'column')} beyond" if self._outside else ""
-        for note in (
-            "  log y" if self.log_scale else "",
-            *(("  robust y", beyond) if self.robust else ()),
-            *(f"  {note}" for note in self.notes),
-        ):
-            if note:
-                yield _Figure([(note, "note")])
+        notes = ["  log y"] if self.log_scale else []
+        if self.robust:
+            notes.append("  robust y")
+            if self._outside:
+                notes.append(f", {plural(self._outside, 'column')} beyond")
+        for note in (*notes, *(f"  {note}" for note in self.notes)):
+            yield _Figure([(note, "note")])
 
     def _with_range(self, row: list[Segment], width: int) -> list[Segment]:
         """Return the row with the range reversed that is being dragged over."""

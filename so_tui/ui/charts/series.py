@@ -314,38 +314,33 @@ class Axis:
         last = bisect_left(self.times, self.high, 0, self.length)
         return self.steps[max(0, first)], self.steps[min(self.length - 1, last)]
 
+    def positions(self, line: Line, x: float) -> tuple[array[float], float]:
+        """Return the positions of the values of a line, and ``x`` among them."""
+        if self.unit == "step" and line.steps is not None:
+            return line.steps, x
+        return line.times, self.time_of(x) if self.unit == "step" else x
+
     def indices(self, line: Line, columns: int) -> list[int]:
         """Return the borders of the columns as indices into ``line``: column ``c`` holds
         ``[result[c], result[c + 1])``.
         """
-        by_step = self.unit == "step" and line.steps is not None
-        positions = line.steps if by_step and line.steps is not None else line.times
+        in_time = self.unit == "step" and line.steps is None
+        positions = line.times if line.steps is None or self.unit == "time" else line.steps
         key = (id(positions), line.length, columns)
         if key not in self._found:
-            edges = (
-                self.edges(columns)
-                if by_step or self.unit == "time"
-                else self._edges_in_time(columns)
-            )
-            self._found[key] = self._search(positions, line.length, edges)
+            edges = self.edges(columns)
+            if in_time and columns not in self._time_edges:
+                self._time_edges[columns] = list(map(self.time_of, edges))
+            *others, last = self._time_edges[columns] if in_time else edges
+            found: list[int] = []
+            at = 0
+            for edge in others:
+                at = bisect_left(positions, edge, at, line.length)
+                found.append(at)
+            # The last column includes its right border; otherwise the newest value would never be
+            # drawn.
+            self._found[key] = [*found, bisect_right(positions, last, at, line.length)]
         return self._found[key]
-
-    def _edges_in_time(self, columns: int) -> list[float]:
-        if columns not in self._time_edges:
-            self._time_edges[columns] = [self.time_of(edge) for edge in self.edges(columns)]
-        return self._time_edges[columns]
-
-    @staticmethod
-    def _search(positions: array[float], length: int, edges: list[float]) -> list[int]:
-        found: list[int] = []
-        at = 0
-        for edge in edges[:-1]:
-            at = bisect_left(positions, edge, at, length)
-            found.append(at)
-        # The last column includes its right border; otherwise the newest value would never be
-        # drawn.
-        found.append(bisect_right(positions, edges[-1], at, length))
-        return found
 
 
 # A chart of the screen as a picture of its own (SVG), for documents. Pure.
@@ -377,13 +372,9 @@ def _points(line: Line, per: float) -> list[tuple[float, float]]:
     every = max(1, -(-line.length // _MOST_POINTS))
     found = []
     for start in range(0, line.length, every):
-        extremes = line.series.extremes(start, min(line.length, start + every))
+        extremes = line.series.extremes(start, min(line.length, start + every)) or (math.nan,)
         step = line.steps[start] if line.steps is not None else float(start)
-        if not math.isfinite(step):
-            continue
-        if extremes is None:
-            found.append((step, math.nan))
-        else:
+        if math.isfinite(step):
             found += [(step, value / per) for value in dict.fromkeys(extremes)]
     return found
 
@@ -419,12 +410,9 @@ def mean_of(metric: str) -> str:
 def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: float = 0.0) -> Line:
     """Return the losses of evaluations as a line, with their times moved by ``shift_s``."""
     series = Series()
-    for record in records:
-        series.append(record.loss)
-    times, steps = (
-        array("d", (record.time + shift_s for record in records)),
-        array("d", (float(record.step) for record in records)),
-    )
+    series.extend([record.loss for record in records])
+    times = array("d", (record.time + shift_s for record in records))
+    steps = array("d", (float(record.step) for record in records))
     return Line(series, len(series), times, steps, role)
 
 
@@ -543,12 +531,8 @@ class FollowedSteps:
         smoothed: Sequence[str] = SMOOTHED,
     ) -> None:
         self._reader = reader
-        self._wanted: tuple[tuple[str, ...], tuple[str, ...], float | None] = (
-            tuple(metrics),
-            tuple(smoothed),
-            None,
-        )
-        self.series = StepSeries(mean_steps(0), metrics, smoothed)
+        self.want(metrics, smoothed, None)
+        self.series = self.new_series(mean_steps(0))
         """What is drawn."""
         self.unread_share = 0.0
         """How much of the run is still to be read before it is drawn to its end."""
@@ -580,8 +564,7 @@ class FollowedSteps:
             self._next, self._left = self.new_series(span), []
         for rows in self._rows.read(limit_s):
             self._left += rows
-            whole = len(self._left) >> self._next.halvings << self._next.halvings
-            self._add(whole)
+            self._add(len(self._left) >> self._next.halvings << self._next.halvings)
         self.unread_share = self._rows.unread_share
         if not self.unread_share:
             self._add(len(self._left))
@@ -593,9 +576,8 @@ class FollowedSteps:
         self._next.extend(self._left[:count])
         del self._left[:count]
         shown = self._next is self.series
-        while (
-            len(self._next) >= (MOST_ROWS // 2 if self._next.halvings else MOST_ROWS)
-            and len(self._next) % 2 == 0
+        while len(self._next) % 2 == 0 and len(self._next) >= MOST_ROWS // (
+            2 if self._next.halvings else 1
         ):
             self._next = self._next.halved()
         if shown:
