@@ -136,7 +136,7 @@ class SoTuiApp(SharedApp):
             _import_packages()  # the dashboard's workers start with the first paint
         # Set on the instance before Textual reads it, so that a given run is shown without another
         # screen first.
-        setattr(self, "DEFAULT_MODE", "dashboard" if at_run else "presets")  # noqa: B010 - a class variable to type checkers
+        self.__dict__["DEFAULT_MODE"] = "dashboard" if at_run else "presets"
         super().__init__(catalog, machine, machine_file, runs_dir, start, settings)
         self.set_reactive(SoTuiApp.opened, open_run)
         self.set_reactive(SoTuiApp.inspecting, not at_run or machine is not None)

@@ -85,10 +85,6 @@ class Metric:
         return memory_unit() if self.in_bytes else (self.per, self.unit)
 
 
-def _learning_rate(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
-    return [] if latest is None else [f"learning rate {significant(latest.learning_rate)}"]
-
-
 def _speed(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
     unit = f"TFLOPS/{'GPU' if on_gpus else 'rank'}"
     if latest is None:
@@ -122,7 +118,9 @@ STEP_METRICS: tuple[Metric, ...] = (
         "before clipping",
         ("gradient_norm",),
         smoothing="mean",
-        notes=_learning_rate,
+        notes=lambda latest, on_gpus, roomy: (
+            [f"learning rate {significant(latest.learning_rate)}"] if latest else []
+        ),
     ),
     Metric(
         "learning-rate",
@@ -565,7 +563,7 @@ def _layout_path() -> Path:
 
 
 def load_layout() -> ChartLayout:
-    """Return the remembered layout, without what this version does not know."""
+    """Return the remembered layout, without what this version does not know or is out of range."""
     try:
         found = read_json(_layout_path(), ChartLayout)
     except FileNotFoundError:
@@ -573,23 +571,19 @@ def load_layout() -> ChartLayout:
     except (OSError, msgspec.DecodeError) as error:
         _log.info("the layout of charts is the default one: %s", error)
         return ChartLayout()
-    return _checked(found)
-
-
-def _checked(found: ChartLayout) -> ChartLayout:
-    """Return a layout with what is unknown or out of range left out."""
-    shown = tuple(dict.fromkeys(key for key in found.shown if key in BY_KEY)) or ChartLayout().shown
-    ema = (
-        None
-        if found.ema is None or not math.isfinite(found.ema)
-        else min(MOST_EMA, max(0.0, found.ema))
+    ema = None
+    if found.ema is not None and math.isfinite(found.ema):
+        ema = min(MOST_EMA, max(0.0, found.ema))
+    shown, log, robust = (
+        tuple(filter(BY_KEY.__contains__, keys))
+        for keys in (dict.fromkeys(found.shown), found.log, found.robust)
     )
     return ChartLayout(
-        shown=shown,
+        shown=shown or ChartLayout().shown,
         grid=found.grid if found.grid in GRIDS else None,
         ema=ema,
-        log=tuple(key for key in found.log if key in BY_KEY),
-        robust=tuple(key for key in found.robust if key in BY_KEY),
+        log=log,
+        robust=robust,
     )
 
 

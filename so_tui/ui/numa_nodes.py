@@ -134,12 +134,11 @@ _LEVEL_OF_PERCENT: dict[GlyphName, list[str]] = {
 """Looked up, since hundreds of cores are drawn each second."""
 
 
-def _pair(left: float, right: float | None) -> str:
-    """Return one braille cell for two cores, four levels each."""
-    mask = _PAIRS[0][min(3, int(left / 25))]
-    if right is not None:
-        mask |= _PAIRS[1][min(3, int(right / 25))]
-    return chr(0x2800 + mask)
+def _pair(*loads: float | None) -> str:
+    """Return one braille cell for two cores, four levels each; the second may be missing."""
+    sides = zip(_PAIRS, loads, strict=True)
+    masks = (side[min(3, int(load / 25))] for side, load in sides if load is not None)
+    return chr(0x2800 + sum(masks))
 
 
 def _averaged(loads: Sequence[float], count: int) -> list[float]:
@@ -200,7 +199,11 @@ def _heat_texts(
         edges: Borders of the columns as indices into ``history``. A column without a sample shows
             the one before, if another follows.
     """
-    columns = [_sampled(history, start, stop) for start, stop in pairwise(edges)]
+    columns = []
+    for start, stop in pairwise(edges):
+        if stop == start and 0 < start < len(history):
+            start -= 1
+        columns.append(history[start : stop : max(1, -(-(stop - start) // _SAMPLES_A_COLUMN))])
     return [
         "".join(
             " " if not column else _level(_mean(column, row.positions), glyphs)
@@ -216,12 +219,6 @@ def _mean(column: Sequence[bytes], positions: tuple[int, ...]) -> float:
         return sum(loads[positions[0]] for loads in column) / len(column)
     pick = itemgetter(*positions)
     return sum(sum(pick(loads)) for loads in column) / (len(column) * len(positions))
-
-
-def _sampled(history: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
-    if stop > start:
-        return history[start : stop : -(-(stop - start) // _SAMPLES_A_COLUMN)]
-    return history[start - 1 : start] if 0 < start < len(history) else ()
 
 
 PERCENT = Scale(0, 100)

@@ -151,11 +151,12 @@ class SettingsApp(FixedApp[None]):
         if theme not in self.available_themes:
             text = f"There is no theme {theme}: {DARK.name} is used. Press , to choose another."
             self.notify(text, title="Settings", severity="warning", timeout=20, markup=False)
-        self.theme_changed_signal.subscribe(self, lambda changed: self._theme_changed(changed.name))
 
-    def _theme_changed(self, name: str) -> None:
-        if name != self.settings.screen.theme:
-            self.keep({"screen.theme": name})
+        def keep_theme(theme: Theme) -> None:
+            if theme.name != self.settings.screen.theme:
+                self.keep({"screen.theme": theme.name})
+
+        self.theme_changed_signal.subscribe(self, keep_theme)
 
     def keep(self, changes: Mapping[str, Any]) -> None:
         """Apply changes of settings, by dotted key, and write them to the user's file."""

@@ -535,10 +535,6 @@ class Snapshot:
         """Return whether a metric has been read; which are follows from what the charts show."""
         return metric in self.whole.series
 
-    def is_smoothed(self, metric: str) -> bool:
-        """Return whether there is a mean of a metric."""
-        return metric in self.whole.means
-
     def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
         """Return a metric, in full detail where that was read for the window that ``axis``
         shows.

@@ -372,10 +372,8 @@ class PlainCharacters(LineFilter):
 
 def _plain(text: str) -> str:
     text = text.translate(_PLAIN)
-    return (
-        text
-        if text.isascii()
-        else "".join(
-            character if character.isascii() else "?" * cell_len(character) for character in text
-        )
+    if text.isascii():
+        return text
+    return "".join(
+        character if character.isascii() else "?" * cell_len(character) for character in text
     )

@@ -24,7 +24,7 @@ from so_tui.units import memory_size as memory
 from so_tui.units import plural
 
 if TYPE_CHECKING:
-    from so_tui.machine.types import Gpu, Machine
+    from so_tui.machine.types import Machine
 
 
 def command_key(
@@ -75,17 +75,6 @@ def gpu_model(name: str) -> str:
     return name
 
 
-def _gpus_text(gpus: tuple[Gpu, ...]) -> str:
-    """Return ``4x GH200 95 GiB``, or ``no GPU``."""
-    if not gpus:
-        return "no GPU"
-    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in gpus)
-    return " + ".join(
-        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
-        for (name, total), number in kinds.items()
-    )
-
-
 def _nodes_text(machine: Machine) -> str:
     """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
     nodes = machine.cpu_nodes
@@ -106,8 +95,13 @@ def _nodes_text(machine: Machine) -> str:
 
 
 def machine_facts(machine: Machine) -> list[str]:
-    """Return facts for one line, most important first."""
-    facts = [_gpus_text(machine.gpus), _nodes_text(machine)]
+    """Return facts for one line, such as ``4x GH200 95 GiB``, most important first."""
+    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in machine.gpus)
+    gpus = " + ".join(
+        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
+        for (name, total), number in kinds.items()
+    )
+    facts = [gpus or "no GPU", _nodes_text(machine)]
     if len(machine.allowed_cpus) < len(machine.online_cpus):
         facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
     return facts
@@ -259,11 +253,11 @@ class KeyLine(CachedLinesMixin):
         seen: set[str] = set()
         for active in self.screen.active_bindings.values():
             binding = active.binding
-            of_use = (
-                (binding.show and not _prints(binding.key)) or binding.key == "escape"
-                if self._typing
-                else binding.show
-            )
+            of_use = binding.show
+            if self._typing:
+                character = key_to_character(REPLACED_KEYS.get(binding.key, binding.key))
+                types = character is not None and character.isprintable()
+                of_use = (of_use and not types) or binding.key == "escape"
             if of_use and active.enabled and binding.description and binding.action not in seen:
                 seen.add(binding.action)
                 yield binding
@@ -280,12 +274,6 @@ class KeyLine(CachedLinesMixin):
         for start, end, key in self._spans:
             if at is not None and start <= at.x < end:
                 self.app.simulate_key(key)
-
-
-def _prints(key: str) -> bool:
-    """Return whether a key types a character."""
-    character = key_to_character(REPLACED_KEYS.get(key, key))
-    return character is not None and character.isprintable()
 
 
 def _fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:

@@ -285,11 +285,12 @@ class Canvas:
         broken = set(gaps)
         before: tuple[int, int, int] | None = None
         for column, heights in enumerate(scale.heights(found, self.dots)):
+            if column in broken:
+                before = None
             if heights is None:
-                before = None if column in broken else before
                 continue
             low, high = heights
-            if before is not None and column not in broken:
+            if before is not None:
                 if connect:
                     low, high = self._join(before, column, low, high, layer)
                 else:

@@ -566,7 +566,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
             notes.append("  robust y")
             if self._outside:
                 notes.append(f", {plural(self._outside, 'column')} beyond")
-        for note in (*notes, *(f"  {note}" for note in self.notes)):
+        for note in (*notes, *(f"  {note}" for note in self.notes if note)):
             yield _Figure([(note, "note")])
 
     def _with_range(self, row: list[Segment], width: int) -> list[Segment]:

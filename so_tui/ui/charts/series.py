@@ -64,7 +64,13 @@ class Series:
             highs = [-math.inf if value != value else value for value in values]
             for index, value in enumerate(values):
                 if value != value:
-                    self._add_gap(len(self) + index // several)
+                    at = len(self) + index // several
+                    count = self._gap_values[-1] + 1 if self._gaps else 1
+                    if self._gaps and self._gaps[-1] == at:
+                        self._gap_values[-1] = count
+                    else:
+                        self._gap_values.append(count)
+                        self._gaps.append(at)
         if several > 1:
             lows, highs = _reduce(min, lows, several), _reduce(max, highs, several)
             values = values[several - 1 :: several]
@@ -106,14 +112,6 @@ class Series:
             low = array("d", (math.inf if value != value else value for value in low))
             high = array("d", (-math.inf if value != value else value for value in high))
         return low, high
-
-    def _add_gap(self, index: int) -> None:
-        values = self._gap_values[-1] + 1 if self._gaps else 1
-        if self._gaps and self._gaps[-1] == index:
-            self._gap_values[-1] = values
-        else:
-            self._gap_values.append(values)
-            self._gaps.append(index)
 
     def _combine(self) -> None:
         """Bring the upper levels up to date with level 0."""
@@ -358,9 +356,8 @@ def chart_svg(title: str, lines: Sequence[Line], names: Sequence[str], per: floa
         names: Their names, one each.
         per: What values are divided by.
     """
-    return curves(
-        title, [Curve(name, _points(line, per)) for line, name in zip(lines, names, strict=True)]
-    )
+    points = (_points(line, per) for line in lines)
+    return curves(title, list(map(Curve, names, points)))
 
 
 def _points(line: Line, per: float) -> list[tuple[float, float]]:

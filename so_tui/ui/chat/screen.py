@@ -112,17 +112,11 @@ class Column(VerticalScroll, can_focus=False):
         super().__init__(id=model.side)
 
     def compose(self) -> ComposeResult:
-        yield Rule(
-            Content.assemble(
-                (f"{self.model.side}  ", "bold $accent"), (self._model_name(), "$faint")
-            )
-        )
-
-    def _model_name(self) -> str:
-        name = self.model.name.rstrip("/").rpartition("/")[2] or self.model.name
-        return shorten(
-            name if self.model.step is None else f"{name}, step {thousands(self.model.step)}", 60
-        )
+        model = self.model
+        name = model.name.rstrip("/").rpartition("/")[2] or model.name
+        step = "" if model.step is None else f", step {thousands(model.step)}"
+        called = shorten(f"{name}{step}", 60), "$faint"
+        yield Rule(Content.assemble((f"{model.side}  ", "bold $accent"), called))
 
     def ask(self, text: str) -> None:
         """Show a question, with room for its answer."""
@@ -241,10 +235,10 @@ class ChatScreen(Screen[None]):
             said = (
                 f"{plural(event.tokens, 'token')} in {duration(event.seconds)}{_ENDS[event.ended]}"
             )
-            self._ended(event.side, faint(said))
+            self._end_answer(event.side, faint(said))
         elif isinstance(event, Rejected):
             self._conversation.take_back(event.side)
-            self._ended(event.side, Content.styled(f"✗ {event.problem}", "$error"))
+            self._end_answer(event.side, Content.styled(f"✗ {event.problem}", "$error"))
 
     async def _show_models(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -261,7 +255,7 @@ class ChatScreen(Screen[None]):
         self.query_one("#question", Entry).disabled = True
         self._show_title(Content.assemble(("✗ ", "bold $error"), problem))
 
-    def _ended(self, side: Side, ending: Content) -> None:
+    def _end_answer(self, side: Side, ending: Content) -> None:
         self._waiting.discard(side)
         self._column(side).draw(ending)
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from so_tui.launch.slurm.client import Partition
     from so_tui.machine.types import Machine
     from so_tui.plan.plan import Plan
-    from so_tui.ui.shared_app import SharedApp
 
 
 # What is edited in Configure: presets with their unsaved edits. Without widgets.
@@ -265,45 +264,6 @@ def _changes_title(drafts: Drafts, width: int) -> Content:
     return line
 
 
-def _show_differences(app: SharedApp, drafts: Drafts) -> None:
-    """Show every field that differs from the preset."""
-    from so_tui.ui.dialogs import Notice
-
-    changed = drafts.changes
-    lines = []
-    for path, text in sorted(drafts.edits.items()):
-        before = drafts.base_values.get(path, "") or "empty"
-        why = "" if path in changed else "   recommended"
-        lines.append(f"{path}: {before} → {text or 'empty'}{why}")
-    heading = f"What differs from preset {drafts.base.name}" if drafts.base else "No preset chosen"
-    app.push_screen(Notice(heading, lines or ["No field differs from the preset."], bad=False))
-
-
-def _ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> None:
-    """Ask to undo the user's changes, or to give up what was recommended where there are none; call
-    ``then`` once that is done.
-    """
-    if drafts.base is None or not (drafts.edits or drafts.changes):
-        return
-    preset, changed = drafts.base.name, drafts.changes
-    recommended = ", ".join(map(label, drafts.recommended))
-
-    def undo() -> None:
-        if changed:
-            drafts.undo()
-        else:
-            drafts.forget(preset)
-        then()
-
-    if changed:
-        kept = f" What was recommended stays: {recommended}." if recommended else ""
-        line, yes = f"{plural(len(changed), 'change')} will be lost.{kept}", "Undo all changes"
-    else:
-        line = f"What was recommended for {drafts.recommended_for} is given up: {recommended}."
-        yes = "Use the preset as it is"
-    app.ask(f"Back to preset {preset}?", [line], undo, yes=yes)
-
-
 DEBOUNCE_S = 0.12
 LEAST_PLAN = 44
 """Columns that are left for the plan, however wide the form is made."""
@@ -391,7 +351,9 @@ class ConfigureScreen(ResizablePage):
         catalog = self.app.catalog
         if catalog is None or preset not in catalog.presets:
             return
-        self._drafts.open(catalog.presets[preset].spec, wanted, self._machine_named)
+        machine = self.app.machine if self.app.machine_file else None
+        name = "this machine" if machine is None else printable_line(machine.label)
+        self._drafts.open(catalog.presets[preset].spec, wanted, name)
         self.call_after_refresh(self._show_form, field)
 
     def continue_with(self, preset: str) -> None:
@@ -557,12 +519,6 @@ class ConfigureScreen(ResizablePage):
         title = self.query_one("#form-title", Static)
         title.update(_changes_title(self._drafts, title.content_size.width or self.size.width))
 
-    @property
-    def _machine_named(self) -> str:
-        """The machine that a run is planned for, in words."""
-        machine = self.app.machine if self.app.machine_file else None
-        return "this machine" if machine is None else printable_line(machine.label)
-
     # Moving about.
 
     def action_field(self, distance: int) -> None:
@@ -641,18 +597,53 @@ class ConfigureScreen(ResizablePage):
             self.app.post_message(Failed(title, tuple(map(problem_text, error.problems))))
 
     def action_differences(self) -> None:
-        _show_differences(self.app, self._drafts)
+        """Show every field that differs from the preset."""
+        from so_tui.ui.dialogs import Notice
+
+        drafts = self._drafts
+        changed = drafts.changes
+        lines = []
+        for path, text in sorted(drafts.edits.items()):
+            before = drafts.base_values.get(path, "") or "empty"
+            why = "" if path in changed else "   recommended"
+            lines.append(f"{path}: {before} → {text or 'empty'}{why}")
+        heading = "No preset chosen"
+        if drafts.base is not None:
+            heading = f"What differs from preset {drafts.base.name}"
+        lines = lines or ["No field differs from the preset."]
+        self.app.push_screen(Notice(heading, lines, bad=False))
 
     def action_reset(self) -> None:
-        _ask_to_undo(self.app, self._drafts, lambda: self.call_after_refresh(self._show_form))
+        """Ask to undo the user's changes, or to give up what was recommended where there are
+        none.
+        """
+        drafts = self._drafts
+        if drafts.base is None or not (drafts.edits or drafts.changes):
+            return
+        preset, count = drafts.base.name, len(drafts.changes)
+        recommended = ", ".join(map(label, drafts.recommended))
+
+        def undo() -> None:
+            if count:
+                drafts.undo()
+            else:
+                drafts.forget(preset)
+            self.call_after_refresh(self._show_form)
+
+        line = f"What was recommended for {drafts.recommended_for} is given up: {recommended}."
+        yes = "Use the preset as it is"
+        if count:
+            kept = f" What was recommended stays: {recommended}." if recommended else ""
+            line, yes = f"{plural(count, 'change')} will be lost.{kept}", "Undo all changes"
+        self.app.ask(f"Back to preset {preset}?", [line], undo, yes=yes)
 
     def action_copy(self) -> None:
-        self._once_planned(self._copy)
+        def copy(planned: Planned) -> None:
+            if planned.command:
+                self.app.copy_to_clipboard(planned.command)
+                self.notify("Copied the command")
 
-    def _copy(self, planned: Planned) -> None:
-        if planned.command:
-            self.app.copy_to_clipboard(planned.command)
-            self.notify("Copied the command")
+        self._once_planned(copy)
 
     @on(Button.Pressed)
     async def _button(self, event: Button.Pressed) -> None:

@@ -40,8 +40,6 @@ from so_tui.units import thousands
 
 EVALUATION_CELLS = 17
 """What the newest evaluation takes in a heading."""
-LEAST_ROWS = 7
-"""Rows of a chart where several stand above each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,8 @@ class ChartPanel(Container, CachedLinesMixin):
     def __init__(self, layout: ChartLayout, *, glyphs: GlyphName, id: str | None = None) -> None:
         self._glyphs = glyphs
         self.chart_layout = layout
-        self._on_gpus = True
+        self.on_gpus = True
+        """Whether the run has GPUs: if not, other charts stand for theirs."""
         self.instead: tuple[str, ...] = ()
         """Keys of metrics that are shown instead of those that the user chose."""
         self.room = self.app.size.width
@@ -156,7 +155,7 @@ class ChartPanel(Container, CachedLinesMixin):
     @property
     def wanted_layout(self) -> ChartLayout:
         """What the user wants, for a run such as this one."""
-        return self.chart_layout if self._on_gpus else without_gpus(self.chart_layout)
+        return self.chart_layout if self.on_gpus else without_gpus(self.chart_layout)
 
     @property
     def focused(self) -> Chart | None:
@@ -182,11 +181,6 @@ class ChartPanel(Container, CachedLinesMixin):
         """Columns of a plot: the distance that one press of an arrow key moves the cursor."""
         focused = self.focused
         return max(8, focused.columns) if focused is not None else 8
-
-    @property
-    def least_rows(self) -> int:
-        """Rows that the grid takes at least; 0 where all charts stand in one row."""
-        return LEAST_ROWS * self.page.rows if self.page.rows > 1 else 0
 
     def focus_first(self) -> None:
         """Give the keyboard to the first chart."""
@@ -219,17 +213,6 @@ class ChartPanel(Container, CachedLinesMixin):
             again = [chart for chart in self.charts if chart.id == focused] or self.charts
             self.screen.set_focus(again[0])
         return True
-
-    def learn_of_gpus(self, on_gpus: bool) -> bool:
-        """Take over whether the run has GPUs; return whether that is news, after which the charts
-        are to be changed.
-        """
-        known, self._on_gpus = self._on_gpus, on_gpus
-        return known != on_gpus
-
-    async def turn_to_first(self) -> None:
-        """Show the first page."""
-        await self.change(self.chart_layout, turned=-self.page.number)
 
     def toggled(self, flag: Flag) -> ChartLayout:
         """Return the layout with the scale of the chart with the focus switched."""
@@ -271,6 +254,8 @@ class ChartPanel(Container, CachedLinesMixin):
             chart.title = metric.title if roomy else metric.narrow_title
         latest = snapshot.latest if shown.view.cursor is None else None
         own = metric.notes(latest, snapshot.on_gpus, roomy)
+        losses = snapshot.series.get("loss")
+        missing = losses.missing(snapshot.length) if losses is not None else 0
         chart.per, chart.unit = metric.shown_in
         chart.show(
             pairs,
@@ -278,8 +263,8 @@ class ChartPanel(Container, CachedLinesMixin):
             marks=marks,
             marked=marked_lines(metric, snapshot.sampled),
             cursor=shown.view.cursor,
-            notes=[*(shown.view.range_notes if metric.leads else ()), *own],
-            alarm=_nan_text(snapshot) if metric.leads else "",
+            notes=[shown.view.range_note, *own] if metric.leads else own,
+            alarm=f"{thousands(missing)} NaN" if metric.leads and missing else "",
             progress=reading_text(snapshot.unread_share) if metric.leads else "",
         )
 
@@ -308,7 +293,7 @@ def _lines(metric: Metric, chart: Chart, shown: _Shown, *, coloured: bool) -> li
     field = metric.fields[0]
     if metric.leads and snapshot.training and shown.view.cursor is None:
         newest = "now"
-    smoothed = snapshot.is_smoothed(field)
+    smoothed = field in snapshot.whole.means
     pairs = [(snapshot.line(field, "raw" if smoothed else metric.role, axis), newest)]
     if smoothed:
         pairs.append((snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)))
@@ -324,12 +309,6 @@ def _mean_name(chart: Chart, shown: _Shown) -> str:
         return mean_name(whole.span, whole.ema)
     room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
     return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
-
-
-def _nan_text(snapshot: Snapshot) -> str:
-    """Return how many steps have a loss that is not a number."""
-    count = snapshot.series["loss"].missing(snapshot.length) if snapshot.has("loss") else 0
-    return f"{thousands(count)} NaN" if count else ""
 
 
 # The legend of runs that are laid over each other: every one of them, with its value in the chart

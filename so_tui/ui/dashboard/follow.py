@@ -70,14 +70,6 @@ class RunFollower:
     def _whole(self) -> StepSeries:
         return self._steps.series
 
-    def _mean_steps(self) -> int:
-        state, latest = self._reader.state, self._reader.latest
-        return mean_steps_of(
-            self._spec,
-            state.total_steps if state is not None else 0,
-            latest.step if latest is not None else 0,
-        )
-
     def poll(
         self,
         window: tuple[float, float] | None = None,
@@ -128,7 +120,9 @@ class RunFollower:
             give_back()
         before, newest = self._whole, self._whole.last_step
         was_complete = not self._steps.unread_share
-        more = self._steps.read(self._mean_steps(), READ_S)
+        state, latest = self._reader.state, self._reader.latest
+        total, last = state.total_steps if state else 0, latest.step if latest else 0
+        more = self._steps.read(mean_steps_of(self._spec, total, last), READ_S)
         if self._closer is not None:
             if self._whole is not before:
                 self._closer = None

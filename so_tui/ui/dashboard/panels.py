@@ -382,11 +382,6 @@ class LogPanel(KeptVertical):
         """Show ``rows`` lines, unless the log is maximised."""
         self.lines.styles.height = None if self.lines.is_maximized else rows
 
-    def go_to_newest_match(self) -> None:
-        """Give the keyboard to the log and scroll to the newest line that matches."""
-        self.screen.set_focus(self.lines)
-        self.lines.action_next_match(-1)
-
     def show_step(self, step: float | None) -> None:
         """Scroll to the line of the last step that was logged up to ``step``; None scrolls back to
         the end if it left it.

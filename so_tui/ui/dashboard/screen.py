@@ -49,6 +49,8 @@ from so_tui.ui.text import Content
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
 from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, command_key, framed
 
+LEAST_ROWS = 7
+"""Rows of a chart where several stand above each other."""
 LEAST_PLOT = 2
 """Rows of a node below which there is no room for its cores or its memory over time."""
 RESERVED_ROWS = 12
@@ -200,7 +202,7 @@ class DashboardScreen(ResizablePage):
     def on_mount(self) -> None:
         self.watch(self.app, "checking", self._checks_changed)
         self.set_interval(POLL_S, self.tick)
-        self.watch(self.app, "opened", self._open)
+        self.watch(self.app, "opened", self.follow)
         if self.run_shown is None:
             self.watch(self.app, "runs", self._take_newest)
 
@@ -225,19 +227,15 @@ class DashboardScreen(ResizablePage):
             else checking.lines(empty.content_size.width or self.size.width)
         )
 
-    def _open(self, run: RunDirectory | None) -> None:
-        if run is not None:
-            self.follow(run)
-
     def _take_newest(self) -> None:
         if self.run_shown is None and self.app.runs and self.app.checking is None:
             self.follow(self.app.runs[0].run)
 
     # Following.
 
-    def follow(self, run: RunDirectory) -> None:
+    def follow(self, run: RunDirectory | None) -> None:
         """Show another run."""
-        if run == self.run_shown:
+        if run is None or run == self.run_shown:
             return
         self.run_shown = run
         self._follower = RunFollower(run)
@@ -246,8 +244,8 @@ class DashboardScreen(ResizablePage):
         self.axis = None
         self.view = View(unit=self.view.unit)
         self.log_panel.lines.clear()
-        if self.charts.page.number:
-            self.call_later(self.charts.turn_to_first)
+        if number := self.charts.page.number:
+            self.call_later(self.charts.change, self.charts.chart_layout, -number)
         self._show_panels(True)
         self.tick()
 
@@ -357,7 +355,8 @@ class DashboardScreen(ResizablePage):
             panel.shown_rows for panel in (self.header, self.step, self.placement, self.legend)
         )
         sizes = self.app.settings.panels
-        gpus, least = self.numa.gpus.shown_rows, self.charts.least_rows
+        gpus, grid = self.numa.gpus.shown_rows, self.charts.page.rows
+        least = LEAST_ROWS * grid if grid > 1 else 0
         rows = rows_for(height, nodes, gpus, fixed, least, log=log_below)
         self._rows = rows = rows.resized(nodes, sizes.charts, sizes.nodes)
         self.charts.styles.height = rows.charts
@@ -397,7 +396,8 @@ class DashboardScreen(ResizablePage):
 
     def show_charts(self, snapshot: Snapshot) -> None:
         """Draw the charts, and the legend where runs lie over each other."""
-        if self.charts.learn_of_gpus(snapshot.on_gpus):
+        if self.charts.on_gpus != snapshot.on_gpus:
+            self.charts.on_gpus = snapshot.on_gpus
             self.call_later(self._arrange, self.charts.chart_layout)
         self.charts.show(snapshot, self.view, self.axis, self.overlays)
         if self.overlays or self.legend.display:
@@ -563,7 +563,9 @@ class DashboardScreen(ResizablePage):
 
     @on(Input.Submitted, "#search")
     def _search_submitted(self) -> None:
-        self.log_panel.go_to_newest_match()
+        """Give the keyboard to the log and scroll to the newest line that matches."""
+        self.set_focus(self.log_panel.lines)
+        self.log_panel.lines.action_next_match(-1)
 
     def action_node_plot(self) -> None:
         """Show load, heat of cores or memory of the nodes over time: on the whole screen where they

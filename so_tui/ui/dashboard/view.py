@@ -277,9 +277,9 @@ class View:
         return moved
 
     @property
-    def range_notes(self) -> tuple[str, ...]:
-        """Notes beside the charts while they do not show the whole run."""
-        return () if self.window is None else ("newest part",) if self.tail else ("zoomed",)
+    def range_note(self) -> str:
+        """Note beside the charts while they do not show the whole run."""
+        return "" if self.window is None else "newest part" if self.tail else "zoomed"
 
 
 def extent_of(
