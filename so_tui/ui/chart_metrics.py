@@ -17,8 +17,8 @@ from so_tui.folders import state_home
 from so_tui.runs.records import GpuSample, StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
-from so_tui.ui.charts.chart import Chart, Look, Named, look_of
-from so_tui.ui.charts.series import Line
+from so_tui.ui.charts.chart import Chart, Look, look_of
+from so_tui.ui.charts.series import Line, Named
 from so_tui.ui.snapshot import Sampled, sampled_value
 from so_tui.ui.text import GlyphName
 from so_tui.units import memory_unit, percent, rate, significant, thousands

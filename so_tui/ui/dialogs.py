@@ -218,7 +218,7 @@ COPIED_WIDTH = 160
 """Cells of a table in the clipboard."""
 
 
-class LaidOut(Static):
+class _LaidOut(Static):
     """Text that is laid out again for each width."""
 
     def __init__(self, lay: Laid, *, classes: str = "") -> None:
@@ -253,7 +253,9 @@ class Notice(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         table = any(map(callable, self._lines))
         lines = (
-            Static(Content(line), classes="dialog-line") if isinstance(line, str) else LaidOut(line)
+            Static(Content(line), classes="dialog-line")
+            if isinstance(line, str)
+            else _LaidOut(line)
             for line in self._lines
         )
         yield dialog(
@@ -316,7 +318,7 @@ class KeysHelp(ModalScreen[None]):
         for heading, rows in self._groups:
             body += [
                 Static(Content(heading), classes="heading"),
-                LaidOut(partial(_key_lines, rows), classes="dialog-line"),
+                _LaidOut(partial(_key_lines, rows), classes="dialog-line"),
             ]
         yield dialog(
             self._title,

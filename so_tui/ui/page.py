@@ -67,8 +67,11 @@ class TopLine(CachedLinesMixin):
             "starting",
             "settings",
         ):
-            self.watch(self.app, name, lambda: self.refresh(), init=False)
+            self.watch(self.app, name, self._changed, init=False)
         self.watch(self.app, "runs", self._count)
+
+    def _changed(self) -> None:
+        self.refresh()
 
     def _count(self, runs: tuple[RunRow, ...]) -> None:
         """Redraw only when the number of live runs changes; the list changes with every step of a

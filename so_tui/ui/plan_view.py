@@ -57,24 +57,21 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
     texts = [mode]
     if plan.fits:
-        step_s, tokens, tflops = (
-            plan.step_s,
-            plan.useful_tokens_per_s_total,
-            plan.model_tflops_per_gpu,
-        )
-        texts += [
-            f"step {duration(step_s)}{step_error_text(plan.step_error)}" if step_s else "",
-            f"{rate(tokens)} tokens/s" if tokens else "",
-            f"{significant(tflops)} TFLOPS/GPU" if tflops else "",
-        ]
-    facts += map(Content, filter(None, texts))
+        if plan.step_s:
+            texts.append(f"step {duration(plan.step_s)}{step_error_text(plan.step_error)}")
+        if plan.useful_tokens_per_s_total:
+            texts.append(f"{rate(plan.useful_tokens_per_s_total)} tokens/s")
+        if plan.model_tflops_per_gpu:
+            texts.append(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU")
+    facts += map(Content, texts)
     predicted = faint("predicted") if plan.fits and plan.step_s and not plan.never_run else None
     found = []
     for gap in (GAP, GAP - 1):
         # ``predicted`` never begins a line.
         last = facts[-1] + " " * gap + predicted if predicted is not None else facts[-1]
         found.append(wrapped([*facts[:-1], last], width, gap))
-    return in_rows(min(found, key=len))
+    wide, close = found
+    return in_rows(close if len(close) < len(wide) else wide)
 
 
 def step_error_text(error: StepError | None) -> str:

@@ -21,7 +21,7 @@ from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject
 from so_tui.trust.text import brief_message, quoted, so_tui_command
 from so_tui.ui import messages
-from so_tui.ui.charts.series import Line, chart_svg
+from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.messages import failure, in_thread, reporting
 from so_tui.units import plural, thousands
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 RESUMABLE = frozenset({"stopped", "failed", "lost"})
 
 
-def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
+def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to stop ``run``, and have it stopped."""
     from so_tui.launch import lifecycle
 
@@ -149,7 +149,7 @@ def _change(
     in_thread(app, work, name, group="request")
 
 
-def save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
+def _save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
     """Have ``run`` save a checkpoint after its current step."""
     _request(app, run, "checkpoint", "Saving a checkpoint after this step")
 
@@ -170,7 +170,7 @@ def _request(
     in_thread(app, work, "send a request to the run", group="request")
 
 
-def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
+def _ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to resume ``run`` from its last checkpoint, and start another attempt."""
     from so_tui.launch.executors import executor_of
 
@@ -351,7 +351,7 @@ def _parsed_note(text: str) -> RunNotes:
     )
 
 
-def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
+def _ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     """Ask for a note and tags, and keep them with the run."""
     from so_tui.ui.dialogs import AskText
 
@@ -377,7 +377,7 @@ def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     app.push_screen(dialog, lambda _: app.list_runs())
 
 
-def show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
+def _show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
     """Show the last lines of each earlier attempt's log, the newest attempt first."""
     from so_tui.ui.dialogs import Notice
 
@@ -408,13 +408,13 @@ def new_path(text: str) -> Path:
     return path
 
 
-def ask_to_export(screen: Page, row: RunRow, lines: Sequence[Line], names: Sequence[str]) -> None:
+def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named]) -> None:
     """Ask where to, and export: what it is follows from the name."""
     run = row.run
 
     def named(path: Path | None) -> None:
         if path is not None:
-            work = partial(_export, screen, run, path, tuple(lines), tuple(names))
+            work = partial(_export, screen, run, path, curves)
             in_thread(screen, work, "export", group="export")
 
     try:  # the list is some seconds old
@@ -452,9 +452,7 @@ def ask_for_path(
     screen.app.push_screen(dialog, named)
 
 
-def _export(
-    screen: Page, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]
-) -> None:
+def _export(screen: Page, run: RunDirectory, path: Path, curves: Sequence[Named]) -> None:
     """Export in a thread."""
     from so_tui.launch.checks import writable
     from so_tui.launch.helper_jobs import export_model
@@ -474,9 +472,7 @@ def _export(
             )
             said = plural(count, "row")
         elif path.suffix == PICTURE:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(chart_svg("loss", lines, names))
-            said = plural(len(lines), "line")
+            said = write_picture(path, "loss", curves)
         else:
             writable(path, "folder")
             for event in export_model(run, path):
@@ -488,12 +484,12 @@ def _export(
 
 
 ACTIONS: dict[str, Callable[[SharedApp, RunDirectory], None]] = {
-    "stop": ask_to_stop,
-    "checkpoint": save_checkpoint,
-    "resume": ask_to_resume,
+    "stop": _ask_to_stop,
+    "checkpoint": _save_checkpoint,
+    "resume": _ask_to_resume,
     "delete": ask_to_delete,
-    "note": ask_for_note,
-    "attempts": show_earlier_logs,
+    "note": _ask_for_note,
+    "attempts": _show_earlier_logs,
     "chat": chat,
     "differences": show_settings,
     "copy": copy_path,

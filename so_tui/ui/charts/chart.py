@@ -29,7 +29,7 @@ from so_tui.ui.charts.drawing import (
     with_cursor,
     x_text,
 )
-from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.charts.series import Axis, Line, Named
 from so_tui.ui.text import GlyphName
 from so_tui.ui.textual_fixes import DrawnRowsMixin
 from so_tui.ui.widgets import SIDE, framed
@@ -71,8 +71,6 @@ LEAST_ROWS_FOR_MORE = 8
 """Rows of a chart from which on a second row of values leaves a plot."""
 
 
-Named = tuple[Line, str]
-"""A line with its name in the heading; an empty one hides its value."""
 Pieces = list[tuple[str, str]]
 """Texts, each with the role whose style it has."""
 
@@ -175,7 +173,7 @@ DRAGGED_CELLS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Drag:
+class _Drag:
     """The mouse with a button held: where that began and where it is, in cells."""
 
     start: int
@@ -207,7 +205,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
     axis: Axis | None = None
     inset = 0
     """Cells of a frame at the left and at the right."""
-    _drag: Drag | None = None
+    _drag: _Drag | None = None
     _dragged = False
     """Whether the click that follows was a drag."""
 
@@ -309,8 +307,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self._outside = 0
         """Columns with values that a robust scale leaves out."""
         self.notes: tuple[str, ...] = ()
-        self.lines: tuple[Line, ...] = ()
-        self.names: tuple[str, ...] = ()
+        self.named: tuple[Named, ...] = ()
+        self.lines: list[Line] = []
         self.marks: tuple[Mark, ...] = ()
         self.marked: tuple[Line, ...] = ()
         """Lines that are not drawn, but whose values are marked on the axis."""
@@ -336,8 +334,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
         """Show new data. ``progress`` says what is still to come, and ``alarm`` what is wrong; both
         follow the title.
         """
-        self.lines = tuple(line for line, _ in named)
-        self.names, self.axis = tuple(name for _, name in named), axis
+        self.named, self.axis = tuple(named), axis
+        self.lines, names = [line for line, _ in named], [name for _, name in named]
         self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
         self.cursor, self.alarm, self.progress = cursor, alarm, progress
         # Series grow in place, so their length says whether there is anything new.
@@ -345,7 +343,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
             (id(line.series), line.length, line.role, line.sign) for line in (*self.lines, *marked)
         ]
         window = None if axis is None else (axis.unit, axis.low, axis.high)
-        heading = self.names, self.notes, alarm, progress, self.turns, self.waiting, self.unit
+        heading = names, self.notes, alarm, progress, self.turns, self.waiting, self.unit
         shown = series, window, heading, self.marks, cursor, self.log_scale, self.robust, self.per
         if shown != self._shown:
             self._shown = shown
@@ -391,7 +389,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def on_mouse_down(self, event: events.MouseDown) -> None:
         self._dragged = False
         if self._x_at(event.x) is not None:
-            self._drag = Drag(event.x, event.x, pans=event.button != 1 or event.shift or event.ctrl)
+            self._drag = _Drag(
+                event.x, event.x, pans=event.button != 1 or event.shift or event.ctrl
+            )
             self.capture_mouse()
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
@@ -544,7 +544,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def _figures(self) -> Iterator[_Figure]:
         """Yield values and notes, each with the space before it."""
         axis = self.axis
-        for line, name in zip(self.lines, self.names, strict=True):
+        for line, name in self.named:
             if not name or axis is None or not line.length:
                 continue
             newest = line.series.value(line.length - 1)

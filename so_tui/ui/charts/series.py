@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, compress
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from so_tui.runs.metrics import MetricsReader, StepRows
 from so_tui.runs.records import EvaluationRecord
 from so_tui.runs.results import MEAN_RECORDS, mean_steps, total
 from so_tui.svg import Curve, curves
+from so_tui.units import plural
 
 FANOUT = 16
 """A range query takes under 100 comparisons at a million values, and the upper levels 14 % more
@@ -253,6 +255,10 @@ class Line:
     """
 
 
+Named = tuple[Line, str]
+"""A line with its name in a heading or a legend; a chart hides the value of one without."""
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """The x axis that all charts of a dashboard share."""
@@ -347,17 +353,14 @@ class Axis:
 _MOST_POINTS = 4000
 
 
-def chart_svg(title: str, lines: Sequence[Line], names: Sequence[str], per: float = 1.0) -> str:
-    """Return lines over their steps; values that are not finite leave gaps.
-
-    Args:
-        title: What is drawn.
-        lines: The lines.
-        names: Their names, one each.
-        per: What values are divided by.
+def write_picture(path: Path, title: str, lines: Sequence[Named], per: float = 1.0) -> str:
+    """Write lines over their steps to a new file, and return how many; values that are not finite
+    leave gaps, and all are divided by ``per``. Raises OSError.
     """
-    points = (_points(line, per) for line in lines)
-    return curves(title, list(map(Curve, names, points)))
+    picture = curves(title, [Curve(name, _points(line, per)) for line, name in lines])
+    with path.open("x", encoding="utf-8") as file:
+        file.write(picture)
+    return plural(len(lines), "line")
 
 
 def _points(line: Line, per: float) -> list[tuple[float, float]]:

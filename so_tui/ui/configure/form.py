@@ -325,15 +325,11 @@ class FieldRow(Horizontal):
         """Return the path that the control sets now, and its text."""
         if self.path == LENGTH:
             return str(self.query_one(Select).value), self.query_one(Input).value
-        control = self._control
+        control = self.query_one(".field-control")
         if isinstance(control, Checkbox):
             return self.path, "true" if control.value else "false"
+        assert isinstance(control, Input | Select)
         return self.path, str(control.value)
-
-    @property
-    def _control(self) -> Input | Checkbox | Choice:
-        kind = Input if self.query(Input) else Checkbox if self.query(Checkbox) else Choice
-        return self.query(kind).first()
 
     def _check(self, checked: bool) -> None:
         box = self.query_one(Checkbox)
@@ -342,7 +338,7 @@ class FieldRow(Horizontal):
 
     def focus_control(self) -> None:
         """Focus this field's control."""
-        self.screen.set_focus(self._control)
+        self.screen.set_focus(self.query_one(".field-control"))
 
 
 def _choice(options: Sequence[tuple[str, str]], value: str, classes: str) -> Choice:

@@ -27,9 +27,9 @@ from so_tui.ui.chart_metrics import (
     wanted_by,
     without_gpus,
 )
-from so_tui.ui.charts.chart import Chart, Named, look_of
+from so_tui.ui.charts.chart import Chart, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
-from so_tui.ui.charts.series import Axis
+from so_tui.ui.charts.series import Axis, Named
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot

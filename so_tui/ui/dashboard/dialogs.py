@@ -8,7 +8,7 @@ import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ from so_tui.ui.chart_metrics import (
     sampled_lines,
 )
 from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.series import Line, chart_svg
+from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.dashboard.view import Overlaid, steps_at
 from so_tui.ui.dialogs import CloseButton, TickDialog, TickList, button, dialog
 from so_tui.ui.messages import in_thread, reporting
@@ -303,49 +303,31 @@ _UNNAMED = ("", ".", "now", "last")
 """Names in a heading that say when, not what."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A line with the name that tells it from the others of its chart."""
-
-    name: str
-    line: Line
-
-
 def drawn(
     metric: Metric, chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]
-) -> list[Curve]:
+) -> list[Named]:
     """Return what a chart shows of its run and of those laid over it, all at steps, of the whole
-    run.
+    run, with names that tell them apart.
     """
     others = [curve for other in overlays for curve in _of_other(metric, other)]
     if metric.samples:
         own = sampled_lines(metric, snapshot.sampled, whole=True)
     else:
-        own = list(zip(chart.lines, chart.names, strict=True))[: len(chart.lines) - len(others)]
-    found = [
-        Curve(metric.title if name in _UNNAMED else name, _at_steps(line, snapshot))
-        for line, name in own
-    ]
+        own = list(chart.named[: len(chart.named) - len(others)])
+    found = []
+    for line, name in own:
+        if line.steps is None:
+            line = replace(line, steps=steps_at(line.times, line.length, snapshot.whole))
+        found.append((line, metric.title if name in _UNNAMED else name))
     return [*found, *others]
 
 
-def _of_other(metric: Metric, other: Overlaid) -> list[Curve]:
-    lines = other.lines(metric, "main")
+def _of_other(metric: Metric, other: Overlaid) -> list[Named]:
+    lines, run = other.lines(metric, "main"), other.run.name
     if len(lines) == 1:
-        return [Curve(other.run.name, lines[0])]
-    named = len(metric.names) == len(lines)
-    names = metric.names if named else range(1, len(lines) + 1)
-    return [
-        Curve(f"{other.run.name} {name}", line) for line, name in zip(lines, names, strict=True)
-    ]
-
-
-def _at_steps(line: Line, snapshot: Snapshot) -> Line:
-    return (
-        line
-        if line.steps is not None
-        else replace(line, steps=steps_at(line.times, line.length, snapshot.whole))
-    )
+        return [(lines[0], run)]
+    names = metric.names if len(metric.names) == len(lines) else range(1, len(lines) + 1)
+    return [(line, f"{run} {name}") for line, name in zip(lines, names, strict=True)]
 
 
 def _sampled_rows(
@@ -368,7 +350,7 @@ def _sampled_rows(
 
 
 def ask_to_export_chart(
-    screen: Page, snapshot: Snapshot, metric: Metric, curves: Sequence[Curve]
+    screen: Page, snapshot: Snapshot, metric: Metric, curves: Sequence[Named]
 ) -> None:
     """Ask for a name, and export: its ending says what."""
 
@@ -381,8 +363,19 @@ def ask_to_export_chart(
 
     def named(path: Path | None) -> None:
         if path is not None:
-            work = partial(_export, screen, snapshot, metric, tuple(curves), path)
+            work = partial(export, path)
             in_thread(screen, work, "export a chart", group="export")
+
+    def export(path: Path) -> None:
+        app = screen.app
+        per, unit = metric.shown_in
+        with reporting(app, metric.title, "exported", path):
+            if path.suffix == PICTURE:
+                title = f"{metric.title}, {unit}" if unit else metric.title
+                said = write_picture(path, title, curves, per)
+            else:
+                said = plural(_write_table(snapshot, metric, path), "row")
+            app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
 
     stem = f"{snapshot.run.name}-{metric.key}"
     choices = [
@@ -390,31 +383,6 @@ def ask_to_export_chart(
         (f"{stem}{TABLE}", "its values"),
     ]
     ask_for_path(screen, metric.title, choices, read, named)
-
-
-def _export(
-    screen: Page, snapshot: Snapshot, metric: Metric, curves: tuple[Curve, ...], path: Path
-) -> None:
-    """Export in a thread."""
-    app = screen.app
-    with reporting(app, metric.title, "exported", path):
-        said = (
-            _write_picture(metric, curves, path)
-            if path.suffix == PICTURE
-            else plural(_write_table(snapshot, metric, path), "row")
-        )
-        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
-
-
-def _write_picture(metric: Metric, curves: Sequence[Curve], path: Path) -> str:
-    per, unit = metric.shown_in
-    title = f"{metric.title}, {unit}" if unit else metric.title
-    picture = chart_svg(
-        title, [curve.line for curve in curves], [curve.name for curve in curves], per
-    )
-    with path.open("x", encoding="utf-8") as file:
-        file.write(picture)
-    return plural(len(curves), "line")
 
 
 def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:

@@ -23,6 +23,7 @@ from textual.strip import Strip
 from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
 from so_tui.launch.supervisor.slowness import LEAST_OWN_SHARE
 from so_tui.machine.host import cpu_ranges
+from so_tui.plan.binding import RankBinding
 from so_tui.runs.records import RankBindingReport, RankPlacement, StepRecord
 from so_tui.trust.text import brief_message
 from so_tui.ui import run_status
@@ -501,12 +502,15 @@ def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
     """Return where each rank should be: those of the plan, and those of other hosts, as they
     reported after they were bound.
     """
-    ranks = [(rank, ()) for rank in snapshot.binding.ranks] if snapshot.binding else []
+    reported = snapshot.binding.ranks if snapshot.binding is not None else ()
     bound = snapshot.plan.binding if snapshot.plan is not None else ()
-    ranks += [(rank, rank.memory_policy.nodes) for rank in bound]
+    nodes = {rank.rank: rank.memory_policy.nodes for rank in bound}
+    ranks: list[RankBindingReport | RankBinding] = [*reported, *bound]
     return {
-        rank.rank: _Planned(rank_name(rank.rank, rank.gpu), rank.cpus, rank.main_cpus, nodes)
-        for rank, nodes in ranks
+        rank.rank: _Planned(
+            rank_name(rank.rank, rank.gpu), rank.cpus, rank.main_cpus, nodes.get(rank.rank, ())
+        )
+        for rank in ranks
     }
 
 

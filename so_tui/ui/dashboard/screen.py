@@ -407,12 +407,12 @@ class DashboardScreen(ResizablePage):
 
     # The view.
 
-    def _extent(self) -> tuple[float, float] | None:
-        return (
-            extent_of(self.snapshot, self.view.unit, self.overlays)
-            if self.snapshot is not None
-            else None
-        )
+    @property
+    def _extent(self) -> tuple[float, float]:
+        """First and last position on the axis, the same before there is anything to draw."""
+        snapshot = self.snapshot
+        found = snapshot and extent_of(snapshot, self.view.unit, self.overlays)
+        return found or (0.0, 0.0)
 
     def _standing(self, view: View) -> View:
         """Return the view with its cursor at a position whose values are known."""
@@ -424,24 +424,21 @@ class DashboardScreen(ResizablePage):
         self.view = View(unit="time" if self.view.unit == "step" else "step")
 
     def action_zoom(self, factor: float) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.zoomed(factor, extent)
+        self.view = self.view.zoomed(factor, self._extent)
 
     def action_whole(self) -> None:
         self.view = View(unit=self.view.unit)
 
     def action_inspect(self) -> None:
-        extent = self._extent()
+        extent = self._extent
         if self.view.cursor is not None:
             self.view = replace(self.view, cursor=None)
-        elif extent is not None:
+        elif any(extent):
             self.view = self._standing(self.view.at(self.view.resolved(extent)[1], extent))
             self.charts.focus_first()
 
     def action_point(self, columns: int) -> None:
-        extent = self._extent()
-        if extent is None:
-            return
+        extent = self._extent
         if self.view.cursor is None:
             self.view = self.view.panned(0.25 if columns > 0 else -0.25, extent)
         else:
@@ -449,23 +446,19 @@ class DashboardScreen(ResizablePage):
 
     @on(Chart.CursorMoved)
     def _pointed(self, message: Chart.CursorMoved) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self._standing(self.view.at(message.x, extent))
+        self.view = self._standing(self.view.at(message.x, self._extent))
 
     @on(Chart.Zoomed)
     def _wheel(self, message: Chart.Zoomed) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.zoomed(message.factor, extent, message.x)
+        self.view = self.view.zoomed(message.factor, self._extent, message.x)
 
     @on(Chart.Ranged)
     def _dragged(self, message: Chart.Ranged) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.ranged(message.low, message.high, extent)
+        self.view = self.view.ranged(message.low, message.high, self._extent)
 
     @on(Chart.Panned)
     def _pushed(self, message: Chart.Panned) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.panned(message.share, extent)
+        self.view = self.view.panned(message.share, self._extent)
 
     # What the charts show.
 
@@ -514,9 +507,8 @@ class DashboardScreen(ResizablePage):
         async def chosen(layout: ChartLayout | None) -> None:
             if layout is None:
                 return
-            if (
-                layout.shown == listed.shown
-            ):  # what stands for metrics of GPUs is not chosen for runs that have them
+            if layout.shown == listed.shown:
+                # What stands for metrics of GPUs is not chosen for runs that have them.
                 layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
             await self._arrange(layout)
 
@@ -541,11 +533,7 @@ class DashboardScreen(ResizablePage):
 
         from so_tui.ui.dashboard.dialogs import ChooseRuns
 
-        rows = [
-            row
-            for row in self.app.runs
-            if self.run_shown is None or row.run.path != self.run_shown.path
-        ]
+        rows = [row for row in self.app.runs if row.run != self.run_shown]
         self.app.push_screen(ChooseRuns(rows, self.chosen), chosen)
 
     # The panels.
@@ -584,9 +572,8 @@ class DashboardScreen(ResizablePage):
         """Show only the panel with the focus, or all of them again."""
         if whole:
             focused = self.focused
-            shown = (
-                focused if focused is not None and focused.allow_maximize else self.charts.focused
-            )
+            whole_panel = focused is not None and focused.allow_maximize
+            shown = focused if whole_panel else self.charts.focused
             if shown is not None:
                 self.maximize(shown)
         else:
@@ -635,10 +622,8 @@ class DashboardScreen(ResizablePage):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if self.run_shown is None or self.app.checking is not None:
-            return action in (
-                "leave_field",
-                "copy_text",
-            )  # nothing is shown that a key could act on
+            # Nothing is shown that a key could act on.
+            return action in ("leave_field", "copy_text")
         if action == "to_run":
             action = str(parameters[0])
         if action in ("stop", "checkpoint", "resume"):

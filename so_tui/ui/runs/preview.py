@@ -67,9 +67,10 @@ def _facts(
     lines.append(_place("folder", row.run.path, width))
     if exported is not None:
         lines.append(_place("exported", exported, width))
-    named = RESULTS.items() if results is not None else ()
-    texts = [(name, result_text(results, key)) for key, name in named]
-    measured = [[(f"{name:<16}", "$faint"), text] for name, text in texts if text]
+    texts = {name: result_text(results or RunResults(), key) for key, name in RESULTS.items()}
+    measured: list[list[Piece]] = [
+        [(f"{name:<16}", "$faint"), text] for name, text in texts.items() if text
+    ]
     lines += [[""], *measured] if measured else []
     return in_rows(Content.assemble(*line) for line in lines)
 
@@ -215,15 +216,6 @@ class RunPreview(Vertical):
     def rows(self) -> int:
         """Rows of losses and facts."""
         return self.body.size.height
-
-    def clear(self, text: str) -> None:
-        """Say why no run is shown."""
-        self.facts.update(text)
-
-    def toggle_log_scale(self) -> None:
-        """Switch the losses' logarithmic scale on or off."""
-        self.overlay.log_scale = not self.overlay.log_scale
-        self.overlay.redraw()
 
     def show(
         self,

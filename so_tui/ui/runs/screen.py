@@ -173,19 +173,14 @@ class RunsScreen(FiltersTable, ResizablePage):
         if not self.is_current:
             return
         self.filtered()
-        curves = self._curves
+        curves, shown = self._curves, self.table.shown
         self._read_stale(
-            [
-                row
-                for row in self.table.shown
-                if row.run not in curves or curves[row.run].outdated(row)
-            ]
+            [row for row in shown if row.run not in curves or curves[row.run].outdated(row)]
         )
 
     def _read_stale(self, rows: list[RunRow]) -> None:
-        if rows and not any(
-            worker.group == "curve" and worker.is_running for worker in self.workers
-        ):
+        reading = any(worker.group == "curve" and worker.is_running for worker in self.workers)
+        if rows and not reading:
             self._read_curves(rows)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
@@ -211,26 +206,18 @@ class RunsScreen(FiltersTable, ResizablePage):
         """
         if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
             found: dict[RunDirectory, LossCurve] = event.worker.result or {}
-            self._read_stale(
-                [
-                    row
-                    for row in self.table.shown
-                    if row.run in found and found[row.run].unread_share
-                ]
-            )
+            long = {run for run, curve in found.items() if curve.unread_share}
+            self._read_stale([row for row in self.table.shown if row.run in long])
 
     def filtered(self) -> None:
         """Redraw the table and keep the cursor on its run."""
-        wanted = self.filter.needle
+        wanted, runs = self.filter.needle, self.app.runs
         order = self.app.settings.runs
-        rows = [
-            row
-            for row in ordered(self.app.runs, self._curves, order)
-            if wanted in searched_text(row)
-        ]
-        self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
-        self.query_one("#empty").display = not self.app.runs
-        self.query_one("#parts").display = bool(self.app.runs)
+        rows = [row for row in ordered(runs, self._curves, order) if wanted in searched_text(row)]
+        listed = {row.run for row in runs}
+        self._marked = [run for run in self._marked if run in listed]
+        self.query_one("#empty").display = not runs
+        self.query_one("#parts").display = bool(runs)
         looks = drawn_looks(self._marked, self._curves, coloured=not self.app.no_color)
         marks = dict.fromkeys(self._marked, Look("faint", "")) | looks
         self.table.show(rows, self._curves, marks, order, self.size.width - BESIDE - self._beside)
@@ -239,14 +226,11 @@ class RunsScreen(FiltersTable, ResizablePage):
     # The preview.
 
     @on(DataTable.RowHighlighted)
-    def _moved(self) -> None:
-        self._preview()
-
     def _preview(self) -> None:
         row = self.table.chosen()
         self.refresh_bindings()
         if row is None:
-            self.preview.clear("no match; esc clears the filter" if self.app.runs else "")
+            self.preview.facts.update("no match; esc clears the filter" if self.app.runs else "")
             return
         self.preview.show(
             row, self._marked, self._curves, self._progress, self._exported.get(row.run)
@@ -302,14 +286,12 @@ class RunsScreen(FiltersTable, ResizablePage):
 
     def action_export(self) -> None:
         if (row := self.table.chosen()) is not None:
-            drawn = [
-                (other, self._curves[other])
+            curves = [
+                (self._curves[other].line, other.name)
                 for other in self._marked or [row.run]
                 if other in self._curves
             ]
-            run_actions.ask_to_export(
-                self, row, [curve.line for _, curve in drawn], [other.name for other, _ in drawn]
-            )
+            run_actions.ask_to_export(self, row, curves)
 
     @on(run_actions.Exporting)
     def _exporting(self, message: run_actions.Exporting) -> None:
@@ -339,4 +321,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.filtered()
 
     def action_log_scale(self) -> None:
-        self.preview.toggle_log_scale()
+        """Switch the losses' logarithmic scale on or off."""
+        overlay = self.preview.overlay
+        overlay.log_scale = not overlay.log_scale
+        overlay.redraw()
