@@ -262,13 +262,19 @@ class _Announcer:
 
     def update(self, runs: tuple[RunRow, ...]) -> None:
         """Announce what is new, and keep the terminal's title true."""
+        from so_tui.launch.supervisor.alerts import run_name_text
+
         if self._known is None and not runs:
             return  # nothing was read yet
         settings = self._app.settings.alerts
         for row, alert in self._news(runs):
             self._announce(row, alert, settings)
         if settings.title:
-            self._show_title(self._alert_title or _live_title(runs))
+            live = [row.run.name for row in runs if row.live]
+            title = f"so-tui: {plural(len(live), 'run')} live" if live else "so-tui"
+            if len(live) == 1:
+                title = f"so-tui: {run_name_text(live[0])}"
+            self._show_title(self._alert_title or title)
 
     def _news(self, rows: Iterable[RunRow]) -> list[tuple[RunRow, Alert]]:
         """Return alerts that are new since the last list; those of the first are old. Of a run that
@@ -285,24 +291,16 @@ class _Announcer:
             path, state = row.run.path, row.state
             alerts = list(state.alerts[-_KEPT:])
             ended_unseen = state.state == "lost" and self._live.get(path, False)
-            if ended_unseen and not any(
-                alert.kind == "failed" and alert.attempt == state.attempt for alert in alerts
-            ):
-                alerts.append(
-                    Alert(
-                        kind="failed",
-                        attempt=state.attempt,
-                        time=state.ended or 0.0,
-                        step=state.step,
-                    )
-                )  # no supervisor is left
-            before = known.setdefault(path, set())
-            new = [
-                alert for alert in alerts if (alert.attempt, alert.kind, alert.time) not in before
-            ]
+            failed = {alert.attempt for alert in alerts if alert.kind == "failed"}
+            if ended_unseen and state.attempt not in failed:  # no supervisor is left
+                ended, step = state.ended or 0.0, state.step
+                alerts.append(Alert(kind="failed", attempt=state.attempt, time=ended, step=step))
+            named = {(alert.attempt, alert.kind, alert.time): alert for alert in alerts}
+            before = known.get(path, set())
+            new = [alert for name, alert in named.items() if name not in before]
             if new and not first and distrust_of_folder(path) is None:
                 found += [(row, alert) for alert in new]
-            before.update((alert.attempt, alert.kind, alert.time) for alert in new)
+            known[path] = before.union(named)
             self._live[path] = row.live
         return found
 
@@ -342,15 +340,6 @@ class _Announcer:
         if sequence and driver is not None and not self._app.is_headless:
             driver.write(sequence)
             driver.flush()
-
-
-def _live_title(runs: Iterable[RunRow]) -> str:
-    from so_tui.launch.supervisor.alerts import run_name_text
-
-    live = [row for row in runs if row.live]
-    if len(live) == 1:
-        return f"so-tui: {run_name_text(live[0].run.name)}"
-    return f"so-tui: {plural(len(live), 'run')} live" if live else "so-tui"
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,13 +230,10 @@ class KeyLine(CachedLinesMixin):
         room = self.size.width - right.cell_length - GAP
         spans: list[tuple[int, int, str]] = []
         line = Content("")
-        for index in _fitting(
-            [item.cell_length for item in items], [binding.action for binding in bindings], room
-        ):
-            spans.append(
-                (line.cell_length, line.cell_length + items[index].cell_length, bindings[index].key)
-            )
-            line = line + items[index] + " " * GAP
+        for binding, item in _fitting(list(zip(bindings, items, strict=True)), room):
+            start = line.cell_length
+            spans.append((start, start + item.cell_length, binding.key))
+            line = line + item + " " * GAP
         gap = max(0, self.size.width - line.cell_length - right.cell_length)
         start = line.cell_length + gap
         self._spans = [*spans, (start, start + right.cell_length, "ctrl+p")]
@@ -276,16 +273,14 @@ class KeyLine(CachedLinesMixin):
                 self.app.simulate_key(key)
 
 
-def _fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
-    """Return the items that fit into ``room`` cells, in order of their keys, but with ``quit``
-    before any other.
-    """
+def _fitting(items: Sequence[tuple[Binding, Content]], room: int) -> list[tuple[Binding, Content]]:
+    """Return the items that fit into ``room`` cells, in their order; ``quit`` has room first."""
     fitted = []
-    for index in sorted(range(len(widths)), key=lambda index: actions[index] != "quit"):
-        if widths[index] <= room:
-            fitted.append(index)
-            room -= widths[index] + GAP
-    return sorted(fitted)
+    for pair in sorted(items, key=lambda pair: pair[0].action != "quit"):
+        if pair[1].cell_length <= room:
+            fitted.append(pair)
+            room -= pair[1].cell_length + GAP
+    return sorted(fitted, key=items.index)
 
 
 def _item(key: str, description: str) -> Content:
@@ -330,22 +325,13 @@ class Rule(Grip):
             return Content(left + "─" * (self.size.width - 2) + right)
         # A figure that does not fit is left out: cut, it would be another one.
         room = self.size.width - title.cell_length - 6
-        figure = next(
-            (figure for figure in figures if figure.plain and figure.cell_length + 3 <= room), None
-        )
+        fitting = (figure for figure in figures if figure.plain and figure.cell_length + 3 <= room)
+        figure = next(fitting, None)
         if figure is None:
             return Content.assemble(f"{left}─ ", title, f" {'─' * max(0, room + 1)}{right}")
-        if not framed(self):
-            return Content.assemble(
-                f"{left}─ ",
-                title,
-                "   ",
-                figure,
-                f" {'─' * max(0, room - figure.cell_length - 2)}{right}",
-            )
-        return Content.assemble(
-            f"{left}─ ", title, f" {'─' * (room - figure.cell_length - 2)} ", figure, f" ─{right}"
-        )
+        line = "─" * (room - figure.cell_length - 2)
+        between, end = (f" {line} ", f" ─{right}") if framed(self) else ("   ", f" {line}{right}")
+        return Content.assemble(f"{left}─ ", title, between, figure, end)
 
 
 def _faint(text: str | Content) -> Content:

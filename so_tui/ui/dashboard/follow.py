@@ -192,6 +192,10 @@ class RunFollower:
 
     def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
         reader, state = self._reader, self._reader.state
+        if reader.evaluations != self._evaluations:  # they are few, and a resume removes some
+            self._evaluations = reader.evaluations
+            line = evaluation_line(reader.evaluations, "second")
+            self._evaluation_line = line if line.length else None
         return Snapshot(
             run=self.run,
             spec=self._spec,
@@ -206,7 +210,7 @@ class RunFollower:
             latest=reader.latest,
             recent=self._recent,
             checkpoints=reader.checkpoints,
-            evaluations=self._evaluated(reader.evaluations),
+            evaluations=self._evaluation_line,
             resumes=reader.metrics.resumes,
             warnings=reader.warnings,
             whole=self._whole,
@@ -229,12 +233,3 @@ class RunFollower:
             stop_asked="stop" in run_state.pending(self.run),
             checking=self._checking,
         )
-
-    def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:
-        """Return the line of evaluations, rebuilt whenever they change: they are few, and a resume
-        removes some.
-        """
-        if records != self._evaluations:
-            self._evaluations = records
-            self._evaluation_line = evaluation_line(records, "second") if records else None
-        return self._evaluation_line

@@ -23,7 +23,7 @@ from textual.strip import Strip
 from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
 from so_tui.launch.supervisor.slowness import LEAST_OWN_SHARE
 from so_tui.machine.host import cpu_ranges
-from so_tui.plan.binding import RankBinding
+from so_tui.plan.plan import RankBinding
 from so_tui.runs.records import RankBindingReport, RankPlacement, StepRecord
 from so_tui.trust.text import brief_message
 from so_tui.ui import run_status

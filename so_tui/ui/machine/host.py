@@ -91,7 +91,12 @@ class Monitor:
             self._store.clear()
             for kept in self._kept:
                 self._store.append("", kept)
-        self._list_processes()
+        now = time.monotonic()
+        if now >= self._listed_due:
+            started = time.process_time()
+            self._listed = self._processes.read(self._sampler.gpu_uses())
+            took = time.process_time() - started
+            self._listed_due = now + max(_PROCESSES_S, took / _COST_SHARE)
         begin = self._kept[0].time
         return HostView(
             nodes=self._store.nodes({"": sample}, self._cpus),
@@ -102,15 +107,6 @@ class Monitor:
                 "time", max(begin, sample.time - WINDOW_S), max(sample.time, begin + 1), begin
             ),
         )
-
-    def _list_processes(self) -> None:
-        now = time.monotonic()
-        if now >= self._listed_due:
-            started = time.process_time()
-            self._listed = self._processes.read(self._sampler.gpu_uses())
-            self._listed_due = now + max(
-                _PROCESSES_S, (time.process_time() - started) / _COST_SHARE
-            )
 
 
 CHART_WIDTH = 40
@@ -159,7 +155,7 @@ class HostPanel(Vertical):
         self._glyphs = glyphs
         self._drawing = asyncio.Lock()
         """Held while charts are exchanged: a sample may come during a resize."""
-        self._first = 0
+        self.first = 0
         """Position of the first chart among those that this host has."""
         super().__init__(id=id)
 
@@ -181,8 +177,8 @@ class HostPanel(Vertical):
             key for key in hardware_keys(view.sample for view in host.gpus) if key not in _NOT_HERE
         ]
         count = min(len(keys), max(1, width // CHART_WIDTH))
-        self._first %= len(keys)
-        await self._show_charts([keys[(self._first + at) % len(keys)] for at in range(count)], host)
+        self.first %= len(keys)
+        await self._show_charts([keys[(self.first + at) % len(keys)] for at in range(count)], host)
         self.numa.show(host, host.axis, width)
         nodes = max(1, self.numa.node_rows(width))
         frames = 2 * BOTTOM if framed(self) else 0
@@ -200,7 +196,9 @@ class HostPanel(Vertical):
         self.row.display, self.row.styles.height = bool(charts), charts
         self.numa.set_rows(plot, heading=True)
         rows = max(2, left - charts - plot * nodes)
-        self.processes_rule.update("processes", _processes_figure(host.processes))
+        on_gpus = sum(process.gpu is not None for process in host.processes)
+        bound = sum(bool(process.bound) for process in host.processes)
+        self.processes_rule.update("processes", f"{on_gpus} on GPUs, {bound} bound to cores")
         self.processes.update(_process_lines(host.processes, self.numa.inner(width), rows))
 
     async def _show_charts(self, keys: list[str], host: HostView) -> None:
@@ -213,16 +211,6 @@ class HostPanel(Vertical):
             named = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
             marked = marked_lines(BY_KEY[key], host.sampled)
             charts[key].show(named, host.axis, marked=marked)
-
-    def turn(self, pages: int) -> None:
-        """Show other charts the next time."""
-        self._first += pages * max(1, len(self.row.query(Chart)))
-
-
-def _processes_figure(processes: tuple[HostProcess, ...]) -> str:
-    on_gpus = sum(process.gpu is not None for process in processes)
-    bound = sum(bool(process.bound) for process in processes)
-    return f"{on_gpus} on GPUs, {bound} bound to cores"
 
 
 def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:

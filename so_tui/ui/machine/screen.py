@@ -305,7 +305,7 @@ class MachineScreen(Page):
         await self._show_host()
 
     async def action_page(self, pages: int) -> None:
-        self.host.turn(pages)
+        self.host.first += pages * max(1, len(self.host.row.children))
         await self._show_host()
 
     # What it is made of.

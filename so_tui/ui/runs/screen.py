@@ -18,7 +18,7 @@ from so_tui.ui.charts.chart import Look
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
-from so_tui.ui.runs.table import GROUPS, SORTS, RunTable, following, ordered, searched_text
+from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered, searched_text
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import Divider, FindField, command_key
 
@@ -304,16 +304,20 @@ class RunsScreen(FiltersTable, ResizablePage):
         self._preview()
 
     def action_sort(self) -> None:
-        self._keep_order("sort", following(SORTS, self.app.settings.runs.sort), "Sorted by")
+        present = SORTS.index(self.app.settings.runs.sort)
+        self._keep_order("sort", SORTS[(present + 1) % len(SORTS)], "Sorted by")
 
     @on(DataTable.HeaderSelected)
     def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
         """Sort by the column whose heading was clicked, if that is an order of runs."""
-        if (order := self.table.order_by(event.column_index)) is not None:
-            self._keep_order("sort", order, "Sorted by")
+        column = self.table.columns_shown[event.column_index]
+        for order, by in SORTED_COLUMNS.items():
+            if by == column:
+                self._keep_order("sort", order, "Sorted by")
 
     def action_group(self) -> None:
-        self._keep_order("group", following(GROUPS, self.app.settings.runs.group), "Grouped by")
+        present = GROUPS.index(self.app.settings.runs.group)
+        self._keep_order("group", GROUPS[(present + 1) % len(GROUPS)], "Grouped by")
 
     def _keep_order(self, key: str, value: str, text: str) -> None:
         self.app.keep({f"runs.{key}": value})
