@@ -21,6 +21,7 @@ from so_tui.ui.charts.chart import Chart, Look, look_of
 from so_tui.ui.charts.series import Line, Named
 from so_tui.ui.snapshot import Sampled, sampled_value
 from so_tui.ui.text import GlyphName
+from so_tui.ui.widgets import command_key
 from so_tui.units import memory_unit, percent, rate, significant, thousands
 
 EVALUATIONS = "evaluation"
@@ -417,6 +418,23 @@ def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
         if not metric.samples[0].startswith("gpu.")
         or any(sampled_value(metric.samples[0], gpu) is not None for gpu in newest)
     )
+
+
+PAGE_KEYS = (
+    command_key(
+        "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
+    ),
+    command_key(
+        "less_than_sign",
+        "page(-1)",
+        "Page before",
+        "The charts before",
+        id="page-before",
+        display="<",
+        show=False,
+    ),
+)
+"""Keys that turn the pages of charts."""
 
 
 def samples_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:

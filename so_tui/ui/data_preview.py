@@ -90,19 +90,16 @@ def _source(source: SourceView, width: int) -> Content:
     name.
     """
     text = (
-        f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each "
-        f"{source.times_an_epoch:.1f} x an epoch"
+        f"  {source.format}\n       {thousands(source.rows)} rows, "
+        f"{thousands(source.trained_tokens)} trained tokens, each {source.times_an_epoch:.1f} x an "
+        "epoch"
     )
-    lost = ", ".join(
-        f"{thousands(count)} {name}"
-        for name, count in (("truncated", source.truncated), ("dropped", source.dropped))
-        if count
-    )
+    counts = (("truncated", source.truncated), ("dropped", source.dropped))
+    lost = ", ".join(f"{thousands(count)} {name}" for name, count in counts if count)
     name = shorten_path(source.source, max(12, width - 7 - len(source.format) - 4))
     return Content.assemble(
         (f"{100 * source.share:3.0f} %  ", "bold"),
         name,
-        (f"  {source.format}\n     ", "$faint"),
         (text, "$faint"),
         (f"  {lost}" if lost else "", "$warning"),
     )
@@ -121,17 +118,12 @@ def _legend(*, marks: bool) -> Content:
 
 def _sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
     """Return one document as the model sees it."""
-    where = f"row {thousands(one.row)}" + (f" of {one.source}" if len(preview.sources) > 1 else "")
-    head = Content.assemble(
-        (where, "bold"),
-        (f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained", "$faint"),
-    )
-    return (
-        head
-        + "\n"
-        + Content("").join(
-            _piece(text, trained=trained, marks=marks) for text, trained in one.visible
-        )
+    source = f" of {one.source}" if len(preview.sources) > 1 else ""
+    tokens = f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained"
+    return Content.assemble(
+        (f"row {thousands(one.row)}{source}", "bold"),
+        (f"{tokens}\n", "$faint"),
+        *(_piece(text, trained=trained, marks=marks) for text, trained in one.visible),
     )
 
 
@@ -219,12 +211,10 @@ class DataPreviewScreen(ModalScreen[None]):
             self.call_later(self._show_failure, Content(text))
 
     def _show_progress(self, progress: Progress) -> None:
-        bar = (
-            fill(progress.done_rows / progress.total_rows, 24) + "  "
-            if progress.total_rows
-            else Content("")
-        )
-        self._show_status(bar + faint(f"{progress.message} …   esc cancels"))
+        status = faint(f"{progress.message} …   esc cancels")
+        if progress.total_rows:
+            status = fill(progress.done_rows / progress.total_rows, 24) + "  " + status
+        self._show_status(status)
 
     async def _show_failure(self, *lines: Content) -> None:
         """Show reasons with their remedies."""
@@ -254,9 +244,8 @@ class DataPreviewScreen(ModalScreen[None]):
         width = self.query_one("#preview-body").scrollable_content_region.width
         marks = self.app.no_color
         for warning in preview.warnings:
-            yield Static(
-                Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part"
-            )
+            note = Content.assemble(("note: ", "bold $warning"), warning)
+            yield Static(note, classes="preview-part")
         wide = width >= WIDE
         narrow = 2 * width // 5 - 3 if wide else width
         figures = _part("what happens to the rows", _facts(preview))
@@ -271,9 +260,8 @@ class DataPreviewScreen(ModalScreen[None]):
             yield _part("the mixture: share of an epoch", lines)
         if preview.packing:
             yield _part(preview.sequence_words(), _packed(preview, width))
-        yield Rule(
-            Content.assemble(("rows as the model sees them   ", "$faint"), _legend(marks=marks))
-        )
+        title = "rows as the model sees them   ", "$faint"
+        yield Rule(Content.assemble(title, _legend(marks=marks)))
         for one in preview.samples:
             yield Static(_sample(one, preview, marks=marks), classes="preview-part preview-row")
 

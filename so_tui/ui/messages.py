@@ -51,9 +51,9 @@ class Failed(Message):
     offer: Offer | None = None
 
 
-def failure(title: str, error: SoTuiError, offer: Offer | None = None) -> Failed:
+def failure(title: str, error: SoTuiError) -> Failed:
     """Return the message that something was refused, with its reasons."""
-    return Failed(title, tuple(str(error).splitlines()), offer=offer)
+    return Failed(title, tuple(str(error).splitlines()))
 
 
 @contextmanager
@@ -72,13 +72,9 @@ def reporting(app: App[None], subject: str, done: str, path: Path) -> Iterator[N
         app.post_message(Failed(f"{subject} could not be {done}", lines))
 
 
-def in_thread(
-    node: DOMNode, work: Callable[[], object], name: str, *, group: str, exclusive: bool = False
-) -> None:
+def in_thread(node: DOMNode, work: Callable[[], object], name: str, *, group: str) -> None:
     """Run ``work`` in a thread; the application tells the user if it fails unexpectedly."""
-    node.run_worker(
-        work, name=name, group=group, thread=True, exclusive=exclusive, exit_on_error=False
-    )
+    node.run_worker(work, name=name, group=group, thread=True, exit_on_error=False)
 
 
 def unexpected_error(event: Worker.StateChanged) -> str:

@@ -15,6 +15,7 @@ from so_tui.runs.results import mean_name
 from so_tui.ui.chart_metrics import (
     BY_KEY,
     EVALUATIONS,
+    PAGE_KEYS,
     ROOMY,
     ChartLayout,
     Flag,
@@ -71,18 +72,7 @@ class ChartPanel(Container, CachedLinesMixin):
             "M", "metrics", "Metrics", "Choose what the charts show, and how it is smoothed"
         ),
         command_key("G", "grid", "Grid", "Rows and columns of charts, 1x1 to 3x3", show=False),
-        command_key(
-            "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
-        ),
-        command_key(
-            "less_than_sign",
-            "page(-1)",
-            "Page before",
-            "The charts before",
-            id="page-before",
-            display="<",
-            show=False,
-        ),
+        *PAGE_KEYS,
         command_key(
             "w", "smooth(1)", "Smoothing", "Mean of the last steps, or EMA 0 to 0.99", show=False
         ),

@@ -24,6 +24,7 @@ from so_tui.runs.records import Sample
 from so_tui.ui.chart_metrics import (
     BY_KEY,
     HARDWARE,
+    PAGE_KEYS,
     chart_of,
     hardware_keys,
     marked_lines,
@@ -36,7 +37,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.snapshot import CORES, MEMORY, HostView, LoadStore
 from so_tui.ui.text import Content, GlyphName, faint, in_rows, shorten
-from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
+from so_tui.ui.widgets import BOTTOM, Rule, framed
 from so_tui.units import memory_size as memory
 
 # What this host does now, without a run: sampled in a worker thread, handed over as frozen views.
@@ -131,18 +132,7 @@ class HostPanel(Vertical):
     """
     KEYS = (
         *NumaPanel.KEYS,
-        command_key(
-            "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
-        ),
-        command_key(
-            "less_than_sign",
-            "page(-1)",
-            "Page before",
-            "The charts before",
-            id="page-before",
-            display="<",
-            show=False,
-        ),
+        *PAGE_KEYS,
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 

@@ -102,12 +102,10 @@ def _losses(report: Report, width: int) -> Iterator[Content]:
     compared = shorten("compared with", room - 1)
     figures = f"{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}"
     yield faint(f"{'losses':<{room}}{compared:<{room}}{figures}")
+    pairs = [(one.key, one.reference) for one in report.agreement]
     keys, references = (
-        distinct([titles.get(key, key) for key in of], room - 1)
-        for of in (
-            [one.key for one in report.agreement],
-            [one.reference for one in report.agreement],
-        )
+        distinct([titles.get(key, key) for key in column], room - 1)
+        for column in zip(*pairs, strict=True)
     )
     for key, reference, one in zip(keys, references, report.agreement, strict=True):
         differ = "not finite" if one.largest is None else f"{100 * one.largest:.3f} %"
