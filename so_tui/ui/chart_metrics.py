@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,12 +17,11 @@ from so_tui.folders import state_home
 from so_tui.runs.records import GpuSample, StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
-from so_tui.ui.charts.chart import Chart, Look, look_of
+from so_tui.ui.charts.chart import Look, Metric, look_of
 from so_tui.ui.charts.series import Line, Named
 from so_tui.ui.snapshot import Sampled, sampled_value
-from so_tui.ui.text import GlyphName
 from so_tui.ui.widgets import command_key
-from so_tui.units import memory_unit, percent, rate, significant, thousands
+from so_tui.units import percent, rate, significant, thousands
 
 EVALUATIONS = "evaluation"
 """Key of the metric that has no field of the step records: evaluations are records of their own."""
@@ -31,59 +30,6 @@ EVALUATIONS = "evaluation"
 def whole(value: float) -> str:
     """Return ``1,755``."""
     return thousands(round(value))
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One chart, and what its heading says."""
-
-    key: str
-    """How the user's layout names it."""
-    title: str
-    about: str
-    fields: tuple[str, ...] = ()
-    """Fields of the step records, a line each."""
-    unit: str = ""
-    format_value: Callable[[float], str] = significant
-    per: float = 1.0
-    """What values are divided by before they are written."""
-    in_bytes: bool = False
-    """Whether values are bytes of memory, which are written in the unit of the user's choice
-    instead.
-    """
-    zero: bool = False
-    ceiling: float | None = None
-    smoothing: Literal["mean", "wanted", "never"] = "wanted"
-    """Whether a smoothed line is drawn always, where an EMA was chosen, or never."""
-    role: str = "main"
-    """Colour of the line: what it is a measure of."""
-    roles: tuple[str, ...] = ()
-    """Colours of several lines."""
-    names: tuple[str, ...] = ()
-    """Their names."""
-    samples: tuple[str, ...] = ()
-    """Numbers of the samples instead, a line for each GPU, node or host
-    (``loads.sampled_value``).
-    """
-    limit: str = ""
-    """Number of the samples that those above stay below."""
-    marked: str = ""
-    """Number of the samples whose presence is marked on the axis."""
-    leads: bool = False
-    """Whether this chart says what holds for all: what is being read, the range, evaluations, and
-    steps whose loss is not a number.
-    """
-    narrow_title: str = ""
-    """Instead of ``title`` where there is little room."""
-    notes: Callable[[StepRecord | None, bool, bool], list[str]] = lambda latest, on_gpus, roomy: []
-    """Notes behind the values, of the newest step (None while a cursor shows another), on GPUs or
-    not, with room for words or not.
-    """
-
-    @property
-    def shown_in(self) -> tuple[float, str]:
-        """What values are divided by before they are written, and the unit that they have then."""
-        return memory_unit() if self.in_bytes else (self.per, self.unit)
 
 
 def _speed(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
@@ -479,13 +425,9 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     robust: tuple[str, ...] = ()
     """Metrics whose scale leaves outliers out."""
 
-    def flagged(self, flag: Flag, key: str) -> bool:
-        """Return whether a metric has a kind of scale."""
-        return key in (self.log if flag == "log" else self.robust)
-
     def toggled(self, flag: Flag, key: str) -> ChartLayout:
         """Return the layout with a kind of scale switched on or off for a metric."""
-        keys = self.log if flag == "log" else self.robust
+        keys: tuple[str, ...] = getattr(self, flag)
         changed = tuple(other for other in keys if other != key) if key in keys else (*keys, key)
         return msgspec.structs.replace(self, **{flag: changed})
 
@@ -614,22 +556,6 @@ def save_layout(layout: ChartLayout) -> None:
 
 # Charts of what was sampled: a line for each GPU, node or host, its limit, and marks of
 # throttling.
-
-
-def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
-    """Return an empty chart of a metric."""
-    per, unit = metric.shown_in
-    return Chart(
-        metric.title,
-        unit=unit,
-        format_value=metric.format_value,
-        per=per,
-        zero=metric.zero,
-        ceiling=metric.ceiling,
-        mark_gaps=metric.leads,
-        glyphs=glyphs,
-        id=metric.key,
-    )
 
 
 def sampled_lines(

@@ -37,7 +37,7 @@ from so_tui.ui.charts.drawing import (
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.lines import StyledLines, cells_of
 from so_tui.ui.snapshot import CORES, MEMORY, GpuView, HostView, NodeView, Snapshot
-from so_tui.ui.text import GlyphName, shorten
+from so_tui.ui.text import GlyphName, glyphs_of, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
 from so_tui.ui.widgets import SIDE, Rule, command_key, framed
 from so_tui.units import memory_of, memory_unit, plural
@@ -301,9 +301,8 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     """
     )
 
-    def __init__(self, *, glyphs: GlyphName = "braille", id: str | None = None) -> None:
+    def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self.glyphs = glyphs
         self.pictures: tuple[_NodePicture, ...] = ()
         self.axis: Axis | None = None
         self.cursor: float | None = None
@@ -324,7 +323,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
             self.repaint()
 
     def row_key(self) -> tuple[object, ...]:
-        return *super().row_key(), self.glyphs, self.plot_height, self.plot
+        return *super().row_key(), glyphs_of(self.app), self.plot_height, self.plot
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
         rows = _node_rows(len(self.pictures), width) * (2 + self.plot_height)
@@ -366,7 +365,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
             ]
         cells = [
             (text, HEAT_ROLES.get(role, role))
-            for text, role in _heat_cells(groups, width - 1, self.glyphs)
+            for text, role in _heat_cells(groups, width - 1, glyphs_of(self.app))
         ]
         indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
         return [*rows, joined([(" " * indent, "note"), *cells], styles)]
@@ -381,7 +380,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         lines = (*view.load, *(gpu.load for gpu in picture.gpus))
         if self.plot == "memory":
             lines = view.memory
-        look = size, self.glyphs, id(styles), self.plot, memory_unit()
+        look = size, glyphs_of(self.app), id(styles), self.plot, memory_unit()
         key = *look, heat, *plot_key(lines, self.axis)
         name = (view.host, view.id)
         if self._plots.get(name, ((), []))[0] != key:
@@ -400,7 +399,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         height = size[1]
         in_bytes = self.plot == "memory"
         scale = Scale(0, max(1, view.sample.memory_total_bytes)) if in_bytes else PERCENT
-        body = plot_rows(lines, self.axis, scale, size, GLYPHS[self.glyphs], styles)[0]
+        body = plot_rows(lines, self.axis, scale, size, GLYPHS[glyphs_of(self.app)], styles)[0]
         per, unit = (memory_unit()[0], "G") if in_bytes else (1.0, "%")
         labels = [" " * GUTTER] * height
         if height > 2:
@@ -420,7 +419,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         assert self.axis is not None
         width, height = size
         edges = self.axis.indices(view.load[1], width)
-        texts = _heat_texts(heat, view.cores, edges, self.glyphs)
+        texts = _heat_texts(heat, view.cores, edges, glyphs_of(self.app))
         rows = [
             [(row.label, "sign"), (text, HEAT_ROLES.get(row.role, row.role))]
             for row, text in zip(heat, texts, strict=True)
@@ -531,16 +530,15 @@ class NumaPanel(KeptVertical):
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
-    def __init__(self, *below: Widget, glyphs: GlyphName, id: str | None = None) -> None:
+    def __init__(self, *below: Widget) -> None:
         self._below = below
         """What else the frame surrounds."""
-        self._glyphs = glyphs
-        super().__init__(id=id)
+        super().__init__()
 
     def compose(self) -> ComposeResult:
         yield Rule("NUMA nodes", id="nodes-rule")
         with KeptVertical(classes="frame"):
-            yield NumaNodes(glyphs=self._glyphs, id="nodes")
+            yield NumaNodes(id="nodes")
             yield StyledLines(id="gpus")
             yield from self._below
 

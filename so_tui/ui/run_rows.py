@@ -145,10 +145,6 @@ class LossCurve:
         return row.live or self.unread_share > 0 or self.state != row.state
 
     @property
-    def name(self) -> str:
-        return mean_name(self.span)
-
-    @property
     def steps(self) -> tuple[float, float]:
         steps = self.line.steps
         assert steps is not None

@@ -434,13 +434,9 @@ class SharedApp(SettingsApp):
             machine = inspect_machine()
         messages.answer(self, self.take_loaded, catalog, machine, file)
 
-    def inspect_again(self) -> None:
-        """Inspect this machine again, and plan for it even where another was given."""
-        self.plan_for(None, "")
-
     def plan_for(self, machine: Machine | None, file: str) -> None:
-        """Plan from now on for the machine that ``file`` describes, or for this machine where it is
-        None.
+        """Plan from now on for the machine that ``file`` describes, or for this machine, inspected
+        again, where it is None.
         """
         self._given = (self.catalog, machine, file)
         self.load()

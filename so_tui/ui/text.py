@@ -306,9 +306,15 @@ def environment_at_start() -> dict[str, str]:
     return environ
 
 
+def glyphs_of(app: object) -> GlyphName:
+    """Return the set of characters that an application draws with."""
+    glyphs: GlyphName = getattr(app, "glyphs", "braille")
+    return glyphs
+
+
 def shows_ascii(app: object) -> bool:
     """Return whether an application shows ASCII only."""
-    return getattr(app, "glyphs", "") == "ascii"
+    return glyphs_of(app) == "ascii"
 
 
 class PlainCharacters(LineFilter):

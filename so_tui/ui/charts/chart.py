@@ -13,6 +13,7 @@ from textual import events, on
 from textual.message import Message
 from textual.strip import Strip
 
+from so_tui.runs.records import StepRecord
 from so_tui.ui.charts.canvas import GLYPHS, Scale, beyond, fit_scale, spans
 from so_tui.ui.charts.drawing import (
     GUTTER,
@@ -30,10 +31,10 @@ from so_tui.ui.charts.drawing import (
     x_text,
 )
 from so_tui.ui.charts.series import Axis, Line, Named
-from so_tui.ui.text import GlyphName
+from so_tui.ui.text import glyphs_of
 from so_tui.ui.textual_fixes import DrawnRowsMixin
 from so_tui.ui.widgets import SIDE, framed
-from so_tui.units import plural, significant
+from so_tui.units import memory_unit, plural, significant
 
 # How the lines of a chart are told apart: by colour, and by a letter where a colour would be used
 # again or is not shown. Pure.
@@ -187,6 +188,63 @@ class _Drag:
         return self.moved or abs(self.at - self.start) >= DRAGGED_CELLS
 
 
+# What a chart shows: one or several numbers of the step records or of the samples, with their
+# title, unit and way of writing.
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One chart, and what its heading says."""
+
+    key: str
+    """How the user's layout names it."""
+    title: str
+    about: str
+    fields: tuple[str, ...] = ()
+    """Fields of the step records, a line each."""
+    unit: str = ""
+    format_value: Callable[[float], str] = significant
+    per: float = 1.0
+    """What values are divided by before they are written."""
+    in_bytes: bool = False
+    """Whether values are bytes of memory, which are written in the unit of the user's choice
+    instead.
+    """
+    zero: bool = False
+    ceiling: float | None = None
+    smoothing: Literal["mean", "wanted", "never"] = "wanted"
+    """Whether a smoothed line is drawn always, where an EMA was chosen, or never."""
+    role: str = "main"
+    """Colour of the line: what it is a measure of."""
+    roles: tuple[str, ...] = ()
+    """Colours of several lines."""
+    names: tuple[str, ...] = ()
+    """Their names."""
+    samples: tuple[str, ...] = ()
+    """Numbers of the samples instead, a line for each GPU, node or host
+    (``loads.sampled_value``).
+    """
+    limit: str = ""
+    """Number of the samples that those above stay below."""
+    marked: str = ""
+    """Number of the samples whose presence is marked on the axis."""
+    leads: bool = False
+    """Whether this chart says what holds for all: what is being read, the range, evaluations, and
+    steps whose loss is not a number.
+    """
+    narrow_title: str = ""
+    """Instead of ``title`` where there is little room."""
+    notes: Callable[[StepRecord | None, bool, bool], list[str]] = lambda latest, on_gpus, roomy: []
+    """Notes behind the values, of the newest step (None while a cursor shows another), on GPUs or
+    not, with room for words or not.
+    """
+
+    @property
+    def shown_in(self) -> tuple[float, str]:
+        """What values are divided by before they are written, and the unit that they have then."""
+        return memory_unit() if self.in_bytes else (self.per, self.unit)
+
+
 LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
 """A chart of at least this many cells and rows has a frame."""
 LEAST_COLUMNS = 4
@@ -275,28 +333,12 @@ class Chart(DrawnRowsMixin, can_focus=True):
     """
     )
 
-    def __init__(
-        self,
-        title: str,
-        *,
-        unit: str = "",
-        format_value: Callable[[float], str] = significant,
-        per: float = 1.0,
-        zero: bool = False,
-        ceiling: float | None = None,
-        mark_gaps: bool = False,
-        glyphs: GlyphName = "braille",
-        boxed: bool = True,
-        id: str | None = None,
-        classes: str | None = None,
-    ) -> None:
-        super().__init__(id=id, classes=classes)
-        self.title, self.unit, self.format_value, self.per = title, unit, format_value, per
-        self.zero, self.ceiling, self.glyphs = zero, ceiling, glyphs
+    def __init__(self, metric: Metric, *, boxed: bool = True) -> None:
+        super().__init__(id=metric.key)
+        self.metric, self.title = metric, metric.title
+        self.per, self.unit = metric.shown_in
         self.boxed = boxed
         """Whether it has a frame where panels have one; otherwise it stands in another's."""
-        self.mark_gaps = mark_gaps
-        """Whether gaps of the first line are marked on the axis."""
         self.turns = ""
         """The number of the page, at the end of the axis, or beside the title without a frame; a
         click on it turns the page.
@@ -335,6 +377,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         follow the title.
         """
         self.named, self.axis = tuple(named), axis
+        self.per, self.unit = self.metric.shown_in
         self.lines, names = [line for line, _ in named], [name for _, name in named]
         self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
         self.cursor, self.alarm, self.progress = cursor, alarm, progress
@@ -439,7 +482,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         event.prevent_default()
 
     def row_key(self) -> tuple[object, ...]:
-        return *super().row_key(), self.glyphs
+        return *super().row_key(), glyphs_of(self.app)
 
     @property
     def heading_room(self) -> int:
@@ -478,7 +521,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         """Return plot and axis."""
         styles = frame.styles
         plot, scale = self._plot(axis, width, height, styles)
-        labels = gutter_text(scale, height, self.format_value, self.per)
+        labels = gutter_text(scale, height, self.metric.format_value, self.per)
         rows = []
         for label, row in zip(labels, plot, strict=True):
             row = with_cursor(row, axis, self.cursor, width, styles["cursor"])
@@ -500,7 +543,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         for line in self.marked:
             found = spans(line, axis, width)[0]
             signs |= {column: "▼" for column, span in enumerate(found) if span is not None}
-        if self.mark_gaps and self.lines[0].series.missing(self.lines[0].length):
+        if self.metric.leads and self.lines[0].series.missing(self.lines[0].length):
             signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
         edges = axis.edges(width)
         marks = list(self.marks)
@@ -515,18 +558,19 @@ class Chart(DrawnRowsMixin, can_focus=True):
         """Return the plot area, cached while nothing of it changes: moving a cursor does not draw
         it again, and values beyond the range are no change.
         """
-        look = width, height, self.log_scale, self.robust, self.glyphs, id(styles)
+        glyphs = glyphs_of(self.app)
+        look = width, height, self.log_scale, self.robust, glyphs, id(styles)
         key = look, plot_key(self.lines, axis)
         if key != self._plot_key:
             self._plot_key = key
-            self._plotted = plot_rows(
-                self.lines, axis, None, (width, height), GLYPHS[self.glyphs], styles, fit=self._fit
-            )
+            size, drawn = (width, height), GLYPHS[glyphs]
+            self._plotted = plot_rows(self.lines, axis, None, size, drawn, styles, fit=self._fit)
         return self._plotted
 
     def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
+        metric = self.metric
         scale = fit_scale(
-            found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling, robust=self.robust
+            found, log=self.log_scale, zero=metric.zero, ceiling=metric.ceiling, robust=self.robust
         )
         self._outside = beyond(found, scale) if self.robust else 0
         return scale
@@ -549,7 +593,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
                 continue
             newest = line.series.value(line.length - 1)
             value = newest if self.cursor is None else value_at(line, axis, self.cursor)
-            shown = "-" if value is None else self.format_value(value / self.per)
+            shown = "-" if value is None else self.metric.format_value(value / self.per)
             called = f"  {name} ".replace("  . ", "  ")
             if line.role == "raw":
                 yield _Figure([(called, "note"), (shown, "label")], "raw")

@@ -13,28 +13,24 @@ from textual.containers import Container
 
 from so_tui.runs.results import mean_name
 from so_tui.ui.chart_metrics import (
-    BY_KEY,
     EVALUATIONS,
     PAGE_KEYS,
     ROOMY,
     ChartLayout,
-    Flag,
-    Metric,
     Wanted,
-    chart_of,
     marked_lines,
     page_of,
     sampled_lines,
     wanted_by,
     without_gpus,
 )
-from so_tui.ui.charts.chart import Chart, look_of
+from so_tui.ui.charts.chart import Chart, Metric, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
 from so_tui.ui.charts.series import Axis, Named
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, GlyphName, distinct, faint, in_rows, reading_text, wrapped
+from so_tui.ui.text import Content, distinct, faint, in_rows, reading_text, wrapped
 from so_tui.ui.textual_fixes import CachedLinesMixin
 from so_tui.ui.widgets import command_key
 from so_tui.units import thousands
@@ -108,8 +104,7 @@ class ChartPanel(Container, CachedLinesMixin):
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
-    def __init__(self, layout: ChartLayout, *, glyphs: GlyphName, id: str | None = None) -> None:
-        self._glyphs = glyphs
+    def __init__(self, layout: ChartLayout) -> None:
         self.chart_layout = layout
         self.on_gpus = True
         """Whether the run has GPUs: if not, other charts stand for theirs."""
@@ -118,7 +113,7 @@ class ChartPanel(Container, CachedLinesMixin):
         self.room = self.app.size.width
         """Columns of the terminal that the charts have, with what surrounds them."""
         self.page = page_of(layout, 0, self.room)
-        super().__init__(id=id)
+        super().__init__()
 
     def compose(self) -> ComposeResult:
         self._set_grid()
@@ -126,7 +121,7 @@ class ChartPanel(Container, CachedLinesMixin):
 
     def _new_charts(self) -> Iterator[Chart]:
         for metric in self.page.metrics:
-            chart = chart_of(metric, self._glyphs)
+            chart = Chart(metric)
             self._set_scales(chart)
             yield chart
 
@@ -135,8 +130,8 @@ class ChartPanel(Container, CachedLinesMixin):
         self.styles.grid_size_rows = self.page.rows
 
     def _set_scales(self, chart: Chart) -> None:
-        chart.log_scale = self.chart_layout.flagged("log", chart.id or "")
-        chart.robust = self.chart_layout.flagged("robust", chart.id or "")
+        chart.log_scale = chart.metric.key in self.chart_layout.log
+        chart.robust = chart.metric.key in self.chart_layout.robust
 
     @property
     def charts(self) -> list[Chart]:
@@ -159,7 +154,7 @@ class ChartPanel(Container, CachedLinesMixin):
     def metric(self) -> Metric:
         """The metric of the chart with the focus."""
         focused = self.focused
-        return BY_KEY[focused.id or ""] if focused is not None else self.page.metrics[0]
+        return focused.metric if focused is not None else self.page.metrics[0]
 
     @property
     def wanted(self) -> Wanted:
@@ -204,10 +199,6 @@ class ChartPanel(Container, CachedLinesMixin):
             self.screen.set_focus(again[0])
         return True
 
-    def toggled(self, flag: Flag) -> ChartLayout:
-        """Return the layout with the scale of the chart with the focus switched."""
-        return self.chart_layout.toggled(flag, self.metric.key)
-
     def show(
         self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()
     ) -> None:
@@ -215,18 +206,15 @@ class ChartPanel(Container, CachedLinesMixin):
         marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
         marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
         shown = _Shown(snapshot, view, axis if snapshot.length else None, overlays)
-        drawn = {chart.id: chart for chart in self.charts}
-        for metric in self.page.metrics:
-            if (chart := drawn.get(metric.key)) is not None:
-                chart.turns = (
-                    self.page.note_in(chart.heading_room) if metric is self.page.metrics[-1] else ""
-                )
-                self._show_metric(metric, chart, shown, marks)
+        for chart in self.charts:
+            last = chart.metric is self.page.metrics[-1]
+            chart.turns = self.page.note_in(chart.heading_room) if last else ""
+            self._show_metric(chart, shown, marks)
 
-    def _show_metric(self, metric: Metric, chart: Chart, shown: _Shown, marks: list[Mark]) -> None:
-        snapshot = shown.snapshot
+    def _show_metric(self, chart: Chart, shown: _Shown, marks: list[Mark]) -> None:
+        metric, snapshot = chart.metric, shown.snapshot
         coloured = not self.app.no_color
-        pairs = _lines(metric, chart, shown, coloured=coloured)
+        pairs = _lines(chart, shown, coloured=coloured)
         measured = any(line.series.extremes(0, line.length) for line, _ in pairs)
         sampled = all(name in snapshot.sampled for name in metric.samples[:1])
         known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
@@ -246,7 +234,6 @@ class ChartPanel(Container, CachedLinesMixin):
         own = metric.notes(latest, snapshot.on_gpus, roomy)
         losses = snapshot.series.get("loss")
         missing = losses.missing(snapshot.length) if losses is not None else 0
-        chart.per, chart.unit = metric.shown_in
         chart.show(
             pairs,
             shown.axis,
@@ -259,11 +246,11 @@ class ChartPanel(Container, CachedLinesMixin):
         )
 
 
-def _lines(metric: Metric, chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
+def _lines(chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
     """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``,
     parts of a step have signs.
     """
-    snapshot, axis = shown.snapshot, shown.axis
+    metric, snapshot, axis = chart.metric, shown.snapshot, shown.axis
     roomy = chart.heading_room >= ROOMY
     crowded = metric.narrow_title and not roomy  # MFU says more than that the run has ended
     newest = "." if snapshot.training or shown.view.cursor is not None or crowded else "last"

@@ -30,10 +30,9 @@ from so_tui.ui.chart_metrics import (
     METRICS,
     MOST_EMA,
     ChartLayout,
-    Metric,
     sampled_lines,
 )
-from so_tui.ui.charts.chart import Chart
+from so_tui.ui.charts.chart import Chart, Metric
 from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.dashboard.view import Overlaid, steps_at
 from so_tui.ui.dialogs import CloseButton, TickDialog, TickList, button, dialog

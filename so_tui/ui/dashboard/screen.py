@@ -182,15 +182,14 @@ class DashboardScreen(ResizablePage):
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
-        glyphs = self.app.glyphs
         yield Static(id="empty")
         yield RunHeader()
         with KeptScroll(id="panels", can_focus=False):
             with KeptVertical(id="main"):
-                yield ChartPanel(load_layout(), glyphs=glyphs)
+                yield ChartPanel(load_layout())
                 yield RunLegend()
                 yield StepPanel()
-                yield NumaPanel(PlacementPanel(), glyphs=glyphs)
+                yield NumaPanel(PlacementPanel())
             yield Divider()
             with KeptVertical(id="side"):
                 yield StepDetails()
@@ -471,10 +470,10 @@ class DashboardScreen(ResizablePage):
         self.tick()
 
     async def action_log_scale(self) -> None:
-        await self._arrange(self.charts.toggled("log"))
+        await self._arrange(self.charts.chart_layout.toggled("log", self.charts.metric.key))
 
     async def action_robust_scale(self) -> None:
-        await self._arrange(self.charts.toggled("robust"))
+        await self._arrange(self.charts.chart_layout.toggled("robust", self.charts.metric.key))
 
     async def action_grid(self) -> None:
         await self._arrange(self.charts.chart_layout.next_grid(self.charts.room))

@@ -16,7 +16,8 @@ from typing import Literal
 from so_tui.runs import RunDirectory, RunReader, read_state, readable_spec
 from so_tui.runs.records import Sample
 from so_tui.runs.results import mean_steps_of
-from so_tui.ui.chart_metrics import EVALUATIONS, Metric, Wanted
+from so_tui.ui.chart_metrics import EVALUATIONS, Wanted
+from so_tui.ui.charts.chart import Metric
 from so_tui.ui.charts.series import Axis, FollowedSteps, Line, StepSeries, evaluation_line
 from so_tui.ui.snapshot import Loads, Snapshot
 

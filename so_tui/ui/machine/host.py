@@ -25,7 +25,6 @@ from so_tui.ui.chart_metrics import (
     BY_KEY,
     HARDWARE,
     PAGE_KEYS,
-    chart_of,
     hardware_keys,
     marked_lines,
     sampled_lines,
@@ -36,7 +35,7 @@ from so_tui.ui.charts.series import Axis
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
 from so_tui.ui.snapshot import CORES, MEMORY, HostView, LoadStore
-from so_tui.ui.text import Content, GlyphName, faint, in_rows, shorten
+from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.ui.widgets import BOTTOM, Rule, framed
 from so_tui.units import memory_size as memory
 
@@ -141,16 +140,15 @@ class HostPanel(Vertical):
     processes_rule = getters.child_by_id("processes-rule", Rule)
     processes = getters.query_one("#processes", StyledLines)
 
-    def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
-        self._glyphs = glyphs
+    def __init__(self) -> None:
         self._drawing = asyncio.Lock()
         """Held while charts are exchanged: a sample may come during a resize."""
         self.first = 0
         """Position of the first chart among those that this host has."""
-        super().__init__(id=id)
+        super().__init__()
 
     def compose(self) -> ComposeResult:
-        yield NumaPanel(glyphs=self._glyphs)
+        yield NumaPanel()
         yield Horizontal(id="host-charts")
         yield Rule("processes", id="processes-rule")
         with Vertical(classes="frame"):
@@ -195,7 +193,7 @@ class HostPanel(Vertical):
         charts = {chart.id: chart for chart in self.row.query(Chart)}
         if list(charts) != keys:
             await self.row.remove_children()
-            await self.row.mount_all(chart_of(BY_KEY[key], self._glyphs) for key in keys)
+            await self.row.mount_all(Chart(BY_KEY[key]) for key in keys)
             charts = {chart.id: chart for chart in self.row.query(Chart)}
         for key in keys:
             named = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)

@@ -202,7 +202,7 @@ class MachineScreen(Page):
 
     def body(self) -> Iterable[Widget]:
         with Horizontal(id="halves"):
-            yield HostPanel(glyphs=self.app.glyphs)
+            yield HostPanel()
             with Vertical(id="about"):
                 with VerticalScroll(id="machine", classes="panel") as made_of:
                     made_of.border_title = "hardware and software"
@@ -356,4 +356,4 @@ class MachineScreen(Page):
 
     def action_inspect_again(self) -> None:
         self.notify("Inspecting again …")
-        self.app.inspect_again()
+        self.app.plan_for(None, "")

@@ -14,9 +14,9 @@ from textual.containers import Container, Vertical
 from textual.widgets import Static
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.results import RESULTS, RunResults, differing, result_text
+from so_tui.runs.results import RESULTS, RunResults, differing, mean_name, result_text
 from so_tui.trust.text import brief_message
-from so_tui.ui.charts.chart import Chart, Look, look_of
+from so_tui.ui.charts.chart import Chart, Look, Metric, look_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.form import values_of
 from so_tui.ui.lines import Piece
@@ -24,7 +24,6 @@ from so_tui.ui.run_rows import LossCurve, RunRow, means_note
 from so_tui.ui.run_status import state_piece
 from so_tui.ui.text import (
     Content,
-    GlyphName,
     distinct,
     in_rows,
     reading_text,
@@ -179,6 +178,9 @@ def drawn_looks(
     return {run: look_of(at, coloured=coloured) for at, run in enumerate(drawn)}
 
 
+LOSS = Metric("overlay", "loss", "of runs over each other")
+
+
 class RunPreview(Vertical):
     """Beside each other below the list; where it stands beside the list, the facts are below the
     losses, with the results.
@@ -189,15 +191,14 @@ class RunPreview(Vertical):
     overlay = getters.query_one("#overlay", Chart)
     facts = getters.query_one("#facts", Static)
 
-    def __init__(self, *, glyphs: GlyphName) -> None:
-        self._glyphs = glyphs
+    def __init__(self) -> None:
         self._columns: int | None = None
         super().__init__()
 
     def compose(self) -> ComposeResult:
         yield Rule(id="preview-rule")
         with Container(id="preview", classes="frame"):
-            yield Chart("loss", glyphs=self._glyphs, boxed=False, id="overlay")
+            yield Chart(LOSS, boxed=False)
             yield Static(id="facts")
 
     def on_mount(self) -> None:
@@ -238,7 +239,7 @@ class RunPreview(Vertical):
             names = distinct([run.name for run in looks], most)
         else:
             looks = {row.run: Look("main", "")} if own is not None else {}
-            names = [own.name] if own is not None else []
+            names = [mean_name(own.span)] if own is not None else []
         shown = [curves[run] for run in looks]
         lines = [
             replace(curve.line, role=look.role, sign=look.sign)

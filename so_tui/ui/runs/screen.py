@@ -131,7 +131,7 @@ class RunsScreen(FiltersTable, ResizablePage):
             with RunTable(id="table", cursor_type="row", classes="panel") as table:
                 table.border_title = "runs"
             yield Divider()
-            yield RunPreview(glyphs=self.app.glyphs)
+            yield RunPreview()
 
     def on_mount(self) -> None:
         self.watch(self.app, "runs", self._listed)
