@@ -26,7 +26,6 @@ from so_tui.spec import (
 if TYPE_CHECKING:
     from so_tui.machine.types import Machine
     from so_tui.plan.plan import Plan
-    from so_tui.plan.rates import StepError
 
 
 LENGTH = "train.length"
@@ -433,13 +432,7 @@ class Choice:
     """One value, and what the plan says with it."""
 
     value: float
-    step_s: float | None
-    gpu_bytes: int | None
-    gpu_capacity_bytes: int | None
-    host_bytes: int | None
-    verdict: str
-    """``fits``, ``tight`` or ``does not fit``."""
-    step_error: StepError | None = None
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,17 +480,7 @@ def strips_for(
                 found = make_plan(with_values(plan.spec, edits), machine)
             except InputError:
                 continue  # this run cannot have it
-            choices.append(
-                Choice(
-                    other,
-                    found.step_s,
-                    found.gpu_bytes,
-                    found.gpu_capacity_bytes,
-                    max(found.host_bytes_per_node.values(), default=None),
-                    found.verdict,
-                    found.step_error,
-                )
-            )
+            choices.append(Choice(other, found))
         if choices:
             strips.append(Strip(path, tuple(choices), value))
     return tuple(strips)

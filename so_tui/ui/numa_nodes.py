@@ -116,8 +116,9 @@ def _heat_cells(
         elif glyphs == "braille" and (cores + len(groups)) // 2 <= room:
             shown = [_pair(*pair) for pair in zip_longest(loads[::2], loads[1::2])]
         else:
-            count = max(1, room * len(loads) // cores)
-            shown = [_level(load, glyphs) for load in _averaged(loads, count)]
+            edges = _edges(len(loads), max(1, room * len(loads) // cores))
+            parts = (loads[start:stop] for start, stop in pairwise(edges))
+            shown = [_level(sum(part) / len(part), glyphs) for part in parts if part]
         cells += [(" ", "empty"), (group.sign, "sign"), ("".join(shown), group.role)]
     return cells[1:]
 
@@ -139,12 +140,6 @@ def _pair(*loads: float | None) -> str:
     sides = zip(_PAIRS, loads, strict=True)
     masks = (side[min(3, int(load / 25))] for side, load in sides if load is not None)
     return chr(0x2800 + sum(masks))
-
-
-def _averaged(loads: Sequence[float], count: int) -> list[float]:
-    """Average neighbours, so that ``count`` means of ``loads`` remain."""
-    parts = (loads[start:stop] for start, stop in pairwise(_edges(len(loads), count)))
-    return [sum(part) / len(part) for part in parts if part]
 
 
 def _edges(length: int, count: int) -> list[int]:

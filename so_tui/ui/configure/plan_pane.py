@@ -162,9 +162,8 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     fit; · has no predicted time.
     """
     name = f"{NAMES.get(strip.path, OTHER_NAME):<11}"
-    heights = bars(
-        [math.nan if choice.step_s is None else choice.step_s for choice in strip.choices]
-    )
+    times = (choice.plan.step_s for choice in strip.choices)
+    heights = bars([math.nan if step_s is None else step_s for step_s in times])
     present = strip.choices[strip.at]
     low, high = strip.choices[0].value, strip.choices[-1].value
     pieces = [
@@ -173,10 +172,11 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
         (f"{low:.2f} ", "$faint"),
     ]
     for choice, height in zip(strip.choices, heights, strict=True):
-        sign, style = height, STYLES[choice.verdict]
-        if choice.verdict == "does not fit":
-            sign = SIGNS[choice.verdict]
-        elif choice.step_s is None:
+        verdict = choice.plan.verdict
+        sign, style = height, STYLES[verdict]
+        if verdict == "does not fit":
+            sign = SIGNS[verdict]
+        elif choice.plan.step_s is None:
             sign = UNKNOWN
         pieces.append((f"▸{sign}◂", f"bold {style}") if choice is present else (sign, style))
     line = Content.assemble(*pieces, (f" {high:.2f}", "$faint"))
@@ -187,18 +187,19 @@ def _figures(choice: Choice, width: int) -> Content:
     """Return ``0.70 ✓ step 1.72 s ±12% GPU 86.0 of 95.0 GiB host 106 GiB``, as much of it as fits;
     no figure is cut.
     """
+    plan = choice.plan
     step = " step not predicted"
-    if choice.verdict == "does not fit":
-        step = f" {choice.verdict}"
-    elif choice.step_s:
-        step = f" step {duration(choice.step_s)}{step_error_text(choice.step_error)}"
-    sign = SIGNS[choice.verdict], STYLES[choice.verdict]
+    if plan.verdict == "does not fit":
+        step = f" {plan.verdict}"
+    elif plan.step_s:
+        step = f" step {duration(plan.step_s)}{step_error_text(plan.step_error)}"
+    sign = SIGNS[plan.verdict], STYLES[plan.verdict]
     line = Content.assemble(f"    {choice.value:.2f}  ", sign, step)
     pieces = []
-    if choice.gpu_bytes:
-        pieces.append(f"   GPU {memory_of(choice.gpu_bytes, choice.gpu_capacity_bytes)}")
-    if choice.host_bytes:
-        pieces.append(f"   host {memory(choice.host_bytes)}")
+    if plan.gpu_bytes:
+        pieces.append(f"   GPU {memory_of(plan.gpu_bytes, plan.gpu_capacity_bytes)}")
+    if host := max(plan.host_bytes_per_node.values(), default=0):
+        pieces.append(f"   host {memory(host)}")
     for piece in pieces:
         if line.cell_length + len(piece) <= width:
             line = line + piece

@@ -23,7 +23,7 @@ from textual.widgets import Button, Input, Static
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.export import export_metrics, export_rows
-from so_tui.runs.results import Answers, Asked, read_all, read_answers
+from so_tui.runs.results import Answers, read_all, read_answers
 from so_tui.spec.errors import reject
 from so_tui.ui.chart_metrics import (
     EVALUATIONS,
@@ -123,7 +123,16 @@ class AnswersScreen(ModalScreen[None]):
         when = "before training" if shown.step == 0 else f"after step {thousands(shown.step)}"
         number = f"   {self._at + 1} of {len(asked)}, in {duration(shown.seconds)}"
         title.update(Content.assemble(f"Prompts {when}", (number, "$faint not bold")))
-        text.update(_conversation(shown))
+        parts = (
+            Content.assemble(
+                ("> ", "bold $accent"),
+                (answer.prompt, "bold"),
+                f"\n{answer.text}",
+                ("" if answer.stopped else " …", "$faint"),
+            )
+            for answer in shown.answers
+        )
+        text.update(Content("\n\n").join(parts))
 
     def action_go(self, by: int) -> None:
         asked = self._answers.asked
@@ -131,19 +140,6 @@ class AnswersScreen(ModalScreen[None]):
             at = min(max(self._at + by, 0), len(asked) - 1)
             self._step = asked[at].step if at < len(asked) - 1 else None
             self._show()
-
-
-def _conversation(asked: Asked) -> Content:
-    """Return prompts and answers as text."""
-    return Content("\n\n").join(
-        Content.assemble(
-            ("> ", "bold $accent"),
-            (answer.prompt, "bold"),
-            f"\n{answer.text}",
-            ("" if answer.stopped else " …", "$faint"),
-        )
-        for answer in asked.answers
-    )
 
 
 # Choose what the dashboard's charts show, and how it is smoothed.
