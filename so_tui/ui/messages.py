@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from so_tui.plan.plan import Launch, Plan
     from so_tui.runs import RunDirectory
     from so_tui.spec import Problem, SoTuiError
-    from so_tui.ui.form import Strip
 
 
 def answer(to: MessagePump, take: Callable[..., object], *results: object) -> None:
@@ -113,14 +112,3 @@ class Planned(Message):
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Planned)
-
-
-@dataclass
-class Compared(Message):
-    """What other values of some fields would do."""
-
-    serial: int
-    strips: tuple[Strip, ...]
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Compared)

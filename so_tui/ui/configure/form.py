@@ -4,7 +4,7 @@ what the one with the focus is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -372,7 +372,7 @@ class FormPanel(Vertical):
     fields = getters.child_by_id("form", Fields)
     find = getters.child_by_id("find", FindField)
     about = getters.child_by_id("about", Static)
-    _refused = ""
+    refused = ""
     """What was not done because a field is wrong, until the next plan."""
 
     def compose(self) -> ComposeResult:
@@ -408,31 +408,6 @@ class FormPanel(Vertical):
         )
         return True
 
-    def mark(
-        self,
-        was: Callable[[str], str | None],
-        preset: Callable[[str], str | None],
-        problems: Mapping[str, str],
-        note: Callable[[str], str],
-    ) -> None:
-        """Mark the fields that were changed or are wrong, and say of all what is to be said.
-
-        Args:
-            was: Returns what a changed field said when it was opened.
-            preset: Returns what the preset says of a field that has what was recommended instead.
-            problems: What is wrong, by field.
-            note: Returns what the plan says of a field.
-        """
-        self._refused = ""
-        for row in self.all_rows:
-            row.show_status(
-                was=was(row.path),
-                preset=preset(row.path),
-                problem=problems.get(row.path, ""),
-                note=note(row.path),
-            )
-        self.show_about()
-
     def entered(self) -> tuple[str, str] | None:
         """Return path and text of the field with the focus; None if no field has it."""
         row = self._selected
@@ -444,7 +419,7 @@ class FormPanel(Vertical):
         """
         wrong = next((row for row in self.all_rows if row.problem), None)
         if wrong is not None:
-            self._refused = refused
+            self.refused = refused
             wrong.scroll_visible()
             wrong.focus_control()
             self.show_about()
@@ -532,7 +507,7 @@ class FormPanel(Vertical):
         if row is None:
             about = faint("up and down move between fields, / finds one")
         elif row.problem:
-            refused = f"{self._refused}: " if self._refused else ""
+            refused = f"{self.refused}: " if self.refused else ""
             about = Content.assemble((f"✗ {refused}{row.path}  ", "bold $error"), row.problem)
         else:
             about = Content.assemble((f"{row.path}  ", "bold"), (row.about, "$faint"))

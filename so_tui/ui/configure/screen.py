@@ -25,6 +25,7 @@ from so_tui.ui.form import (
     GROUPS,
     LENGTH,
     LENGTH_KEYS,
+    Strip,
     edits_between,
     label,
     length_of,
@@ -35,7 +36,7 @@ from so_tui.ui.form import (
     values_of,
     with_edit,
 )
-from so_tui.ui.messages import Compared, Failed, Planned
+from so_tui.ui.messages import Failed, Planned
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
 from so_tui.ui.text import Content, faint
 from so_tui.ui.widgets import Divider, command_key
@@ -431,7 +432,7 @@ class ConfigureScreen(ResizablePage):
         worker = get_current_worker()
         strips = strips_for(plan, machine, lambda: worker.is_cancelled)
         if strips is not None:
-            self.post_message(Compared(serial, strips))
+            self.call_later(self._show_strips, serial, strips)
 
     @work(thread=True, group="partitions", name="ask Slurm for its partitions", exit_on_error=False)
     def _ask_for_partitions(self) -> None:
@@ -458,10 +459,9 @@ class ConfigureScreen(ResizablePage):
         if waiting is not None and self.is_current:
             waiting(message)
 
-    @on(Compared)
-    def _show_strips(self, message: Compared) -> None:
-        if message.serial == self._serial:
-            self.plan.what_if.show(message.strips)
+    def _show_strips(self, serial: int, strips: tuple[Strip, ...]) -> None:
+        if serial == self._serial:
+            self.plan.what_if.show(strips)
 
     @on(WhatIf.Stepped)
     def _stepped(self, message: WhatIf.Stepped) -> None:
@@ -504,16 +504,22 @@ class ConfigureScreen(ResizablePage):
     def _mark_fields(self, message: Planned) -> None:
         """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
         problems = _problems_by_row(message.problems) or _impossible_field(message.plan)
-        values = self._drafts.values
-
-        def note_of(path: str) -> str:
+        drafts, slurm = self._drafts, preset_actions.has_slurm()
+        values = drafts.values
+        chosen, given_mode = values.get("slurm.partition", ""), values.get("offload.mode", "")
+        for row in self.form.all_rows:
+            path = row.path
+            note = _field_note(path, message.plan, self.app.machine, given_mode)
             if path == "slurm.partition":
-                chosen = values.get("slurm.partition", "")
-                return _partition_note(self._partitions, chosen, slurm=preset_actions.has_slurm())
-            given_mode = values.get("offload.mode", "")
-            return _field_note(path, message.plan, self.app.machine, given_mode)
-
-        self.form.mark(self._drafts.was, self._drafts.preset_value, problems, note_of)
+                note = _partition_note(self._partitions, chosen, slurm=slurm)
+            row.show_status(
+                was=drafts.was(path),
+                preset=drafts.preset_value(path),
+                problem=problems.get(path, ""),
+                note=note,
+            )
+        self.form.refused = ""
+        self.form.show_about()
 
     def _show_title(self) -> None:
         title = self.query_one("#form-title", Static)
