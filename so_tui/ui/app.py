@@ -44,44 +44,16 @@ if TYPE_CHECKING:
 # one of them only.
 
 
-def _presets() -> Screen[None]:
-    from so_tui.ui.presets.screen import PresetsScreen
-
-    return PresetsScreen()
-
-
-def _configure() -> Screen[None]:
-    from so_tui.ui.configure.screen import ConfigureScreen
-
-    return ConfigureScreen()
-
-
-def _dashboard() -> Screen[None]:
-    from so_tui.ui.dashboard.screen import DashboardScreen
-
-    return DashboardScreen()
-
-
-def _runs() -> Screen[None]:
-    from so_tui.ui.runs.screen import RunsScreen
-
-    return RunsScreen()
-
-
-def _machine() -> Screen[None]:
-    from so_tui.ui.machine.screen import MachineScreen
-
-    return MachineScreen()
+def _make_page(name: str, title: str) -> Page:
+    module = importlib.import_module(f"so_tui.ui.{name}.screen")
+    page: Page = getattr(module, f"{title}Screen")()
+    return page
 
 
 MODES: dict[str, str | Callable[[], Screen[None]]] = {
-    "presets": _presets,
-    "configure": _configure,
-    "dashboard": _dashboard,
-    "runs": _runs,
-    "machine": _machine,
+    name: partial(_make_page, name, title) for name, title in PAGES
 }
-"""How to make each of ``page.PAGES``, as ``App.MODES`` takes it."""
+"""How to make each page, as ``App.MODES`` takes it."""
 
 
 RUNS_POLL_S = 2.0
@@ -164,7 +136,7 @@ class SoTuiApp(SharedApp):
             _import_packages()  # the dashboard's workers start with the first paint
         # Set on the instance before Textual reads it, so that a given run is shown without another
         # screen first.
-        setattr(self, "DEFAULT_MODE", "dashboard" if at_run else "presets")  # noqa: B010 - a class variable to type checkers
+        self.__dict__["DEFAULT_MODE"] = "dashboard" if at_run else "presets"
         super().__init__(catalog, machine, machine_file, runs_dir, start, settings)
         self.set_reactive(SoTuiApp.opened, open_run)
         self.set_reactive(SoTuiApp.inspecting, not at_run or machine is not None)
@@ -222,10 +194,6 @@ class SoTuiApp(SharedApp):
         self.report_failure(event)
 
     # Starting runs (launching.py).
-
-    def on_check_begun(self, message: messages.CheckBegun) -> None:
-        if self.checking is not None:
-            self.checking = self.checking.come_to(message.check, message.since)
 
     def on_launched(self, message: messages.Launched) -> None:
         self.launched = self.launched or message.run

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,11 +17,11 @@ from so_tui.folders import state_home
 from so_tui.runs.records import GpuSample, StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
-from so_tui.ui.charts.chart import Chart, Look, look_of
-from so_tui.ui.charts.series import Line
+from so_tui.ui.charts.chart import Look, Metric, look_of
+from so_tui.ui.charts.series import Line, Named
 from so_tui.ui.snapshot import Sampled, sampled_value
-from so_tui.ui.text import GlyphName
-from so_tui.units import memory_unit, percent, rate, significant, thousands
+from so_tui.ui.widgets import command_key
+from so_tui.units import percent, rate, significant, thousands
 
 EVALUATIONS = "evaluation"
 """Key of the metric that has no field of the step records: evaluations are records of their own."""
@@ -30,63 +30,6 @@ EVALUATIONS = "evaluation"
 def whole(value: float) -> str:
     """Return ``1,755``."""
     return thousands(round(value))
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One chart, and what its heading says."""
-
-    key: str
-    """How the user's layout names it."""
-    title: str
-    about: str
-    fields: tuple[str, ...] = ()
-    """Fields of the step records, a line each."""
-    unit: str = ""
-    format_value: Callable[[float], str] = significant
-    per: float = 1.0
-    """What values are divided by before they are written."""
-    in_bytes: bool = False
-    """Whether values are bytes of memory, which are written in the unit of the user's choice
-    instead.
-    """
-    zero: bool = False
-    ceiling: float | None = None
-    smoothing: Literal["mean", "wanted", "never"] = "wanted"
-    """Whether a smoothed line is drawn always, where an EMA was chosen, or never."""
-    role: str = "main"
-    """Colour of the line: what it is a measure of."""
-    roles: tuple[str, ...] = ()
-    """Colours of several lines."""
-    names: tuple[str, ...] = ()
-    """Their names."""
-    samples: tuple[str, ...] = ()
-    """Numbers of the samples instead, a line for each GPU, node or host
-    (``loads.sampled_value``).
-    """
-    limit: str = ""
-    """Number of the samples that those above stay below."""
-    marked: str = ""
-    """Number of the samples whose presence is marked on the axis."""
-    leads: bool = False
-    """Whether this chart says what holds for all: what is being read, the range, evaluations, and
-    steps whose loss is not a number.
-    """
-    narrow_title: str = ""
-    """Instead of ``title`` where there is little room."""
-    notes: Callable[[StepRecord | None, bool, bool], list[str]] = lambda latest, on_gpus, roomy: []
-    """Notes behind the values, of the newest step (None while a cursor shows another), on GPUs or
-    not, with room for words or not.
-    """
-
-    @property
-    def shown_in(self) -> tuple[float, str]:
-        """What values are divided by before they are written, and the unit that they have then."""
-        return memory_unit() if self.in_bytes else (self.per, self.unit)
-
-
-def _learning_rate(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
-    return [] if latest is None else [f"learning rate {significant(latest.learning_rate)}"]
 
 
 def _speed(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
@@ -122,7 +65,9 @@ STEP_METRICS: tuple[Metric, ...] = (
         "before clipping",
         ("gradient_norm",),
         smoothing="mean",
-        notes=_learning_rate,
+        notes=lambda latest, on_gpus, roomy: (
+            [f"learning rate {significant(latest.learning_rate)}"] if latest else []
+        ),
     ),
     Metric(
         "learning-rate",
@@ -421,6 +366,23 @@ def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
     )
 
 
+PAGE_KEYS = (
+    command_key(
+        "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
+    ),
+    command_key(
+        "less_than_sign",
+        "page(-1)",
+        "Page before",
+        "The charts before",
+        id="page-before",
+        display="<",
+        show=False,
+    ),
+)
+"""Keys that turn the pages of charts."""
+
+
 def samples_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
     """Return the numbers of the samples that these charts draw."""
     wanted = (name for metric in metrics for name in (*metric.samples, metric.limit, metric.marked))
@@ -463,13 +425,9 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     robust: tuple[str, ...] = ()
     """Metrics whose scale leaves outliers out."""
 
-    def flagged(self, flag: Flag, key: str) -> bool:
-        """Return whether a metric has a kind of scale."""
-        return key in (self.log if flag == "log" else self.robust)
-
     def toggled(self, flag: Flag, key: str) -> ChartLayout:
         """Return the layout with a kind of scale switched on or off for a metric."""
-        keys = self.log if flag == "log" else self.robust
+        keys: tuple[str, ...] = getattr(self, flag)
         changed = tuple(other for other in keys if other != key) if key in keys else (*keys, key)
         return msgspec.structs.replace(self, **{flag: changed})
 
@@ -565,7 +523,7 @@ def _layout_path() -> Path:
 
 
 def load_layout() -> ChartLayout:
-    """Return the remembered layout, without what this version does not know."""
+    """Return the remembered layout, without what this version does not know or is out of range."""
     try:
         found = read_json(_layout_path(), ChartLayout)
     except FileNotFoundError:
@@ -573,23 +531,19 @@ def load_layout() -> ChartLayout:
     except (OSError, msgspec.DecodeError) as error:
         _log.info("the layout of charts is the default one: %s", error)
         return ChartLayout()
-    return _checked(found)
-
-
-def _checked(found: ChartLayout) -> ChartLayout:
-    """Return a layout with what is unknown or out of range left out."""
-    shown = tuple(dict.fromkeys(key for key in found.shown if key in BY_KEY)) or ChartLayout().shown
-    ema = (
-        None
-        if found.ema is None or not math.isfinite(found.ema)
-        else min(MOST_EMA, max(0.0, found.ema))
+    ema = None
+    if found.ema is not None and math.isfinite(found.ema):
+        ema = min(MOST_EMA, max(0.0, found.ema))
+    shown, log, robust = (
+        tuple(filter(BY_KEY.__contains__, keys))
+        for keys in (dict.fromkeys(found.shown), found.log, found.robust)
     )
     return ChartLayout(
-        shown=shown,
+        shown=shown or ChartLayout().shown,
         grid=found.grid if found.grid in GRIDS else None,
         ema=ema,
-        log=tuple(key for key in found.log if key in BY_KEY),
-        robust=tuple(key for key in found.robust if key in BY_KEY),
+        log=log,
+        robust=robust,
     )
 
 
@@ -604,22 +558,6 @@ def save_layout(layout: ChartLayout) -> None:
 # throttling.
 
 
-def chart_of(metric: Metric, glyphs: GlyphName) -> Chart:
-    """Return an empty chart of a metric."""
-    per, unit = metric.shown_in
-    return Chart(
-        metric.title,
-        unit=unit,
-        format_value=metric.format_value,
-        per=per,
-        zero=metric.zero,
-        ceiling=metric.ceiling,
-        mark_gaps=metric.leads,
-        glyphs=glyphs,
-        id=metric.key,
-    )
-
-
 def sampled_lines(
     metric: Metric,
     sampled: Mapping[str, tuple[Sampled, ...]],
@@ -627,7 +565,7 @@ def sampled_lines(
     alone: bool = True,
     whole: bool = False,
     coloured: bool = True,
-) -> list[tuple[Line, str]]:
+) -> list[Named]:
     """Return the lines of a metric with their names in the heading; limits first, so that values
     are drawn over them.
 
@@ -635,8 +573,8 @@ def sampled_lines(
     colours these are; a sign where colours would be used again, or nothing is ``coloured``. In a
     heading, those after the first are numbers alone; with ``whole`` every name says everything.
     """
-    pairs = [
-        (limit.line("limit"), "limit" if whole or not at else "")
+    pairs: list[Named] = [
+        (replace(limit, role="limit"), "limit" if whole or not at else "")
         for at, limit in enumerate(sampled.get(metric.limit, ()))
     ]
     several = len({line.host for name in metric.samples for line in sampled.get(name, ())}) > 1
@@ -646,7 +584,7 @@ def sampled_lines(
         called = metric.names[number] if metric.names else ""
         role = "second" if number else metric.role
         if len(lines) == 1:
-            pairs.append((lines[0].line(role), called or "."))
+            pairs.append((replace(lines[0], role=role), called or "."))
             continue
         kind = name.partition(".")[0].replace("gpu", "GPU")
         for at, line in enumerate(lines):
@@ -657,11 +595,11 @@ def sampled_lines(
                 else f"{called}{':' if called else ''} {kind} {place}".strip()
             )
             look = look_of(drawn, coloured=coloured) if alone else Look(role, "")
-            pairs.append((replace(line.line(look.role), sign=look.sign), word))
+            pairs.append((replace(line, role=look.role, sign=look.sign), word))
             drawn += 1
     return pairs
 
 
 def marked_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> list[Line]:
     """Return the lines whose values are marked on the axis."""
-    return [line.line("bad") for line in sampled.get(metric.marked, ())]
+    return list(sampled.get(metric.marked, ()))

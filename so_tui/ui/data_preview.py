@@ -5,14 +5,12 @@ any time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button, Static
@@ -25,7 +23,7 @@ from so_tui.ui.form import label
 from so_tui.ui.lines import fill
 from so_tui.ui.messages import unexpected_error
 from so_tui.ui.plan_view import data_name
-from so_tui.ui.text import Content, faint, shorten_path
+from so_tui.ui.text import Content, faint, in_rows, shorten_path
 from so_tui.ui.widgets import Rule
 from so_tui.units import thousands
 
@@ -92,19 +90,16 @@ def _source(source: SourceView, width: int) -> Content:
     name.
     """
     text = (
-        f"  {thousands(source.rows)} rows, {thousands(source.trained_tokens)} trained tokens, each "
-        f"{source.times_an_epoch:.1f} x an epoch"
+        f"  {source.format}\n       {thousands(source.rows)} rows, "
+        f"{thousands(source.trained_tokens)} trained tokens, each {source.times_an_epoch:.1f} x an "
+        "epoch"
     )
-    lost = ", ".join(
-        f"{thousands(count)} {name}"
-        for name, count in (("truncated", source.truncated), ("dropped", source.dropped))
-        if count
-    )
+    counts = (("truncated", source.truncated), ("dropped", source.dropped))
+    lost = ", ".join(f"{thousands(count)} {name}" for name, count in counts if count)
     name = shorten_path(source.source, max(12, width - 7 - len(source.format) - 4))
     return Content.assemble(
         (f"{100 * source.share:3.0f} %  ", "bold"),
         name,
-        (f"  {source.format}\n     ", "$faint"),
         (text, "$faint"),
         (f"  {lost}" if lost else "", "$warning"),
     )
@@ -123,17 +118,12 @@ def _legend(*, marks: bool) -> Content:
 
 def _sample(one: Sample, preview: DataPreview, *, marks: bool) -> Content:
     """Return one document as the model sees it."""
-    where = f"row {thousands(one.row)}" + (f" of {one.source}" if len(preview.sources) > 1 else "")
-    head = Content.assemble(
-        (where, "bold"),
-        (f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained", "$faint"),
-    )
-    return (
-        head
-        + "\n"
-        + Content("").join(
-            _piece(text, trained=trained, marks=marks) for text, trained in one.visible
-        )
+    source = f" of {one.source}" if len(preview.sources) > 1 else ""
+    tokens = f"   {thousands(one.tokens)} tokens, {thousands(one.trained_tokens)} trained"
+    return Content.assemble(
+        (f"row {thousands(one.row)}{source}", "bold"),
+        (f"{tokens}\n", "$faint"),
+        *(_piece(text, trained=trained, marks=marks) for text, trained in one.visible),
     )
 
 
@@ -148,27 +138,6 @@ MORE = 4
 """Factor by which "More rows" multiplies the rows."""
 WIDE = 100
 """Columns from which figures and lengths stand side by side."""
-
-
-@dataclass
-class Progressed(Message):
-    """The helper process has made progress."""
-
-    progress: Progress
-
-
-@dataclass
-class Previewed(Message):
-    """The helper process has answered."""
-
-    preview: DataPreview
-
-
-@dataclass
-class PreviewFailed(Message):
-    """The helper process failed; each line gives a reason and its remedy."""
-
-    lines: tuple[Content, ...]
 
 
 class DataPreviewScreen(ModalScreen[None]):
@@ -220,9 +189,10 @@ class DataPreviewScreen(ModalScreen[None]):
 
         try:
             for event in preview_data(self._spec, rows, cancel):
-                self.post_message(
-                    Progressed(event) if isinstance(event, Progress) else Previewed(event)
-                )
+                if isinstance(event, Progress):
+                    self.call_later(self._show_progress, event)
+                else:
+                    self.call_later(self._show_preview, event)
         except InputError as error:
             lines = (
                 Content.assemble(
@@ -232,37 +202,32 @@ class DataPreviewScreen(ModalScreen[None]):
                 )
                 for problem in error.problems
             )
-            self.post_message(PreviewFailed(tuple(lines)))
+            self.call_later(self._show_failure, *lines)
         except SoTuiError as error:
-            self.post_message(PreviewFailed(tuple(map(Content, str(error).splitlines()))))
+            self.call_later(self._show_failure, *map(Content, str(error).splitlines()))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if text := unexpected_error(event):
-            self.post_message(PreviewFailed((Content(text),)))
+            self.call_later(self._show_failure, Content(text))
 
-    @on(Progressed)
-    def _progressed(self, message: Progressed) -> None:
-        progress = message.progress
-        bar = (
-            fill(progress.done_rows / progress.total_rows, 24) + "  "
-            if progress.total_rows
-            else Content("")
-        )
-        self._show_status(bar + faint(f"{progress.message} …   esc cancels"))
+    def _show_progress(self, progress: Progress) -> None:
+        status = faint(f"{progress.message} …   esc cancels")
+        if progress.total_rows:
+            status = fill(progress.done_rows / progress.total_rows, 24) + "  " + status
+        self._show_status(status)
 
-    @on(PreviewFailed)
-    async def _failed(self, message: PreviewFailed) -> None:
+    async def _show_failure(self, *lines: Content) -> None:
+        """Show reasons with their remedies."""
         self._show_status(
             Content.styled("✗ this data cannot be trained on as it is", "bold $error")
         )
-        await self._show(Static(line, classes="preview-part") for line in message.lines)
+        await self._show(Static(line, classes="preview-part") for line in lines)
 
-    @on(Previewed)
-    async def _previewed(self, message: Previewed) -> None:
-        self._preview = message.preview
-        self._show_status(Content.styled(message.preview.how, "$foreground"))
-        await self._show(self._parts(message.preview))
-        self.query_one("#more", Button).disabled = len(message.preview.samples) < self._rows
+    async def _show_preview(self, preview: DataPreview) -> None:
+        self._preview = preview
+        self._show_status(Content.styled(preview.how, "$foreground"))
+        await self._show(self._parts(preview))
+        self.query_one("#more", Button).disabled = len(preview.samples) < self._rows
 
     async def on_resize(self) -> None:
         if self._preview is not None:
@@ -279,9 +244,8 @@ class DataPreviewScreen(ModalScreen[None]):
         width = self.query_one("#preview-body").scrollable_content_region.width
         marks = self.app.no_color
         for warning in preview.warnings:
-            yield Static(
-                Content.assemble(("note: ", "bold $warning"), warning), classes="preview-part"
-            )
+            note = Content.assemble(("note: ", "bold $warning"), warning)
+            yield Static(note, classes="preview-part")
         wide = width >= WIDE
         narrow = 2 * width // 5 - 3 if wide else width
         figures = _part("what happens to the rows", _facts(preview))
@@ -296,9 +260,8 @@ class DataPreviewScreen(ModalScreen[None]):
             yield _part("the mixture: share of an epoch", lines)
         if preview.packing:
             yield _part(preview.sequence_words(), _packed(preview, width))
-        yield Rule(
-            Content.assemble(("rows as the model sees them   ", "$faint"), _legend(marks=marks))
-        )
+        title = "rows as the model sees them   ", "$faint"
+        yield Rule(Content.assemble(title, _legend(marks=marks)))
         for one in preview.samples:
             yield Static(_sample(one, preview, marks=marks), classes="preview-part preview-row")
 
@@ -328,6 +291,6 @@ class DataPreviewScreen(ModalScreen[None]):
 def _part(title: str, lines: list[Content]) -> Widget:
     return Vertical(
         Rule(faint(title)),
-        Static(Content("\n").join(lines)),
+        Static(in_rows(lines)),
         classes="preview-part",
     )

@@ -18,17 +18,17 @@ from textual.message import Message
 from textual.screen import ModalScreen
 from textual.style import Style
 from textual.suggester import Suggester
+from textual.widget import Widget
 from textual.widgets import Button, Input, OptionList, Static
-from textual.widgets.option_list import Option
 from textual.worker import Worker, get_current_worker
 
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
 from so_tui.settings_file import all_settings, choices, value_of
 from so_tui.spec.errors import InputError
-from so_tui.ui.form import problem_text
+from so_tui.ui.form import problem_texts
 from so_tui.ui.messages import unexpected_error
-from so_tui.ui.text import Content, faint, shorten_path
+from so_tui.ui.text import Content, faint, in_rows, shorten_path, wrong
 from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.themes import THEMES
 
@@ -43,6 +43,20 @@ shown.
 
 
 Answer = TypeVar("Answer")
+
+
+def button(label: str, id: str | None, action: str | None = None) -> Button:
+    """Return a button of a dialog; without an ``action``, the dialog itself answers the press."""
+    return Button(Content(label), id=id, compact=True, action=action)
+
+
+def dialog(
+    title: str | Content, *parts: Widget, buttons: Iterable[Widget], classes: str = "dialog"
+) -> Vertical:
+    """Return the frame of a dialog: its title, its parts below each other, and its buttons."""
+    heading = Static(Content(title) if isinstance(title, str) else title, classes="dialog-title")
+    row = Horizontal(*buttons, classes="dialog-buttons")
+    return Vertical(heading, *parts, row, classes=classes)
 
 
 class CloseButton(Button):
@@ -80,33 +94,25 @@ class Question(ModalScreen[bool]):
         no: str = "No",
         default_yes: bool = False,
     ) -> None:
-        self._title, self._lines, self._yes, self._no, self._default_yes = (
-            title,
-            lines,
-            yes,
-            no,
-            default_yes,
-        )
+        self._title, self._lines = title, lines
+        self._yes, self._no, self._default_yes = yes, no, default_yes
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
-            yield Static(Content(self._title), classes="dialog-title")
-            with VerticalScroll(classes="dialog-body", can_focus=False):
-                for line in self._lines:
-                    yield Static(Content(line) if isinstance(line, str) else line)
-            yield from self.fields()
-            with Horizontal(classes="dialog-buttons"):
-                yield from self.buttons()
+        lines = [Static(Content(line) if isinstance(line, str) else line) for line in self._lines]
+        body = VerticalScroll(*lines, classes="dialog-body", can_focus=False)
+        yield dialog(self._title, body, *self.fields(), buttons=self.buttons())
 
-    def fields(self) -> ComposeResult:
-        """Compose what stands between the lines and the buttons."""
-        yield from ()
+    def fields(self) -> list[Widget]:
+        """Return what stands between the lines and the buttons."""
+        return []
 
-    def buttons(self) -> ComposeResult:
-        """Compose the buttons."""
-        yield Button(Content(f"{self._yes}  y"), id="yes", compact=True)
-        yield CloseButton(f"{self._no}  n", id="no", action=None)
+    def buttons(self) -> list[Button]:
+        """Return the buttons."""
+        return [
+            button(f"{self._yes}  y", "yes"),
+            CloseButton(f"{self._no}  n", id="no", action=None),
+        ]
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#yes" if self._default_yes else "#no"))
@@ -154,40 +160,32 @@ class AskText(ModalScreen[Answer | None]):
         that is shown of an empty one.
         """
         self._title, self._hint, self._value, self._yes = title, hint, value, yes
-        self._read, self._may_be_empty, self._suggester, self._choices = (
-            read,
-            may_be_empty,
-            suggester,
-            choices,
-        )
+        self._read, self._may_be_empty = read, may_be_empty
+        self._suggester, self._choices = suggester, choices
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
-            yield Static(Content(self._title), classes="dialog-title")
-            yield Static(Content(self._hint), classes="faint")
-            if self._choices:
-                yield from self._list()
-            yield Entry(self._value, compact=True, suggester=self._suggester)
-            yield Static(id="said", classes="dialog-answer")
-            with Horizontal(classes="dialog-buttons"):
-                yield Button(Content(f"{self._yes}  enter"), id="yes", compact=True)
-                yield CloseButton("Cancel  esc", id="no")
+        yield dialog(
+            self._title,
+            Static(Content(self._hint), classes="faint"),
+            *([self._list()] if self._choices else []),
+            Entry(self._value, compact=True, suggester=self._suggester),
+            Static(id="said", classes="dialog-answer"),
+            buttons=[button(f"{self._yes}  enter", "yes"), CloseButton("Cancel  esc", id="no")],
+        )
 
-    def _list(self) -> ComposeResult:
-        """Compose the choices; the keyboard stays in the field."""
-        width = max(len(text) for text, _ in self._choices)
-        named = (f"{text:<{width}}  " if text else "" for text, _ in self._choices)
+    def _list(self) -> OptionList:
+        """Return the choices; the keyboard stays in the field."""
+        texts = [text for text, _ in self._choices]
+        width = max(map(len, texts))
         lines = [
-            Content.assemble(text, (meaning, "$faint"))
-            for text, (_, meaning) in zip(named, self._choices, strict=True)
+            Content.assemble(f"{text:<{width}}  " if text else "", (meaning, "$faint"))
+            for text, meaning in self._choices
         ]
         listed = OptionList(*lines, compact=True, classes="choices")
         listed.can_focus = False
-        listed.highlighted = next(
-            (index for index, (text, _) in enumerate(self._choices) if text == self._value), None
-        )
-        yield listed
+        listed.highlighted = texts.index(self._value) if self._value in texts else None
+        return listed
 
     def action_choose(self, way: Literal["up", "down"]) -> None:
         for listed in self.query(OptionList):
@@ -208,8 +206,7 @@ class AskText(ModalScreen[Answer | None]):
         try:
             answer = self._read(value)
         except InputError as error:
-            said = Content.assemble(("✗ ", "$error"), "\n".join(map(problem_text, error.problems)))
-            self.query_one("#said", Static).update(said)
+            self.query_one("#said", Static).update(wrong(problem_texts(error)))
             self.set_focus(self.query_one(Input))
         else:
             self.dismiss(answer)
@@ -221,7 +218,7 @@ COPIED_WIDTH = 160
 """Cells of a table in the clipboard."""
 
 
-class LaidOut(Static):
+class _LaidOut(Static):
     """Text that is laid out again for each width."""
 
     def __init__(self, lay: Laid, *, classes: str = "") -> None:
@@ -254,24 +251,23 @@ class Notice(ModalScreen[bool]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as dialog:
-            dialog.set_class(self._bad, "-bad")
-            dialog.set_class(any(callable(line) for line in self._lines), "-table")
-            yield Static(
-                Content(f"{'✗ ' if self._bad else ''}{self._title}"), classes="dialog-title"
-            )
-            with VerticalScroll(classes="dialog-body"):
-                for line in self._lines:
-                    yield (
-                        Static(Content(line), classes="dialog-line")
-                        if isinstance(line, str)
-                        else LaidOut(line)
-                    )
-            with Horizontal(classes="dialog-buttons"):
-                yield CloseButton(action=None)
-                yield Button("Copy  y", id="copy", compact=True)
-                if self._offer:
-                    yield Button(Content(self._offer), id="offer", compact=True)
+        table = any(map(callable, self._lines))
+        lines = (
+            Static(Content(line), classes="dialog-line")
+            if isinstance(line, str)
+            else _LaidOut(line)
+            for line in self._lines
+        )
+        yield dialog(
+            f"{'✗ ' if self._bad else ''}{self._title}",
+            VerticalScroll(*lines, classes="dialog-body"),
+            buttons=[
+                CloseButton(action=None),
+                button("Copy  y", "copy"),
+                *([button(self._offer, "offer")] if self._offer else []),
+            ],
+            classes=f"dialog{' -bad' if self._bad else ''}{' -table' if table else ''}",
+        )
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#close"))
@@ -297,18 +293,12 @@ def _key_lines(rows: Sequence[KeyRow], width: int) -> Content:
     keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
     lines = []
     for keys, name, tip in rows:
-        first, *more = wrap(
-            f"{name}  {tip}" if tip not in ("", name) else name, max(20, width - keys_width)
-        )
-        lines.append(
-            Content.assemble(
-                (f"  {keys}".ljust(keys_width), "$accent"),
-                first[: len(name)],
-                (first[len(name) :], "$faint"),
-            )
-        )
-        lines += [faint(" " * keys_width + line) for line in more]
-    return Content("\n").join(lines)
+        text = f"{name}  {tip}" if tip not in ("", name) else name
+        first, *more = wrap(text, max(20, width - keys_width))
+        at = len(name)
+        shown = (f"  {keys}".ljust(keys_width), "$accent"), first[:at], (first[at:], "$faint")
+        lines += [Content.assemble(*shown), *(faint(" " * keys_width + line) for line in more)]
+    return in_rows(lines)
 
 
 class KeysHelp(ModalScreen[None]):
@@ -324,30 +314,22 @@ class KeysHelp(ModalScreen[None]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog -wide"):
-            yield Static(Content(self._title), classes="dialog-title")
-            with VerticalScroll(classes="dialog-body"):
-                if self._about:
-                    yield Static(Content(self._about + "\n"), classes="dialog-line")
-                for heading, rows in self._groups:
-                    yield Static(Content(heading), classes="heading")
-                    yield LaidOut(partial(_key_lines, rows), classes="dialog-line")
-            with Horizontal(classes="dialog-buttons"):
-                yield CloseButton()
+        body = [Static(Content(self._about + "\n"), classes="dialog-line")] if self._about else []
+        for heading, rows in self._groups:
+            body += [
+                Static(Content(heading), classes="heading"),
+                _LaidOut(partial(_key_lines, rows), classes="dialog-line"),
+            ]
+        yield dialog(
+            self._title,
+            VerticalScroll(*body, classes="dialog-body"),
+            buttons=[CloseButton()],
+            classes="dialog -wide",
+        )
 
 
 # Make a preset of any model: ask for a hub id or a folder, and have a helper process read its
 # shape.
-
-
-@dataclass
-class Answered(Message):
-    """The helper process has answered: the preset's name with notes, or an empty name with the
-    problems.
-    """
-
-    name: str
-    lines: tuple[str, ...]
 
 
 class AddModel(ModalScreen[str | None]):
@@ -362,23 +344,17 @@ class AddModel(ModalScreen[str | None]):
     """Whether an answer is awaited. The thread that has given one may take a moment more to end."""
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
-            yield Static("Add a model", classes="dialog-title")
-            yield Static(
-                "Only its config.json is read. No weights are downloaded.", classes="faint"
-            )
-            yield Entry(
-                placeholder="hub id such as Qwen/Qwen3-8B, or a folder", id="model", compact=True
-            )
-            yield Entry(
-                placeholder="name of the preset (empty: derived from the model's)",
-                id="name",
-                compact=True,
-            )
-            yield Static(id="said", classes="dialog-answer")
-            with Horizontal(classes="dialog-buttons"):
-                yield Button("Add  enter", id="yes", compact=True)
-                yield CloseButton("Cancel  esc", id="no")
+        about = "Only its config.json is read. No weights are downloaded."
+        model = "hub id such as Qwen/Qwen3-8B, or a folder"
+        name = "name of the preset (empty: derived from the model's)"
+        yield dialog(
+            "Add a model",
+            Static(about, classes="faint"),
+            Entry(placeholder=model, id="model", compact=True),
+            Entry(placeholder=name, id="name", compact=True),
+            Static(id="said", classes="dialog-answer"),
+            buttons=[button("Add  enter", "yes"), CloseButton("Cancel  esc", id="no")],
+        )
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#model", Input))
@@ -402,32 +378,30 @@ class AddModel(ModalScreen[str | None]):
         """Describe the model and save the preset, unless the dialog was cancelled meanwhile."""
         from so_tui.launch.helper_jobs import describe_model
         from so_tui.spec import create_preset
-        from so_tui.spec.errors import InputError, SoTuiError
+        from so_tui.spec.errors import SoTuiError
 
         worker = get_current_worker()
         try:
             described = describe_model(model, name=name or None)
             if not worker.is_cancelled:
                 create_preset(described.spec)
-                self.post_message(Answered(described.spec.name, described.notes))
-        except InputError as error:
-            self.post_message(Answered("", tuple(map(problem_text, error.problems))))
+                self.call_later(self._added, described.spec.name, described.notes)
         except SoTuiError as error:
-            self.post_message(Answered("", tuple(str(error).splitlines())))
+            self.call_later(self._failed, problem_texts(error))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if text := unexpected_error(event):
-            self.post_message(Answered("", (text,)))
+            self._failed(text)
 
-    def on_answered(self, message: Answered) -> None:
+    def _added(self, name: str, notes: Sequence[str]) -> None:
+        for note in notes:
+            self.app.notify(note, markup=False)
+        self.dismiss(name)
+
+    def _failed(self, problem: str) -> None:
         self._reading = False
-        if message.name:
-            for note in message.lines:
-                self.app.notify(note, markup=False)
-            self.dismiss(message.name)
-        else:
-            self._show_answer(Content.assemble(("✗ ", "$error"), "\n".join(message.lines)))
-            self.set_focus(self.query_one("#model", Input))
+        self._show_answer(wrong(problem))
+        self.set_focus(self.query_one("#model", Input))
 
     def _show_answer(self, text: Content) -> None:
         self.query_one("#said", Static).update(text)
@@ -451,20 +425,14 @@ class LaunchQuestion(Question):
         self.launch = launch
         super().__init__(title, lines, yes="Launch", default_yes=True)
 
-    def fields(self) -> ComposeResult:
-        yield Entry(
-            self.launch.called,
-            placeholder=f"name of the run: {self.launch.spec.name}",
-            compact=True,
-            id="called",
-        )
+    def fields(self) -> list[Widget]:
+        name = f"name of the run: {self.launch.spec.name}"
         said = Static(id="said", classes="dialog-answer")
         said.display = False
-        yield said
+        return [Entry(self.launch.called, placeholder=name, compact=True, id="called"), said]
 
-    def buttons(self) -> ComposeResult:
-        yield from super().buttons()
-        yield Button("Rename  r", id="rename", compact=True)
+    def buttons(self) -> list[Button]:
+        return [*super().buttons(), button("Rename  r", "rename")]
 
     @on(Button.Pressed, "#rename")
     def action_rename(self) -> None:
@@ -486,26 +454,20 @@ class LaunchQuestion(Question):
         self.action_answer(True)
 
     def action_answer(self, answer: bool) -> None:
-        """Leave with the answer; with yes, the launch has the name that was typed."""
-        if not answer or self._take_name():
-            self.dismiss(answer)
-
-    def _take_name(self) -> bool:
-        """Call the launch what was typed. Return whether it can be called so; else say why not."""
+        """Leave with the answer; with yes, the launch has the name that was typed, if it can."""
         from so_tui.runs import checked_name
-        from so_tui.spec import InputError
 
-        entry = self.query_one("#called", Input)
+        entry, said = self.query_one("#called", Input), self.query_one("#said", Static)
         text = entry.value.strip()
         try:
-            self.launch = replace(self.launch, called=checked_name(text) if text else "")
+            if answer:
+                self.launch = replace(self.launch, called=checked_name(text) if text else "")
         except InputError as error:
-            said = self.query_one("#said", Static)
             said.display = True
-            said.update(Content.assemble(("✗ ", "$error"), *map(problem_text, error.problems)))
+            said.update(wrong(problem_texts(error)))
             self.set_focus(entry)
-            return False
-        return True
+        else:
+            self.dismiss(answer)
 
 
 class JobQuestion(LaunchQuestion):
@@ -521,9 +483,8 @@ class JobQuestion(LaunchQuestion):
         self.draft = draft
         super().__init__(title, [*lines, _CHANGED], launch)
 
-    def buttons(self) -> ComposeResult:
-        yield from super().buttons()
-        yield Button("Edit the script  e", id="edit", compact=True)
+    def buttons(self) -> list[Button]:
+        return [*super().buttons(), button("Edit the script  e", "edit")]
 
     def on_mount(self) -> None:
         super().on_mount()
@@ -651,22 +612,16 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog -wide"):
-            yield Static("Settings", classes="dialog-title")
-            yield _SettingList(
-                *(Option(line.content()) for line in self._lines), classes="settings"
-            )
-            yield Static(id="about", classes="dialog-answer")
-            for line in (
-                (
-                    "left, right, enter or a click change; esc keeps them in "
-                    f"{shorten_path(str(settings_file()), 60)}"
-                ),
-                MORE,
-            ):
-                yield Static(faint(line), classes="dialog-line")
-            with Horizontal(classes="dialog-buttons"):
-                yield CloseButton("Keep and close  esc", action="screen.close")
+        file = shorten_path(str(settings_file()), 60)
+        keys = f"left, right, enter or a click change; esc keeps them in {file}"
+        yield dialog(
+            "Settings",
+            _SettingList(*(line.content() for line in self._lines), classes="settings"),
+            Static(id="about", classes="dialog-answer"),
+            *(Static(faint(line), classes="dialog-line") for line in (keys, MORE)),
+            buttons=[CloseButton("Keep and close  esc", action="screen.close")],
+            classes="dialog -wide",
+        )
 
     @on(OptionList.OptionHighlighted)
     def _moved(self, event: OptionList.OptionHighlighted) -> None:
@@ -737,11 +692,7 @@ class TickList(OptionList, Generic[Item]):
 
     def _line(self, item: Item, text: Content) -> Content:
         return Content.assemble(
-            (
-                "✓ " if item in self.ticked else "· ",
-                "$success" if item in self.ticked else "$faint",
-            ),
-            text,
+            ("✓ ", "$success") if item in self.ticked else ("· ", "$faint"), text
         )
 
     def _tick(self, items: Sequence[Item], ticked: bool) -> None:
@@ -787,11 +738,12 @@ class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
     def ticks(self) -> TickList[Item]:
         return self.query_one(TickList)
 
-    def buttons(self, yes: str) -> ComposeResult:
-        """Compose the buttons below the list; ``yes`` says what is done with what is ticked."""
-        with Horizontal(classes="dialog-buttons"):
-            yield Button(Content(f"{yes}  enter"), id="yes", compact=True, action="screen.apply")
-            yield CloseButton("No change  esc", id="no")
+    def buttons(self, yes: str) -> list[Button]:
+        """Return the buttons below the list; ``yes`` says what is done with what is ticked."""
+        return [
+            button(f"{yes}  enter", "yes", "screen.apply"),
+            CloseButton("No change  esc", id="no"),
+        ]
 
     def list_matching(self, text: str) -> None:
         """List what matches the text of the filter."""

@@ -15,6 +15,7 @@ from so_tui.spec import (
     InputError,
     Problem,
     RunSpec,
+    SoTuiError,
     complete_tree,
     differences,
     field_index,
@@ -25,7 +26,6 @@ from so_tui.spec import (
 if TYPE_CHECKING:
     from so_tui.machine.types import Machine
     from so_tui.plan.plan import Plan
-    from so_tui.plan.rates import StepError
 
 
 LENGTH = "train.length"
@@ -157,6 +157,13 @@ def problem_text(problem: Problem) -> str:
     return f"{joined}. {problem.advice}"
 
 
+def problem_texts(error: SoTuiError) -> str:
+    """Return the problems of an error, a line each."""
+    if isinstance(error, InputError):
+        return "\n".join(map(problem_text, error.problems))
+    return str(error)
+
+
 def advanced_paths() -> tuple[str, ...]:
     """Return the fields outside all groups, in the order of the types."""
     named = {path for _, paths in GROUPS for path in paths} | set(LENGTH_KEYS) | set(_NOT_IN_FORM)
@@ -274,17 +281,13 @@ def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list
     """Return the fields that the user changed: those in which the edits differ from what a
     recommendation filled in.
     """
-    fields = dict.fromkeys((*edits, *recommended))
     # A field of one of them only differs: the other has the preset's value.
-    return [
+    same = {
         path
-        for path in fields
-        if not (
-            path in edits
-            and path in recommended
-            and _same_value(path, edits[path], recommended[path])
-        )
-    ]
+        for path, text in edits.items()
+        if path in recommended and _same_value(path, text, recommended[path])
+    }
+    return [path for path in dict.fromkeys((*edits, *recommended)) if path not in same]
 
 
 # The next value of a number field, for a press on ``+`` or ``−``: sensible for what the number
@@ -341,12 +344,12 @@ _LEAST = {
 
 def _beyond(values: Iterable[float], present: float, direction: int) -> float | None:
     """Return the nearest value in a direction; None at the end."""
-    there = [
+    there = (
         value
         for value in values
         if (value - present) * direction > _TOLERANCE * max(abs(value), abs(present))
-    ]
-    return None if not there else min(there) if direction > 0 else max(there)
+    )
+    return min(there, key=lambda value: value * direction, default=None)
 
 
 def can_step(info: FieldInfo | None) -> bool:
@@ -373,9 +376,7 @@ def next_text(path: str, text: str, direction: Direction) -> str | None:
     value = value if low is None else max(value, low)
     value = round(value) if info.type_name == "integer" else value
     excluded = (info.excludes_minimum and value == low) or (info.excludes_maximum and value == high)
-    if excluded or (value - present) * direction <= 0:
-        return None
-    return text_of(value)
+    return None if excluded or (value - present) * direction <= 0 else text_of(value)
 
 
 def _proposed(path: str, info: FieldInfo, present: float, direction: Direction) -> float | None:
@@ -431,13 +432,7 @@ class Choice:
     """One value, and what the plan says with it."""
 
     value: float
-    step_s: float | None
-    gpu_bytes: int | None
-    gpu_capacity_bytes: int | None
-    host_bytes: int | None
-    verdict: str
-    """``fits``, ``tight`` or ``does not fit``."""
-    step_error: StepError | None = None
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,6 +462,8 @@ def strips_for(
     """Return what other values would do; nothing where the plan offloads nothing; None if it was
     cancelled meanwhile.
     """
+    from so_tui.plan.planner import make_plan
+
     if plan.mode == "gpu" or not plan.possible:
         return ()
     present = {RATIO: plan.ratio}
@@ -478,31 +475,12 @@ def strips_for(
         for other in sorted({*VALUES[path], round(value, 6)}):
             if cancelled():
                 return None
-            if (choice := _choice(plan, machine, path, other)) is not None:
-                choices.append(choice)
+            edits = {"offload.mode": plan.mode, path: f"{other:g}"}
+            try:
+                found = make_plan(with_values(plan.spec, edits), machine)
+            except InputError:
+                continue  # this run cannot have it
+            choices.append(Choice(other, found))
         if choices:
             strips.append(Strip(path, tuple(choices), value))
     return tuple(strips)
-
-
-def _choice(plan: Plan, machine: Machine, path: str, value: float) -> Choice | None:
-    """Return the plan with another value; None where this run cannot have it."""
-    from so_tui.plan.planner import make_plan
-
-    try:
-        other = make_plan(
-            with_values(plan.spec, {"offload.mode": plan.mode, path: f"{value:g}"}), machine
-        )
-    except InputError:
-        return None
-    hosts = other.host_bytes_per_node.values()
-    most = max(hosts) if hosts else None
-    return Choice(
-        value,
-        other.step_s,
-        other.gpu_bytes,
-        other.gpu_capacity_bytes,
-        most,
-        other.verdict,
-        other.step_error,
-    )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.content import Span
 from textual.strip import Strip
 from textual.style import Style as VisualStyle
 
 from so_tui.ui.text import Content
 from so_tui.ui.textual_fixes import DrawnRowsMixin
+from so_tui.units import duration
 
 # Bars made of text: how full something is, and the parts of a whole. Pure functions that return
 # styled content.
@@ -59,8 +59,27 @@ class Part:
     amount: float
     text: str
     style: str
-    short_name: str = ""
-    """For narrow terminals, where it differs from ``name``."""
+    fill: str
+    """Its character in a bar."""
+
+
+STEP_PARTS = {
+    "data": "$data-part",
+    "forward": "$forward",
+    "backward": "$backward",
+    "optimizer exposed": "$exposed",
+    "other": "$other-part",
+}
+"""Names and colours of the parts of a step."""
+
+
+def step_parts(seconds: Sequence[float], *, plain: bool) -> list[Part]:
+    """Return the first parts of a step; ``plain`` where the terminal shows ASCII only."""
+    fills = LETTERS if plain else FILLS
+    return [
+        Part(name, amount, duration(amount), style, fill)
+        for (name, style), amount, fill in zip(STEP_PARTS.items(), seconds, fills, strict=False)
+    ]
 
 
 def cells_of(amounts: Sequence[float], width: int) -> list[int]:
@@ -80,35 +99,19 @@ def cells_of(amounts: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def fill_of(index: int, plain: bool) -> str:
-    """Return the fill of a part of a step; ``plain`` where the terminal shows ASCII only."""
-    return (LETTERS if plain else FILLS)[index]
-
-
-def stacked(parts: Sequence[Part], width: int, *, plain: bool = False) -> Content:
+def stacked(parts: Sequence[Part], width: int) -> Content:
     """Return one bar of all parts of a step beside each other."""
     cells = cells_of([part.amount for part in parts], width)
-    pieces = [
-        (fill_of(index, plain) * count, part.style)
-        for index, (part, count) in enumerate(zip(parts, cells, strict=True))
-    ]
+    pieces = [(part.fill * count, part.style) for part, count in zip(parts, cells, strict=True)]
     return Content.assemble(*pieces)
 
 
-def legend_items(parts: Sequence[Part], *, plain: bool = False) -> list[Content]:
-    """Return ``▅ forward 0.84 s`` for each part above 0: its fill, its name, its amount."""
+def legend(parts: Iterable[Part]) -> list[Content]:
+    """Return ``▅ forward 0.84 s`` for each part: its fill, its name, its amount."""
     return [
-        Content.assemble(
-            (fill_of(index, plain), part.style), (f" {part.name} ", "$faint"), part.text
-        )
-        for index, part in enumerate(parts)
-        if part.amount > 0
+        Content.assemble((part.fill, part.style), (f" {part.name} ", "$faint"), part.text)
+        for part in parts
     ]
-
-
-def legend(parts: Sequence[Part], *, plain: bool = False) -> Content:
-    """Return all parts in one line."""
-    return Content("   ").join(legend_items(parts, plain=plain))
 
 
 # Lines of styled text that change every second: painted from their spans, without the wrapping and
@@ -124,31 +127,18 @@ def _pieces(content: Content) -> Iterator[tuple[str, Styles]]:
     other there.
     """
     plain, spans = content.plain, content.spans
-    end = 0
-    for span in spans:
-        if span.start < end:
-            break
-        end = span.end
-    else:
-        yield from _beside_each_other(plain, spans)
+    if all(one.end <= other.start for one, other in pairwise(spans)):  # nearly all texts
+        at = 0
+        for start, end, style in spans:
+            yield plain[at:start], ()
+            yield plain[start:end], (style,)
+            at = end
+        yield plain[at:], ()
         return
     borders = sorted({0, len(plain), *(min(at, len(plain)) for span in spans for at in span[:2])})
     for start, end in pairwise(borders):  # a later span lies over an earlier one
         over = tuple(span.style for span in spans if span.start <= start and span.end > start)
         yield plain[start:end], over
-
-
-def _beside_each_other(plain: str, spans: Sequence[Span]) -> Iterator[tuple[str, Styles]]:
-    """Yield the pieces of a text whose spans do not overlap, which is nearly all of them."""
-    at = 0
-    for start, end, style in spans:
-        if before := plain[at:start]:
-            yield before, ()
-        if text := plain[start:end]:
-            yield text, (style,)
-        at = end
-    if rest := plain[at:]:
-        yield rest, ()
 
 
 class StyledLines(DrawnRowsMixin):
@@ -167,6 +157,11 @@ class StyledLines(DrawnRowsMixin):
     def rows(self) -> int:
         """Rows of the content."""
         return self.content.plain.count("\n") + 1
+
+    @property
+    def shown_rows(self) -> int:
+        """Rows that the lines take; none while they are hidden."""
+        return self.rows if self.display else 0
 
     def update(self, content: Content) -> None:
         """Show other content, and repaint only rows that changed."""

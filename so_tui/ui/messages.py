@@ -18,33 +18,17 @@ if TYPE_CHECKING:
     from textual.dom import DOMNode
     from textual.message_pump import MessagePump
 
-    from so_tui.launch.checks import Check
-    from so_tui.launch.slurm.client import Partition
-    from so_tui.machine.doctor import Finding
-    from so_tui.machine.types import Machine
     from so_tui.plan.plan import Launch, Plan
     from so_tui.runs import RunDirectory
-    from so_tui.spec import Catalog, Problem, SoTuiError
-    from so_tui.ui.form import Strip
+    from so_tui.spec import Problem, SoTuiError
 
 
-def answer(to: MessagePump, message: Message) -> None:
-    """Post a worker's result, unless the worker was cancelled: the thread of an exclusive worker
-    runs on after another has replaced it.
+def answer(to: MessagePump, take: Callable[..., object], *results: object) -> None:
+    """Have the event loop take a worker's results, unless the worker was cancelled: the thread of
+    an exclusive worker runs on after another has replaced it.
     """
     if not get_current_worker().is_cancelled:
-        to.post_message(message)
-
-
-@dataclass
-class Loaded(Message):
-    """Presets and machine are loaded; ``machine_file`` describes the machine where it is another
-    one.
-    """
-
-    catalog: Catalog
-    machine: Machine
-    machine_file: str
+        to.call_later(take, *results)
 
 
 class Offer(NamedTuple):
@@ -66,9 +50,9 @@ class Failed(Message):
     offer: Offer | None = None
 
 
-def failure(title: str, error: SoTuiError, offer: Offer | None = None) -> Failed:
+def failure(title: str, error: SoTuiError) -> Failed:
     """Return the message that something was refused, with its reasons."""
-    return Failed(title, tuple(str(error).splitlines()), offer=offer)
+    return Failed(title, tuple(str(error).splitlines()))
 
 
 @contextmanager
@@ -87,27 +71,15 @@ def reporting(app: App[None], subject: str, done: str, path: Path) -> Iterator[N
         app.post_message(Failed(f"{subject} could not be {done}", lines))
 
 
-def in_thread(
-    node: DOMNode, work: Callable[[], object], name: str, *, group: str, exclusive: bool = False
-) -> None:
+def in_thread(node: DOMNode, work: Callable[[], object], name: str, *, group: str) -> None:
     """Run ``work`` in a thread; the application tells the user if it fails unexpectedly."""
-    node.run_worker(
-        work, name=name, group=group, thread=True, exclusive=exclusive, exit_on_error=False
-    )
+    node.run_worker(work, name=name, group=group, thread=True, exit_on_error=False)
 
 
 def unexpected_error(event: Worker.StateChanged) -> str:
     """Return the error with which a worker has ended unexpectedly; empty if it has not."""
     error = event.worker.error
     return f"{type(error).__name__}: {error}" if event.state is WorkerState.ERROR else ""
-
-
-@dataclass
-class CheckBegun(Message):
-    """A launch that is being checked has come to this check, at this monotonic time."""
-
-    check: Check
-    since: float
 
 
 @dataclass
@@ -140,28 +112,3 @@ class Planned(Message):
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, Planned)
-
-
-@dataclass
-class Compared(Message):
-    """What other values of some fields would do."""
-
-    serial: int
-    strips: tuple[Strip, ...]
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Compared)
-
-
-@dataclass
-class Partitions(Message):
-    """Slurm has said which partitions this user sees."""
-
-    partitions: tuple[Partition, ...]
-
-
-@dataclass
-class Diagnosed(Message):
-    """Doctor's findings, worst first."""
-
-    findings: tuple[Finding, ...]

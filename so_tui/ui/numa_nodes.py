@@ -4,14 +4,13 @@ Adam and main cores marked, and memory.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from operator import itemgetter
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from rich.segment import Segment
 from rich.style import Style
@@ -20,7 +19,6 @@ from textual.app import ComposeResult
 from textual.strip import Strip
 from textual.widget import Widget
 
-from so_tui.runs.records import BindingRecord
 from so_tui.trust.text import brief_line
 from so_tui.ui import run_status
 from so_tui.ui.charts.canvas import GLYPHS, Scale
@@ -38,8 +36,8 @@ from so_tui.ui.charts.drawing import (
 )
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.lines import StyledLines, cells_of
-from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, NodeView
-from so_tui.ui.text import GlyphName, shorten
+from so_tui.ui.snapshot import CORES, MEMORY, GpuView, HostView, NodeView, Snapshot
+from so_tui.ui.text import GlyphName, glyphs_of, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
 from so_tui.ui.widgets import SIDE, Rule, command_key, framed
 from so_tui.units import memory_of, memory_unit, plural
@@ -92,14 +90,12 @@ def _groups(
     """Return name, sign, role, cores and their positions of each group, which stay the same from
     one sample to the next.
     """
-    by_role: dict[str, list[int]] = {"adam": [], "main": [], "other": []}
-    for position, cpu in enumerate(cpus):
-        by_role["adam" if cpu in adam else "main" if cpu in main else "other"].append(position)
+    roles = ["adam" if cpu in adam else "main" if cpu in main else "other" for cpu in cpus]
     names = (("adam", "Adam", "A"), ("main", "main", "m"), ("other", "other", "o"))
     return tuple(
-        (name, sign, role, tuple(cpus[at] for at in found), tuple(found))
+        (name, sign, role, tuple(cpus[at] for at in found), found)
         for role, name, sign in names
-        if (found := by_role[role])
+        if (found := tuple(at for at, own in enumerate(roles) if own == role))
     )
 
 
@@ -111,34 +107,20 @@ def _heat_cells(
     """
     room = width - 2 * len(groups)
     cores = sum(len(group.loads) for group in groups)
-    per_cell = (
-        1
-        if cores <= room
-        else 2
-        if glyphs == "braille" and (cores + len(groups)) // 2 <= room
-        else 0
-    )
     cells: list[tuple[str, str]] = []
     for group in groups:
-        if cells:
-            cells.append((" ", "empty"))
-        cells.append((group.sign, "sign"))
-        if per_cell == 1:
+        loads = group.loads
+        if cores <= room:
             of_percent = _LEVEL_OF_PERCENT[glyphs]
-            shown = [of_percent[min(100, int(load))] for load in group.loads]
-        elif per_cell == 2:
-            shown = [
-                _pair(
-                    group.loads[index],
-                    group.loads[index + 1] if index + 1 < len(group.loads) else None,
-                )
-                for index in range(0, len(group.loads), 2)
-            ]
+            shown = [of_percent[min(100, int(load))] for load in loads]
+        elif glyphs == "braille" and (cores + len(groups)) // 2 <= room:
+            shown = [_pair(*pair) for pair in zip_longest(loads[::2], loads[1::2])]
         else:
-            count = max(1, room * len(group.loads) // cores)
-            shown = [_level(load, glyphs) for load in _averaged(group.loads, count)]
-        cells.append(("".join(shown), group.role))
-    return cells
+            edges = _edges(len(loads), max(1, room * len(loads) // cores))
+            parts = (loads[start:stop] for start, stop in pairwise(edges))
+            shown = [_level(sum(part) / len(part), glyphs) for part in parts if part]
+        cells += [(" ", "empty"), (group.sign, "sign"), ("".join(shown), group.role)]
+    return cells[1:]
 
 
 def _level(load: float, glyphs: GlyphName) -> str:
@@ -153,22 +135,16 @@ _LEVEL_OF_PERCENT: dict[GlyphName, list[str]] = {
 """Looked up, since hundreds of cores are drawn each second."""
 
 
-def _pair(left: float, right: float | None) -> str:
-    """Return one braille cell for two cores, four levels each."""
-    mask = _PAIRS[0][min(3, int(left / 25))]
-    if right is not None:
-        mask |= _PAIRS[1][min(3, int(right / 25))]
-    return chr(0x2800 + mask)
+def _pair(*loads: float | None) -> str:
+    """Return one braille cell for two cores, four levels each; the second may be missing."""
+    sides = zip(_PAIRS, loads, strict=True)
+    masks = (side[min(3, int(load / 25))] for side, load in sides if load is not None)
+    return chr(0x2800 + sum(masks))
 
 
-def _averaged(loads: Sequence[float], count: int) -> list[float]:
-    """Average neighbours, so that ``count`` means of ``loads`` remain."""
-    edges = [index * len(loads) // count for index in range(count + 1)]
-    return [
-        sum(loads[start:stop]) / (stop - start)
-        for start, stop in itertools.pairwise(edges)
-        if stop > start
-    ]
+def _edges(length: int, count: int) -> list[int]:
+    """Return the borders of ``count`` equal parts."""
+    return [index * length // count for index in range(count + 1)]
 
 
 # Heat of cores over time: rows are cores, folded to fit, columns are time. Pure data in, text out.
@@ -199,18 +175,13 @@ def _heat_rows(groups: Sequence[_CoreGroup], height: int) -> list[_HeatRow]:
     far as each group gets a row.
     """
     shown = groups[:height]
-    counts = cells_of(
-        [len(group.positions) for group in shown],
-        min(height, sum(len(group.positions) for group in shown)),
-    )
-    rows: list[_HeatRow] = []
-    for group, count in zip(shown, counts, strict=True):
-        edges = [index * len(group.positions) // count for index in range(count + 1)]
-        rows += [
-            _HeatRow(group.sign, group.role, group.cpus[first], group.positions[first:last])
-            for first, last in pairwise(edges)
-        ]
-    return rows
+    cores = [len(group.positions) for group in shown]
+    counts = cells_of(cores, min(height, sum(cores)))
+    return [
+        _HeatRow(group.sign, group.role, group.cpus[first], group.positions[first:last])
+        for group, count in zip(shown, counts, strict=True)
+        for first, last in pairwise(_edges(len(group.positions), count))
+    ]
 
 
 def _heat_texts(
@@ -223,7 +194,11 @@ def _heat_texts(
         edges: Borders of the columns as indices into ``history``. A column without a sample shows
             the one before, if another follows.
     """
-    columns = [_sampled(history, start, stop) for start, stop in pairwise(edges)]
+    columns = []
+    for start, stop in pairwise(edges):
+        if stop == start and 0 < start < len(history):
+            start -= 1
+        columns.append(history[start : stop : max(1, -(-(stop - start) // _SAMPLES_A_COLUMN))])
     return [
         "".join(
             " " if not column else _level(_mean(column, row.positions), glyphs)
@@ -239,12 +214,6 @@ def _mean(column: Sequence[bytes], positions: tuple[int, ...]) -> float:
         return sum(loads[positions[0]] for loads in column) / len(column)
     pick = itemgetter(*positions)
     return sum(sum(pick(loads)) for loads in column) / (len(column) * len(positions))
-
-
-def _sampled(history: Sequence[bytes], start: int, stop: int) -> Sequence[bytes]:
-    if stop > start:
-        return history[start : stop : -(-(stop - start) // _SAMPLES_A_COLUMN)]
-    return history[start - 1 : start] if 0 < start < len(history) else ()
 
 
 PERCENT = Scale(0, 100)
@@ -327,9 +296,8 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     """
     )
 
-    def __init__(self, *, glyphs: GlyphName = "braille", id: str | None = None) -> None:
+    def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self.glyphs = glyphs
         self.pictures: tuple[_NodePicture, ...] = ()
         self.axis: Axis | None = None
         self.cursor: float | None = None
@@ -350,42 +318,32 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
             self.repaint()
 
     def row_key(self) -> tuple[object, ...]:
-        return *super().row_key(), self.glyphs, self.plot_height, self.plot
+        return *super().row_key(), glyphs_of(self.app), self.plot_height, self.plot
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        return max(
-            1,
-            _node_rows(len(self.pictures), width) * (2 + self.plot_height)
-            + (1 if self.plot_height else 0),
-        )
+        rows = _node_rows(len(self.pictures), width) * (2 + self.plot_height)
+        return max(1, rows + bool(self.plot_height))
 
     def draw_rows(self) -> list[Strip]:
         styles = self._role_styles.get(self)
         base = styles["base"]
-        if not self.pictures:
-            return [
-                Strip([Segment("no samples of this host yet", styles["note"])]).adjust_cell_length(
-                    self.size.width, base
-                )
-            ]
-        columns = _node_columns(len(self.pictures), self.size.width)
-        width = (self.size.width - GAP * (columns - 1)) // columns
+        nodes, (whole, height) = len(self.pictures), self.size
+        if not nodes:
+            nothing = Segment("no samples of this host yet", styles["note"])
+            return [Strip([nothing]).adjust_cell_length(whole, base)]
+        columns = _node_columns(nodes, whole)
+        width = (whole - GAP * (columns - 1)) // columns
         plot = self.plot_height
         if self.is_maximized:
-            plot = max(
-                plot, (self.size.height - 1) // _node_rows(len(self.pictures), self.size.width) - 2
-            )
+            plot = max(plot, (height - 1) // _node_rows(nodes, whole) - 2)
         if self.axis is None or width <= GUTTER + 4:
             plot = 0
         blocks = [self._block(picture, width, plot, styles) for picture in self.pictures]
-        strips = _beside_each_other(blocks, columns, width, self.size.width, base)
+        strips = _beside_each_other(blocks, columns, width, whole, base)
         if plot and self.axis is not None:
-            corner = f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER)
-            axis = [
-                Segment(corner, styles["label"]),
-                *axis_row(self.axis, width - GUTTER, (), styles),
-            ]
-            strips += _beside_each_other([[axis]] * columns, columns, width, self.size.width, base)
+            corner = Segment(f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER), styles["label"])
+            axis = [corner, *axis_row(self.axis, width - GUTTER, (), styles)]
+            strips += _beside_each_other([[axis]] * columns, columns, width, whole, base)
         return strips
 
     def _block(
@@ -402,7 +360,7 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
             ]
         cells = [
             (text, HEAT_ROLES.get(role, role))
-            for text, role in _heat_cells(groups, width - 1, self.glyphs)
+            for text, role in _heat_cells(groups, width - 1, glyphs_of(self.app))
         ]
         indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
         return [*rows, joined([(" " * indent, "note"), *cells], styles)]
@@ -414,27 +372,17 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         assert self.axis is not None
         view = picture.view
         heat = _heat_rows(picture.groups(), size[1]) if self.plot == "cores" and view.cores else []
-        lines = (
-            (*view.lines(), *(gpu.line() for gpu in picture.gpus))
-            if self.plot != "memory"
-            else view.memory_lines()
-        )
-        key = (
-            size,
-            self.glyphs,
-            id(styles),
-            self.plot,
-            memory_unit(),
-            heat,
-            *plot_key(lines, self.axis),
-        )
+        lines = (*view.load, *(gpu.load for gpu in picture.gpus))
+        if self.plot == "memory":
+            lines = view.memory
+        look = size, glyphs_of(self.app), id(styles), self.plot, memory_unit()
+        key = *look, heat, *plot_key(lines, self.axis)
         name = (view.host, view.id)
         if self._plots.get(name, ((), []))[0] != key:
-            drawn = (
-                self._heat(view, heat, size, styles)
-                if self.plot == "cores"
-                else self._curves(view, lines, size, styles)
-            )
+            if self.plot == "cores":
+                drawn = self._heat(view, heat, size, styles)
+            else:
+                drawn = self._curves(view, lines, size, styles)
             self._plots[name] = (key, drawn)
         return self._plots[name][1]
 
@@ -446,13 +394,11 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         height = size[1]
         in_bytes = self.plot == "memory"
         scale = Scale(0, max(1, view.sample.memory_total_bytes)) if in_bytes else PERCENT
-        body = plot_rows(lines, self.axis, scale, size, GLYPHS[self.glyphs], styles)[0]
+        body = plot_rows(lines, self.axis, scale, size, GLYPHS[glyphs_of(self.app)], styles)[0]
         per, unit = (memory_unit()[0], "G") if in_bytes else (1.0, "%")
-        labels = (
-            gutter_text(scale, height, lambda value: f"{value:.0f} {unit}", per)
-            if height > 2
-            else [" " * GUTTER] * height
-        )
+        labels = [" " * GUTTER] * height
+        if height > 2:
+            labels = gutter_text(scale, height, lambda value: f"{value:.0f} {unit}", per)
         return [
             [Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)
         ]
@@ -467,8 +413,8 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         """Return the heat of cores over time."""
         assert self.axis is not None
         width, height = size
-        edges = self.axis.indices(view.lines()[1], width)
-        texts = _heat_texts(heat, view.cores, edges, self.glyphs)
+        edges = self.axis.indices(view.load[1], width)
+        texts = _heat_texts(heat, view.cores, edges, glyphs_of(self.app))
         rows = [
             [(row.label, "sign"), (text, HEAT_ROLES.get(row.role, row.role))]
             for row, text in zip(heat, texts, strict=True)
@@ -493,11 +439,11 @@ def _heading(
     ):
         name = shorten(" · ".join(filter(None, (*node, ranks))), 30)
         parts = [[(name, "title")], *_figures(picture, groups, long=long, whose=whose)]
-        if cells_in(itertools.chain(*parts)) <= width:
+        if cells_in(chain(*parts)) <= width:
             break
-    while cells_in(itertools.chain(*parts)) > width and len(parts) > 1:
+    while cells_in(chain(*parts)) > width and len(parts) > 1:
         parts.pop()  # whole: a cut number is another number
-    return list(itertools.chain(*parts))
+    return list(chain(*parts))
 
 
 def _beside_each_other(
@@ -526,24 +472,22 @@ def _figures(
     sample = picture.view.sample
     mean = sum(sample.cores) / len(sample.cores)
     parts = [[("  cpu ", "note"), (f"{mean:3.0f} %", "value")]]
-    for gpu in picture.gpus:
-        busy = gpu.sample.busy_percent
-        if long and busy is not None:
-            name = f"GPU {gpu.sample.index}"
-            parts.append([("  ", "note"), (name, "gpu"), (f" {busy} %", "label")])
+    for gpu in (gpu.sample for gpu in picture.gpus if long):
+        if gpu.busy_percent is not None:
+            name = (f"GPU {gpu.index}", "gpu")
+            parts.append([("  ", "note"), name, (f" {gpu.busy_percent} %", "label")])
     for group in groups:
         if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
             continue
-        name = f"{group.name} {plural(len(group.loads), 'core')}" if long else group.name
-        role = HEAT_ROLES.get(group.role, group.role)
-        parts.append(
-            [(f"  {group.sign} ", "sign"), (name, role), (f" {group.mean:.0f} %", "label")]
-        )
+        cores = f" {plural(len(group.loads), 'core')}" if long else ""
+        name = (f"{group.name}{cores}", HEAT_ROLES.get(group.role, group.role))
+        parts.append([(f"  {group.sign} ", "sign"), name, (f" {group.mean:.0f} %", "label")])
     for process in picture.view.foreign[: 3 if long else 1]:
-        where = f" on core {process.cpu}" if whose else f" on {process.cpu}"
+        core = "core " if whose else ""
         owner = " of another user" if whose and not process.own else ""
         who = f"{brief_line(process.name, 15)}{owner}"
-        parts.append([(f"  ! {who} {process.cores:.1f} cores{where}", "full")])
+        text = f"  ! {who} {process.cores:.1f} cores on {core}{process.cpu}"
+        parts.append([(text, "full")])
     # File cache gives way, so a node full of it is not full.
     full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
     used = memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0)
@@ -557,32 +501,8 @@ def _figures(
 # and every GPU.
 
 
-class ShowsHosts(Protocol):
-    """What the panel needs to know of a run or of this host."""
-
-    @property
-    def nodes(self) -> tuple[NodeView, ...]:
-        """NUMA nodes with cores."""
-
-    @property
-    def gpus(self) -> tuple[GpuView, ...]:
-        """GPUs of all hosts."""
-
-    @property
-    def binding(self) -> BindingRecord | None:
-        """Which cores a run's ranks have; None without a run."""
-
-    @property
-    def averaged(self) -> bool:
-        """Whether nodes and GPUs show means over a run's training."""
-
-    @property
-    def inspected(self) -> Inspected | None:
-        """What nodes and GPUs show instead of the newest samples."""
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
+ShowsHosts = Snapshot | HostView
+"""A run, or this host."""
 
 
 class NumaPanel(KeptVertical):
@@ -605,16 +525,15 @@ class NumaPanel(KeptVertical):
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
-    def __init__(self, *below: Widget, glyphs: GlyphName, id: str | None = None) -> None:
+    def __init__(self, *below: Widget) -> None:
         self._below = below
         """What else the frame surrounds."""
-        self._glyphs = glyphs
-        super().__init__(id=id)
+        super().__init__()
 
     def compose(self) -> ComposeResult:
         yield Rule("NUMA nodes", id="nodes-rule")
         with KeptVertical(classes="frame"):
-            yield NumaNodes(glyphs=self._glyphs, id="nodes")
+            yield NumaNodes(id="nodes")
             yield StyledLines(id="gpus")
             yield from self._below
 
@@ -634,16 +553,11 @@ class NumaPanel(KeptVertical):
     @property
     def wanted(self) -> tuple[str, ...]:
         """What must be kept of the samples."""
-        return {"load": (), "cores": (CORES,), "memory": MEMORY}[self.nodes.plot]
+        return {"load": (), "cores": (CORES,), "memory": tuple(MEMORY)}[self.nodes.plot]
 
     def next_plot(self) -> None:
         """Show something else of the nodes over time."""
         self.nodes.plot = PLOTS[(PLOTS.index(self.nodes.plot) + 1) % len(PLOTS)]
-
-    @property
-    def gpu_rows(self) -> int:
-        """Rows that the GPUs take."""
-        return self.gpus.rows if self.gpus.display else 0
 
     def node_rows(self, width: int) -> int:
         """Return how many nodes stand above each other in a panel of ``width`` cells."""
@@ -670,11 +584,8 @@ def _figure(shown: ShowsHosts, plot: NodePlot) -> str:
         return "waiting for the first sample"
     when = ", means while it trained" if shown.averaged else ""
     if shown.inspected is not None:
-        when = (
-            ", at the cursor"
-            if shown.inspected.samples
-            else ", now: nothing was sampled at the cursor"
-        )
+        sampled = shown.inspected.samples
+        when = ", at the cursor" if sampled else ", now: nothing was sampled at the cursor"
     hosts = f" of {plural(shown.hosts, 'host')}" if shown.hosts > 1 else ""
     counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
     over_time = {
@@ -682,10 +593,13 @@ def _figure(shown: ShowsHosts, plot: NodePlot) -> str:
         "cores": "   rows are cores over time",
         "memory": "   memory in use, and the file cache in it",
     }[plot]
-    cells = "   a cell is a core" + (
-        ": A Adam, m main, o other" if shown.binding is not None else ""
-    )
-    return f"{counted}{when}{over_time}{cells}"
+    signs = ": A Adam, m main, o other" if shown.binding is not None else ""
+    return f"{counted}{when}{over_time}   a cell is a core{signs}"
+
+
+def rank_name(rank: int, gpu: int | None) -> str:
+    """Return ``rank 0 · GPU 0``, or ``rank 0``."""
+    return f"rank {rank}" if gpu is None else f"rank {rank} · GPU {gpu}"
 
 
 def _picture(shown: ShowsHosts, node: NodeView) -> _NodePicture:
@@ -693,9 +607,7 @@ def _picture(shown: ShowsHosts, node: NodeView) -> _NodePicture:
     bound = shown.binding.ranks if shown.binding is not None else ()
     own = set(node.cpus)
     ranks = [rank for rank in bound if own.intersection(rank.cpus) and rank.host in (node.host, "")]
-    names = " · ".join(
-        f"rank {rank.rank}" + ("" if rank.gpu is None else f" · GPU {rank.gpu}") for rank in ranks
-    )
+    names = " · ".join(rank_name(rank.rank, rank.gpu) for rank in ranks)
     used = {rank.gpu for rank in ranks}
     return _NodePicture(
         node,

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from so_tui.ui.lines import Part, fill, legend, legend_items, stacked
-from so_tui.ui.text import Content, faint
+from so_tui.ui.lines import fill, legend, stacked, step_parts
+from so_tui.ui.text import Content, faint, in_rows, wrapped
 from so_tui.units import disk_size as disk
 from so_tui.units import duration, memory_of, plural, rate, significant, thousands
 from so_tui.units import memory_size as memory
@@ -49,37 +49,29 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         width: Cells of a line.
         before: Begins the first line.
     """
-    marked = [Content.styled("planned, never run", "$warning")] if plan.never_run else []
     sign, style = SIGNS[plan.verdict], STYLES[plan.verdict]
-    verdict = Content.styled(f"{sign} {plan.verdict}", f"bold {style}")
+    facts = [before] if before else []
+    facts.append(Content.styled(f"{sign} {plan.verdict}", f"bold {style}"))
+    if plan.never_run:
+        facts.append(Content.styled("planned, never run", "$warning"))
     mode = "no offload" if plan.mode == "gpu" else f"{plan.mode}, ratio {plan.ratio:.2f}"
-    facts = [*([before] if before else []), verdict, *marked, Content(mode)]
-    if plan.fits and plan.step_s:
-        facts.append(Content(f"step {duration(plan.step_s)}{step_error_text(plan.step_error)}"))
-    if plan.fits and plan.useful_tokens_per_s_total:
-        facts.append(Content(f"{rate(plan.useful_tokens_per_s_total)} tokens/s"))
-    if plan.fits and plan.model_tflops_per_gpu:
-        facts.append(Content(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU"))
+    texts = [mode]
+    if plan.fits:
+        if plan.step_s:
+            texts.append(f"step {duration(plan.step_s)}{step_error_text(plan.step_error)}")
+        if plan.useful_tokens_per_s_total:
+            texts.append(f"{rate(plan.useful_tokens_per_s_total)} tokens/s")
+        if plan.model_tflops_per_gpu:
+            texts.append(f"{significant(plan.model_tflops_per_gpu)} TFLOPS/GPU")
+    facts += map(Content, texts)
     predicted = faint("predicted") if plan.fits and plan.step_s and not plan.never_run else None
-    wide, close = (_in_lines(facts, predicted, gap, width) for gap in (GAP, GAP - 1))
-    return Content("\n").join(close if len(close) < len(wide) else wide)
-
-
-def _in_lines(
-    facts: Sequence[Content], last: Content | None, gap: int, width: int
-) -> list[Content]:
-    """Return facts with ``gap`` cells between them in lines of ``width`` cells; ``last`` never
-    begins a line.
-    """
-    between = Content(" " * gap)
-    facts = [*facts[:-1], facts[-1] + between + last] if last is not None else facts
-    lines = list(facts[:1])
-    for fact in facts[1:]:
-        if lines[-1].cell_length + gap + fact.cell_length <= width:
-            lines[-1] += between + fact
-        else:
-            lines.append(fact)
-    return lines
+    found = []
+    for gap in (GAP, GAP - 1):
+        # ``predicted`` never begins a line.
+        last = facts[-1] + " " * gap + predicted if predicted is not None else facts[-1]
+        found.append(wrapped([*facts[:-1], last], width, gap))
+    wide, close = found
+    return in_rows(close if len(close) < len(wide) else wide)
 
 
 def step_error_text(error: StepError | None) -> str:
@@ -98,66 +90,40 @@ def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Conte
     from so_tui.plan.notes import RemoteCode
 
     notes = [fact.message for fact in plan.warnings if not isinstance(fact, RemoteCode)]
-    terms = {
-        f"where the {name} memory goes": _terms_table(
-            [term for term in plan.breakdown if term.location == location], width
-        )
-        for name, location in (("GPU", "gpu"), ("APU" if plan.one_memory else "host", "node"))
-    }
-    sections: list[tuple[str, list[Content]]] = [
-        (
-            "",
-            [
-                *_remote_code_lines(plan),
-                *_memory_lines(plan, width),
-                *_step_lines(plan, width, plain=plain),
-            ],
-        ),
-        (
-            "why",
-            [
-                *map(Content, plan.reason_texts),
-                *(Content.assemble(("note: ", "$warning"), text) for text in notes),
-            ],
-        ),
-        *_beside_each_other(terms, width),
-        ("binding", _binding_lines(plan)),
-        ("the command   y copies it", [Content(command)]),
+    node = "APU" if plan.one_memory else "host"
+    gpu_terms = _section("where the GPU memory goes", _terms_table(plan, "gpu", width))
+    node_terms = _section(f"where the {node} memory goes", _terms_table(plan, "node", width))
+    why = [
+        *map(Content, plan.reason_texts),
+        *(Content.assemble(("note: ", "$warning"), text) for text in notes),
     ]
-    lines: list[Content] = []
-    for title, body in sections:
-        if body:
-            lines += [
-                *([Content(""), Content.styled(title, "bold $faint")] if title else []),
-                *body,
-            ]
-    return Content("\n").join(lines)
+    return in_rows(
+        [
+            *_remote_code_lines(plan),
+            *_memory_lines(plan, width),
+            *_step_lines(plan, width, plain=plain),
+            *_section("why", why),
+            *_beside_each_other(gpu_terms, node_terms, width),
+            *_section("binding", _binding_lines(plan)),
+            *_section("the command   y copies it", [Content(command)]),
+        ]
+    )
+
+
+def _section(title: str, body: Sequence[Content]) -> list[Content]:
+    """Return a section below an empty line; nothing without a body."""
+    return [Content(""), Content.styled(title, "bold $faint"), *body] if body else []
 
 
 def _beside_each_other(
-    sections: Mapping[str, list[Content]], width: int
-) -> list[tuple[str, list[Content]]]:
-    """Return sections as one with its title in its first line, if they fit whole beside each other,
-    else as they are.
-    """
-    shown = {title: body for title, body in sections.items() if body}
-    widths = {
-        title: max(len(title), *(line.cell_length for line in body))
-        for title, body in shown.items()
-    }
-    if len(shown) < 2 or sum(widths.values()) + GAP * (len(widths) - 1) > width:
-        return list(sections.items())
-    columns = [
-        [
-            line.pad_right(widths[title] + GAP - line.cell_length)
-            for line in (Content.styled(title, "bold $faint"), *body)
-        ]
-        for title, body in shown.items()
-    ]
-    blank = [Content(" " * (widths[title] + GAP)) for title in shown]
-    rows = zip_longest(*columns)
-    joined = [Content("").join(part or blank[at] for at, part in enumerate(row)) for row in rows]
-    return [("", [Content(""), *joined])]
+    left: Sequence[Content], right: Sequence[Content], width: int
+) -> list[Content]:
+    """Return two sections beside each other if they fit whole, else below each other."""
+    column, rest = (max((line.cell_length for line in lines), default=0) for lines in (left, right))
+    if not left or not right or column + GAP + rest > width:
+        return [*left, *right]
+    pairs = zip_longest(left, right, fillvalue=Content(""))
+    return [one.pad_right(column + GAP - one.cell_length) + other for one, other in pairs]
 
 
 def launch_facts(plan: Plan) -> list[Content]:
@@ -213,23 +179,13 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
     if plan.gpu_bytes:
         full.append(("each GPU", plan.gpu_bytes, plan.gpu_capacity_bytes, GPU_MARGIN))
     if plan.host_bytes_per_node:
-        node = max(
-            plan.host_bytes_per_node,
-            key=lambda node: (
-                plan.host_bytes_per_node[node] / (plan.host_capacity_bytes_per_node.get(node) or 1)
-            ),
+        total_of = plan.host_capacity_bytes_per_node.get
+        node, used = max(
+            plan.host_bytes_per_node.items(), key=lambda item: item[1] / (total_of(item[0]) or 1)
         )
-        memory_of_node = "APU" if plan.one_memory else "node"
-        name = f"fullest {memory_of_node}" if len(plan.host_bytes_per_node) > 1 else memory_of_node
-        margin = GPU_MARGIN if plan.one_memory else HOST_MARGIN
-        full.append(
-            (
-                name,
-                plan.host_bytes_per_node[node],
-                plan.host_capacity_bytes_per_node.get(node),
-                margin,
-            )
-        )
+        name, margin = ("APU", GPU_MARGIN) if plan.one_memory else ("node", HOST_MARGIN)
+        name = f"fullest {name}" if len(plan.host_bytes_per_node) > 1 else name
+        full.append((name, used, total_of(node), margin))
     room = width - LABEL - FIGURES
     note = ""
     if any(total and used > (1 - TIGHT_MARGIN) * total for _, used, total, _ in full):
@@ -244,9 +200,9 @@ def _memory_lines(plan: Plan, width: int) -> list[Content]:
     return [*lines, *([Content("     ").join(rest)] if width >= 70 else rest)]
 
 
-def _labelled(name: str, text: Content | str) -> Content:
+def _labelled(name: str, text: Content | str, style: str = "$faint") -> Content:
     """Return a line behind its label."""
-    return Content.assemble((f"{name:<{LABEL}}", "$faint"), text)
+    return Content.assemble((f"{name:<{LABEL}}", style), text)
 
 
 def _bar_line(
@@ -279,27 +235,20 @@ def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
         shared_out = _named_sizes(
             [("each rank: states", parts.pop("states")), *parts.items()], width - LABEL
         )
-        lines.insert(2 if plan.gpu_bytes else 1, Content(" " * LABEL) + shared_out)
+        lines.insert(2 if plan.gpu_bytes else 1, _labelled("", shared_out))
     if plan.gpu_bytes or plan.one_memory:
-        lines.insert(
-            1,
-            Content(" " * LABEL)
-            + _breakdown_line(plan, "node" if plan.one_memory else "gpu", width - LABEL),
-        )
+        location: Location = "node" if plan.one_memory else "gpu"
+        terms = [(term.name, term.bytes) for term in _largest_first(plan, location)]
+        lines.insert(1, _labelled("", _named_sizes(terms, width - LABEL)))
     lines += _step_lines(plan, width, plain=plain) + _reason_lines(plan, width)
-    binding = enumerate(_binding_lines(plan))
-    return lines + [_labelled("" if index else "binding", line) for index, line in binding]
+    binding = _binding_lines(plan)
+    return lines + [_labelled("binding" if line is binding[0] else "", line) for line in binding]
 
 
-def _breakdown_line(plan: Plan, location: Location, width: int) -> Content:
-    """Return ``weights 7.4   states 44.1   ...``: the terms of one location, largest first, as many
-    as fit.
-    """
-    terms = sorted(
-        (term for term in plan.breakdown if term.location == location and term.bytes > 0),
-        key=lambda term: -term.bytes,
-    )
-    return _named_sizes([(term.name, term.bytes) for term in terms], width)
+def _largest_first(plan: Plan, location: Location) -> list[MemoryTerm]:
+    """Return the terms of one location, largest first."""
+    terms = (term for term in plan.breakdown if term.location == location and term.bytes > 0)
+    return sorted(terms, key=lambda term: -term.bytes)
 
 
 def _host_parts(plan: Plan) -> dict[str, int]:
@@ -313,18 +262,12 @@ def _host_parts(plan: Plan) -> dict[str, int]:
         name: sum(term.bytes for term in terms if term.kind in kinds)
         for name, kinds in HOST_PARTS.items()
     }
-    return {
-        name: size
-        for name, size in (
-            *parts.items(),
-            ("other", sum(term.bytes for term in terms) - sum(parts.values())),
-        )
-        if size > 0
-    }
+    parts["other"] = sum(term.bytes for term in terms) - sum(parts.values())
+    return {name: size for name, size in parts.items() if size > 0}
 
 
 def _named_sizes(sizes: Sequence[tuple[str, int]], width: int) -> Content:
-    """Return names with their bytes in a line, as many as fit."""
+    """Return names with their bytes in a line, as many as fit: ``weights 7.4   states 44.1``."""
     pieces: list[Content] = []
     used = 0
     for index, (name, size) in enumerate(sizes, 1):
@@ -349,21 +292,14 @@ def _step_lines(plan: Plan, width: int, *, plain: bool = False) -> list[Content]
             else "none: it does not fit"
         )
         return [_labelled("step", faint(why))]
-    parts = [
-        Part(name, seconds, duration(seconds), style)
-        for name, seconds, style in (
-            ("data", step.data_s, "$data-part"),
-            ("forward", step.forward_s, "$forward"),
-            ("backward", step.backward_s, "$backward"),
-            ("optimizer exposed", step.exposed_optimizer_s, "$exposed"),
-        )
-    ]
-    bar = stacked(parts, min(40, max(8, width - LABEL - 10)), plain=plain)
-    lines = [_labelled("step", bar + f"  {duration(plan.step_s)}")]
-    named = legend(parts, plain=plain)
-    if named.cell_length <= width - LABEL:
-        return [*lines, Content(" " * LABEL) + named]
-    return lines + [Content(" " * LABEL) + piece for piece in legend_items(parts, plain=plain)]
+    seconds = step.data_s, step.forward_s, step.backward_s, step.exposed_optimizer_s
+    parts = step_parts(seconds, plain=plain)
+    bar = stacked(parts, min(40, max(8, width - LABEL - 10)))
+    items = legend(part for part in parts if part.amount > 0)
+    whole = Content("   ").join(items)
+    named = [whole] if whole.cell_length <= width - LABEL else items
+    bar_line = _labelled("step", bar + f"  {duration(plan.step_s)}")
+    return [bar_line, *(_labelled("", line) for line in named)]
 
 
 def _reason_lines(plan: Plan, width: int) -> list[Content]:
@@ -373,24 +309,18 @@ def _reason_lines(plan: Plan, width: int) -> list[Content]:
         ("why", "$faint", plan.reason_texts),
         ("note", "$warning", plan.warning_texts),
     ):
-        for index, text in enumerate(texts):
-            for row, part in enumerate(
-                textwrap.wrap(_BEFORE_UNIT.sub("\xa0", text), max(20, width - LABEL))
-            ):
-                lines.append(
-                    Content.assemble(
-                        (f"{name if index == row == 0 else '':<{LABEL}}", style),
-                        part.replace("\xa0", " "),
-                    )
-                )
+        for text in texts:
+            for row in textwrap.wrap(_BEFORE_UNIT.sub("\xa0", text), max(20, width - LABEL)):
+                lines.append(_labelled(name, row.replace("\xa0", " "), style))
+                name = ""
     return lines
 
 
-def _terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
+def _terms_table(plan: Plan, location: Location, width: int) -> list[Content]:
     """Return every term with its confidence, largest first, and its share as a small bar where the
     names leave room for it.
     """
-    shown = sorted((term for term in terms if term.bytes > 0), key=lambda term: -term.bytes)
+    shown = _largest_first(plan, location)
     if not shown:
         return []
     longest, others = max(len(term.name) for term in shown), len(" 117.0 GiB  measured")
@@ -400,15 +330,14 @@ def _terms_table(terms: Sequence[MemoryTerm], width: int) -> list[Content]:
     lines = []
     for term in shown:
         name = term.name if len(term.name) <= name_width else term.name[: name_width - 1] + "…"
-        sure = faint(
-            {"exact": " exact", "calibrated": " measured", "estimate": " estimate"}[term.confidence]
-        )
+        full = max(1, round(term.bytes / most * bar)) if bar else 0
+        sure = "measured" if term.confidence == "calibrated" else term.confidence
         lines.append(
-            Content(f"{name:<{name_width}} {memory(term.bytes):>9} ")
-            + Content.styled(
-                "━" * (max(1, round(term.bytes / most * bar)) if bar else 0), "$memory"
+            Content.assemble(
+                f"{name:<{name_width}} {memory(term.bytes):>9} ",
+                ("━" * full, "$memory"),
+                (f" {sure}", "$faint"),
             )
-            + sure
         )
     return lines
 

@@ -17,7 +17,6 @@ from so_tui.ui.shared_app import Checking
 
 if TYPE_CHECKING:
     from so_tui.launch.checks import Check
-    from so_tui.launch.launch import Executor
     from so_tui.launch.slurm.script import Draft
     from so_tui.plan.plan import Launch
     from so_tui.spec import RunSpec
@@ -117,10 +116,12 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
 
     from so_tui.launch.checks import preflight
     from so_tui.launch.lifecycle import start
+    from so_tui.launch.slurm.executor import SlurmExecutor
+    from so_tui.launch.slurm.script import for_run
     from so_tui.spec.errors import Refused, SoTuiError
 
     def begins(check: Check) -> None:
-        app.post_message(messages.CheckBegun(check, time.monotonic()))
+        app.call_later(app.begin_check, check, time.monotonic())
 
     try:
         if app.start_run is not None:
@@ -129,9 +130,8 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
             checked, warnings = preflight(launch, runs_dir=app.runs_dir, begins=begins)
             for warning in warnings:
                 app.call_from_thread(app.notify, warning, severity="warning", markup=False)
-            run = start(
-                checked, runs_dir=app.runs_dir, executor=_submitting(draft) if draft else None
-            )
+            executor = SlurmExecutor(edit=partial(for_run, draft.script)) if draft else None
+            run = start(checked, runs_dir=app.runs_dir, executor=executor)
     except SoTuiError as error:
         if isinstance(error, Refused) and error.forceable:
             offer = launch_anyway(app, structs.replace(launch, forced=True), draft)
@@ -154,14 +154,6 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
         app.post_message(messages.Launched(run))
 
 
-def _submitting(draft: Draft) -> Executor:
-    """Return an executor that submits the user's script."""
-    from so_tui.launch.slurm.executor import SlurmExecutor
-    from so_tui.launch.slurm.script import for_run
-
-    return SlurmExecutor(edit=partial(for_run, draft.script))
-
-
 def _where_kept(draft: Draft) -> str:
     """Say how a script that was not submitted is submitted later."""
     from so_tui.trust.text import quoted
@@ -180,36 +172,25 @@ def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str],
     from so_tui.spec import check_user_name
     from so_tui.ui.dialogs import AskText
 
+    presets = app.catalog.presets if app.catalog is not None else {}
+
     def named(name: str | None) -> None:
-        if name:
-            _save_unless_taken(app, spec, name, base, saved)
+        if not name:
+            return
+        save, taken = partial(_save, app, spec, name, base, saved), presets.get(name)
+        if taken is None or taken.origin == "built-in" or name == base:
+            save()
+        else:
+            title = f"Replace your preset {name}?"
+            app.ask(title, [taken.path], save, yes="Replace", no="No, keep it")
 
     def read(name: str) -> str:
-        check_user_name(name, app.catalog.presets if app.catalog is not None else {})
+        check_user_name(name, presets)
         return name
 
-    app.push_screen(
-        AskText(
-            "Save as preset",
-            "A short name: small letters, digits, - . _",
-            f"{base}-mine",
-            yes="Save",
-            read=read,
-        ),
-        named,
-    )
-
-
-def _save_unless_taken(
-    app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]
-) -> None:
-    taken = app.catalog.presets.get(name) if app.catalog is not None else None
-    if taken is None or taken.origin == "built-in" or name == base:
-        _save(app, spec, name, base, saved)
-        return
-    save = partial(_save, app, spec, name, base, saved)
-    title = f"Replace your preset {name}?"
-    app.ask(title, [taken.path], save, yes="Replace", no="No, keep it")
+    hint = "A short name: small letters, digits, - . _"
+    dialog = AskText("Save as preset", hint, f"{base}-mine", yes="Save", read=read)
+    app.push_screen(dialog, named)
 
 
 def _save(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from textual.message import Message
 
@@ -21,7 +21,7 @@ from so_tui.spec.check import path_fault
 from so_tui.spec.errors import reject
 from so_tui.trust.text import brief_message, quoted, so_tui_command
 from so_tui.ui import messages
-from so_tui.ui.charts.series import Line, chart_svg
+from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.messages import failure, in_thread, reporting
 from so_tui.units import plural, thousands
 
@@ -34,16 +34,10 @@ if TYPE_CHECKING:
 RESUMABLE = frozenset({"stopped", "failed", "lost"})
 
 
-class Change(Protocol):
-    """Changes a run, unless its processes may live where they cannot be seen and the user does not
-    say that they have ended.
-    """
-
-    def __call__(self, run: RunDirectory, *, assume_dead: bool) -> object: ...
-
-
-def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
+def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to stop ``run``, and have it stopped."""
+    from so_tui.launch import lifecycle
+
     state = _state(app, run)
     if state is None:
         return
@@ -57,19 +51,19 @@ def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
                 brief_message(state.detail) or "It waits in the queue.",
                 *([] if state.attempt else ["Nothing of it has run yet."]),
             ],
-            partial(_change, app, run, _leave_queue, "cancelled", "take a run out of the queue"),
+            partial(_change, app, run, lifecycle.stop, "cancelled", "take a run out of the queue"),
             yes="Cancel it",
             no="Keep waiting",
         )
         return
     seen = sighting(run, state)
     if seen.liveness is Liveness.UNKNOWN:
-        _ask_whether_ended(
-            app,
-            run,
-            f"{run.name} {evidence(state, seen)}.",
-            partial(_change, app, run, _record_end, "stopped", "record the end of a run"),
-        )
+
+        def record(run: RunDirectory, *, assume_dead: bool) -> None:
+            record_end(run)  # by the user's word, which was asked for already
+
+        proceed = partial(_change, app, run, record, "stopped", "record the end of a run")
+        _ask_whether_ended(app, run, f"{run.name} {evidence(state, seen)}.", proceed)
         return
     lines = [
         f"It is at step {thousands(state.step)} of {thousands(state.total_steps)}.",
@@ -80,16 +74,6 @@ def ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
     ]
     stop = partial(_request, app, run, "stop", "Stopping after this step")
     app.ask(f"Stop {run.name}?", lines, stop, yes="Stop", no="Keep running")
-
-
-def _leave_queue(run: RunDirectory, *, assume_dead: bool) -> None:
-    from so_tui.launch.lifecycle import stop
-
-    stop(run, assume_dead=assume_dead)
-
-
-def _record_end(run: RunDirectory, *, assume_dead: bool) -> None:
-    record_end(run)  # by the user's word, which was asked for already
 
 
 def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
@@ -131,7 +115,7 @@ def _may_be_live(error: SoTuiError) -> bool:
 def _change(
     app: SharedApp,
     run: RunDirectory,
-    change: Change,
+    change: Callable[..., object],
     done: str,
     name: str,
     *,
@@ -143,7 +127,8 @@ def _change(
     Args:
         app: The application.
         run: The run.
-        change: What is done to it.
+        change: What is done to it, unless its processes may live where they cannot be seen and
+            ``assume_dead`` is False.
         done: What the run is then, such as ``deleted``.
         name: What is being done, for the user where it fails unexpectedly.
         assume_dead: The user says that the run has ended.
@@ -164,7 +149,7 @@ def _change(
     in_thread(app, work, name, group="request")
 
 
-def save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
+def _save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
     """Have ``run`` save a checkpoint after its current step."""
     _request(app, run, "checkpoint", "Saving a checkpoint after this step")
 
@@ -185,7 +170,7 @@ def _request(
     in_thread(app, work, "send a request to the run", group="request")
 
 
-def ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
+def _ask_to_resume(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to resume ``run`` from its last checkpoint, and start another attempt."""
     from so_tui.launch.executors import executor_of
 
@@ -366,7 +351,7 @@ def _parsed_note(text: str) -> RunNotes:
     )
 
 
-def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
+def _ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     """Ask for a note and tags, and keep them with the run."""
     from so_tui.ui.dialogs import AskText
 
@@ -392,7 +377,7 @@ def ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     app.push_screen(dialog, lambda _: app.list_runs())
 
 
-def show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
+def _show_earlier_logs(app: SharedApp, run: RunDirectory) -> None:
     """Show the last lines of each earlier attempt's log, the newest attempt first."""
     from so_tui.ui.dialogs import Notice
 
@@ -423,25 +408,28 @@ def new_path(text: str) -> Path:
     return path
 
 
-def ask_to_export(screen: Page, row: RunRow, lines: Sequence[Line], names: Sequence[str]) -> None:
+def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named]) -> None:
     """Ask where to, and export: what it is follows from the name."""
     run = row.run
 
     def named(path: Path | None) -> None:
         if path is not None:
-            work = partial(_export, screen, run, path, tuple(lines), tuple(names))
+            work = partial(_export, screen, run, path, curves)
             in_thread(screen, work, "export", group="export")
 
-    choices = [
-        *(
-            [(f"{run.name}-model", "the model, a folder for from_pretrained")]
-            if _has_checkpoint(row)
-            else []
-        ),
-        (f"{run.name}.csv", "every step"),
-        (f"{run.name}.parquet", "every step (with pyarrow)"),
-        (f"{run.name}.svg", "the chart as shown"),
-    ]
+    try:  # the list is some seconds old
+        saved = read_state(run).saved_step
+    except InputError:
+        saved = row.state.saved_step
+    endings = {
+        "-model": "the model, a folder for from_pretrained",
+        ".csv": "every step",
+        ".parquet": "every step (with pyarrow)",
+        ".svg": "the chart as shown",
+    }
+    if saved is None:
+        del endings["-model"]
+    choices = [(f"{run.name}{ending}", what) for ending, what in endings.items()]
     ask_for_path(screen, run.name, choices, new_path, named)
 
 
@@ -464,62 +452,44 @@ def ask_for_path(
     screen.app.push_screen(dialog, named)
 
 
-def _has_checkpoint(row: RunRow) -> bool:
-    """Return whether a run has a checkpoint now: the list is some seconds old."""
-    try:
-        return read_state(row.run).saved_step is not None
-    except InputError:
-        return row.state.saved_step is not None
-
-
-def _export(
-    screen: Page, run: RunDirectory, path: Path, lines: tuple[Line, ...], names: tuple[str, ...]
-) -> None:
+def _export(screen: Page, run: RunDirectory, path: Path, curves: Sequence[Named]) -> None:
     """Export in a thread."""
-    app = screen.app
-    with reporting(app, run.name, "exported", path):
-        screen.post_message(Exporting(f"exporting to {path.name} …"))
-        if path.suffix in METRICS:
-            said = _export_metrics(screen, run, path)
-        elif path.suffix == PICTURE:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(chart_svg("loss", lines, names))
-            said = plural(len(lines), "line")
-        else:
-            said = _export_model(screen, run, path)
-        screen.post_message(Exported(run, path))
-        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
-    screen.post_message(Exporting(""))
-
-
-def _export_metrics(screen: Page, run: RunDirectory, path: Path) -> str:
+    from so_tui.launch.checks import writable
+    from so_tui.launch.helper_jobs import export_model
     from so_tui.runs.export import export_metrics
     from so_tui.runs.results import read_all
 
-    def show(rows: int) -> None:
-        screen.post_message(Exporting(f"{path.name}: {thousands(rows)} rows"))
+    app = screen.app
 
-    count = export_metrics(read_all(run), path, show)
-    return plural(count, "row")
+    def show(progress: str) -> None:
+        screen.post_message(Exporting(progress))
 
-
-def _export_model(screen: Page, run: RunDirectory, path: Path) -> str:
-    from so_tui.launch.checks import writable
-    from so_tui.launch.helper_jobs import export_model
-
-    writable(path, "folder")
-    for event in export_model(run, path):
-        screen.post_message(Exporting(f"{path.name}: {brief_message(str(event))}"))
-    return f"the model; `{so_tui_command('chat', str(path))}` talks to it"
+    with reporting(app, run.name, "exported", path):
+        show(f"exporting to {path.name} …")
+        if path.suffix in METRICS:
+            count = export_metrics(
+                read_all(run), path, lambda rows: show(f"{path.name}: {thousands(rows)} rows")
+            )
+            said = plural(count, "row")
+        elif path.suffix == PICTURE:
+            said = write_picture(path, "loss", curves)
+        else:
+            writable(path, "folder")
+            for event in export_model(run, path):
+                show(f"{path.name}: {brief_message(str(event))}")
+            said = f"the model; `{so_tui_command('chat', str(path))}` talks to it"
+        screen.post_message(Exported(run, path))
+        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
+    show("")
 
 
 ACTIONS: dict[str, Callable[[SharedApp, RunDirectory], None]] = {
-    "stop": ask_to_stop,
-    "checkpoint": save_checkpoint,
-    "resume": ask_to_resume,
+    "stop": _ask_to_stop,
+    "checkpoint": _save_checkpoint,
+    "resume": _ask_to_resume,
     "delete": ask_to_delete,
-    "note": ask_for_note,
-    "attempts": show_earlier_logs,
+    "note": _ask_for_note,
+    "attempts": _show_earlier_logs,
     "chat": chat,
     "differences": show_settings,
     "copy": copy_path,

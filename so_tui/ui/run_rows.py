@@ -21,7 +21,7 @@ from so_tui.spec import InputError, RunSpec
 from so_tui.ui.charts.series import FollowedSteps, Line, Series, mean_of
 
 if TYPE_CHECKING:
-    from so_tui.launch.supervisor.processes import OwnProcesses
+    pass
 
 
 # Every run as a row: read in a worker, and only again where something changed.
@@ -68,6 +68,7 @@ class RunLister:
 
     def rows(self) -> tuple[RunRow, ...]:
         """Return all runs, newest first."""
+        from so_tui.launch.executors import ensure_supervised
         from so_tui.launch.supervisor.processes import OwnProcesses
 
         rows = []
@@ -80,24 +81,17 @@ class RunLister:
                 continue
             row = self._row(run)
             if row.live:
-                self._keep_supervised(run, own_processes)
+                # Make sure that it has a supervisor, at intervals: one needs a moment to take over.
+                now, checked = time.monotonic(), self._supervision_checked
+                if now - checked.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
+                    checked[run.path] = now
+                    ensure_supervised(run, own_processes)
             elif row.readable:
                 # otherwise its file system may be back at the next look, and nothing of it has
                 # changed
                 self._ended[run.path] = (changed, row)
             rows.append(row)
         return tuple(rows)
-
-    def _keep_supervised(self, run: RunDirectory, own_processes: OwnProcesses) -> None:
-        """Make sure that a live run of this user has a supervisor, at intervals, because one needs
-        a moment to take over.
-        """
-        from so_tui.launch.executors import ensure_supervised
-
-        now = time.monotonic()
-        if now - self._supervision_checked.get(run.path, -SUPERVISION_S) >= SUPERVISION_S:
-            self._supervision_checked[run.path] = now
-            ensure_supervised(run, own_processes)
 
     def _row(self, run: RunDirectory) -> RunRow:
         from so_tui.launch.lifecycle import current_state
@@ -106,21 +100,10 @@ class RunLister:
         try:
             state = current_state(run, self._watch)
         except InputError as error:
-            readable = False
-            state = RunState(
-                name=run.name,
-                state="lost",
-                reason=error.problems[0].message,
-                suggestion=error.problems[0].remedy,
-            )
-        return RunRow(
-            run,
-            readable_spec(run),
-            state,
-            unconfirmed(run, state, self._watch),
-            read_notes(run),
-            readable,
-        )
+            readable, why = False, error.problems[0]
+            state = RunState(name=run.name, state="lost", reason=why.message, suggestion=why.remedy)
+        checking = unconfirmed(run, state, self._watch)
+        return RunRow(run, readable_spec(run), state, checking, read_notes(run), readable)
 
 
 def _written_ns(path: Path) -> int:
@@ -160,10 +143,6 @@ class LossCurve:
         since, or is long.
         """
         return row.live or self.unread_share > 0 or self.state != row.state
-
-    @property
-    def name(self) -> str:
-        return mean_name(self.span)
 
     @property
     def steps(self) -> tuple[float, float]:
@@ -233,13 +212,9 @@ def _thinned(line: Line, most: int) -> Line:
 def means_note(curves: Sequence[LossCurve]) -> tuple[str, ...]:
     """Return what the values of overlaid curves are, for the heading of their chart."""
     spans = sorted({curve.span for curve in curves})
-    return (
-        (mean_name(spans[0]),)
-        if len(spans) == 1
-        else (f"means of {spans[0]} to {spans[-1]} steps",)
-        if spans
-        else ()
-    )
+    if len(spans) < 2:
+        return tuple(map(mean_name, spans))
+    return (f"means of {spans[0]} to {spans[-1]} steps",)
 
 
 def _spark(series: Series, length: int, width: int) -> str:

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
 from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
-from so_tui.runs.records import FINAL_STATES, PhaseRecord, StepRecord
+from so_tui.runs.records import FINAL_STATES, PhaseRecord, RunState, StepRecord
 from so_tui.trust.text import brief_line, brief_message
-from so_tui.ui.lines import Part, Piece, fill_of, fill_pieces, legend, stacked, usage_style
+from so_tui.ui.lines import Piece, fill_pieces, legend, stacked, step_parts, usage_style
 from so_tui.ui.snapshot import GpuView, Snapshot, mean_of_parts
-from so_tui.ui.text import Content, faint, shorten
+from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.units import age, bandwidth, duration, memory_of, thousands
 
 # From the confirmation to the first step: what a run does meanwhile, and how long each part takes.
@@ -112,23 +112,17 @@ def timeline_lines(found: Sequence[Stage], width: int) -> Content:
         cells = max(1, round(stage.seconds / total * room))
         first = min(first, room - 1)
         bar = " " * first + "━" * min(cells, room - first)
-        sign, style = ("▸", "$accent") if stage.running else ("✓", "$success")
+        sign, style = ("▸ ", "$accent") if stage.running else ("✓ ", "$success")
         name = shorten(brief_message(stage.name), name_cells)
         left = name_cells - cell_len(name) - 2
-        detail = (
-            f"  {shorten(brief_message(stage.detail), left)}"
-            if stage.detail and left >= LEAST_NAME_CELLS
-            else ""
-        )
+        detail = ""
+        if stage.detail and left >= LEAST_NAME_CELLS:
+            detail = f"  {shorten(brief_message(stage.detail), left)}"
         gap = " " * (name_cells - cell_len(name + detail))
-        figure = f"{duration(stage.seconds):>9}  "
-        rows.append(
-            Content.assemble(
-                (f"{sign} ", style), name, (detail, "$faint"), gap, figure, (bar, style)
-            )
-        )
+        figure = f"{gap}{duration(stage.seconds):>9}  "
+        rows.append(Content.assemble((sign, style), name, (detail, "$faint"), figure, (bar, style)))
         before += stage.seconds
-    return Content("\n").join(rows[-MOST_ROWS:])
+    return in_rows(rows[-MOST_ROWS:])
 
 
 SIGNS = {
@@ -150,19 +144,12 @@ STALE_S = 8.0
 that beats once a second.
 """
 AFTER_THE_END = "4 lists the run; there E exports the model, and C talks to it"
-_PART_NAMES = ("data", "forward", "backward", "optimizer exposed", "other")
-_SHORT_PART_NAMES = ("data", "forward", "backward", "exposed", "other")
-_PART_STYLES = ("$data-part", "$forward", "$backward", "$exposed", "$other-part")
 
 
-def state_content(name: str) -> Content:
-    """Return ``● training``. Besides the states of runs there is ``checking``, for one that may
-    have been lost.
+def state_piece(name: str) -> tuple[str, str]:
+    """Return ``● training`` with its style. Besides the states of runs there is ``checking``, for
+    one that may have been lost.
     """
-    return Content.assemble(_state_piece(name))
-
-
-def _state_piece(name: str) -> tuple[str, str]:
     sign, style = SIGNS.get(name, ("?", "$faint"))
     return f"{sign} {name}", f"bold {style}"
 
@@ -174,38 +161,25 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     if state is None:
         return Content.assemble(*line, "  ", ("its state cannot be read yet", "$warning"))
     shown = "checking" if snapshot.checking else state.shown
-    line += ["  ", ("✗ deleted", "bold $error") if snapshot.deleted else _state_piece(shown)]
-    if (
-        snapshot.live
-        and not snapshot.checking
-        and (snapshot.heartbeat_age_s > STALE_S or snapshot.read_error)
-    ):
-        line += ["  ", (f"stale: no news for {age(snapshot.heartbeat_age_s)}", "bold $warning")]
-    latest, total = (
-        snapshot.latest,
-        state.total_steps or (snapshot.start.total_steps if snapshot.start else 0),
-    )
-    step = latest.step if latest is not None else state.step
+    line += ["  ", ("✗ deleted", "bold $error") if snapshot.deleted else state_piece(shown)]
+    silent_s = snapshot.heartbeat_age_s
+    if snapshot.live and not snapshot.checking and (silent_s > STALE_S or snapshot.read_error):
+        line += ["  ", (f"stale: no news for {age(silent_s)}", "bold $warning")]
+    total = state.total_steps or (snapshot.start.total_steps if snapshot.start else 0)
+    step = snapshot.latest.step if snapshot.latest else state.step
     if total:
         line.append(f"  step {thousands(step)} / {thousands(total)}")
     tail = _tail(snapshot, total - step, now)
-    cells = _cells(line)
-    for count in range(len(tail), -1, -1):
-        rest: list[Piece] = [
-            piece
-            for number, pieces in enumerate(tail[:count])
-            for piece in ("  " if number else "", *pieces)
-        ]
-        room = width - cells - _cells(rest) - 12
-        if room >= 8 or count == 0:
-            if total and room >= 8:
-                line += [
-                    "  ",
-                    *fill_pieces(step / total, min(40, room), "$accent"),
-                    f" {100 * step / total:3.0f} %",
-                ]
-            return Content.assemble(*line, "  ", *rest)
-    return Content.assemble(*line)
+    free = width - _cells(line) - 12
+    rest: list[Piece]
+    while (
+        room := free - _cells(rest := [piece for pieces in tail for piece in ("  ", *pieces)][1:])
+    ) < 8 and tail:
+        tail.pop()
+    if total and room >= 8:
+        bar = fill_pieces(step / total, min(40, room), "$accent")
+        line += ["  ", *bar, f" {100 * step / total:3.0f} %"]
+    return Content.assemble(*line, "  ", *rest)
 
 
 def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[list[Piece]]:
@@ -213,7 +187,7 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[list[Piece]]:
     state = snapshot.state
     assert state is not None
     tail: list[list[Piece]] = []
-    step_s = snapshot.recent_median("step_s")
+    step_s = snapshot.step_s
     if snapshot.live and snapshot.stop_asked:
         tail.append([("asked to stop", "$warning")])
     elif snapshot.training and steps_left > 0 and math.isfinite(step_s):
@@ -226,60 +200,57 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[list[Piece]]:
     return tail
 
 
-def news_line(snapshot: Snapshot) -> Content | None:
+def news_line(snapshot: Snapshot) -> Content:
     """Return the news: why the run ended and what to do, its phase before the first step, or a
-    warning; None where there is none.
+    warning; empty if there is none.
     """
-    state, end = snapshot.state, snapshot.end
+    return Content.assemble(*_news(snapshot))
+
+
+def _news(snapshot: Snapshot) -> Sequence[Piece]:
+    state, phase = snapshot.state, snapshot.phase
     if snapshot.deleted:
         ended = state is not None and state.state in FINAL_STATES
         rest = "" if ended else "processes of it that still run are being stopped; "
-        return Content.assemble(
-            ("its folder has been deleted: ", "$error"),
-            f"{rest}the figures below were read before ({snapshot.run.path})",
-        )
+        figures = f"{rest}the figures below were read before ({snapshot.run.path})"
+        return ("its folder has been deleted: ", "$error"), figures
     if state is not None and not snapshot.live:
-        reason = brief_message(state.reason or (end.reason if end else ""))
-        suggestion = brief_message(state.suggestion or (end.suggestion if end else ""))
-        if not reason and not suggestion:
-            return (
-                Content.assemble(("next: ", "$faint"), AFTER_THE_END)
-                if state.state == "finished" and snapshot.checkpoints
-                else None
-            )
-        style = "$error" if state.state in ("failed", "lost") else "$warning"
-        return Content.assemble(
-            (reason or state.state, style),
-            ("   next: " if suggestion else "", "$faint"),
-            suggestion,
-        )
+        return _ending(snapshot, state)
     if snapshot.read_error:
-        return Content.assemble(
-            ("cannot read the run right now: ", "$warning"),
-            f"{brief_message(snapshot.read_error)}; older data is shown",
-        )
+        shown = f"{brief_message(snapshot.read_error)}; older data is shown"
+        return ("cannot read the run right now: ", "$warning"), shown
     if snapshot.checking and state is not None:
-        return Content.assemble(
-            ("checking: ", "$warning"),
-            f"it was {state.state} on {brief_message(state.host)}; known within a minute",
-        )
-    if state is not None and state.detail and state.state in ("queued", "starting", "saving"):
-        return Content.assemble((f"{state.shown}: ", "$accent"), brief_message(state.detail))
-    if snapshot.latest is None and snapshot.phase is not None:
-        detail = brief_message(snapshot.phase.detail)
-        return (
-            Content.assemble((f"{snapshot.phase.phase}: ", "$accent"), detail) if detail else None
-        )
+        was = f"it was {state.state} on {brief_message(state.host)}; known within a minute"
+        return ("checking: ", "$warning"), was
+    detail = brief_message(state.detail) if state is not None else ""
+    if state is not None and detail and state.state in ("queued", "starting", "saving"):
+        return (f"{state.shown}: ", "$accent"), detail
+    if snapshot.latest is None and phase is not None:
+        text = brief_message(phase.detail)
+        return ((f"{phase.phase}: ", "$accent"), text) if text else ()
     if state is not None and state.state == "training" and state.slowdown is not None:
-        text, remedy = slowdown_text(state.slowdown), slowdown_remedy(state.slowdown)
-        return Content.assemble(("~ ", "$warning"), text, (f"   {remedy}", "$faint"))
+        remedy = slowdown_remedy(state.slowdown)
+        return ("~ ", "$warning"), slowdown_text(state.slowdown), (f"   {remedy}", "$faint")
     if snapshot.warnings:
         last = snapshot.warnings[-1]
         more = f"   {brief_message(last.suggestion)}" if last.suggestion else ""
-        return Content.assemble(("~ ", "$warning"), brief_message(last.message), (more, "$faint"))
-    if state is not None and state.detail and not snapshot.stop_asked:  # the title says that
-        return Content.assemble((f"{state.state}: ", "$accent"), brief_message(state.detail))
-    return None
+        return ("~ ", "$warning"), brief_message(last.message), (more, "$faint")
+    if state is not None and detail and not snapshot.stop_asked:  # the title says that
+        return (f"{state.state}: ", "$accent"), detail
+    return ()
+
+
+def _ending(snapshot: Snapshot, state: RunState) -> Sequence[Piece]:
+    """Return why the run ended and what to do next."""
+    end = snapshot.end
+    reason = brief_message(state.reason or (end.reason if end else ""))
+    suggestion = brief_message(state.suggestion or (end.suggestion if end else ""))
+    if not reason and not suggestion:
+        saved = state.state == "finished" and snapshot.checkpoints
+        return (("next: ", "$faint"), AFTER_THE_END) if saved else ()
+    style = "$error" if state.state in ("failed", "lost") else "$warning"
+    following = "   next: " if suggestion else ""
+    return (reason or state.state, style), (following, "$faint"), suggestion
 
 
 def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = False) -> Content:
@@ -298,79 +269,44 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     records, inspected = snapshot.examined, snapshot.inspected
     if not records:
         return faint("step anatomy: after the first step")
-    values = [max(0.0, value) for value in mean_of_parts(records)]
+    parts = step_parts([max(0.0, value) for value in mean_of_parts(records)], plain=plain)
     step_s = sum(record.step_s for record in records) / len(records)
-    parts = [
-        Part(name, value, duration(value), style, short_name)
-        for name, value, style, short_name in zip(
-            _PART_NAMES, values, _PART_STYLES, _SHORT_PART_NAMES, strict=True
-        )
-    ]
-    number = (
-        f"{thousands(inspected.step.step)}  "
-        if inspected is not None and inspected.step is not None
-        else ""
-    )
+    step = inspected.step if inspected is not None else None
+    number = f"{thousands(step.step)}  " if step is not None else ""
     head = Content.assemble((f"step {number}", "bold"), f"{duration(step_s)}  ")
-    named = legend(parts, plain=plain)
+    named = Content("   ").join(legend(part for part in parts if part.amount > 0))
     room = width - head.cell_length - named.cell_length - 2
-    texts = _worker_texts(records[-1]) or [Content("")]
+    texts = _worker_texts(records[-1])
     if room >= 12 + texts[-1].cell_length:
         worker = next(text for text in texts if room >= 12 + text.cell_length)
-        return (
-            head
-            + stacked(parts, min(60, room - worker.cell_length), plain=plain)
-            + "  "
-            + named
-            + worker
-        )
+        bar = stacked(parts, min(60, room - worker.cell_length))
+        return head + bar + "  " + named + worker
     # Too narrow for all names: what offloading costs is what people look for, so small other parts
     # go first.
-    bar = stacked(parts, 14, plain=plain)
-    shown = list(enumerate(parts))
+    shown = [replace(part, name=part.name.removeprefix("optimizer ")) for part in parts]
+    bar = stacked(parts, 14)
     while (
-        shown and head.cell_length + 16 + (text := _short_legend(shown, plain)).cell_length > width
+        head.cell_length + 16 + (named := Content("  ").join(legend(shown))).cell_length > width
+        and shown
     ):
-        shown.remove(
-            min(
-                (pair for pair in shown if pair[0] != 3 or len(shown) == 1),
-                key=lambda pair: pair[1].amount,
-            )
-        )
-    line = head + bar + "  " + (text if shown else Content(""))
+        others = [part for part in shown if part.name != "exposed"] or shown
+        shown.remove(min(others, key=lambda part: part.amount))
+    line = head + bar + "  " + named
     fitting = (worker for worker in texts if line.cell_length + worker.cell_length <= width)
     return line + next(fitting, Content(""))
 
 
 def _worker_texts(record: StepRecord) -> list[Content]:
     """Return what the Adam worker did, the longest text first: its time and rate; steps it took too
-    early and redid, or skipped.
+    early and redid, or skipped. The last is empty if it did nothing to tell of.
     """
-    pieces = [f"skipped {thousands(record.skipped_steps)}"] if record.skipped_steps else []
-    if record.redone_steps:
-        pieces.insert(0, f"redone {thousands(record.redone_steps)}")
+    counts = (("redone", record.redone_steps), ("skipped", record.skipped_steps))
+    pieces = [f"{name} {thousands(count)}" for name, count in counts if count]
     texts = [pieces] if pieces else []
     if record.adam_busy_s and record.adam_bytes_per_s:
-        texts.insert(
-            0,
-            [
-                f"Adam {duration(record.adam_busy_s)} at {bandwidth(record.adam_bytes_per_s)}",
-                *pieces,
-            ],
-        )
-    return [faint(f"  {', '.join(text)}") for text in texts]
-
-
-def _short_legend(parts: list[tuple[int, Part]], plain: bool) -> Content:
-    pieces: list[tuple[str, str] | str] = []
-    for index, part in parts:
-        pieces += [
-            (fill_of(index, plain), part.style),
-            (f" {part.short_name} ", "$faint"),
-            part.text,
-            "  ",
-        ]
-    return Content.assemble(*pieces[:-1])
+        adam = f"Adam {duration(record.adam_busy_s)} at {bandwidth(record.adam_bytes_per_s)}"
+        texts.insert(0, [adam, *pieces])
+    return [faint(f"  {', '.join(text)}") for text in texts] or [Content("")]
 
 
 def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
@@ -381,19 +317,12 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     beside = 2 if len(gpus) > 2 and width < 100 else 1
     cell = width // beside
     pieces: list[Piece] = []
-    for index, view in enumerate(gpus):
-        line = _gpu_line(
-            view,
-            cell if beside == 1 else cell - 2,
-            host=brief_line(view.host, 16) if several_hosts else "",
-        )
-        last = (index + 1) % beside == 0 or index + 1 == len(gpus)
-        pieces += [
-            *line,
-            ("\n" if index + 1 < len(gpus) else "") if last else " " * (cell - _cells(line)),
-        ]
+    for number, view in enumerate(gpus, 1):
+        host = brief_line(view.host, 16) if several_hosts else ""
+        line = _gpu_line(view, cell if beside == 1 else cell - 2, host=host)
+        pieces += [*line, "\n" if number % beside == 0 else " " * (cell - _cells(line))]
     # At once: this is drawn every second, and joining contents costs more than drawing them.
-    return Content.assemble(*pieces)
+    return Content.assemble(*pieces[:-1])
 
 
 def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
@@ -402,19 +331,16 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
     # The colour of its line over the load of its node.
     line: list[Piece] = [(f"{host} GPU {gpu.index}".strip(), "bold $gpu")]
     figures: list[list[Piece]] = []
-    if gpu.busy_percent is not None:
-        figures.append(
-            [*fill_pieces(gpu.busy_percent / 100, bar, "$gpu"), f" {gpu.busy_percent:3} %"]
-        )
-    if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
-        share = gpu.memory_used_bytes / gpu.memory_total_bytes
-        text = memory_of(gpu.memory_used_bytes, gpu.memory_total_bytes)
+    if (busy := gpu.busy_percent) is not None:
+        figures.append([*fill_pieces(busy / 100, bar, "$gpu"), f" {busy:3} %"])
+    if (used := gpu.memory_used_bytes) is not None and gpu.memory_total_bytes:
+        share = used / gpu.memory_total_bytes
+        text = memory_of(used, gpu.memory_total_bytes)
         figures.append(
             [*fill_pieces(share, bar, usage_style(share)), f" {text}"] if width > 60 else [text]
         )
     if gpu.power_w is not None:
-        limit = f" of {thousands(round(gpu.power_limit_w))}" if gpu.power_limit_w else ""
-        figures.append([f"{thousands(round(gpu.power_w))}{limit} W"])
+        figures.append([_watts(gpu.power_w, gpu.power_limit_w)])
     if gpu.clock_mhz is not None:
         held = f" ▼ {brief_line(', '.join(gpu.throttling), 24)}" if gpu.throttling else ""
         figures.append([f"{thousands(gpu.clock_mhz)} MHz", (held, "$warning")])
@@ -429,10 +355,8 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
         if to_host is not None and to_gpu is not None
     ]
     if gpu.module_power_w is not None:
-        limit = (
-            f" of {thousands(round(gpu.module_power_limit_w))}" if gpu.module_power_limit_w else ""
-        )
-        figures.append([("module ", "$faint"), f"{thousands(round(gpu.module_power_w))}{limit} W"])
+        power = _watts(gpu.module_power_w, gpu.module_power_limit_w)
+        figures.append([("module ", "$faint"), power])
     free = width - _cells(line)
     for figure in figures:
         free -= 2 + _cells(figure)
@@ -442,10 +366,10 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
     return line
 
 
+def _watts(power_w: float, limit_w: float | None) -> str:
+    limit = f" of {thousands(round(limit_w))}" if limit_w else ""
+    return f"{thousands(round(power_w))}{limit} W"
+
+
 def _cells(pieces: Iterable[Piece]) -> int:
     return sum(cell_len(piece if isinstance(piece, str) else piece[0]) for piece in pieces)
-
-
-def waiting_text(snapshot: Snapshot) -> str:
-    """Return the text of an empty chart."""
-    return "no step yet" if snapshot.live else "this run completed no step"

@@ -28,7 +28,14 @@ from so_tui import units
 from so_tui.settings import AlertSettings, Settings
 from so_tui.trust.files import distrust_of_folder
 from so_tui.ui import messages
-from so_tui.ui.text import Content, GlyphName, PlainCharacters, chosen_glyphs, environment_at_start
+from so_tui.ui.text import (
+    Content,
+    GlyphName,
+    PlainCharacters,
+    chosen_glyphs,
+    doctor_summary,
+    environment_at_start,
+)
 from so_tui.ui.textual_fixes import FixedApp
 from so_tui.ui.themes import DARK, THEMES, fallback_variables
 from so_tui.ui.widgets import command_key
@@ -144,11 +151,12 @@ class SettingsApp(FixedApp[None]):
         if theme not in self.available_themes:
             text = f"There is no theme {theme}: {DARK.name} is used. Press , to choose another."
             self.notify(text, title="Settings", severity="warning", timeout=20, markup=False)
-        self.theme_changed_signal.subscribe(self, lambda changed: self._theme_changed(changed.name))
 
-    def _theme_changed(self, name: str) -> None:
-        if name != self.settings.screen.theme:
-            self.keep({"screen.theme": name})
+        def keep_theme(theme: Theme) -> None:
+            if theme.name != self.settings.screen.theme:
+                self.keep({"screen.theme": theme.name})
+
+        self.theme_changed_signal.subscribe(self, keep_theme)
 
     def keep(self, changes: Mapping[str, Any]) -> None:
         """Apply changes of settings, by dotted key, and write them to the user's file."""
@@ -254,13 +262,19 @@ class _Announcer:
 
     def update(self, runs: tuple[RunRow, ...]) -> None:
         """Announce what is new, and keep the terminal's title true."""
+        from so_tui.launch.supervisor.alerts import run_name_text
+
         if self._known is None and not runs:
             return  # nothing was read yet
         settings = self._app.settings.alerts
         for row, alert in self._news(runs):
             self._announce(row, alert, settings)
         if settings.title:
-            self._show_title(self._alert_title or _live_title(runs))
+            live = [row.run.name for row in runs if row.live]
+            title = f"so-tui: {plural(len(live), 'run')} live" if live else "so-tui"
+            if len(live) == 1:
+                title = f"so-tui: {run_name_text(live[0])}"
+            self._show_title(self._alert_title or title)
 
     def _news(self, rows: Iterable[RunRow]) -> list[tuple[RunRow, Alert]]:
         """Return alerts that are new since the last list; those of the first are old. Of a run that
@@ -277,24 +291,16 @@ class _Announcer:
             path, state = row.run.path, row.state
             alerts = list(state.alerts[-_KEPT:])
             ended_unseen = state.state == "lost" and self._live.get(path, False)
-            if ended_unseen and not any(
-                alert.kind == "failed" and alert.attempt == state.attempt for alert in alerts
-            ):
-                alerts.append(
-                    Alert(
-                        kind="failed",
-                        attempt=state.attempt,
-                        time=state.ended or 0.0,
-                        step=state.step,
-                    )
-                )  # no supervisor is left
-            before = known.setdefault(path, set())
-            new = [
-                alert for alert in alerts if (alert.attempt, alert.kind, alert.time) not in before
-            ]
+            failed = {alert.attempt for alert in alerts if alert.kind == "failed"}
+            if ended_unseen and state.attempt not in failed:  # no supervisor is left
+                ended, step = state.ended or 0.0, state.step
+                alerts.append(Alert(kind="failed", attempt=state.attempt, time=ended, step=step))
+            named = {(alert.attempt, alert.kind, alert.time): alert for alert in alerts}
+            before = known.get(path, set())
+            new = [alert for name, alert in named.items() if name not in before]
             if new and not first and distrust_of_folder(path) is None:
                 found += [(row, alert) for alert in new]
-            before.update((alert.attempt, alert.kind, alert.time) for alert in new)
+            known[path] = before.union(named)
             self._live[path] = row.live
         return found
 
@@ -336,15 +342,6 @@ class _Announcer:
             driver.flush()
 
 
-def _live_title(runs: Iterable[RunRow]) -> str:
-    from so_tui.launch.supervisor.alerts import run_name_text
-
-    live = [row for row in runs if row.live]
-    if len(live) == 1:
-        return f"so-tui: {run_name_text(live[0].run.name)}"
-    return f"so-tui: {plural(len(live), 'run')} live" if live else "so-tui"
-
-
 @dataclass(frozen=True, slots=True)
 class Checking:
     """A launch that has been confirmed, and has no run directory yet."""
@@ -356,10 +353,6 @@ class Checking:
     """The screen on which it was confirmed."""
     begun: tuple[tuple[Check, float], ...] = ()
     """Its checks so far, each with its monotonic time."""
-
-    def come_to(self, check: Check, since: float) -> Checking:
-        """Return it with one more check, which began at this monotonic time."""
-        return replace(self, begun=(*self.begun, (check, since)))
 
     def lines(self, width: int) -> Content:
         """Return what is launched and how long each of its checks has taken, in ``width`` cells."""
@@ -439,22 +432,19 @@ class SharedApp(SettingsApp):
             from so_tui.machine import inspect_machine
 
             machine = inspect_machine()
-        messages.answer(self, messages.Loaded(catalog, machine, file))
-
-    def inspect_again(self) -> None:
-        """Inspect this machine again, and plan for it even where another was given."""
-        self.plan_for(None, "")
+        messages.answer(self, self.take_loaded, catalog, machine, file)
 
     def plan_for(self, machine: Machine | None, file: str) -> None:
-        """Plan from now on for the machine that ``file`` describes, or for this machine where it is
-        None.
+        """Plan from now on for the machine that ``file`` describes, or for this machine, inspected
+        again, where it is None.
         """
         self._given = (self.catalog, machine, file)
         self.load()
 
-    def on_loaded(self, message: messages.Loaded) -> None:
-        self.machine_file = message.machine_file  # before the machine, whose watchers read it
-        self.catalog, self.machine = message.catalog, message.machine
+    def take_loaded(self, catalog: Catalog, machine: Machine, file: str) -> None:
+        """Plan with these presets for this machine, which ``file`` describes if it is another."""
+        self.machine_file = file  # before the machine, whose watchers read it
+        self.catalog, self.machine = catalog, machine
         self.diagnose()
 
     @work(thread=True, exclusive=True, group="doctor", name="doctor", exit_on_error=False)
@@ -464,18 +454,11 @@ class SharedApp(SettingsApp):
         from so_tui.machine.doctor import findings
 
         if self.machine is not None:
-            messages.answer(
-                self,
-                messages.Diagnosed(
-                    findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
-                ),
-            )
+            found = findings(self.machine, checkpoints=self.runs_dir or default_runs_dir())
+            messages.answer(self, self._show_findings, found)
 
-    def on_diagnosed(self, message: messages.Diagnosed) -> None:
-        from so_tui.ui.text import doctor_summary
-
-        self.findings = message.findings
-        self.doctor_line = doctor_summary(message.findings)
+    def _show_findings(self, findings: tuple[Finding, ...]) -> None:
+        self.findings, self.doctor_line = findings, doctor_summary(findings)
 
     def reload_presets(self) -> None:
         """Read the presets again after one was saved, added or deleted."""
@@ -559,6 +542,11 @@ class SharedApp(SettingsApp):
         raise NotImplementedError
 
     # What is under way.
+
+    def begin_check(self, check: Check, since: float) -> None:
+        """Show that the launch has come to a check, at this monotonic time."""
+        if (now := self.checking) is not None:
+            self.checking = replace(now, begun=(*now.begun, (check, since)))
 
     def may_start(self) -> bool:
         """Return whether a run may be started now; notify the user where another start is under

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from so_tui.launch.supervisor.samples import HostProcess
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.runs import LogLine, RunDirectory, RunReader
@@ -123,7 +124,8 @@ ROLLED_UP = 1000
 BUSY = "busy_percent"
 CORES = "node.cores"
 """Wanted for the load of each core over time."""
-MEMORY = ("node.memory_used_bytes", "node.file_cache_bytes")
+MEMORY = {"node.memory_used_bytes": "memory", "node.file_cache_bytes": "other"}
+"""Wanted for memory over time: in use, and the file cache in it, with their roles."""
 BAND = "band"
 """Least and greatest load of a node's cores."""
 
@@ -136,30 +138,14 @@ class NodeView:
     id: int
     cpus: tuple[int, ...]
     sample: NodeSample
-    mean: Series
-    band: Series
-    times: array[float]
-    length: int
+    load: tuple[Line, Line]
+    """Band and mean of its cores, in the order in which they are drawn."""
     cores: Sequence[bytes] = ()
-    """Load of each core in percent over time, as long as ``times``; empty unless wanted."""
+    """Load of each core in percent over time, as long as ``load``; empty unless wanted."""
     foreign: tuple[ForeignProcess, ...] = ()
     """Processes on its cores that are not the run's, busiest first."""
-    memory: tuple[Series, Series] | None = None
-    """Bytes in use, and those of them that are file cache, over time; None unless wanted."""
-
-    def memory_lines(self) -> tuple[Line, ...]:
-        """Return memory in use and the file cache in it."""
-        roles = ("memory", "other")
-        return tuple(
-            Line(series, self.length, self.times, None, role)
-            for series, role in zip(self.memory or (), roles, strict=False)
-        )
-
-    def lines(self) -> tuple[Line, Line]:
-        """Return band and mean, to be drawn in this order."""
-        return Line(self.band, self.length, self.times, None, "band"), Line(
-            self.mean, self.length, self.times, None, "main"
-        )
+    memory: tuple[Line, ...] = ()
+    """Bytes in use, and those of them that are file cache; empty unless wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,28 +154,16 @@ class GpuView:
 
     host: str
     sample: GpuSample
-    busy: Series
-    times: array[float]
-    length: int
-
-    def line(self) -> Line:
-        """Return its load, to be drawn over that of its node."""
-        return Line(self.busy, self.length, self.times, None, "gpu")
+    load: Line
+    """To be drawn over that of its node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(Line):
     """One number of the samples over time, of one GPU, node or host."""
 
-    host: str
-    index: int
-    series: Series
-    times: array[float]
-    length: int
-
-    def line(self, role: str) -> Line:
-        """Return it as a line of a chart."""
-        return Line(self.series, self.length, self.times, None, role)
+    host: str = ""
+    index: int = 0
 
 
 class _Load:
@@ -219,6 +193,10 @@ class _Load:
     def of(self, name: str) -> Series:
         """Return a series, created where it is absent."""
         return self.series.setdefault(name, Series())
+
+    def line(self, name: str, role: str) -> Line:
+        """Return a series as a line of a chart."""
+        return Line(self.of(name), len(self), self.times, None, role)
 
 
 class LoadStore:
@@ -264,37 +242,25 @@ class LoadStore:
         """Return the number of samples of the host that has most."""
         return max(map(len, self._loads.values()), default=0)
 
-    def node(
-        self, host: str, sample: Sample, node: NodeSample, cpus: Mapping[int, tuple[int, ...]]
-    ) -> NodeView | None:
-        """Return a node of a sample that has cores, which ``cpus`` numbers; None for any other."""
-        load = self._loads.get(("node", host, node.id))
-        if load is None or not node.cores:
-            return None
-        known = cpus.get(node.id, ())
-        numbers = known if len(known) == len(node.cores) else tuple(range(len(node.cores)))
-        complete = len(load.cores) == len(load) and all(
-            len(row) == len(numbers) for row in load.cores[:1]
-        )
-        used, cache = (load.series.get(name.partition(".")[2]) for name in MEMORY)
-        return NodeView(
-            host,
-            node.id,
-            numbers,
-            node,
-            load.of(BUSY),
-            load.of(BAND),
-            load.times,
-            len(load),
-            cores=load.cores if complete else (),
-            foreign=tuple(process for process in sample.foreign if process.cpu in numbers),
-            memory=(used, cache) if used is not None and cache is not None else None,
+    def nodes(
+        self, samples: Mapping[str, Sample], cpus: Mapping[int, tuple[int, ...]]
+    ) -> tuple[NodeView, ...]:
+        """Return the nodes with cores, which ``cpus`` numbers, of a sample of each host."""
+        return tuple(
+            _node_view(host, sample, node, load, cpus.get(node.id, ()))
+            for host, sample in samples.items()
+            for node in sample.nodes
+            if node.cores and (load := self._loads.get(("node", host, node.id))) is not None
         )
 
-    def gpu(self, host: str, gpu: GpuSample) -> GpuView | None:
-        """Return a GPU; None if none of its samples has been added."""
-        load = self._loads.get(("gpu", host, gpu.index))
-        return None if load is None else GpuView(host, gpu, load.of(BUSY), load.times, len(load))
+    def gpus(self, samples: Mapping[str, Sample]) -> tuple[GpuView, ...]:
+        """Return the GPUs of a sample of each host, but those of which none has been added."""
+        return tuple(
+            GpuView(host, gpu, load.line(BUSY, "gpu"))
+            for host, sample in samples.items()
+            for gpu in sample.gpus
+            if (load := self._loads.get(("gpu", host, gpu.index))) is not None
+        )
 
     def sampled(self) -> dict[str, tuple[Sampled, ...]]:
         """Return what was wanted, by name."""
@@ -302,10 +268,29 @@ class LoadStore:
         for (kind, host, index), load in self._loads.items():
             for name, series in load.series.items():
                 if (whole := f"{kind}.{name}") in self.wanted and len(series) == len(load):
-                    found.setdefault(whole, []).append(
-                        Sampled(host, index, series, load.times, len(load))
-                    )
+                    number = Sampled(series, len(load), load.times, None, "main", "", host, index)
+                    found.setdefault(whole, []).append(number)
         return {name: tuple(lines) for name, lines in found.items()}
+
+
+def _node_view(
+    host: str, sample: Sample, node: NodeSample, load: _Load, known: tuple[int, ...]
+) -> NodeView:
+    """Return a node with cores, whose numbers are those ``known`` if they are as many."""
+    cpus = known if len(known) == len(node.cores) else tuple(range(len(node.cores)))
+    complete = len(load.cores) == len(load) and all(len(row) == len(cpus) for row in load.cores[:1])
+    memory = {name.partition(".")[2]: role for name, role in MEMORY.items()}
+    kept = memory.keys() <= load.series.keys()
+    return NodeView(
+        host,
+        node.id,
+        cpus,
+        node,
+        (load.line(BAND, "band"), load.line(BUSY, "main")),
+        cores=load.cores if complete else (),
+        foreign=tuple(process for process in sample.foreign if process.cpu in cpus),
+        memory=tuple(load.line(name, role) for name, role in memory.items()) if kept else (),
+    )
 
 
 def _parts(sample: Sample) -> Iterator[tuple[str, int, NodeSample | GpuSample | Sample]]:
@@ -397,15 +382,12 @@ class Loads:
         start = self._reader.metrics.start
         # A resumed run shows its earlier attempts too. The time is NaN before the first step, and 0
         # if it is unknown.
-        since = min(
-            [*([begun] if begun > 0 else []), *([start.time] if start is not None else [])],
-            default=until,
-        )
+        since = begun if begun > 0 else until
+        since = since if start is None else min(since, start.time)
         if until - since > 2:
             try:
-                for rollup in self._reader.sample_history(
-                    host, since, math.nextafter(until, 0), HISTORY_ROWS
-                ):
+                before = math.nextafter(until, 0)
+                for rollup in self._reader.sample_history(host, since, before, HISTORY_ROWS):
                     self._store.append(host, rollup.mean)
             except OSError:
                 self._store.forget(host)  # it is read again from its begin
@@ -421,27 +403,25 @@ class Loads:
             self._means = {}
             return
         first = bisect_left(steps_at, start.time)
+        if first == len(steps_at) or steps_at[first] >= latest.time:
+            return
         for host in self._latest.keys() - self._means.keys():
-            since = steps_at[first] if first < len(steps_at) else math.inf
-            parts = (
-                self._reader.sample_history(host, since, latest.time, HISTORY_ROWS)
-                if since < latest.time
-                else iter(())
-            )
-            some = [roll_up(chunk) for chunk in iter(lambda: list(islice(parts, ROLLED_UP)), [])]  # noqa: B023 - called before the next host
+            parts = self._reader.sample_history(host, steps_at[first], latest.time, HISTORY_ROWS)
+            some = []
+            while chunk := list(islice(parts, ROLLED_UP)):
+                some.append(roll_up(chunk))
             if some:
                 self._means[host] = roll_up(some).mean
 
     def nodes(self, machine: Machine | None) -> tuple[NodeView, ...]:
         """Return the NUMA nodes with cores of every host; ``machine`` numbers their cores."""
         cpus = {node.id: node.cpus for node in machine.numa_nodes} if machine else {}
-        samples = (self._latest | self._means | dict(self.inspected)).items()
-        views = (
-            self._store.node(host, sample, node, cpus)
-            for host, sample in samples
-            for node in sample.nodes
-        )
-        return tuple(view for view in views if view is not None)
+        return self._store.nodes(self._shown, cpus)
+
+    @property
+    def _shown(self) -> dict[str, Sample]:
+        """What is shown of each host."""
+        return {**self._latest, **self._means, **self.inspected}
 
     def placement(self) -> tuple[RankPlacement, ...]:
         """Return where the ranks of every host were last seen."""
@@ -449,9 +429,7 @@ class Loads:
 
     def gpus(self) -> tuple[GpuView, ...]:
         """Return the GPUs of every host."""
-        samples = (self._latest | self._means | dict(self.inspected)).items()
-        views = (self._store.gpu(host, gpu) for host, sample in samples for gpu in sample.gpus)
-        return tuple(view for view in views if view is not None)
+        return self._store.gpus(self._shown)
 
 
 PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
@@ -519,11 +497,9 @@ class Snapshot:
     @property
     def training(self) -> bool:
         """Whether steps are being made, so that the newest figures are current."""
+        state = self.state
         return (
-            self.live
-            and not self.checking
-            and self.state is not None
-            and self.state.state == "training"
+            state is not None and state.state == "training" and not (self.deleted or self.checking)
         )
 
     @property
@@ -534,14 +510,11 @@ class Snapshot:
     @property
     def on_gpus(self) -> bool:
         """Whether the ranks train on GPUs; assumed until the binding is known."""
-        ranks = (
-            self.binding.ranks
-            if self.binding is not None
-            else self.plan.binding
-            if self.plan is not None
-            else ()
-        )
-        return not ranks or any(rank.gpu is not None for rank in ranks)
+        if self.binding is not None:
+            gpus = [rank.gpu for rank in self.binding.ranks]
+        else:
+            gpus = [rank.gpu for rank in self.plan.binding] if self.plan is not None else []
+        return not gpus or any(gpu is not None for gpu in gpus)
 
     @property
     def hosts(self) -> int:
@@ -562,10 +535,6 @@ class Snapshot:
     def has(self, metric: str) -> bool:
         """Return whether a metric has been read; which are follows from what the charts show."""
         return metric in self.whole.series
-
-    def is_smoothed(self, metric: str) -> bool:
-        """Return whether there is a mean of a metric."""
-        return metric in self.whole.means
 
     def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
         """Return a metric, in full detail where that was read for the window that ``axis``
@@ -599,15 +568,29 @@ class Snapshot:
     @property
     def examined(self) -> tuple[StepRecord, ...]:
         """The step at the cursor, or the newest ones."""
-        return (
-            self.recent
-            if self.inspected is None or self.inspected.step is None
-            else (self.inspected.step,)
-        )
+        step = self.inspected.step if self.inspected is not None else None
+        return self.recent if step is None else (step,)
 
-    def recent_median(self, name: str) -> float:
-        """Return the median of a field of the newest step records; NaN where none has it."""
-        return _median_of(self.recent, name)
+    @property
+    def step_s(self) -> float:
+        """Median time of the newest steps; NaN without any."""
+        times = [record.step_s for record in self.recent]
+        return statistics.median(times) if times else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """What is known of this host at one moment, without a run."""
+
+    nodes: tuple[NodeView, ...]
+    gpus: tuple[GpuView, ...]
+    sampled: Mapping[str, tuple[Sampled, ...]]
+    processes: tuple[HostProcess, ...]
+    axis: Axis
+    binding: BindingRecord | None = None
+    inspected: Inspected | None = None
+    averaged: bool = False
+    hosts: int = 1
 
 
 def before_first_step(state: RunState | None, latest: StepRecord | None) -> bool:
@@ -623,9 +606,3 @@ def mean_of_parts(records: Sequence[StepRecord]) -> tuple[float, ...]:
     of the steps' time.
     """
     return tuple(sum(getattr(record, name) for record in records) / len(records) for name in PARTS)
-
-
-def _median_of(records: Sequence[StepRecord], name: str) -> float:
-    """Return the median of a field of step records; NaN where none has it."""
-    values = [value for record in records if (value := getattr(record, name)) is not None]
-    return statistics.median(values) if values else math.nan

@@ -1,6 +1,4 @@
-"""Text for the screen: content that is safe to show, the formatters of ``so_tui.units``, and
-shortening to a width.
-"""
+"""Text for the screen: content that is safe to show, and shortening to a width."""
 
 from __future__ import annotations
 
@@ -19,43 +17,12 @@ from textual.color import Color
 from textual.filter import LineFilter
 from textual.style import Style
 
-from so_tui.trust.text import brief_line, brief_message, printable, printable_line
-from so_tui.units import (
-    age,
-    count,
-    duration,
-    mark_duration,
-    memory_of,
-    percent,
-    plural,
-    rate,
-    significant,
-)
-from so_tui.units import disk_size as disk
-from so_tui.units import memory_size as memory
+from so_tui.trust.text import brief_line, printable, printable_line
+from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.machine.doctor import Finding
 
-
-__all__ = [
-    "Content",
-    "age",
-    "brief_message",
-    "count",
-    "disk",
-    "distinct",
-    "duration",
-    "mark_duration",
-    "memory",
-    "memory_of",
-    "percent",
-    "plural",
-    "rate",
-    "shorten",
-    "shorten_path",
-    "significant",
-]
 
 _MOST_CHARACTERS_A_CELL = 4
 """Longer texts are cut before they are measured: a megabyte of combining characters has no
@@ -122,6 +89,29 @@ def faint(text: str) -> Content:
     return Content.styled(text, "$faint")
 
 
+def wrong(text: str) -> Content:
+    """Return what is wrong, behind its sign."""
+    return Content.assemble(("✗ ", "$error"), text)
+
+
+def in_rows(lines: Iterable[str | content.Content]) -> Content:
+    """Return lines as one text."""
+    return Content("\n").join(lines)
+
+
+def wrapped(entries: Iterable[Content], width: int, gap: int = 3) -> list[Content]:
+    """Return entries with ``gap`` cells between them in lines of at most ``width`` cells, none cut
+    and none left out; one that is wider has its own line.
+    """
+    lines: list[Content] = []
+    for entry in entries:
+        if lines and lines[-1].cell_length + gap + entry.cell_length <= width:
+            lines[-1] = lines[-1] + " " * gap + entry
+        else:
+            lines.append(entry)
+    return lines
+
+
 def _own(made: content.Content) -> Content:
     """Return what a method of Textual's made, as content of this class: for type checkers, and for
     what is added to it later.
@@ -142,9 +132,9 @@ def shorten(text: str, width: int) -> str:
     end.
     """
     line = brief_line(text, max(1, width * _MOST_CHARACTERS_A_CELL))
-    return (
-        line if cell_len(line) <= width else set_cell_size(line, max(0, width - 1)).rstrip() + "…"
-    )
+    if cell_len(line) <= width:
+        return line
+    return set_cell_size(line, max(0, width - 1)).rstrip() + "…"
 
 
 def shorten_path(path: str, width: int) -> str:
@@ -209,42 +199,24 @@ STYLES = {"blocks": "$error", "warning": "$warning", "note": "$faint"}
 
 def doctor_summary(findings: Sequence[Finding]) -> str:
     """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
-    blocks = sum(finding.severity == "blocks" for finding in findings)
-    warnings = sum(finding.severity == "warning" for finding in findings)
-    parts = (
-        [
-            f"{plural(blocks, 'problem')} that blocks"
-            if blocks == 1
-            else f"{blocks} problems that block"
-        ]
-        if blocks
-        else []
-    ) + ([plural(warnings, "warning")] if warnings else [])
+    severities = [finding.severity for finding in findings]
+    blocks, warnings = severities.count("blocks"), severities.count("warning")
+    parts = [f"{plural(blocks, 'problem')} that block{'s' if blocks == 1 else ''}"] * bool(blocks)
+    parts += [plural(warnings, "warning")] * bool(warnings)
     return f"doctor: {', '.join(parts)}" if parts else ""
 
 
 def finding_content(finding: Finding, width: int) -> Content:
     """Return a finding with its evidence, cost and remedy, wrapped to ``width``."""
-    lines = [
-        Content.assemble(
-            (
-                f"{SIGNS[finding.severity]} {finding.severity:<8}",
-                f"bold {STYLES[finding.severity]}",
-            ),
-            (finding.title, "bold"),
-        )
-    ]
-    for name, text in (
-        ("evidence", finding.evidence),
-        ("cost", finding.cost),
-        ("remedy", finding.remedy),
-    ):
-        folded = wrap(text, max(20, width - _INDENT), break_on_hyphens=False)
-        lines += [
-            Content.assemble((f"  {name if first else '':<{_INDENT - 2}}", "$faint"), line)
-            for first, line in zip((True, *(False,) * len(folded)), folded, strict=False)
-        ]
-    return Content("\n").join(lines)
+    severity = finding.severity
+    sign = f"{SIGNS[severity]} {severity:<8}", f"bold {STYLES[severity]}"
+    lines = [Content.assemble(sign, (finding.title, "bold"))]
+    for name in ("evidence", "cost", "remedy"):
+        text, label = getattr(finding, name), name
+        for line in wrap(text, max(20, width - _INDENT), break_on_hyphens=False):
+            lines.append(Content.assemble((f"  {label:<{_INDENT - 2}}", "$faint"), line))
+            label = ""
+    return in_rows(lines)
 
 
 # The characters that a terminal can show, and ASCII replacements for terminals that show little
@@ -305,11 +277,10 @@ def chosen_glyphs(
 
     The Linux console has no braille.
     """
-    names: tuple[GlyphName, ...] = get_args(GlyphName)
+    names: dict[str | None, GlyphName] = {name: name for name in get_args(GlyphName)}
     for wanted in (environ.get(VARIABLE), preferred):
-        for name in names:
-            if wanted == name:
-                return name
+        if wanted in names:
+            return names[wanted]
     encoding = locale.getpreferredencoding(False) if encoding is None else encoding
     # By POSIX's order of variables.
     names_of_locale = (environ.get(variable) for variable in ("LC_ALL", "LC_CTYPE", "LANG"))
@@ -335,9 +306,15 @@ def environment_at_start() -> dict[str, str]:
     return environ
 
 
+def glyphs_of(app: object) -> GlyphName:
+    """Return the set of characters that an application draws with."""
+    glyphs: GlyphName = getattr(app, "glyphs", "braille")
+    return glyphs
+
+
 def shows_ascii(app: object) -> bool:
     """Return whether an application shows ASCII only."""
-    return getattr(app, "glyphs", "") == "ascii"
+    return glyphs_of(app) == "ascii"
 
 
 class PlainCharacters(LineFilter):
@@ -349,10 +326,8 @@ class PlainCharacters(LineFilter):
 
 def _plain(text: str) -> str:
     text = text.translate(_PLAIN)
-    return (
-        text
-        if text.isascii()
-        else "".join(
-            character if character.isascii() else "?" * cell_len(character) for character in text
-        )
+    if text.isascii():
+        return text
+    return "".join(
+        character if character.isascii() else "?" * cell_len(character) for character in text
     )

@@ -14,6 +14,7 @@ import gc
 import select
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import TextIO, TypeVar
 
 from rich.cells import cell_len, get_character_cell_size
@@ -182,18 +183,13 @@ def _same_cells(old: Strip, new: Strip, step: int = 1) -> int:
     same = 0
     for was, now in zip(list(old)[::step], list(new)[::step], strict=False):
         if was != now:
-            text = _common(was.text[::step], now.text[::step]) if was.style == now.style else ""
-            return same + cell_len(text)
+            if was.style == now.style:
+                pairs = zip(was.text[::step], now.text[::step], strict=False)
+                common = takewhile(lambda pair: pair[0] == pair[1], pairs)
+                same += cell_len("".join(character for character, _ in common))
+            break
         same += now.cell_length
     return same
-
-
-def _common(old: str, new: str) -> str:
-    """Return the common beginning of two texts."""
-    for at, (was, now) in enumerate(zip(old, new, strict=False)):
-        if was != now:
-            return new[:at]
-    return min(old, new, key=len)
 
 
 # Styles.

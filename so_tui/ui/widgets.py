@@ -24,7 +24,7 @@ from so_tui.units import memory_size as memory
 from so_tui.units import plural
 
 if TYPE_CHECKING:
-    from so_tui.machine.types import Gpu, Machine
+    from so_tui.machine.types import Machine
 
 
 def command_key(
@@ -75,17 +75,6 @@ def gpu_model(name: str) -> str:
     return name
 
 
-def _gpus_text(gpus: tuple[Gpu, ...]) -> str:
-    """Return ``4x GH200 95 GiB``, or ``no GPU``."""
-    if not gpus:
-        return "no GPU"
-    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in gpus)
-    return " + ".join(
-        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
-        for (name, total), number in kinds.items()
-    )
-
-
 def _nodes_text(machine: Machine) -> str:
     """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
     nodes = machine.cpu_nodes
@@ -106,8 +95,13 @@ def _nodes_text(machine: Machine) -> str:
 
 
 def machine_facts(machine: Machine) -> list[str]:
-    """Return facts for one line, most important first."""
-    facts = [_gpus_text(machine.gpus), _nodes_text(machine)]
+    """Return facts for one line, such as ``4x GH200 95 GiB``, most important first."""
+    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in machine.gpus)
+    gpus = " + ".join(
+        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
+        for (name, total), number in kinds.items()
+    )
+    facts = [gpus or "no GPU", _nodes_text(machine)]
     if len(machine.allowed_cpus) < len(machine.online_cpus):
         facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
     return facts
@@ -236,13 +230,10 @@ class KeyLine(CachedLinesMixin):
         room = self.size.width - right.cell_length - GAP
         spans: list[tuple[int, int, str]] = []
         line = Content("")
-        for index in _fitting(
-            [item.cell_length for item in items], [binding.action for binding in bindings], room
-        ):
-            spans.append(
-                (line.cell_length, line.cell_length + items[index].cell_length, bindings[index].key)
-            )
-            line = line + items[index] + " " * GAP
+        for binding, item in _fitting(list(zip(bindings, items, strict=True)), room):
+            start = line.cell_length
+            spans.append((start, start + item.cell_length, binding.key))
+            line = line + item + " " * GAP
         gap = max(0, self.size.width - line.cell_length - right.cell_length)
         start = line.cell_length + gap
         self._spans = [*spans, (start, start + right.cell_length, "ctrl+p")]
@@ -259,11 +250,11 @@ class KeyLine(CachedLinesMixin):
         seen: set[str] = set()
         for active in self.screen.active_bindings.values():
             binding = active.binding
-            of_use = (
-                (binding.show and not _prints(binding.key)) or binding.key == "escape"
-                if self._typing
-                else binding.show
-            )
+            of_use = binding.show
+            if self._typing:
+                character = key_to_character(REPLACED_KEYS.get(binding.key, binding.key))
+                types = character is not None and character.isprintable()
+                of_use = (of_use and not types) or binding.key == "escape"
             if of_use and active.enabled and binding.description and binding.action not in seen:
                 seen.add(binding.action)
                 yield binding
@@ -282,22 +273,14 @@ class KeyLine(CachedLinesMixin):
                 self.app.simulate_key(key)
 
 
-def _prints(key: str) -> bool:
-    """Return whether a key types a character."""
-    character = key_to_character(REPLACED_KEYS.get(key, key))
-    return character is not None and character.isprintable()
-
-
-def _fitting(widths: Sequence[int], actions: Sequence[str], room: int) -> list[int]:
-    """Return the items that fit into ``room`` cells, in order of their keys, but with ``quit``
-    before any other.
-    """
+def _fitting(items: Sequence[tuple[Binding, Content]], room: int) -> list[tuple[Binding, Content]]:
+    """Return the items that fit into ``room`` cells, in their order; ``quit`` has room first."""
     fitted = []
-    for index in sorted(range(len(widths)), key=lambda index: actions[index] != "quit"):
-        if widths[index] <= room:
-            fitted.append(index)
-            room -= widths[index] + GAP
-    return sorted(fitted)
+    for pair in sorted(items, key=lambda pair: pair[0].action != "quit"):
+        if pair[1].cell_length <= room:
+            fitted.append(pair)
+            room -= pair[1].cell_length + GAP
+    return sorted(fitted, key=items.index)
 
 
 def _item(key: str, description: str) -> Content:
@@ -342,22 +325,13 @@ class Rule(Grip):
             return Content(left + "─" * (self.size.width - 2) + right)
         # A figure that does not fit is left out: cut, it would be another one.
         room = self.size.width - title.cell_length - 6
-        figure = next(
-            (figure for figure in figures if figure.plain and figure.cell_length + 3 <= room), None
-        )
+        fitting = (figure for figure in figures if figure.plain and figure.cell_length + 3 <= room)
+        figure = next(fitting, None)
         if figure is None:
             return Content.assemble(f"{left}─ ", title, f" {'─' * max(0, room + 1)}{right}")
-        if not framed(self):
-            return Content.assemble(
-                f"{left}─ ",
-                title,
-                "   ",
-                figure,
-                f" {'─' * max(0, room - figure.cell_length - 2)}{right}",
-            )
-        return Content.assemble(
-            f"{left}─ ", title, f" {'─' * (room - figure.cell_length - 2)} ", figure, f" ─{right}"
-        )
+        line = "─" * (room - figure.cell_length - 2)
+        between, end = (f" {line} ", f" ─{right}") if framed(self) else ("   ", f" {line}{right}")
+        return Content.assemble(f"{left}─ ", title, between, figure, end)
 
 
 def _faint(text: str | Content) -> Content:

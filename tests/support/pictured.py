@@ -41,8 +41,8 @@ from so_tui.spec.generation import (
 )
 from so_tui.ui.chart_metrics import HARDWARE, samples_of
 from so_tui.ui.charts.series import Axis
-from so_tui.ui.machine.host import WINDOW_S, HostView
-from so_tui.ui.snapshot import CORES, MEMORY, LoadStore
+from so_tui.ui.machine.host import WINDOW_S
+from so_tui.ui.snapshot import CORES, MEMORY, HostView, LoadStore
 from so_tui.validation.report import Report
 from tests.support.make_run import GIB, plan_for, sample, write_run
 
@@ -190,11 +190,9 @@ def host_view(machine: Machine) -> HostView:
     for at in times:
         store.append("", newest := sample(chance, 0, at, machine, plan))
     cpus = {node.id: node.cpus for node in machine.numa_nodes}
-    nodes = [store.node("", newest, node, cpus) for node in newest.nodes]
-    gpus = [store.gpu("", gpu) for gpu in newest.gpus]
     return HostView(
-        nodes=tuple(view for view in nodes if view is not None),
-        gpus=tuple(view for view in gpus if view is not None),
+        nodes=store.nodes({"": newest}, cpus),
+        gpus=store.gpus({"": newest}),
         sampled=store.sampled(),
         processes=tuple(_processes(machine)),
         axis=Axis("time", times[0], times[-1], times[0]),

@@ -32,12 +32,12 @@ from so_tui.ui.chart_metrics import (
 from so_tui.ui.charts.canvas import beyond, fit_scale
 from so_tui.ui.charts.chart import RUN_ROLES, SIGNS, Chart, look_of
 from so_tui.ui.charts.series import StepSeries, _ExponentialMean
-from so_tui.ui.dashboard.charts import ChartPanel, RunLegend, _wrapped
+from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
 from so_tui.ui.dashboard.dialogs import ChooseMetrics, _matching, _weight_of
 from so_tui.ui.dashboard.panels import _detail_lines
 from so_tui.ui.dashboard.view import View, steps_at
 from so_tui.ui.dialogs import TickList
-from so_tui.ui.text import Content
+from so_tui.ui.text import Content, wrapped
 from tests.support.make_run import quad_machine, write_run
 from tests.support.records import step_record
 from tests.support.screen import Driver, opened
@@ -509,4 +509,4 @@ def test_a_range_stays_within_the_run_and_wide_enough() -> None:
 
 def test_a_legend_wraps_and_keeps_every_entry() -> None:
     entries = [Content("a" * 9), Content("b" * 9), Content("c" * 40)]
-    assert [line.plain for line in _wrapped(entries, 21)] == ["a" * 9 + "   " + "b" * 9, "c" * 40]
+    assert [line.plain for line in wrapped(entries, 21)] == ["a" * 9 + "   " + "b" * 9, "c" * 40]

@@ -356,7 +356,7 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
             writer.append(sample(chance, 1, began + second, machine, plan))
         writer.close()
     snapshot = RunFollower(run).poll()
-    assert snapshot.nodes[0].times[0] == began
+    assert snapshot.nodes[0].load[0].times[0] == began
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
@@ -382,8 +382,8 @@ def test_samples_that_could_not_be_read_for_a_moment_are_shown_later(
     follower.poll(None, steps_only)
     snapshots = [follower.poll(None, wanted) for _ in range(3)]
     assert snapshots[-1].read_error == ""
-    assert [(node.host, node.id, node.length) for node in snapshots[-1].nodes] == [
-        (node.host, node.id, node.length) for node in expected.nodes
+    assert [(node.host, node.id, node.load[0].length) for node in snapshots[-1].nodes] == [
+        (node.host, node.id, node.load[0].length) for node in expected.nodes
     ]
     assert [len(line.times) for line in snapshots[-1].sampled["gpu.power_w"]] == [
         len(line.times) for line in expected.sampled["gpu.power_w"]

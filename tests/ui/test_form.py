@@ -224,12 +224,12 @@ def test_strips_say_what_other_values_cost(quad: Machine) -> None:
     assert strips is not None
     ratio, cores = strips
     assert (ratio.path, ratio.present, cores.path) == (RATIO, plan.ratio, CORES)
-    assert ratio.choices[ratio.at].step_s == pytest.approx(plan.step_s)
+    assert ratio.choices[ratio.at].plan.step_s == pytest.approx(plan.step_s)
     assert [choice.value for choice in ratio.choices] == sorted(
         choice.value for choice in ratio.choices
     )
     # With nothing offloaded, the plan saves memory elsewhere to make it fit.
-    gpu = [choice.gpu_bytes or 0 for choice in ratio.choices[1:]]
+    gpu = [choice.plan.gpu_bytes or 0 for choice in ratio.choices[1:]]
     assert gpu == sorted(gpu, reverse=True), "more offloaded, less on the GPU"
     assert ratio.stepped(1) == 0.2
     assert ratio.stepped(-1) == 0.1

@@ -136,7 +136,7 @@ def test_a_screen_that_is_open_for_weeks_keeps_few_rows(
         writer.append(taken)
         found.add(machine.hostname, (taken,), 1e9)
         (node,) = found.nodes(machine)
-        assert node.length <= 701
+        assert node.load[0].length <= 701
     (memory,) = found.sampled()["node.memory_used_bytes"]
     assert memory.times[0] <= 1e9 + 30, "the begin is not forgotten"
     assert memory.times[memory.length - 1] == 1e9 + 999

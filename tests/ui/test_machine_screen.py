@@ -80,7 +80,7 @@ async def test_this_host_is_sampled_while_it_is_shown(
     async with opened(runs_dir, size, this_machine=True) as ui:
         await ui.press("5")
         nodes = ui.find("NumaNodes", NumaNodes)
-        await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.length >= 2)
+        await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.load[0].length >= 2)
         assert max(load for picture in nodes.pictures for load in picture.view.sample.cores) > 0
         if len(os.sched_getaffinity(0)) > 1:
             await ui.until(lambda: str(pid) in ui.shown("#processes").split())

@@ -62,7 +62,7 @@ DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]
     ValidationScreen: lambda run: ValidationScreen(run.path),
 }
 READ_FIRST: dict[type[ModalScreen[Any]], str] = {
-    AnswersScreen: "#answers-title",
+    AnswersScreen: ".dialog-title",
     ValidationScreen: "#report-status",
 }
 """What dialogs that read something fill then, which moves their buttons."""

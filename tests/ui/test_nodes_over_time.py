@@ -67,8 +67,7 @@ def test_the_number_of_cores_in_a_sample_is_not_trusted() -> None:
         )
         sample = Sample(attempt=1, time=float(second), interval_s=1.0, nodes=(node,))
         store.append("here", sample)
-    view = store.node("here", sample, node, {})
-    assert view is not None
+    (view,) = store.nodes({"here": sample}, {})
     assert [tuple(loads) for loads in view.cores] == [(10, 100), (5, 0), (1, 2), (0, 9)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from so_tui.machine import Machine, inspect_machine, machine_json
 from so_tui.machine.known import MACHINES
 from so_tui.plan.planner import plan_table
 from so_tui.runs import RunDirectory, create_run
-from so_tui.spec import Catalog, RunSpec, load_catalog
+from so_tui.spec import RunSpec, load_catalog
 from so_tui.ui import messages
+from so_tui.ui.app import SoTuiApp
 from so_tui.ui.configure.form import FieldRow
 from so_tui.ui.dialogs import Question
 from so_tui.ui.other_machine import _MachineSuggester
@@ -150,20 +152,21 @@ async def test_a_late_inspection_of_this_machine_does_not_replace_another(
 ) -> None:
     begun, late = threading.Event(), threading.Event()
     answers: list[Machine] = []
-    make = messages.Loaded.__init__
+    answer = messages.answer
 
     def inspected() -> Machine:
         begun.set()
         late.wait(LIMIT_S)
         return inspect_machine()
 
-    def noted(self: messages.Loaded, catalog: Catalog, machine: Machine, machine_file: str) -> None:
-        make(self, catalog, machine, machine_file)
-        answers.append(machine)
+    def noted(app: SoTuiApp, take: Callable[..., object], *results: Any) -> None:
+        answer(app, take, *results)
+        if take == app.take_loaded:
+            answers.append(results[1])
 
     async with opened(runs_dir) as ui:
         monkeypatch.setattr("so_tui.machine.inspect_machine", inspected)
-        monkeypatch.setattr(messages.Loaded, "__init__", noted)
+        monkeypatch.setattr(messages, "answer", noted)
         await ui.press("5", "g")
         await ui.until(begun.is_set)
         ui.app.plan_for(quad_machine(), "quad.json")

@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Input, Static
 from so_tui.runs.listing import RunNotes, read_notes, write_notes
 from so_tui.settings_file import load_settings
 from so_tui.spec import find_preset, load_catalog, save_preset
-from so_tui.ui.charts.series import chart_svg
+from so_tui.ui.charts.series import write_picture
 from so_tui.ui.run_actions import _note_text, _parsed_note
 from tests.support.make_run import write_run
 from tests.support.screen import Driver, opened
@@ -91,8 +91,9 @@ async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(
     assert [line.tag for line in picture.iter() if line.tag.endswith("polyline")]
 
 
-def test_a_picture_holds_no_markup_of_a_name_and_survives_no_data() -> None:
-    text = chart_svg("<script>\x1b&", [], [])
+def test_a_picture_holds_no_markup_of_a_name_and_survives_no_data(tmp_path: Path) -> None:
+    write_picture(tmp_path / "chart.svg", "<script>\x1b&", [])
+    text = (tmp_path / "chart.svg").read_text()
     assert ElementTree.fromstring(text).findall(".//{http://www.w3.org/2000/svg}script") == []
     assert "\x1b" not in text
 

@@ -27,7 +27,7 @@ from so_tui.ui.form import (
     values_of,
     with_edit,
 )
-from so_tui.ui.lines import Part, cells_of, fill, stacked
+from so_tui.ui.lines import cells_of, fill, stacked, step_parts
 from so_tui.ui.numa_nodes import _group_cores, _heat_cells
 from so_tui.ui.runs.preview import _Comparison
 from so_tui.ui.text import Content, chosen_glyphs, distinct, finding_content, shorten_path
@@ -82,7 +82,7 @@ def test_bars_fill_their_width_and_hide_no_part() -> None:
     assert sum(cells_of([0.02, 0.84, 2.11, 0.09, 0.04], 40)) == 40
     assert min(cells_of([0.001, 100.0], 10)) == 1
     assert cells_of([0.0, 0.0], 10) == [0, 0]
-    bar = stacked([Part("a", 1, "1", "$accent"), Part("b", 1, "1", "$accent")], 10).plain
+    bar = stacked(step_parts([1, 1], plain=False), 10).plain
     assert len(set(bar)) == 2, "parts differ without colour"
 
 

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.text import GlyphName
@@ -60,26 +60,22 @@ class Scale:
         """Return the dot row of ``value`` counted from the bottom, clamped into
         ``0 .. dots - 1``.
         """
+        low, high = self.low, self.high
         if self.log:
             if value <= 0:
                 return None
-            share = (math.log10(value) - math.log10(self.low)) / (
-                math.log10(self.high) - math.log10(self.low)
-            )
-        else:
-            share = (value - self.low) / (self.high - self.low)
+            value, low, high = map(math.log10, (value, low, high))
+        share = (value - low) / (high - low)
         return round(min(dots - 1, max(0, share * (dots - 1))))
 
     def heights(self, found: Sequence[Span | None], dots: int) -> list[tuple[int, int] | None]:
         """Return the lowest and highest dot row of each span; None where nothing can be shown."""
         if self.log:
-            pairs = [
-                None if span is None else (self.height(span[0], dots), self.height(span[1], dots))
-                for span in found
-            ]
             return [
-                None if pair is None or pair[1] is None else (pair[0] or 0, pair[1])
-                for pair in pairs
+                (self.height(span[0], dots) or 0, high)
+                if span is not None and (high := self.height(span[1], dots)) is not None
+                else None
+                for span in found
             ]
         base, top = self.low, dots - 1
         factor = top / (self.high - base)
@@ -97,16 +93,12 @@ class Scale:
 def spans(line: Line, axis: Axis, columns: int) -> tuple[list[Span | None], list[int]]:
     """Return the extremes of ``line`` in each dot column, and the columns that hold a gap."""
     indices = axis.indices(line, columns)
-    extremes = line.series.extremes
-    found = [extremes(start, stop) if stop > start else None for start, stop in pairwise(indices)]
-    if not line.series.has_gap(indices[0], indices[-1]):
+    extremes, has_gap = line.series.extremes, line.series.has_gap
+    parts = list(pairwise(indices))
+    found = [extremes(start, stop) if stop > start else None for start, stop in parts]
+    if not has_gap(indices[0], indices[-1]):
         return found, []
-    gaps = [
-        column
-        for column, (start, stop) in enumerate(pairwise(indices))
-        if stop > start and line.series.has_gap(start, stop)
-    ]
-    return found, gaps
+    return found, [column for column, part in enumerate(parts) if has_gap(*part)]
 
 
 def _without_outliers(values: list[float]) -> Span:
@@ -209,27 +201,12 @@ def round_values(
     return []
 
 
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _TIME_STEPS = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10_800,
-    21_600,
-    43_200,
-    86_400,
-    172_800,
-    604_800,
+    *(1, 2, 5, 10, 15, 30),
+    *(_MINUTE * step for step in (1, 2, 5, 10, 15, 30)),
+    *(_HOUR * step for step in (1, 2, 3, 6, 12)),
+    *(_DAY * step for step in (1, 2, 7)),
 )
 
 
@@ -241,7 +218,7 @@ def time_values(low: float, high: float, most: int) -> list[float]:
         first, last = math.ceil(low / step), math.floor(high / step)
         if last - first + 1 <= most:
             return [float(index * step) for index in range(first, last + 1)]
-    return [86_400 * days for days in round_values(low / 86_400, high / 86_400, most)]
+    return [_DAY * days for days in round_values(low / _DAY, high / _DAY, most)]
 
 
 @cache
@@ -279,20 +256,13 @@ class Canvas:
         first_row, first_dot = divmod(last - high, rows)
         last_row, last_dot = divmod(last - low, rows)
         for row in range(first_row, last_row + 1):
-            mask = table[first_dot if row == first_row else 0][
-                last_dot if row == last_row else rows - 1
-            ]
-            layers = self.layers[row]
-            if layers[cell] == layer:
-                self.masks[row][cell] |= mask
-            elif layers[cell] in self._beside:
-                self.masks[row][cell] |= mask
-                layers[cell] = (
-                    layer if cell % 2 else layers[cell]
-                )  # a cell has one colour: each has its turn
-            else:
+            first = first_dot if row == first_row else 0
+            mask = table[first][last_dot if row == last_row else rows - 1]
+            layers, masks = self.layers[row], self.masks[row]
+            shared = layers[cell] in self._beside
+            masks[cell] = masks[cell] | mask if shared or layers[cell] == layer else mask
+            if not shared or cell % 2:  # a cell has one colour: each has its turn
                 layers[cell] = layer
-                self.masks[row][cell] = mask
 
     def draw(
         self,
@@ -315,11 +285,12 @@ class Canvas:
         broken = set(gaps)
         before: tuple[int, int, int] | None = None
         for column, heights in enumerate(scale.heights(found, self.dots)):
+            if column in broken:
+                before = None
             if heights is None:
-                before = None if column in broken else before
                 continue
             low, high = heights
-            if before is not None and column not in broken:
+            if before is not None:
                 if connect:
                     low, high = self._join(before, column, low, high, layer)
                 else:
@@ -335,11 +306,7 @@ class Canvas:
         """
         start, before_low, before_high = before
         if column - start == 1:
-            if low > before_high + 1:
-                low = before_high + 1
-            elif high < before_low - 1:
-                high = before_low - 1
-            return low, high
+            return min(low, before_high + 1), max(high, before_low - 1)
         left, right = (before_low + before_high) / 2, (low + high) / 2
         last = left
         for middle in range(start + 1, column):
@@ -355,12 +322,9 @@ class Canvas:
         start, before_low, before_high = before
         for middle in range(start + 1, column):
             share = (middle - start) / (column - start)
-            self.column(
-                middle,
-                round(before_low + share * (low - before_low)),
-                round(before_high + share * (high - before_high)),
-                layer,
-            )
+            bottom = round(before_low + share * (low - before_low))
+            top = round(before_high + share * (high - before_high))
+            self.column(middle, bottom, top, layer)
 
     def sign(self, layer: int, character: str) -> None:
         """Mark a line where it is seen, every SIGN_CELLS cells, and elsewhere than the lines before
@@ -380,15 +344,12 @@ class Canvas:
         joined.
         """
         characters = self.glyphs.characters
-        runs: list[tuple[str, int]] = []
-        text, current = "", self.layers[row][0] if self.width else -1
         cells = [characters[mask] if mask else " " for mask in self.masks[row]]
         for cell, sign in self._signs.get(row, {}).items():
             cells[cell] = sign
-        for character, layer in zip(cells, self.layers[row], strict=True):
-            if layer != current:
-                runs.append((text, current))
-                text, current = "", layer
-            text += character
-        runs.append((text, current))
-        return runs
+        found, at = [], 0
+        for layer, run in groupby(self.layers[row]):
+            end = at + len(list(run))
+            found.append(("".join(cells[at:end]), layer))
+            at = end
+        return found

@@ -13,6 +13,7 @@ from textual import events, on
 from textual.message import Message
 from textual.strip import Strip
 
+from so_tui.runs.records import StepRecord
 from so_tui.ui.charts.canvas import GLYPHS, Scale, beyond, fit_scale, spans
 from so_tui.ui.charts.drawing import (
     GUTTER,
@@ -29,11 +30,11 @@ from so_tui.ui.charts.drawing import (
     with_cursor,
     x_text,
 )
-from so_tui.ui.charts.series import Axis, Line
-from so_tui.ui.text import GlyphName
+from so_tui.ui.charts.series import Axis, Line, Named
+from so_tui.ui.text import glyphs_of
 from so_tui.ui.textual_fixes import DrawnRowsMixin
 from so_tui.ui.widgets import SIDE, framed
-from so_tui.units import plural, significant
+from so_tui.units import memory_unit, plural, significant
 
 # How the lines of a chart are told apart: by colour, and by a letter where a colour would be used
 # again or is not shown. Pure.
@@ -109,15 +110,12 @@ def _arranged(title: Pieces, figures: Sequence[_Figure], room: int, height: int)
         figures = [figure for figure in figures if figure.kind != "raw"]
     beside: Pieces = []
     below: Pieces = []
-    free_below = room
     for pieces, kind in figures:
         cells = cells_in(pieces)
-        if cells <= free and (kind == "note" or not below):
+        if cells <= free - cells_in(beside) and (kind == "note" or not below):
             beside += pieces
-            free -= cells
-        elif kind != "note" and cells <= free_below:
+        elif kind != "note" and cells <= room - cells_in(below):
             below += pieces
-            free_below -= cells
     return _Heading(title, beside, below)
 
 
@@ -135,12 +133,12 @@ class _ChartFrame(NamedTuple):
         row = [*heading.title, *heading.beside]
         if self.inset:
             left = [("╭─ ", "frame"), *heading.title, (" ", "frame")]
-            right = [*heading.beside, (" ─╮", "frame")] if heading.beside else [("╮", "frame")]
-            between = self.width - cells_in([*left, *right])
+            right = [("╮", "frame")]
             if heading.beside:  # its first two cells are blank: one of them belongs to the line
-                between += 1
-                right[0] = (right[0][0][1:], right[0][1])
-            row = [*left, ("─" * between, "frame"), *right]
+                (text, role), *others = heading.beside
+                right = [(text[1:], role), *others, (" ─╮", "frame")]
+            between = "─" * (self.width - cells_in([*left, *right]))
+            row = [*left, (between, "frame"), *right]
         strip = Strip(joined(row, self.styles))
         return strip.adjust_cell_length(self.width, self.styles["base"])
 
@@ -159,9 +157,8 @@ class _ChartFrame(NamedTuple):
         if note:
             end = Segment(f" {note} ", self.styles["note"])
             inside = Strip([*inside.crop(0, self.width - 4 - len(note)), end])
-        return Strip([Segment("╰", line), *inside, Segment("╯", line)]).adjust_cell_length(
-            self.width, self.styles["base"]
-        )
+        row_in_frame = Strip([Segment("╰", line), *inside, Segment("╯", line)])
+        return row_in_frame.adjust_cell_length(self.width, self.styles["base"])
 
 
 # The mouse on a chart: a click points at a position, a drag chooses a range or pushes the axis,
@@ -177,7 +174,7 @@ DRAGGED_CELLS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Drag:
+class _Drag:
     """The mouse with a button held: where that began and where it is, in cells."""
 
     start: int
@@ -189,6 +186,63 @@ class Drag:
     @property
     def far(self) -> bool:
         return self.moved or abs(self.at - self.start) >= DRAGGED_CELLS
+
+
+# What a chart shows: one or several numbers of the step records or of the samples, with their
+# title, unit and way of writing.
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One chart, and what its heading says."""
+
+    key: str
+    """How the user's layout names it."""
+    title: str
+    about: str
+    fields: tuple[str, ...] = ()
+    """Fields of the step records, a line each."""
+    unit: str = ""
+    format_value: Callable[[float], str] = significant
+    per: float = 1.0
+    """What values are divided by before they are written."""
+    in_bytes: bool = False
+    """Whether values are bytes of memory, which are written in the unit of the user's choice
+    instead.
+    """
+    zero: bool = False
+    ceiling: float | None = None
+    smoothing: Literal["mean", "wanted", "never"] = "wanted"
+    """Whether a smoothed line is drawn always, where an EMA was chosen, or never."""
+    role: str = "main"
+    """Colour of the line: what it is a measure of."""
+    roles: tuple[str, ...] = ()
+    """Colours of several lines."""
+    names: tuple[str, ...] = ()
+    """Their names."""
+    samples: tuple[str, ...] = ()
+    """Numbers of the samples instead, a line for each GPU, node or host
+    (``loads.sampled_value``).
+    """
+    limit: str = ""
+    """Number of the samples that those above stay below."""
+    marked: str = ""
+    """Number of the samples whose presence is marked on the axis."""
+    leads: bool = False
+    """Whether this chart says what holds for all: what is being read, the range, evaluations, and
+    steps whose loss is not a number.
+    """
+    narrow_title: str = ""
+    """Instead of ``title`` where there is little room."""
+    notes: Callable[[StepRecord | None, bool, bool], list[str]] = lambda latest, on_gpus, roomy: []
+    """Notes behind the values, of the newest step (None while a cursor shows another), on GPUs or
+    not, with room for words or not.
+    """
+
+    @property
+    def shown_in(self) -> tuple[float, str]:
+        """What values are divided by before they are written, and the unit that they have then."""
+        return memory_unit() if self.in_bytes else (self.per, self.unit)
 
 
 LEAST_FRAMED, LEAST_FRAMED_ROWS = 24, 5
@@ -209,7 +263,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
     axis: Axis | None = None
     inset = 0
     """Cells of a frame at the left and at the right."""
-    _drag: Drag | None = None
+    _drag: _Drag | None = None
     _dragged = False
     """Whether the click that follows was a drag."""
 
@@ -279,28 +333,12 @@ class Chart(DrawnRowsMixin, can_focus=True):
     """
     )
 
-    def __init__(
-        self,
-        title: str,
-        *,
-        unit: str = "",
-        format_value: Callable[[float], str] = significant,
-        per: float = 1.0,
-        zero: bool = False,
-        ceiling: float | None = None,
-        mark_gaps: bool = False,
-        glyphs: GlyphName = "braille",
-        boxed: bool = True,
-        id: str | None = None,
-        classes: str | None = None,
-    ) -> None:
-        super().__init__(id=id, classes=classes)
-        self.title, self.unit, self.format_value, self.per = title, unit, format_value, per
-        self.zero, self.ceiling, self.glyphs = zero, ceiling, glyphs
+    def __init__(self, metric: Metric, *, boxed: bool = True) -> None:
+        super().__init__(id=metric.key)
+        self.metric, self.title = metric, metric.title
+        self.per, self.unit = metric.shown_in
         self.boxed = boxed
         """Whether it has a frame where panels have one; otherwise it stands in another's."""
-        self.mark_gaps = mark_gaps
-        """Whether gaps of the first line are marked on the axis."""
         self.turns = ""
         """The number of the page, at the end of the axis, or beside the title without a frame; a
         click on it turns the page.
@@ -311,8 +349,8 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self._outside = 0
         """Columns with values that a robust scale leaves out."""
         self.notes: tuple[str, ...] = ()
-        self.lines: tuple[Line, ...] = ()
-        self.names: tuple[str, ...] = ()
+        self.named: tuple[Named, ...] = ()
+        self.lines: list[Line] = []
         self.marks: tuple[Mark, ...] = ()
         self.marked: tuple[Line, ...] = ()
         """Lines that are not drawn, but whose values are marked on the axis."""
@@ -325,8 +363,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
 
     def show(
         self,
-        lines: Sequence[Line],
-        names: Sequence[str],
+        named: Sequence[Named],
         axis: Axis | None,
         *,
         marks: Sequence[Mark] = (),
@@ -336,20 +373,20 @@ class Chart(DrawnRowsMixin, can_focus=True):
         alarm: str = "",
         progress: str = "",
     ) -> None:
-        """Show new data; ``names`` label each line's value in the heading, where an empty one hides
-        it.
-
-        ``progress`` says what is still to come, and ``alarm`` what is wrong; both follow the title.
+        """Show new data. ``progress`` says what is still to come, and ``alarm`` what is wrong; both
+        follow the title.
         """
-        self.lines, self.names, self.axis = tuple(lines), tuple(names), axis
+        self.named, self.axis = tuple(named), axis
+        self.per, self.unit = self.metric.shown_in
+        self.lines, names = [line for line, _ in named], [name for _, name in named]
         self.marks, self.marked, self.notes = tuple(marks), tuple(marked), tuple(notes)
         self.cursor, self.alarm, self.progress = cursor, alarm, progress
         # Series grow in place, so their length says whether there is anything new.
         series = [
-            (id(line.series), line.length, line.role, line.sign) for line in (*lines, *marked)
+            (id(line.series), line.length, line.role, line.sign) for line in (*self.lines, *marked)
         ]
         window = None if axis is None else (axis.unit, axis.low, axis.high)
-        heading = self.names, self.notes, alarm, progress, self.turns, self.waiting, self.unit
+        heading = names, self.notes, alarm, progress, self.turns, self.waiting, self.unit
         shown = series, window, heading, self.marks, cursor, self.log_scale, self.robust, self.per
         if shown != self._shown:
             self._shown = shown
@@ -395,7 +432,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
     def on_mouse_down(self, event: events.MouseDown) -> None:
         self._dragged = False
         if self._x_at(event.x) is not None:
-            self._drag = Drag(event.x, event.x, pans=event.button != 1 or event.shift or event.ctrl)
+            self._drag = _Drag(
+                event.x, event.x, pans=event.button != 1 or event.shift or event.ctrl
+            )
             self.capture_mouse()
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
@@ -418,10 +457,9 @@ class Chart(DrawnRowsMixin, can_focus=True):
         self.release_mouse()
         if drag.far and not drag.pans:
             self._dragged = True
-            low, high = (
-                self._x_at(min(cell, self.inset + GUTTER + self.columns - 1))
-                for cell in sorted((drag.start, drag.at))
-            )
+            last = self.inset + GUTTER + self.columns - 1
+            cells = sorted((drag.start, drag.at))
+            low, high = (self._x_at(min(cell, last)) for cell in cells)
             if low is not None and high is not None:
                 self.post_message(self.Ranged(low, high))
             self.repaint()
@@ -444,17 +482,14 @@ class Chart(DrawnRowsMixin, can_focus=True):
         event.prevent_default()
 
     def row_key(self) -> tuple[object, ...]:
-        return *super().row_key(), self.glyphs
+        return *super().row_key(), glyphs_of(self.app)
 
     @property
     def heading_room(self) -> int:
         """Cells of title and figures."""
         width, height = self.size
-        self.inset = (
-            SIDE
-            if self.boxed and width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS and framed(self)
-            else 0
-        )
+        large = width >= LEAST_FRAMED and height >= LEAST_FRAMED_ROWS
+        self.inset = SIDE if self.boxed and large and framed(self) else 0
         return width - (6 if self.inset else 0)
 
     def draw_rows(self) -> list[Strip]:
@@ -471,7 +506,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         rows = [frame.row(below)] if below and height >= LEAST_ROWS_FOR_MORE else []
         roomy = columns >= LEAST_COLUMNS and height >= 3
         if roomy and self.axis is not None and any(line.length for line in self.lines):
-            rows += self._body(self.axis, columns, height - 2 - len(rows), frame, styles)
+            rows += self._body(self.axis, columns, height - 2 - len(rows), frame)
         else:
             if roomy:
                 rows.append(frame.row([Segment(" " * GUTTER + self.waiting, styles["note"])]))
@@ -482,22 +517,19 @@ class Chart(DrawnRowsMixin, can_focus=True):
             heading = _arranged(title, list(self._figures()), room, height)
         return [frame.upper(heading), *rows]
 
-    def _body(
-        self, axis: Axis, width: int, height: int, frame: _ChartFrame, styles: dict[str, Style]
-    ) -> list[Strip]:
+    def _body(self, axis: Axis, width: int, height: int, frame: _ChartFrame) -> list[Strip]:
         """Return plot and axis."""
+        styles = frame.styles
         plot, scale = self._plot(axis, width, height, styles)
-        labels = gutter_text(scale, height, self.format_value, self.per)
+        labels = gutter_text(scale, height, self.metric.format_value, self.per)
         rows = []
         for label, row in zip(labels, plot, strict=True):
             row = with_cursor(row, axis, self.cursor, width, styles["cursor"])
             row = self._with_range(row, width)
             rows.append(frame.row([Segment(label, styles["label"]), *row]))
         unit = f" {axis.unit} "
-        corner = [
-            Segment(("─" if self.inset else " ") * (GUTTER - len(unit)), styles["frame"]),
-            Segment(unit, styles["label"]),
-        ]
+        line = ("─" if self.inset else " ") * (GUTTER - len(unit))
+        corner = [Segment(line, styles["frame"]), Segment(unit, styles["label"])]
         lower = axis_row(axis, width, self._all_marks(axis, width), styles)
         return [*rows, frame.lower([*corner, *lower], self.turns)]
 
@@ -509,38 +541,36 @@ class Chart(DrawnRowsMixin, can_focus=True):
         """
         signs: dict[int, str] = {}
         for line in self.marked:
-            signs |= {
-                column: "▼"
-                for column, found in enumerate(spans(line, axis, width)[0])
-                if found is not None
-            }
-        if self.mark_gaps and self.lines[0].series.missing(self.lines[0].length):
+            found = spans(line, axis, width)[0]
+            signs |= {column: "▼" for column, span in enumerate(found) if span is not None}
+        if self.metric.leads and self.lines[0].series.missing(self.lines[0].length):
             signs |= dict.fromkeys(spans(self.lines[0], axis, width)[1], "✗")
         edges = axis.edges(width)
-        middles = {(edges[column] + edges[column + 1]) / 2: sign for column, sign in signs.items()}
-        return [
-            *self.marks,
-            *(Mark(middle, middle, sign, "bad") for middle, sign in middles.items()),
-        ]
+        marks = list(self.marks)
+        for column, sign in signs.items():
+            middle = (edges[column] + edges[column + 1]) / 2
+            marks.append(Mark(middle, middle, sign, "bad"))
+        return marks
 
     def _plot(
-        self, axis: Axis, width: int, height: int, styles: dict[str, Style]
+        self, axis: Axis, width: int, height: int, styles: Mapping[str, Style]
     ) -> tuple[list[list[Segment]], Scale]:
         """Return the plot area, cached while nothing of it changes: moving a cursor does not draw
         it again, and values beyond the range are no change.
         """
-        look = width, height, self.log_scale, self.robust, self.glyphs, id(styles)
+        glyphs = glyphs_of(self.app)
+        look = width, height, self.log_scale, self.robust, glyphs, id(styles)
         key = look, plot_key(self.lines, axis)
         if key != self._plot_key:
             self._plot_key = key
-            self._plotted = plot_rows(
-                self.lines, axis, None, (width, height), GLYPHS[self.glyphs], styles, fit=self._fit
-            )
+            size, drawn = (width, height), GLYPHS[glyphs]
+            self._plotted = plot_rows(self.lines, axis, None, size, drawn, styles, fit=self._fit)
         return self._plotted
 
     def _fit(self, found: list[list[tuple[float, float] | None]]) -> Scale:
+        metric = self.metric
         scale = fit_scale(
-            found, log=self.log_scale, zero=self.zero, ceiling=self.ceiling, robust=self.robust
+            found, log=self.log_scale, zero=metric.zero, ceiling=metric.ceiling, robust=self.robust
         )
         self._outside = beyond(found, scale) if self.robust else 0
         return scale
@@ -550,26 +580,20 @@ class Chart(DrawnRowsMixin, can_focus=True):
         wrong.
         """
         scaled = self.log_scale or self.robust  # which must be read rather than the page
-        paged = not self.inset and not scaled and len(self.title) + 2 + len(self.turns) <= room
-        others = (
-            (self.turns if paged else "", "note"),
-            (self.progress, "cursor"),
-            (self.alarm, "bad"),
-        )
+        fits = len(self.title) + 2 + len(self.turns) <= room
+        turns = self.turns if fits and not self.inset and not scaled else ""
+        others = (turns, "note"), (self.progress, "cursor"), (self.alarm, "bad")
         return [(self.title, "title"), *((f"  {text}", role) for text, role in others if text)]
 
     def _figures(self) -> Iterator[_Figure]:
         """Yield values and notes, each with the space before it."""
         axis = self.axis
-        for line, name in zip(self.lines, self.names, strict=True):
+        for line, name in self.named:
             if not name or axis is None or not line.length:
                 continue
-            value = (
-                line.series.value(line.length - 1)
-                if self.cursor is None
-                else value_at(line, axis, self.cursor)
-            )
-            shown = "-" if value is None else self.format_value(value / self.per)
+            newest = line.series.value(line.length - 1)
+            value = newest if self.cursor is None else value_at(line, axis, self.cursor)
+            shown = "-" if value is None else self.metric.format_value(value / self.per)
             called = f"  {name} ".replace("  . ", "  ")
             if line.role == "raw":
                 yield _Figure([(called, "note"), (shown, "label")], "raw")
@@ -581,14 +605,13 @@ class Chart(DrawnRowsMixin, can_focus=True):
             yield _Figure([(f" {self.unit}", "note")])
         if self.cursor is not None and axis is not None:
             yield _Figure([(f"  at {axis.unit} {x_text(axis, self.cursor)}", "cursor")])
-        beyond = f", {plural(self._outside, 'column')} beyond" if self._outside else ""
-        for note in (
-            "  log y" if self.log_scale else "",
-            *(("  robust y", beyond) if self.robust else ()),
-            *(f"  {note}" for note in self.notes),
-        ):
-            if note:
-                yield _Figure([(note, "note")])
+        notes = ["  log y"] if self.log_scale else []
+        if self.robust:
+            notes.append("  robust y")
+            if self._outside:
+                notes.append(f", {plural(self._outside, 'column')} beyond")
+        for note in (*notes, *(f"  {note}" for note in self.notes if note)):
+            yield _Figure([(note, "note")])
 
     def _with_range(self, row: list[Segment], width: int) -> list[Segment]:
         """Return the row with the range reversed that is being dragged over."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -39,12 +41,7 @@ class Mark:
 
 def value_at(line: Line, axis: Axis, x: float) -> float | None:
     """Return the newest value of ``line`` at or before ``x`` of ``axis``; None before its first."""
-    positions = line.times
-    if axis.unit == "step":
-        if line.steps is not None:
-            positions = line.steps
-        else:
-            x = axis.time_of(x)
+    positions, x = axis.positions(line, x)
     index = bisect_right(positions, x, 0, line.length) - 1
     return line.series.value(index) if index >= 0 else None
 
@@ -55,13 +52,7 @@ def plot_key(lines: Sequence[Line], axis: Axis) -> tuple[object, ...]:
     """
     lengths = []
     for line in lines:
-        positions, end = line.times, axis.high
-        if axis.unit == "step":
-            positions, end = (
-                (line.steps, axis.high)
-                if line.steps is not None
-                else (line.times, axis.time_of(axis.high))
-            )
+        positions, end = axis.positions(line, axis.high)
         beyond = line.length > 0 and positions[line.length - 1] > end
         lengths.append((id(line.series), line.role, line.sign, -1 if beyond else line.length))
     return axis.unit, axis.low, axis.high, tuple(lengths)
@@ -165,15 +156,10 @@ def _labels(axis: Axis, width: int, taken: Collection[int]) -> list[tuple[int, s
 
 def _round_positions(axis: Axis, most: int) -> list[float]:
     if axis.unit == "step":
-        return [
-            value
-            for value in round_values(axis.low, axis.high, most, (1, 2, 5, 10))
-            if value == round(value)
-        ]
-    return [
-        axis.origin + seconds
-        for seconds in time_values(axis.low - axis.origin, axis.high - axis.origin, most)
-    ]
+        values = round_values(axis.low, axis.high, most, (1, 2, 5, 10))
+        return [value for value in values if value == round(value)]
+    seconds = time_values(axis.low - axis.origin, axis.high - axis.origin, most)
+    return [axis.origin + second for second in seconds]
 
 
 def _placed(
@@ -203,17 +189,8 @@ def cells_in(pieces: Iterable[tuple[str, str]]) -> int:
 
 def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> list[Segment]:
     """Join cells of one role in a row into one segment."""
-    segments: list[Segment] = []
-    text, current = "", ""
-    for character, role in cells:
-        if role != current and text:
-            segments.append(Segment(text, styles[current]))
-            text = ""
-        current = role
-        text += character
-    if text:
-        segments.append(Segment(text, styles[current]))
-    return segments
+    runs = ((role, "".join(text for text, _ in run)) for role, run in groupby(cells, itemgetter(1)))
+    return [Segment(text, styles[role]) for role, text in runs if text]
 
 
 def with_cursor(
@@ -225,18 +202,17 @@ def with_cursor(
     if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
         return row
     column = _column(axis, cursor, width)
-    for number, (text, beside, _) in enumerate(row):
-        if column < len(text):  # each character of a plot takes one cell
-            at = Segment(text[column] if text[column] not in " \u2800" else "│", style)
-            left, right = text[:column], text[column + 1 :]
-            parts = [
-                *([Segment(left, beside)] if left else []),
-                at,
-                *([Segment(right, beside)] if right else []),
-            ]
-            return [*row[:number], *parts, *row[number + 1 :]]
+    shown: list[Segment] = []
+    for segment in row:
+        text, beside, _ = segment
+        if 0 <= column < len(text):  # each character of a plot takes one cell
+            sign = text[column] if text[column] not in " \u2800" else "│"
+            parts = (text[:column], beside), (sign, style), (text[column + 1 :], beside)
+            shown += [Segment(part, styled) for part, styled in parts if part]
+        else:
+            shown.append(segment)
         column -= len(text)
-    return row
+    return shown
 
 
 def gutter_text(
@@ -246,9 +222,8 @@ def gutter_text(
     named; values are divided by ``per``.
     """
     texts = [" " * GUTTER] * height
-    for value in ticks(
-        Scale(scale.low / per, scale.high / per, scale.log), max(2, height // 3 + 1)
-    ):
+    written = Scale(scale.low / per, scale.high / per, scale.log)
+    for value in ticks(written, max(2, height // 3 + 1)):
         row = scale.height(value * per, height)
         if row is not None:
             texts[height - 1 - row] = f"{_label(value, format_value(value)):>{GUTTER - 1}} "
@@ -264,12 +239,11 @@ def _label(value: float, text: str) -> str:
     ways = [text]
     if not text.strip("-0123456789,."):
         mantissa, power = f"{value:e}".split("e")
-        ways += [text.rstrip("0")] if "." in text else []
-        ways += [
-            f"{value / unit:g}{sign}"
-            for unit, sign in ((1e6, "M"), (1e3, "k"))
-            if 1 <= abs(value) / unit < 1e5
-        ]
+        if "." in text:
+            ways.append(text.rstrip("0"))
+        for unit, sign in ((1e6, "M"), (1e3, "k")):
+            if 1 <= abs(value) / unit < 1e5:
+                ways.append(f"{value / unit:g}{sign}")
         ways.append(f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}")
     return next((way for way in ways if len(way) < GUTTER), "")
 
@@ -293,11 +267,8 @@ class RoleStyles:
         """Return the styles, each also in bold, and the widget's own as ``base``."""
         key = (widget.app.theme, widget.has_focus, widget.is_maximized)
         if key != self._key:
-            self._key = key
-            self._styles = {
-                role: widget.get_component_rich_style(f"{self._prefix}--{role}")
-                for role in self._roles
-            }
-            self._styles |= {f"bold {role}": style + BOLD for role, style in self._styles.items()}
-            self._styles["base"] = widget.rich_style
+            self._key, self._styles = key, {"base": widget.rich_style}
+            for role in self._roles:
+                style = widget.get_component_rich_style(f"{self._prefix}--{role}")
+                self._styles |= {role: style, f"bold {role}": style + BOLD}
         return self._styles

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, compress
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from so_tui.runs.metrics import MetricsReader, StepRows
 from so_tui.runs.records import EvaluationRecord
 from so_tui.runs.results import MEAN_RECORDS, mean_steps, total
 from so_tui.svg import Curve, curves
+from so_tui.units import plural
 
 FANOUT = 16
 """A range query takes under 100 comparisons at a million values, and the upper levels 14 % more
@@ -64,7 +66,13 @@ class Series:
             highs = [-math.inf if value != value else value for value in values]
             for index, value in enumerate(values):
                 if value != value:
-                    self._add_gap(len(self) + index // several)
+                    at = len(self) + index // several
+                    count = self._gap_values[-1] + 1 if self._gaps else 1
+                    if self._gaps and self._gaps[-1] == at:
+                        self._gap_values[-1] = count
+                    else:
+                        self._gap_values.append(count)
+                        self._gaps.append(at)
         if several > 1:
             lows, highs = _reduce(min, lows, several), _reduce(max, highs, several)
             values = values[several - 1 :: several]
@@ -106,14 +114,6 @@ class Series:
             low = array("d", (math.inf if value != value else value for value in low))
             high = array("d", (-math.inf if value != value else value for value in high))
         return low, high
-
-    def _add_gap(self, index: int) -> None:
-        values = self._gap_values[-1] + 1 if self._gaps else 1
-        if self._gaps and self._gaps[-1] == index:
-            self._gap_values[-1] = values
-        else:
-            self._gap_values.append(values)
-            self._gaps.append(index)
 
     def _combine(self) -> None:
         """Bring the upper levels up to date with level 0."""
@@ -255,6 +255,10 @@ class Line:
     """
 
 
+Named = tuple[Line, str]
+"""A line with its name in a heading or a legend; a chart hides the value of one without."""
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """The x axis that all charts of a dashboard share."""
@@ -314,38 +318,33 @@ class Axis:
         last = bisect_left(self.times, self.high, 0, self.length)
         return self.steps[max(0, first)], self.steps[min(self.length - 1, last)]
 
+    def positions(self, line: Line, x: float) -> tuple[array[float], float]:
+        """Return the positions of the values of a line, and ``x`` among them."""
+        if self.unit == "step" and line.steps is not None:
+            return line.steps, x
+        return line.times, self.time_of(x) if self.unit == "step" else x
+
     def indices(self, line: Line, columns: int) -> list[int]:
         """Return the borders of the columns as indices into ``line``: column ``c`` holds
         ``[result[c], result[c + 1])``.
         """
-        by_step = self.unit == "step" and line.steps is not None
-        positions = line.steps if by_step and line.steps is not None else line.times
+        in_time = self.unit == "step" and line.steps is None
+        positions = line.times if line.steps is None or self.unit == "time" else line.steps
         key = (id(positions), line.length, columns)
         if key not in self._found:
-            edges = (
-                self.edges(columns)
-                if by_step or self.unit == "time"
-                else self._edges_in_time(columns)
-            )
-            self._found[key] = self._search(positions, line.length, edges)
+            edges = self.edges(columns)
+            if in_time and columns not in self._time_edges:
+                self._time_edges[columns] = list(map(self.time_of, edges))
+            *others, last = self._time_edges[columns] if in_time else edges
+            found: list[int] = []
+            at = 0
+            for edge in others:
+                at = bisect_left(positions, edge, at, line.length)
+                found.append(at)
+            # The last column includes its right border; otherwise the newest value would never be
+            # drawn.
+            self._found[key] = [*found, bisect_right(positions, last, at, line.length)]
         return self._found[key]
-
-    def _edges_in_time(self, columns: int) -> list[float]:
-        if columns not in self._time_edges:
-            self._time_edges[columns] = [self.time_of(edge) for edge in self.edges(columns)]
-        return self._time_edges[columns]
-
-    @staticmethod
-    def _search(positions: array[float], length: int, edges: list[float]) -> list[int]:
-        found: list[int] = []
-        at = 0
-        for edge in edges[:-1]:
-            at = bisect_left(positions, edge, at, length)
-            found.append(at)
-        # The last column includes its right border; otherwise the newest value would never be
-        # drawn.
-        found.append(bisect_right(positions, edges[-1], at, length))
-        return found
 
 
 # A chart of the screen as a picture of its own (SVG), for documents. Pure.
@@ -354,18 +353,14 @@ class Axis:
 _MOST_POINTS = 4000
 
 
-def chart_svg(title: str, lines: Sequence[Line], names: Sequence[str], per: float = 1.0) -> str:
-    """Return lines over their steps; values that are not finite leave gaps.
-
-    Args:
-        title: What is drawn.
-        lines: The lines.
-        names: Their names, one each.
-        per: What values are divided by.
+def write_picture(path: Path, title: str, lines: Sequence[Named], per: float = 1.0) -> str:
+    """Write lines over their steps to a new file, and return how many; values that are not finite
+    leave gaps, and all are divided by ``per``. Raises OSError.
     """
-    return curves(
-        title, [Curve(name, _points(line, per)) for line, name in zip(lines, names, strict=True)]
-    )
+    picture = curves(title, [Curve(name, _points(line, per)) for line, name in lines])
+    with path.open("x", encoding="utf-8") as file:
+        file.write(picture)
+    return plural(len(lines), "line")
 
 
 def _points(line: Line, per: float) -> list[tuple[float, float]]:
@@ -377,13 +372,9 @@ def _points(line: Line, per: float) -> list[tuple[float, float]]:
     every = max(1, -(-line.length // _MOST_POINTS))
     found = []
     for start in range(0, line.length, every):
-        extremes = line.series.extremes(start, min(line.length, start + every))
+        extremes = line.series.extremes(start, min(line.length, start + every)) or (math.nan,)
         step = line.steps[start] if line.steps is not None else float(start)
-        if not math.isfinite(step):
-            continue
-        if extremes is None:
-            found.append((step, math.nan))
-        else:
+        if math.isfinite(step):
             found += [(step, value / per) for value in dict.fromkeys(extremes)]
     return found
 
@@ -419,12 +410,9 @@ def mean_of(metric: str) -> str:
 def evaluation_line(records: Sequence[EvaluationRecord], role: str, shift_s: float = 0.0) -> Line:
     """Return the losses of evaluations as a line, with their times moved by ``shift_s``."""
     series = Series()
-    for record in records:
-        series.append(record.loss)
-    times, steps = (
-        array("d", (record.time + shift_s for record in records)),
-        array("d", (float(record.step) for record in records)),
-    )
+    series.extend([record.loss for record in records])
+    times = array("d", (record.time + shift_s for record in records))
+    steps = array("d", (float(record.step) for record in records))
     return Line(series, len(series), times, steps, role)
 
 
@@ -543,12 +531,8 @@ class FollowedSteps:
         smoothed: Sequence[str] = SMOOTHED,
     ) -> None:
         self._reader = reader
-        self._wanted: tuple[tuple[str, ...], tuple[str, ...], float | None] = (
-            tuple(metrics),
-            tuple(smoothed),
-            None,
-        )
-        self.series = StepSeries(mean_steps(0), metrics, smoothed)
+        self.want(metrics, smoothed, None)
+        self.series = self.new_series(mean_steps(0))
         """What is drawn."""
         self.unread_share = 0.0
         """How much of the run is still to be read before it is drawn to its end."""
@@ -580,8 +564,7 @@ class FollowedSteps:
             self._next, self._left = self.new_series(span), []
         for rows in self._rows.read(limit_s):
             self._left += rows
-            whole = len(self._left) >> self._next.halvings << self._next.halvings
-            self._add(whole)
+            self._add(len(self._left) >> self._next.halvings << self._next.halvings)
         self.unread_share = self._rows.unread_share
         if not self.unread_share:
             self._add(len(self._left))
@@ -593,9 +576,8 @@ class FollowedSteps:
         self._next.extend(self._left[:count])
         del self._left[:count]
         shown = self._next is self.series
-        while (
-            len(self._next) >= (MOST_ROWS // 2 if self._next.halvings else MOST_ROWS)
-            and len(self._next) % 2 == 0
+        while len(self._next) % 2 == 0 and len(self._next) >= MOST_ROWS // (
+            2 if self._next.halvings else 1
         ):
             self._next = self._next.halved()
         if shown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +10,6 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, Static
 from textual.worker import Worker
@@ -104,27 +102,6 @@ _ENDS: dict[Ended, str] = {
 }
 
 
-@dataclass
-class Started(Message):
-    """The helper process was started."""
-
-    process: ModelProcess
-
-
-@dataclass
-class Happened(Message):
-    """The helper process says something."""
-
-    event: Event
-
-
-@dataclass
-class ChatFailed(Message):
-    """The helper process has ended with an error."""
-
-    lines: tuple[str, ...]
-
-
 class Column(VerticalScroll, can_focus=False):
     """One model's side of the conversation."""
 
@@ -135,17 +112,11 @@ class Column(VerticalScroll, can_focus=False):
         super().__init__(id=model.side)
 
     def compose(self) -> ComposeResult:
-        yield Rule(
-            Content.assemble(
-                (f"{self.model.side}  ", "bold $accent"), (self._model_name(), "$faint")
-            )
-        )
-
-    def _model_name(self) -> str:
-        name = self.model.name.rstrip("/").rpartition("/")[2] or self.model.name
-        return shorten(
-            name if self.model.step is None else f"{name}, step {thousands(self.model.step)}", 60
-        )
+        model = self.model
+        name = model.name.rstrip("/").rpartition("/")[2] or model.name
+        step = "" if model.step is None else f", step {thousands(model.step)}"
+        called = shorten(f"{name}{step}", 60), "$faint"
+        yield Rule(Content.assemble((f"{model.side}  ", "bold $accent"), called))
 
     def ask(self, text: str) -> None:
         """Show a question, with room for its answer."""
@@ -236,15 +207,15 @@ class ChatScreen(Screen[None]):
 
         try:
             with contextlib.closing(ModelProcess(self._load, end)) as process:
-                self.post_message(Started(process))
+                self.call_later(setattr, self, "_process", process)
                 for event in process.events():
-                    self.post_message(Happened(event))
+                    self.call_later(self._take, event)
         except SoTuiError as error:
-            self.post_message(ChatFailed(tuple(str(error).splitlines())))
+            self.call_later(self._fail, str(error))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if text := unexpected_error(event):
-            self.post_message(ChatFailed((text,)))
+            self._fail(text)
 
     def on_unmount(self) -> None:
         if self._end is not None:
@@ -252,13 +223,7 @@ class ChatScreen(Screen[None]):
 
     # What the helper says.
 
-    @on(Started)
-    def _started(self, message: Started) -> None:
-        self._process = message.process
-
-    @on(Happened)
-    async def _happened(self, message: Happened) -> None:
-        event = message.event
+    async def _take(self, event: Event) -> None:
         if isinstance(event, Progress):
             self._show_title(faint(f"{event.message} …"))
         elif isinstance(event, Loaded):
@@ -270,10 +235,10 @@ class ChatScreen(Screen[None]):
             said = (
                 f"{plural(event.tokens, 'token')} in {duration(event.seconds)}{_ENDS[event.ended]}"
             )
-            self._ended(event.side, faint(said))
+            self._end_answer(event.side, faint(said))
         elif isinstance(event, Rejected):
             self._conversation.take_back(event.side)
-            self._ended(event.side, Content.styled(f"✗ {event.problem}", "$error"))
+            self._end_answer(event.side, Content.styled(f"✗ {event.problem}", "$error"))
 
     async def _show_models(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -283,14 +248,14 @@ class ChatScreen(Screen[None]):
         question.disabled, question.placeholder = False, "ask something, then enter"
         self.set_focus(question)
 
-    @on(ChatFailed)
-    def _failed(self, message: ChatFailed) -> None:
+    def _fail(self, problem: str) -> None:
+        """Say that the helper process has ended with an error."""
         self._waiting.clear()
         self._process = None
         self.query_one("#question", Entry).disabled = True
-        self._show_title(Content.assemble(("✗ ", "bold $error"), "\n".join(message.lines)))
+        self._show_title(Content.assemble(("✗ ", "bold $error"), problem))
 
-    def _ended(self, side: Side, ending: Content) -> None:
+    def _end_answer(self, side: Side, ending: Content) -> None:
         self._waiting.discard(side)
         self._column(side).draw(ending)
 

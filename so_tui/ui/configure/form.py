@@ -4,7 +4,7 @@ what the one with the focus is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -130,13 +130,18 @@ class FieldRow(Horizontal):
         .field-name { width: 20; color: $foreground; }
         .field-control { width: 20; }
         .field-text { width: 2fr; min-width: 20; max-width: 60; }
-        .field-note { width: 1fr; color: $faint; padding: 0 0 0 2; height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
+        .field-note {
+            width: 1fr; color: $faint; padding: 0 0 0 2; height: 1; text-wrap: nowrap;
+            text-overflow: ellipsis;
+        }
         Input.field-control { background: $surface; }
         Input.field-control:focus { background: $block-cursor-blurred-background; }
         Checkbox { background: transparent; padding: 0; border: none; width: 20; height: 1; }
         Select { height: auto; background: transparent; }
         Select > SelectCurrent { background: $surface; }
-        Select:focus > SelectCurrent { background: $block-cursor-blurred-background; color: $accent; }
+        Select:focus > SelectCurrent {
+            background: $block-cursor-blurred-background; color: $accent;
+        }
         &.-selected, &.-wrong { height: auto; }
         &.-selected .field-note { height: auto; text-wrap: wrap; }
         Stepper { display: none; }
@@ -150,7 +155,7 @@ class FieldRow(Horizontal):
         &.-wrong .field-note { color: $error; height: auto; text-wrap: wrap; }
         &.-wrong Input { border-left: outer $error; }
     }
-    """  # noqa: E501
+    """
 
     @dataclass
     class Edited(Message):
@@ -171,34 +176,22 @@ class FieldRow(Horizontal):
     def compose(self) -> ComposeResult:
         yield Label(label(self.path), classes="field-name")
         info = self.info
-        if info is None:
-            yield FormEntry(self._value, compact=True, classes="field-control field-number")
-            yield from (Stepper(-1), Stepper(1))
-            options = [(_unit_of(path), path) for path in LENGTH_KEYS]
-            yield Choice(
-                options, value=self._key, allow_blank=False, compact=True, classes="field-unit"
-            )
-        elif info.type_name == "boolean":
-            yield Tick(
-                _yes_or_no(self._value == "true"),
-                self._value == "true",
-                compact=True,
-                classes="field-control",
-            )
-        elif info.choices:
-            yield Choice(
-                [(choice, choice) for choice in info.choices],
-                value=self._value,
-                allow_blank=False,
-                compact=True,
-                classes="field-control",
-            )
-        elif can_step(info):
-            yield FormEntry(self._value, compact=True, classes="field-control field-stepped")
-            yield from (Stepper(-1), Stepper(1))
+        value, choices = self._value, info.choices if info is not None else ()
+        if info is not None and info.type_name == "boolean":
+            checked = value == "true"
+            yield Tick(_yes_or_no(checked), checked, compact=True, classes="field-control")
+        elif choices:
+            yield _choice([(choice, choice) for choice in choices], value, "field-control")
         else:
-            kind = "field-control field-text" if info.type_name == "text" else "field-control"
-            yield FormEntry(self._value, compact=True, classes=kind)
+            steps, text = can_step(info), info is not None and info.type_name == "text"
+            kind = "field-number" if info is None else "field-stepped" if steps else ""
+            kind = "field-text" if text else kind
+            yield FormEntry(value, compact=True, classes=f"field-control {kind}")
+            if steps:
+                yield from (Stepper(-1), Stepper(1))
+            if info is None:
+                units = [(_unit_of(path), path) for path in LENGTH_KEYS]
+                yield _choice(units, self._key, "field-unit")
         yield Label(self._note(), classes="field-note")
 
     def _note(self) -> str:
@@ -229,11 +222,9 @@ class FieldRow(Horizontal):
         self._set_tooltip(True)
 
     def _set_tooltip(self, shown: bool) -> None:
-        self.tooltip = (
-            Content(f"{self.path}: {self.info.description}")
-            if shown and self.info is not None
-            else None
-        )
+        self.tooltip = None
+        if shown and self.info is not None:
+            self.tooltip = Content(f"{self.path}: {self.info.description}")
 
     @on(Choice.Opened)
     def _opened(self, message: Choice.Opened) -> None:
@@ -249,15 +240,12 @@ class FieldRow(Horizontal):
         """Set the control without posting Edited."""
         self._key, self._value = key, value
         with self.prevent(Input.Changed, Select.Changed, Checkbox.Changed):
-            if self.info is None:
-                self.query_one(Input).value = value
-                self.query_one(Select).value = key
-            elif self.info.type_name == "boolean":
+            for entry in self.query(Input):
+                entry.value = value
+            for choice in self.query(Choice):
+                choice.value = key if self.info is None else value
+            if self.query(Checkbox):
                 self._check(value == "true")
-            elif self.info.choices:
-                self.query_one(Select).value = value
-            else:
-                self.query_one(Input).value = value
 
     def show_status(
         self, *, was: str | None, problem: str, note: str = "", preset: str | None = None
@@ -275,30 +263,25 @@ class FieldRow(Horizontal):
         self.set_class(bool(problem), "-wrong")
         if problem:
             pieces = [f"✗ {problem}"]
-        elif was is not None or preset is not None:
-            pieces = [
-                f"was {was or 'empty'}" if was is not None else f"★ preset: {preset or 'empty'}",
-                note,
-            ]
+        elif was is not None:
+            pieces = [f"was {was or 'empty'}", note]
+        elif preset is not None:
+            pieces = [f"★ preset: {preset or 'empty'}", note]
         else:
             pieces = [note or self._note()]
         self._pieces = list(filter(None, pieces))
         self._show_note()
-        self.query_one(".field-name", Label).update(
-            Content(("✗ " if problem else "• " if was is not None else "") + label(self.path))
-        )
+        sign = "✗ " if problem else "• " if was is not None else ""
+        self.query_one(".field-name", Label).update(Content(sign + label(self.path)))
 
     def _show_note(self) -> None:
         """Show what there is to say of the selected field, which wraps it, and of others as much as
         fits.
         """
         note = self.query_one(".field-note", Label)
-        whole, room = " · ".join(self._pieces), note.content_size.width
-        text = (
-            whole
-            if self.has_focus_within or not room or cell_len(whole) <= room
-            else self._pieces[0]
-        )
+        text, room = " · ".join(self._pieces), note.content_size.width
+        if not self.has_focus_within and 0 < room < cell_len(text):
+            text = self._pieces[0]
         if text != str(note.content):
             note.update(Content(text))
 
@@ -342,9 +325,10 @@ class FieldRow(Horizontal):
         """Return the path that the control sets now, and its text."""
         if self.path == LENGTH:
             return str(self.query_one(Select).value), self.query_one(Input).value
-        if self.query(Checkbox):
-            return self.path, "true" if self.query_one(Checkbox).value else "false"
-        control = self.query_one(Select) if self.query(Select) else self.query_one(Input)
+        control = self.query_one(".field-control")
+        if isinstance(control, Checkbox):
+            return self.path, "true" if control.value else "false"
+        assert isinstance(control, Input | Select)
         return self.path, str(control.value)
 
     def _check(self, checked: bool) -> None:
@@ -354,9 +338,11 @@ class FieldRow(Horizontal):
 
     def focus_control(self) -> None:
         """Focus this field's control."""
-        self.screen.set_focus(
-            self.query(Input if self.query(Input) else "Select, Checkbox").first()
-        )
+        self.screen.set_focus(self.query_one(".field-control"))
+
+
+def _choice(options: Sequence[tuple[str, str]], value: str, classes: str) -> Choice:
+    return Choice(options, value=value, allow_blank=False, compact=True, classes=classes)
 
 
 def _unit_of(path: str) -> str:
@@ -375,8 +361,8 @@ class Fields(VerticalScroll, can_focus=False):
     """
 
     def on_resize(self) -> None:
-        for row in self.children:
-            if isinstance(row, FieldRow) and row.has_focus_within:
+        for row in self.query(FieldRow):
+            if row.has_focus_within:
                 row.scroll_visible(animate=False)
 
 
@@ -386,7 +372,7 @@ class FormPanel(Vertical):
     fields = getters.child_by_id("form", Fields)
     find = getters.child_by_id("find", FindField)
     about = getters.child_by_id("about", Static)
-    _refused = ""
+    refused = ""
     """What was not done because a field is wrong, until the next plan."""
 
     def compose(self) -> ComposeResult:
@@ -422,31 +408,6 @@ class FormPanel(Vertical):
         )
         return True
 
-    def mark(
-        self,
-        was: Callable[[str], str | None],
-        preset: Callable[[str], str | None],
-        problems: Mapping[str, str],
-        note: Callable[[str], str],
-    ) -> None:
-        """Mark the fields that were changed or are wrong, and say of all what is to be said.
-
-        Args:
-            was: Returns what a changed field said when it was opened.
-            preset: Returns what the preset says of a field that has what was recommended instead.
-            problems: What is wrong, by field.
-            note: Returns what the plan says of a field.
-        """
-        self._refused = ""
-        for row in self.all_rows:
-            row.show_status(
-                was=was(row.path),
-                preset=preset(row.path),
-                problem=problems.get(row.path, ""),
-                note=note(row.path),
-            )
-        self.show_about()
-
     def entered(self) -> tuple[str, str] | None:
         """Return path and text of the field with the focus; None if no field has it."""
         row = self._selected
@@ -458,7 +419,7 @@ class FormPanel(Vertical):
         """
         wrong = next((row for row in self.all_rows if row.problem), None)
         if wrong is not None:
-            self._refused = refused
+            self.refused = refused
             wrong.scroll_visible()
             wrong.focus_control()
             self.show_about()
@@ -484,26 +445,20 @@ class FormPanel(Vertical):
     @property
     def _selected(self) -> FieldRow | None:
         """The field with the focus."""
-        focused = self.screen.focused
-        return (
-            next((node for node in focused.ancestors_with_self if isinstance(node, FieldRow)), None)
-            if focused is not None
-            else None
-        )
+        return next((row for row in self.all_rows if row.has_focus_within), None)
 
     def move(self, distance: int) -> None:
         """Give the keyboard to another field and keep it in view; without one, to the first or the
         last.
         """
-        rows = self.rows
+        rows, selected = self.rows, self._selected
         if not rows:
             return
-        at = rows.index(self._selected) if self._selected in rows else None
-        index = (
-            (0 if distance > 0 else len(rows) - 1)
-            if at is None
-            else min(len(rows) - 1, max(0, at + distance))
-        )
+        last = len(rows) - 1
+        if selected in rows:
+            index = min(last, max(0, rows.index(selected) + distance))
+        else:
+            index = 0 if distance > 0 else last
         rows[index].focus_control()
         rows[index].scroll_visible(animate=False)
 
@@ -525,14 +480,9 @@ class FormPanel(Vertical):
         that is described so.
         """
         event.stop()
-        needle = self.find.needle
-        found = sorted(
-            self.rows,
-            key=lambda row: (
-                needle not in (row.name_shown, row.path),
-                needle not in row.name_shown,
-            ),
-        )
+        needle, found = self.find.needle, self.rows
+        found.sort(key=lambda row: needle not in row.name_shown)
+        found.sort(key=lambda row: needle not in (row.name_shown, row.path))
         self.close_find()
         if found:
             self.go_to(found[0].path)
@@ -555,11 +505,10 @@ class FormPanel(Vertical):
         """Describe the field with the focus, or say what is wrong with it."""
         row = self._selected
         if row is None:
-            self.about.update(faint("up and down move between fields, / finds one"))
+            about = faint("up and down move between fields, / finds one")
         elif row.problem:
-            refused = f"{self._refused}: " if self._refused else ""
-            self.about.update(
-                Content.assemble((f"✗ {refused}{row.path}  ", "bold $error"), row.problem)
-            )
+            refused = f"{self.refused}: " if self.refused else ""
+            about = Content.assemble((f"✗ {refused}{row.path}  ", "bold $error"), row.problem)
         else:
-            self.about.update(Content.assemble((f"{row.path}  ", "bold"), (row.about, "$faint")))
+            about = Content.assemble((f"{row.path}  ", "bold"), (row.about, "$faint"))
+        self.about.update(about)

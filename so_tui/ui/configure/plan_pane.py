@@ -5,7 +5,7 @@ step the value.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from textual import events, getters, on
 from textual.app import ComposeResult
@@ -20,7 +20,7 @@ from so_tui.ui.lines import StyledLines
 from so_tui.ui.messages import Planned
 from so_tui.ui.plan_view import SIGNS, STYLES, step_error_text
 from so_tui.ui.run_rows import bars
-from so_tui.ui.text import Content, faint, shows_ascii
+from so_tui.ui.text import Content, in_rows, shows_ascii
 from so_tui.units import duration, memory_of, plural
 from so_tui.units import memory_size as memory
 
@@ -71,30 +71,17 @@ class WhatIf(StyledLines, can_focus=True):
         self.set_class(not strips, "-empty")
         self.draw_again()
 
-    def stepped(self, path: str, value: float) -> None:
-        """Move a mark at once; the plan follows."""
-        self.strips = tuple(
-            Strip(strip.path, strip.choices, value) if strip.path == path else strip
-            for strip in self.strips
-        )
-        self.draw_again()
-
     def draw_again(self) -> None:
         """Draw the strips for the present width and units."""
         self._marked = min(self._marked, max(0, len(self.strips) - 1))
-        rows = [
-            Content.styled(
-                "what if   left and right step the value"
-                if self.has_focus
-                else "what if   k, or click a bar; the wheel steps",
-                "bold $faint",
-            )
-        ]
+        keys = "k, or click a bar; the wheel steps"
+        if self.has_focus:
+            keys = "left and right step the value"
+        rows = [Content.styled(f"what if   {keys}", "bold $faint")]
         for index, strip in enumerate(self.strips):
-            rows += _strip_lines(
-                strip, self.size.width or WIDEST, marked=self.has_focus and index == self._marked
-            )
-        self.update(Content("\n").join(rows))
+            marked = self.has_focus and index == self._marked
+            rows += _strip_lines(strip, self.size.width or WIDEST, marked=marked)
+        self.update(in_rows(rows))
 
     def on_resize(self) -> None:
         self.draw_again()
@@ -114,7 +101,9 @@ class WhatIf(StyledLines, can_focus=True):
 
     def _choose(self, strip: Strip, value: float | None) -> None:
         if value is not None and value != strip.present:
-            self.stepped(strip.path, value)
+            moved = replace(strip, present=value)  # at once; the plan follows
+            self.strips = tuple(moved if one is strip else one for one in self.strips)
+            self.draw_again()
             self.post_message(self.Stepped(strip.path, value))
 
     # The mouse: a click chooses the value of a bar, as does moving on with the button held; the
@@ -173,51 +162,44 @@ def _strip_lines(strip: Strip, width: int, *, marked: bool) -> list[Content]:
     fit; · has no predicted time.
     """
     name = f"{NAMES.get(strip.path, OTHER_NAME):<11}"
-    heights = bars(
-        [math.nan if choice.step_s is None else choice.step_s for choice in strip.choices]
-    )
-    pieces: list[tuple[str, str]] = []
-    for choice, height in zip(strip.choices, heights, strict=True):
-        sign, style = height, STYLES[choice.verdict]
-        if choice.verdict == "does not fit":
-            sign = SIGNS[choice.verdict]
-        elif choice.step_s is None:
-            sign = UNKNOWN
-        if choice is strip.choices[strip.at]:
-            sign, style = f"▸{sign}◂", f"bold {style}"
-        pieces.append((sign, style))
+    times = (choice.plan.step_s for choice in strip.choices)
+    heights = bars([math.nan if step_s is None else step_s for step_s in times])
+    present = strip.choices[strip.at]
     low, high = strip.choices[0].value, strip.choices[-1].value
-    line = Content.assemble(
+    pieces = [
         ("▸ " if marked else "  ", "$accent"),
         (name, "bold" if marked else "$faint"),
         (f"{low:.2f} ", "$faint"),
-    )
-    return [
-        line + Content.assemble(*pieces) + faint(f" {high:.2f}"),
-        _figures(strip.choices[strip.at], width),
     ]
+    for choice, height in zip(strip.choices, heights, strict=True):
+        verdict = choice.plan.verdict
+        sign, style = height, STYLES[verdict]
+        if verdict == "does not fit":
+            sign = SIGNS[verdict]
+        elif choice.plan.step_s is None:
+            sign = UNKNOWN
+        pieces.append((f"▸{sign}◂", f"bold {style}") if choice is present else (sign, style))
+    line = Content.assemble(*pieces, (f" {high:.2f}", "$faint"))
+    return [line, _figures(present, width)]
 
 
 def _figures(choice: Choice, width: int) -> Content:
     """Return ``0.70 ✓ step 1.72 s ±12% GPU 86.0 of 95.0 GiB host 106 GiB``, as much of it as fits;
     no figure is cut.
     """
-    if choice.verdict == "does not fit":
-        step = f" {choice.verdict}"
-    else:
-        step = (
-            f" step {duration(choice.step_s)}{step_error_text(choice.step_error)}"
-            if choice.step_s
-            else " step not predicted"
-        )
-    line = Content(f"    {choice.value:.2f}  ") + Content.assemble(
-        (SIGNS[choice.verdict], STYLES[choice.verdict]), step
-    )
+    plan = choice.plan
+    step = " step not predicted"
+    if plan.verdict == "does not fit":
+        step = f" {plan.verdict}"
+    elif plan.step_s:
+        step = f" step {duration(plan.step_s)}{step_error_text(plan.step_error)}"
+    sign = SIGNS[plan.verdict], STYLES[plan.verdict]
+    line = Content.assemble(f"    {choice.value:.2f}  ", sign, step)
     pieces = []
-    if choice.gpu_bytes:
-        pieces.append(f"   GPU {memory_of(choice.gpu_bytes, choice.gpu_capacity_bytes)}")
-    if choice.host_bytes:
-        pieces.append(f"   host {memory(choice.host_bytes)}")
+    if plan.gpu_bytes:
+        pieces.append(f"   GPU {memory_of(plan.gpu_bytes, plan.gpu_capacity_bytes)}")
+    if host := max(plan.host_bytes_per_node.values(), default=0):
+        pieces.append(f"   host {memory(host)}")
     for piece in pieces:
         if line.cell_length + len(piece) <= width:
             line = line + piece

@@ -16,6 +16,7 @@ from textual.widgets import Button, Static
 from textual.worker import get_current_worker
 
 from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
+from so_tui.spec.errors import reject
 from so_tui.trust.text import printable_line
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.configure.form import FieldRow, FormPanel
@@ -24,6 +25,7 @@ from so_tui.ui.form import (
     GROUPS,
     LENGTH,
     LENGTH_KEYS,
+    Strip,
     edits_between,
     label,
     length_of,
@@ -34,7 +36,7 @@ from so_tui.ui.form import (
     values_of,
     with_edit,
 )
-from so_tui.ui.messages import Compared, Failed, Partitions, Planned
+from so_tui.ui.messages import Failed, Planned
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
 from so_tui.ui.text import Content, faint
 from so_tui.ui.widgets import Divider, command_key
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from so_tui.launch.slurm.client import Partition
     from so_tui.machine.types import Machine
     from so_tui.plan.plan import Plan
-    from so_tui.ui.shared_app import SharedApp
 
 
 # What is edited in Configure: presets with their unsaved edits. Without widgets.
@@ -70,7 +71,11 @@ class Drafts:
     @property
     def edits(self) -> dict[str, str]:
         """The edits of the preset in the form."""
-        return self._edits.setdefault(self.base.name, {}) if self.base else {}
+        return self._edits.get(self._name, {})
+
+    @property
+    def _name(self) -> str:
+        return self.base.name if self.base else ""
 
     @property
     def values(self) -> dict[str, str]:
@@ -80,21 +85,20 @@ class Drafts:
     @property
     def recommended(self) -> dict[str, str]:
         """What a recommendation filled in for the preset in the form, by field."""
-        return self._recommended.get(self.base.name, {}) if self.base else {}
+        return self._recommended.get(self._name, {})
 
     @property
     def recommended_for(self) -> str:
         """The machine that the recommendation is for, which may not be the one that is planned for
         now.
         """
-        return self._machines.get(self.base.name, "") if self.base else ""
+        return self._machines.get(self._name, "")
 
     @property
     def changes(self) -> dict[str, str]:
         """What the user changed of the preset and its recommendation, by field."""
-        return {
-            path: self.values.get(path, "") for path in typed_over(self.edits, self.recommended)
-        }
+        values = self.values
+        return {path: values.get(path, "") for path in typed_over(self.edits, self.recommended)}
 
     @property
     def spec(self) -> RunSpec | None:
@@ -108,10 +112,8 @@ class Drafts:
         name = base.name
         self.base, self.base_values = base, values_of(base)
         if wanted is not None:
-            edits = self._edits.get(name, {})
-            typed = {
-                path: edits[path] for path in typed_over(edits, self.recommended) if path in edits
-            }
+            edits, changed = self.edits, typed_over(self.edits, self.recommended)
+            typed = {path: edits[path] for path in changed if path in edits}
             self._recommended[name], self._machines[name] = edits_between(base, wanted), machine
             self._edits[name] = typed | self._recommended[name]
 
@@ -166,26 +168,21 @@ class Drafts:
         """Return what the preset says of a field that has what was recommended instead; None for
         any other.
         """
-        return (
-            self.base_values.get(path, "")
-            if path in self.recommended and path not in self.changes
-            else None
-        )
+        recommended = path in self.recommended and path not in self.changes
+        return self.base_values.get(path, "") if recommended else None
 
 
 # Notes that a plan adds to single fields of the form. Pure functions.
 
 
-def _impossible_field(plan: Plan | None) -> tuple[str, str]:
-    """Return the field that makes a plan impossible on its machine and the reason; two empty
-    strings where none does.
-    """
+def _impossible_field(plan: Plan | None) -> dict[str, str]:
+    """Return the reason by the field that makes a plan impossible on its machine, if one does."""
     from so_tui.plan.notes import NoSuchGpu, TooFewGpus
 
     if plan is None or plan.possible:
-        return "", ""
+        return {}
     field = "gpus" if isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu) else "offload.mode"
-    return field, plan.reason_texts[0]
+    return {field: f"{plan.reason_texts[0]}."}
 
 
 def _problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
@@ -210,18 +207,14 @@ def _field_note(path: str, plan: Plan | None, machine: Machine | None, given_mod
     if path == "offload.mode" and plan.spec.offload.mode != given_mode:
         return f"→ {plan.mode}"
     if path == "train.gradient_accumulation":
-        gradient_accumulation_steps = (
-            f"{plan.spec.gradient_accumulation_steps} " if plan.spec.train.tokens_per_step else ""
-        )
-        return f"{gradient_accumulation_steps}= {thousands(plan.tokens_per_step)} tokens"
+        spec = plan.spec
+        steps = f"{spec.gradient_accumulation_steps} " if spec.train.tokens_per_step else ""
+        return f"{steps}= {thousands(plan.tokens_per_step)} tokens"
     if path == LENGTH and plan.spec.train.steps:
         return plan_view.run_duration(plan)
     if path == "offload.cpu_adam_cores_fraction" and plan.binding and plan.binding[0].adam_cpus:
-        rank = plan.binding[0]
-        return (
-            f"Adam {len(rank.adam_cpus)}, main "
-            f"{len(rank.main_cpus)}{' a rank' if len(plan.binding) > 1 else ''}"
-        )
+        rank, each = plan.binding[0], " a rank" if len(plan.binding) > 1 else ""
+        return f"Adam {len(rank.adam_cpus)}, main {len(rank.main_cpus)}{each}"
     return ""
 
 
@@ -229,11 +222,10 @@ def _partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool
     """Return what the chosen partition offers, what it may be, or why none can be named here."""
     if not slurm:
         return "no Slurm here"
-    found = next((partition for partition in partitions if partition.name == chosen), None)
+    named = {partition.name: partition for partition in partitions}
+    found = named.get(chosen)
     if found is None:
-        return (
-            printable_line(", ".join(partition.name for partition in partitions)) or "empty: here"
-        )
+        return printable_line(", ".join(named)) or "empty: here"
     parts = [
         "" if found.open else "closed now",
         f"{found.idle} of {plural(found.nodes, 'node')} free",
@@ -255,72 +247,22 @@ def _changes_title(drafts: Drafts, width: int) -> Content:
     """
     assert drafts.base is not None
     changed = plural(len(drafts.changes), "change") if drafts.changes else "no changes"
-    line = Content.assemble(
-        (drafts.base.label, "bold"), (f"   preset {drafts.base.name}, {changed}", "$faint")
-    )
+    preset = f"   preset {drafts.base.name}, {changed}"
+    line = Content.assemble((drafts.base.label, "bold"), (preset, "$faint"))
     shown = [path for _, paths in GROUPS for path in paths]  # in this order
-    others = [path for path in drafts.recommended if path not in shown]
-    recommended = [
-        label(path) for path in (*shown, *others) if drafts.preset_value(path) is not None
-    ]
-    if not recommended:
-        return line
+    paths = dict.fromkeys((*shown, *drafts.recommended))
+    recommended = [label(path) for path in paths if drafts.preset_value(path) is not None]
     count = len(recommended)
-    lists = [
-        ", ".join(recommended),
-        *(
-            f"{', '.join(recommended[:named])} and {count - named} more"
-            for named in range(count - 1, 0, -1)
-        ),
-    ]
-    for text in (
-        *(f"   ★ recommended for {drafts.recommended_for}: {names}" for names in lists),
-        f"   ★ {count} recommended",
-    ):
+    for named in range(count, 0, -1):
+        names = ", ".join(recommended[:named])
+        more = f" and {count - named} more" if named < count else ""
+        text = f"   ★ recommended for {drafts.recommended_for}: {names}{more}"
         if line.cell_length + cell_len(text) <= width:
             return line + faint(text)
+    text = f"   ★ {count} recommended"
+    if count and line.cell_length + cell_len(text) <= width:
+        return line + faint(text)
     return line
-
-
-def _show_differences(app: SharedApp, drafts: Drafts) -> None:
-    """Show every field that differs from the preset."""
-    from so_tui.ui.dialogs import Notice
-
-    changed = drafts.changes
-    lines = [
-        (
-            f"{path}: {drafts.base_values.get(path, '') or 'empty'} → "
-            f"{text or 'empty'}{'' if path in changed else '   recommended'}"
-        )
-        for path, text in sorted(drafts.edits.items())
-    ]
-    heading = f"What differs from preset {drafts.base.name}" if drafts.base else "No preset chosen"
-    app.push_screen(Notice(heading, lines or ["No field differs from the preset."], bad=False))
-
-
-def _ask_to_undo(app: SharedApp, drafts: Drafts, then: Callable[[], object]) -> None:
-    """Ask to undo the user's changes, or to give up what was recommended where there are none; call
-    ``then`` once that is done.
-    """
-    if drafts.base is None or not (drafts.edits or drafts.changes):
-        return
-    preset, changed = drafts.base.name, drafts.changes
-    recommended = ", ".join(map(label, drafts.recommended))
-
-    def undo() -> None:
-        if changed:
-            drafts.undo()
-        else:
-            drafts.forget(preset)
-        then()
-
-    if changed:
-        kept = f" What was recommended stays: {recommended}." if recommended else ""
-        line, yes = f"{plural(len(changed), 'change')} will be lost.{kept}", "Undo all changes"
-    else:
-        line = f"What was recommended for {drafts.recommended_for} is given up: {recommended}."
-        yes = "Use the preset as it is"
-    app.ask(f"Back to preset {preset}?", [line], undo, yes=yes)
 
 
 DEBOUNCE_S = 0.12
@@ -410,7 +352,9 @@ class ConfigureScreen(ResizablePage):
         catalog = self.app.catalog
         if catalog is None or preset not in catalog.presets:
             return
-        self._drafts.open(catalog.presets[preset].spec, wanted, self._machine_named)
+        machine = self.app.machine if self.app.machine_file else None
+        name = "this machine" if machine is None else printable_line(machine.label)
+        self._drafts.open(catalog.presets[preset].spec, wanted, name)
         self.call_after_refresh(self._show_form, field)
 
     def continue_with(self, preset: str) -> None:
@@ -425,10 +369,8 @@ class ConfigureScreen(ResizablePage):
 
     async def _show_form(self, field: str = "") -> None:
         self._show_title()  # at once: making the fields takes a while
-        if (
-            await self.form.show_values(self._drafts.shown_value, slurm=preset_actions.has_slurm())
-            and preset_actions.has_slurm()
-        ):
+        slurm = preset_actions.has_slurm()
+        if await self.form.show_values(self._drafts.shown_value, slurm=slurm) and slurm:
             self._ask_for_partitions()
         if field:
             self.form.go_to(field)
@@ -483,28 +425,26 @@ class ConfigureScreen(ResizablePage):
             self.post_message(Planned(serial, None, error.problems))
             return
         except Refused as error:
-            code, reason = error.codes[0], error.reasons[0]
-            problem = Problem(code=code, field="gpus", value="", message=reason, remedy="")
+            problem = reject(error.codes[0], "gpus", "", error.reasons[0], "").problems[0]
             self.post_message(Planned(serial, None, (problem,)))
             return
         self.post_message(Planned(serial, plan, (), launch))
         worker = get_current_worker()
         strips = strips_for(plan, machine, lambda: worker.is_cancelled)
         if strips is not None:
-            self.post_message(Compared(serial, strips))
+            self.call_later(self._show_strips, serial, strips)
 
     @work(thread=True, group="partitions", name="ask Slurm for its partitions", exit_on_error=False)
     def _ask_for_partitions(self) -> None:
         from so_tui.launch.slurm.client import SlurmError, partitions
 
         try:
-            self.post_message(Partitions(partitions()))
+            self.call_later(self._show_partitions, partitions())
         except SlurmError:  # the field takes any name, and submitting says what is wrong
             return
 
-    @on(Partitions)
-    def _show_partitions(self, message: Partitions) -> None:
-        self._partitions = message.partitions
+    def _show_partitions(self, partitions: tuple[Partition, ...]) -> None:
+        self._partitions = partitions
         self.replan()
 
     @on(Planned)
@@ -512,17 +452,16 @@ class ConfigureScreen(ResizablePage):
         if message.serial != self._serial or self._drafts.base is None:
             return
         self._planned = message
-        self._mark_fields(message, *_impossible_field(message.plan))
+        self._mark_fields(message)
         self._show_title()
         self.plan.show(message)
         waiting, self._when_planned = self._when_planned, None
         if waiting is not None and self.is_current:
             waiting(message)
 
-    @on(Compared)
-    def _show_strips(self, message: Compared) -> None:
-        if message.serial == self._serial:
-            self.plan.what_if.show(message.strips)
+    def _show_strips(self, serial: int, strips: tuple[Strip, ...]) -> None:
+        if serial == self._serial:
+            self.plan.what_if.show(strips)
 
     @on(WhatIf.Stepped)
     def _stepped(self, message: WhatIf.Stepped) -> None:
@@ -544,12 +483,10 @@ class ConfigureScreen(ResizablePage):
         self.call_after_refresh(self.sizes_changed)
 
     def sizes_changed(self) -> None:
-        chosen = self.app.settings.panels.form
-        self.form.styles.width = (
-            None
-            if chosen is None or self.has_class("-narrow")
-            else replace(self._form_size(), cells=chosen).grown(0)
-        )
+        chosen, size = self.app.settings.panels.form, self.size_of(None)
+        self.form.styles.width = None
+        if chosen is not None and size is not None:
+            self.form.styles.width = replace(size, cells=chosen).grown(0)
         self.call_after_refresh(self.plan.lay_out)
         if self._drafts.base is not None:
             self._show_title()
@@ -558,52 +495,35 @@ class ConfigureScreen(ResizablePage):
         """Return the columns of the form, unless the plan stands below it. The plan has what the
         form leaves.
         """
-        in_plan = panel is not None and self.plan in panel.ancestors
-        return (
-            None
-            if self.has_class("-narrow")
-            else replace(self._form_size(), step=-4 if in_plan else 4)
-        )
+        if self.has_class("-narrow"):
+            return None
+        step = -4 if panel is not None and self.plan in panel.ancestors else 4
+        most = self.size.width - LEAST_PLAN
+        return Size("form", self.form.size.width, 40, most, step=step)
 
-    def _form_size(self) -> Size:
-        return Size("form", self.form.size.width, 40, self.size.width - LEAST_PLAN)
-
-    def _mark_fields(self, message: Planned, field: str = "", reason: str = "") -> None:
-        """Mark fields that differ or are wrong; ``field`` is the one that makes the plan impossible
-        on this machine.
-        """
-        problems = (
-            _problems_by_row(message.problems)
-            if message.problems
-            else {field: f"{reason}."}
-            if field
-            else {}
-        )
-        given_mode = self._drafts.values.get("offload.mode", "")
-
-        def note_of(path: str) -> str:
+    def _mark_fields(self, message: Planned) -> None:
+        """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
+        problems = _problems_by_row(message.problems) or _impossible_field(message.plan)
+        drafts, slurm = self._drafts, preset_actions.has_slurm()
+        values = drafts.values
+        chosen, given_mode = values.get("slurm.partition", ""), values.get("offload.mode", "")
+        for row in self.form.all_rows:
+            path = row.path
+            note = _field_note(path, message.plan, self.app.machine, given_mode)
             if path == "slurm.partition":
-                return _partition_note(
-                    self._partitions,
-                    self._drafts.values.get("slurm.partition", ""),
-                    slurm=preset_actions.has_slurm(),
-                )
-            return _field_note(path, message.plan, self.app.machine, given_mode)
-
-        self.form.mark(self._drafts.was, self._drafts.preset_value, problems, note_of)
+                note = _partition_note(self._partitions, chosen, slurm=slurm)
+            row.show_status(
+                was=drafts.was(path),
+                preset=drafts.preset_value(path),
+                problem=problems.get(path, ""),
+                note=note,
+            )
+        self.form.refused = ""
+        self.form.show_about()
 
     def _show_title(self) -> None:
         title = self.query_one("#form-title", Static)
         title.update(_changes_title(self._drafts, title.content_size.width or self.size.width))
-
-    @property
-    def _machine_named(self) -> str:
-        """The machine that a run is planned for, in words."""
-        return (
-            printable_line(self.app.machine.label)
-            if self.app.machine_file and self.app.machine
-            else "this machine"
-        )
 
     # Moving about.
 
@@ -615,9 +535,8 @@ class ConfigureScreen(ResizablePage):
 
     def action_what_if(self) -> None:
         if self.plan.what_if.strips:
-            self.set_focus(
-                self.plan.what_if
-            )  # which shows it where only the plan has room otherwise
+            # The focus shows it where only the plan has room otherwise.
+            self.set_focus(self.plan.what_if)
         else:
             self.notify("What if compares offload ratios and Adam cores: this plan has none")
 
@@ -633,9 +552,8 @@ class ConfigureScreen(ResizablePage):
         """Run ``command`` with the plan of what is in the form now, which may not have been made
         yet.
         """
-        if (
-            entered := self.form.entered()
-        ) is not None:  # its last key press may not have been announced yet
+        entered = self.form.entered()
+        if entered is not None:  # its last key press may not have been announced yet
             self._set_field(*entered)
         if self._planned is not None and self._planned.serial == self._serial:
             command(self._planned)
@@ -647,25 +565,18 @@ class ConfigureScreen(ResizablePage):
         self._once_planned(self._launch)
 
     def _launch(self, planned: Planned) -> None:
-        if planned.plan is not None and preset_actions.refused_elsewhere(
-            self.app, planned.plan.spec
-        ):
+        plan = planned.plan
+        if plan is not None and preset_actions.refused_elsewhere(self.app, plan.spec):
             return
-        if planned.plan is None or not planned.plan.possible:
+        if plan is None or not plan.possible:
             # The first field that is wrong says so, in its own line.
             if not self.form.go_to_wrong("not launched"):
-                reasons = planned.plan.reason_texts if planned.plan else ()
-                texts = [*map(problem_text, planned.problems), *reasons]
+                texts = [*map(problem_text, planned.problems), *(plan.reason_texts if plan else ())]
                 self.notify(texts[0], title="Not launched", severity="error", markup=False)
-        elif not planned.plan.fits:
-            title = f"{planned.plan.spec.label} does not fit here"
-            self.app.post_message(
-                Failed(
-                    title,
-                    planned.plan.reason_texts,
-                    offer=preset_actions.launch_anyway(self.app, planned.launch),
-                )
-            )
+        elif not plan.fits:
+            offer = preset_actions.launch_anyway(self.app, planned.launch)
+            title = f"{plan.spec.label} does not fit here"
+            self.app.post_message(Failed(title, plan.reason_texts, offer=offer))
         elif planned.launch is not None:
             preset_actions.ask_to_launch(self.app, planned.launch)
 
@@ -677,41 +588,68 @@ class ConfigureScreen(ResizablePage):
         if planned.plan is None or base is None:
             self.notify("Correct the marked fields first", severity="error")
             return
-        from so_tui.ui.preset_actions import ask_to_save
-
-        ask_to_save(self.app, with_values(base, self._drafts.edits), base.name, self.continue_with)
+        spec = with_values(base, self._drafts.edits)
+        preset_actions.ask_to_save(self.app, spec, base.name, self.continue_with)
 
     def action_preview_data(self) -> None:
         """Preview the data with the values in the form."""
-        if self._drafts.base is None:
-            return
         from so_tui.ui.data_preview import DataPreviewScreen
 
         try:
-            self.app.push_screen(
-                DataPreviewScreen(with_values(self._drafts.base, self._drafts.edits))
-            )
+            if (spec := self._drafts.spec) is not None:
+                self.app.push_screen(DataPreviewScreen(spec))
         except InputError as error:
-            self.app.post_message(
-                Failed(
-                    "Correct these fields before previewing the data",
-                    tuple(map(problem_text, error.problems)),
-                )
-            )
+            title = "Correct these fields before previewing the data"
+            self.app.post_message(Failed(title, tuple(map(problem_text, error.problems))))
 
     def action_differences(self) -> None:
-        _show_differences(self.app, self._drafts)
+        """Show every field that differs from the preset."""
+        from so_tui.ui.dialogs import Notice
+
+        drafts = self._drafts
+        changed = drafts.changes
+        lines = []
+        for path, text in sorted(drafts.edits.items()):
+            before = drafts.base_values.get(path, "") or "empty"
+            why = "" if path in changed else "   recommended"
+            lines.append(f"{path}: {before} → {text or 'empty'}{why}")
+        heading = "No preset chosen"
+        if drafts.base is not None:
+            heading = f"What differs from preset {drafts.base.name}"
+        lines = lines or ["No field differs from the preset."]
+        self.app.push_screen(Notice(heading, lines, bad=False))
 
     def action_reset(self) -> None:
-        _ask_to_undo(self.app, self._drafts, lambda: self.call_after_refresh(self._show_form))
+        """Ask to undo the user's changes, or to give up what was recommended where there are
+        none.
+        """
+        drafts = self._drafts
+        if drafts.base is None or not (drafts.edits or drafts.changes):
+            return
+        preset, count = drafts.base.name, len(drafts.changes)
+        recommended = ", ".join(map(label, drafts.recommended))
+
+        def undo() -> None:
+            if count:
+                drafts.undo()
+            else:
+                drafts.forget(preset)
+            self.call_after_refresh(self._show_form)
+
+        line = f"What was recommended for {drafts.recommended_for} is given up: {recommended}."
+        yes = "Use the preset as it is"
+        if count:
+            kept = f" What was recommended stays: {recommended}." if recommended else ""
+            line, yes = f"{plural(count, 'change')} will be lost.{kept}", "Undo all changes"
+        self.app.ask(f"Back to preset {preset}?", [line], undo, yes=yes)
 
     def action_copy(self) -> None:
-        self._once_planned(self._copy)
+        def copy(planned: Planned) -> None:
+            if planned.command:
+                self.app.copy_to_clipboard(planned.command)
+                self.notify("Copied the command")
 
-    def _copy(self, planned: Planned) -> None:
-        if planned.command:
-            self.app.copy_to_clipboard(planned.command)
-            self.notify("Copied the command")
+        self._once_planned(copy)
 
     @on(Button.Pressed)
     async def _button(self, event: Button.Pressed) -> None:

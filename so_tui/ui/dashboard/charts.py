@@ -12,37 +12,31 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from so_tui.runs.results import mean_name
-from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import (
-    BY_KEY,
     EVALUATIONS,
+    PAGE_KEYS,
     ROOMY,
     ChartLayout,
-    Flag,
-    Metric,
     Wanted,
-    chart_of,
     marked_lines,
     page_of,
     sampled_lines,
     wanted_by,
     without_gpus,
 )
-from so_tui.ui.charts.chart import Chart, look_of
+from so_tui.ui.charts.chart import Chart, Metric, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
-from so_tui.ui.charts.series import Axis, Line
+from so_tui.ui.charts.series import Axis, Named
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, GlyphName, distinct, faint, reading_text
+from so_tui.ui.text import Content, distinct, faint, in_rows, reading_text, wrapped
 from so_tui.ui.textual_fixes import CachedLinesMixin
 from so_tui.ui.widgets import command_key
 from so_tui.units import thousands
 
 EVALUATION_CELLS = 17
 """What the newest evaluation takes in a heading."""
-LEAST_ROWS = 7
-"""Rows of a chart where several stand above each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +54,8 @@ class _Shown:
         cursor, length = self.view.cursor, self.snapshot.length
         if cursor is None or not length or not self.overlays:
             return False
-        return (
-            cursor
-            > (self.snapshot.steps if self.view.unit == "step" else self.snapshot.times)[length - 1]
-        )
+        positions = self.snapshot.steps if self.view.unit == "step" else self.snapshot.times
+        return cursor > positions[length - 1]
 
 
 class ChartPanel(Container, CachedLinesMixin):
@@ -76,18 +68,7 @@ class ChartPanel(Container, CachedLinesMixin):
             "M", "metrics", "Metrics", "Choose what the charts show, and how it is smoothed"
         ),
         command_key("G", "grid", "Grid", "Rows and columns of charts, 1x1 to 3x3", show=False),
-        command_key(
-            "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
-        ),
-        command_key(
-            "less_than_sign",
-            "page(-1)",
-            "Page before",
-            "The charts before",
-            id="page-before",
-            display="<",
-            show=False,
-        ),
+        *PAGE_KEYS,
         command_key(
             "w", "smooth(1)", "Smoothing", "Mean of the last steps, or EMA 0 to 0.99", show=False
         ),
@@ -123,17 +104,16 @@ class ChartPanel(Container, CachedLinesMixin):
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
-    def __init__(self, layout: ChartLayout, *, glyphs: GlyphName, id: str | None = None) -> None:
-        self._glyphs = glyphs
+    def __init__(self, layout: ChartLayout) -> None:
         self.chart_layout = layout
-        self._number = 0
-        self._on_gpus = True
+        self.on_gpus = True
+        """Whether the run has GPUs: if not, other charts stand for theirs."""
         self.instead: tuple[str, ...] = ()
         """Keys of metrics that are shown instead of those that the user chose."""
         self.room = self.app.size.width
         """Columns of the terminal that the charts have, with what surrounds them."""
         self.page = page_of(layout, 0, self.room)
-        super().__init__(id=id)
+        super().__init__()
 
     def compose(self) -> ComposeResult:
         self._set_grid()
@@ -141,19 +121,17 @@ class ChartPanel(Container, CachedLinesMixin):
 
     def _new_charts(self) -> Iterator[Chart]:
         for metric in self.page.metrics:
-            chart = chart_of(metric, self._glyphs)
+            chart = Chart(metric)
             self._set_scales(chart)
             yield chart
 
     def _set_grid(self) -> None:
-        self.styles.grid_size_columns, self.styles.grid_size_rows = (
-            self.page.columns,
-            self.page.rows,
-        )
+        self.styles.grid_size_columns = self.page.columns
+        self.styles.grid_size_rows = self.page.rows
 
     def _set_scales(self, chart: Chart) -> None:
-        chart.log_scale = self.chart_layout.flagged("log", chart.id or "")
-        chart.robust = self.chart_layout.flagged("robust", chart.id or "")
+        chart.log_scale = chart.metric.key in self.chart_layout.log
+        chart.robust = chart.metric.key in self.chart_layout.robust
 
     @property
     def charts(self) -> list[Chart]:
@@ -162,7 +140,7 @@ class ChartPanel(Container, CachedLinesMixin):
     @property
     def wanted_layout(self) -> ChartLayout:
         """What the user wants, for a run such as this one."""
-        return self.chart_layout if self._on_gpus else without_gpus(self.chart_layout)
+        return self.chart_layout if self.on_gpus else without_gpus(self.chart_layout)
 
     @property
     def focused(self) -> Chart | None:
@@ -176,7 +154,7 @@ class ChartPanel(Container, CachedLinesMixin):
     def metric(self) -> Metric:
         """The metric of the chart with the focus."""
         focused = self.focused
-        return BY_KEY[focused.id or ""] if focused is not None else self.page.metrics[0]
+        return focused.metric if focused is not None else self.page.metrics[0]
 
     @property
     def wanted(self) -> Wanted:
@@ -189,15 +167,6 @@ class ChartPanel(Container, CachedLinesMixin):
         focused = self.focused
         return max(8, focused.columns) if focused is not None else 8
 
-    @property
-    def least_rows(self) -> int:
-        """Rows that the grid takes at least; 0 where all charts stand in one row."""
-        return LEAST_ROWS * self.page.rows if self.page.rows > 1 else 0
-
-    def set_rows(self, rows: int) -> None:
-        """Make the panel ``rows`` high."""
-        self.styles.height = rows
-
     def focus_first(self) -> None:
         """Give the keyboard to the first chart."""
         for chart in self.charts[:1]:
@@ -207,20 +176,18 @@ class ChartPanel(Container, CachedLinesMixin):
         """Show what ``layout`` says, some pages further. Return whether other charts are shown than
         before.
         """
-        self._number = (
-            max(0, self.page.number + turned)
-            if turned >= 0
-            else (self.page.number + turned) % self.page.pages
-        )
+        number = self.page.number + turned
+        if turned < 0:
+            number %= self.page.pages
         self.chart_layout = layout
         shown = self.wanted_layout
         if self.instead:
             shown = msgspec.structs.replace(layout, shown=self.instead)
-        page = page_of(shown, self._number, self.room)
+        page = page_of(shown, number, self.room)
         before, self.page = self.page, page
         for chart in self.charts:
             self._set_scales(chart)
-        if (before.metrics, before.columns, before.rows) == (page.metrics, page.columns, page.rows):
+        if before == replace(page, number=before.number, pages=before.pages):
             return False
         focused = next((chart.id for chart in self.charts if chart.has_focus), None)
         with self.app.batch_update():
@@ -232,21 +199,6 @@ class ChartPanel(Container, CachedLinesMixin):
             self.screen.set_focus(again[0])
         return True
 
-    def learn_of_gpus(self, on_gpus: bool) -> bool:
-        """Take over whether the run has GPUs; return whether that is news, after which the charts
-        are to be changed.
-        """
-        known, self._on_gpus = self._on_gpus, on_gpus
-        return known != on_gpus
-
-    async def turn_to_first(self) -> None:
-        """Show the first page."""
-        await self.change(self.chart_layout, turned=-self.page.number)
-
-    def toggled(self, flag: Flag) -> ChartLayout:
-        """Return the layout with the scale of the chart with the focus switched."""
-        return self.chart_layout.toggled(flag, self.metric.key)
-
     def show(
         self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()
     ) -> None:
@@ -254,61 +206,51 @@ class ChartPanel(Container, CachedLinesMixin):
         marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
         marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
         shown = _Shown(snapshot, view, axis if snapshot.length else None, overlays)
-        drawn = {chart.id: chart for chart in self.charts}
-        for metric in self.page.metrics:
-            if (chart := drawn.get(metric.key)) is not None:
-                chart.turns = (
-                    self.page.note_in(chart.heading_room) if metric is self.page.metrics[-1] else ""
-                )
-                self._show_metric(metric, chart, shown, marks)
+        for chart in self.charts:
+            last = chart.metric is self.page.metrics[-1]
+            chart.turns = self.page.note_in(chart.heading_room) if last else ""
+            self._show_metric(chart, shown, marks)
 
-    def _show_metric(self, metric: Metric, chart: Chart, shown: _Shown, marks: list[Mark]) -> None:
-        snapshot = shown.snapshot
+    def _show_metric(self, chart: Chart, shown: _Shown, marks: list[Mark]) -> None:
+        metric, snapshot = chart.metric, shown.snapshot
         coloured = not self.app.no_color
-        pairs = _lines(metric, chart, shown, coloured=coloured)
-        measured = [line for line, _ in pairs if line.series.extremes(0, line.length) is not None]
+        pairs = _lines(chart, shown, coloured=coloured)
+        measured = any(line.series.extremes(0, line.length) for line, _ in pairs)
         sampled = all(name in snapshot.sampled for name in metric.samples[:1])
         known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
-        chart.waiting = run_status.waiting_text(snapshot)
+        chart.waiting = "no step yet" if snapshot.live else "this run completed no step"
         if snapshot.length and not measured:
-            chart.waiting = "reading …" if not known else "not measured in this run"
+            chart.waiting = "not measured in this run" if known else "reading …"
             pairs = []
-        if shown.beyond_end:
-            pairs = [
-                (line, "") for line, _ in pairs
-            ]  # the cursor is where only another run has values
-        looks = [look_of(at, coloured=coloured) for at in range(len(shown.overlays))]
-        others = [
-            (line, "")
-            for other, look in zip(shown.overlays, looks, strict=True)
-            for line in other.lines(metric, *look)
-        ]
+        if shown.beyond_end:  # the cursor is where only another run has values
+            pairs = [(line, "") for line, _ in pairs]
+        for at, other in enumerate(shown.overlays):
+            look = look_of(at, coloured=coloured)
+            pairs += [(line, "") for line in other.lines(metric, *look)]
         roomy = chart.heading_room >= ROOMY
         if metric.narrow_title:
             chart.title = metric.title if roomy else metric.narrow_title
         latest = snapshot.latest if shown.view.cursor is None else None
         own = metric.notes(latest, snapshot.on_gpus, roomy)
-        chart.per, chart.unit = metric.shown_in
+        losses = snapshot.series.get("loss")
+        missing = losses.missing(snapshot.length) if losses is not None else 0
         chart.show(
-            [line for line, _ in (*pairs, *others)],
-            [name for _, name in (*pairs, *others)],
+            pairs,
             shown.axis,
             marks=marks,
             marked=marked_lines(metric, snapshot.sampled),
             cursor=shown.view.cursor,
-            notes=[*(shown.view.range_notes if metric.leads else ()), *own],
-            alarm=_nan_text(snapshot) if metric.leads else "",
+            notes=[shown.view.range_note, *own] if metric.leads else own,
+            alarm=f"{thousands(missing)} NaN" if metric.leads and missing else "",
             progress=reading_text(snapshot.unread_share) if metric.leads else "",
         )
 
 
-def _lines(
-    metric: Metric, chart: Chart, shown: _Shown, *, coloured: bool
-) -> list[tuple[Line, str]]:
+def _lines(chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
     """Return the lines of a metric with their names in the heading. Where nothing is ``coloured``,
     parts of a step have signs.
     """
-    snapshot, axis = shown.snapshot, shown.axis
+    metric, snapshot, axis = chart.metric, shown.snapshot, shown.axis
     roomy = chart.heading_room >= ROOMY
     crowded = metric.narrow_title and not roomy  # MFU says more than that the run has ended
     newest = "." if snapshot.training or shown.view.cursor is not None or crowded else "last"
@@ -320,25 +262,21 @@ def _lines(
     if not all(map(snapshot.has, metric.fields)):
         return []
     if metric.roles:
-        named = zip(metric.fields, metric.roles, metric.names, strict=True)
-        lines = [(snapshot.line(field, role, axis), name) for field, role, name in named]
-        return [
-            (replace(line, sign=look_of(at, coloured=coloured).sign), name)
-            for at, (line, name) in enumerate(lines)
-        ]
+        both = zip(metric.fields, metric.roles, strict=True)
+        lines = [snapshot.line(field, role, axis) for field, role in both]
+        looks = [look_of(at, coloured=coloured) for at in range(len(lines))]
+        signed = (replace(line, sign=look.sign) for line, look in zip(lines, looks, strict=True))
+        return list(zip(signed, metric.names, strict=True))
     field = metric.fields[0]
-    if not snapshot.is_smoothed(field):
-        pairs = [(snapshot.line(field, metric.role, axis), newest)]
-    else:
-        pairs = [
-            (snapshot.line(field, "raw", axis), newest),
-            (snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)),
-        ]
-    if not metric.leads:
-        return pairs
-    if snapshot.training and shown.view.cursor is None:
-        pairs[0] = pairs[0][0], "now"
-    return [*pairs, *((line, "evaluation" if roomy else "eval") for line in evaluations)]
+    if metric.leads and snapshot.training and shown.view.cursor is None:
+        newest = "now"
+    smoothed = field in snapshot.whole.means
+    pairs = [(snapshot.line(field, "raw" if smoothed else metric.role, axis), newest)]
+    if smoothed:
+        pairs.append((snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)))
+    if metric.leads:
+        pairs += [(line, "evaluation" if roomy else "eval") for line in evaluations]
+    return pairs
 
 
 def _mean_name(chart: Chart, shown: _Shown) -> str:
@@ -348,12 +286,6 @@ def _mean_name(chart: Chart, shown: _Shown) -> str:
         return mean_name(whole.span, whole.ema)
     room = chart.heading_room - (EVALUATION_CELLS if snapshot.evaluations is not None else 0)
     return mean_name(whole.span) if room >= 40 else f"mean of {whole.span}"
-
-
-def _nan_text(snapshot: Snapshot) -> str:
-    """Return how many steps have a loss that is not a number."""
-    count = snapshot.series["loss"].missing(snapshot.length) if snapshot.has("loss") else 0
-    return f"{thousands(count)} NaN" if count else ""
 
 
 # The legend of runs that are laid over each other: every one of them, with its value in the chart
@@ -391,7 +323,7 @@ class RunLegend(StyledLines):
             role, sign = look_of(index, coloured=not self.app.no_color)
             entry = Content.assemble((f"{sign or '●'} ", f"${role}"), name)
             entries.append(entry + faint(f" {_value_text(overlaid, metric, axis, cursor)}"))
-        self.update(Content("\n").join(_wrapped(entries, self.room)))
+        self.update(in_rows(wrapped(entries, self.room)))
 
 
 def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: float | None) -> str:
@@ -406,28 +338,8 @@ def _value_text(overlaid: Overlaid, metric: Metric, axis: Axis | None, cursor: f
     if cursor is not None and cursor > overlaid.end[0 if axis.unit == "step" else 1]:
         return "-"
     measured = lines[:1] if metric.fields else lines  # of the parts of a step, the first one
-    values = [
-        value
-        for line in measured
-        if (value := value_at(line, axis, axis.high if cursor is None else cursor)) is not None
-    ]
+    x = axis.high if cursor is None else cursor
+    values = [value for line in measured if (value := value_at(line, axis, x)) is not None]
     per, _ = metric.shown_in
-    texts = (
-        [metric.format_value(value / per) for value in (min(values), max(values))]
-        if values
-        else ["-"]
-    )
-    return " to ".join(dict.fromkeys(texts))
-
-
-def _wrapped(entries: list[Content], width: int, gap: str = "   ") -> list[Content]:
-    """Return entries in lines of at most ``width`` cells, none cut and none left out; one that is
-    wider has its own line.
-    """
-    lines: list[Content] = []
-    for entry in entries:
-        if lines and lines[-1].cell_length + len(gap) + entry.cell_length <= width:
-            lines[-1] = lines[-1] + gap + entry
-        else:
-            lines.append(entry)
-    return lines
+    ends = (min(values), max(values)) if values else ()
+    return " to ".join(dict.fromkeys(metric.format_value(end / per) for end in ends)) or "-"

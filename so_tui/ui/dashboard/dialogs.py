@@ -8,7 +8,7 @@ import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,31 +17,30 @@ import msgspec
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.export import export_metrics, export_rows
-from so_tui.runs.results import Answers, Asked, read_all, read_answers
+from so_tui.runs.results import Answers, read_all, read_answers
 from so_tui.spec.errors import reject
 from so_tui.ui.chart_metrics import (
     EVALUATIONS,
     METRICS,
     MOST_EMA,
     ChartLayout,
-    Metric,
     sampled_lines,
 )
-from so_tui.ui.charts.chart import Chart
-from so_tui.ui.charts.series import Line, chart_svg
+from so_tui.ui.charts.chart import Chart, Metric
+from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.dashboard.view import Overlaid, steps_at
-from so_tui.ui.dialogs import CloseButton, TickDialog, TickList
+from so_tui.ui.dialogs import CloseButton, TickDialog, TickList, button, dialog
 from so_tui.ui.messages import in_thread, reporting
 from so_tui.ui.run_actions import PICTURE, WROTE_S, ask_for_path, new_path
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import Sampled, Snapshot
-from so_tui.ui.text import Content, shorten
+from so_tui.ui.text import Content, shorten, wrong
 from so_tui.ui.textual_fixes import Entry
 from so_tui.units import duration, plural, thousands
 
@@ -81,15 +80,16 @@ class AnswersScreen(ModalScreen[None]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog -wide"):
-            yield Static(id="answers-title", classes="dialog-title")
-            with VerticalScroll(classes="dialog-body"):
-                yield Static(id="answers")
-            with Horizontal(classes="dialog-buttons"):
-                yield CloseButton()
-                yield Button("Step before  ←", compact=True, action="screen.go(-1)")
-                yield Button("Next step  →", compact=True, action="screen.go(1)")
-                yield Button("First  home", compact=True, action="screen.go(-1000)")
+        ways = {"Step before  ←": -1, "Next step  →": 1, "First  home": -1000}
+        yield dialog(
+            "Prompts",
+            VerticalScroll(Static(id="answers"), classes="dialog-body"),
+            buttons=[
+                CloseButton(),
+                *(button(label, None, f"screen.go({by})") for label, by in ways.items()),
+            ],
+            classes="dialog -wide",
+        )
 
     def on_mount(self) -> None:
         self._read()
@@ -112,9 +112,9 @@ class AnswersScreen(ModalScreen[None]):
 
     def _show(self) -> None:
         asked = self._answers.asked
-        title, text = self.query_one("#answers-title", Static), self.query_one("#answers", Static)
-        for button in self.query(Button).exclude("#close"):
-            button.display = bool(asked)
+        title, text = self.query_one(".dialog-title", Static), self.query_one("#answers", Static)
+        for other in self.query(Button).exclude("#close"):
+            other.display = bool(asked)
         if not asked:
             title.update("Prompts")
             text.update(Content(EMPTY))
@@ -123,7 +123,16 @@ class AnswersScreen(ModalScreen[None]):
         when = "before training" if shown.step == 0 else f"after step {thousands(shown.step)}"
         number = f"   {self._at + 1} of {len(asked)}, in {duration(shown.seconds)}"
         title.update(Content.assemble(f"Prompts {when}", (number, "$faint not bold")))
-        text.update(_conversation(shown))
+        parts = (
+            Content.assemble(
+                ("> ", "bold $accent"),
+                (answer.prompt, "bold"),
+                f"\n{answer.text}",
+                ("" if answer.stopped else " …", "$faint"),
+            )
+            for answer in shown.answers
+        )
+        text.update(Content("\n\n").join(parts))
 
     def action_go(self, by: int) -> None:
         asked = self._answers.asked
@@ -133,20 +142,10 @@ class AnswersScreen(ModalScreen[None]):
             self._show()
 
 
-def _conversation(asked: Asked) -> Content:
-    """Return prompts and answers as text."""
-    parts = []
-    for answer in asked.answers:
-        cut = "" if answer.stopped else " …"
-        parts.append(
-            Content.assemble(
-                ("> ", "bold $accent"), (answer.prompt, "bold"), "\n", answer.text, (cut, "$faint")
-            )
-        )
-    return Content("\n\n").join(parts)
-
-
 # Choose what the dashboard's charts show, and how it is smoothed.
+
+
+TICKS = "space or a click ticks, a all that are listed, n none"
 
 
 def _matching(pattern: str) -> tuple[list[Metric], str]:
@@ -188,45 +187,34 @@ class ChooseMetrics(TickDialog[ChartLayout, str]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog -wide"):
-            yield Static("Charts of the dashboard", classes="dialog-title")
-            yield Entry(placeholder="filter: a regular expression", compact=True, id="filter")
-            yield TickList[str](self._before.shown, id="metrics")
-            yield Static(
-                "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps",
-                classes="faint",
-            )
-            weight = "" if self._before.ema is None else f"{self._before.ema:g}"
-            yield Entry(weight, placeholder="mean", compact=True, id="smoothing")
-            yield Static(id="said", classes="dialog-answer")
-            yield Static(
-                "space or a click ticks, a all that are listed, n none; tab moves on",
-                classes="faint",
-            )
-            yield from self.buttons("Show the charts")
+        about = "smoothing: weight of an EMA, 0 to 0.99; empty: the mean of the last steps"
+        weight = "" if self._before.ema is None else f"{self._before.ema:g}"
+        yield dialog(
+            "Charts of the dashboard",
+            Entry(placeholder="filter: a regular expression", compact=True, id="filter"),
+            TickList[str](self._before.shown, id="metrics"),
+            Static(about, classes="faint"),
+            Entry(weight, placeholder="mean", compact=True, id="smoothing"),
+            Static(id="said", classes="dialog-answer"),
+            Static(f"{TICKS}; tab moves on", classes="faint"),
+            buttons=self.buttons("Show the charts"),
+            classes="dialog -wide",
+        )
 
     def list_matching(self, text: str) -> None:
         """List the metrics that match."""
         found, problem = _matching(text)
         width = max(len(metric.title) for metric in METRICS)
-        self.ticks.list_items(
-            [
-                (
-                    metric.key,
-                    Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint")),
-                )
-                for metric in found
-            ]
-        )
+        texts = {
+            metric.key: Content.assemble(f"{metric.title:<{width}}  ", (metric.about, "$faint"))
+            for metric in found
+        }
+        self.ticks.list_items(tuple(texts.items()))
         self._tell(problem)
 
     def _tell(self, problem: str) -> None:
-        text = (
-            Content.assemble(("✗ ", "$error"), problem)
-            if problem
-            else Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
-        )
-        self.say(text)
+        ticked = Content(f"{plural(len(self.ticks.ticked), 'chart')} ticked")
+        self.say(wrong(problem) if problem else ticked)
 
     @on(TickList.Changed)
     def _changed(self) -> None:
@@ -265,13 +253,14 @@ class ChooseRuns(TickDialog[tuple[RunDirectory, ...], RunDirectory]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
-            yield Static("Lay other runs over the charts", classes="dialog-title")
-            yield Entry(placeholder="filter by name", compact=True, id="filter")
-            yield TickList[RunDirectory](self._chosen, id="runs")
-            yield Static(id="said", classes="dialog-answer")
-            yield Static("space or a click ticks, a all that are listed, n none", classes="faint")
-            yield from self.buttons("Show them")
+        yield dialog(
+            "Lay other runs over the charts",
+            Entry(placeholder="filter by name", compact=True, id="filter"),
+            TickList[RunDirectory](self._chosen, id="runs"),
+            Static(id="said", classes="dialog-answer"),
+            Static(TICKS, classes="faint"),
+            buttons=self.buttons("Show them"),
+        )
 
     def on_mount(self) -> None:
         if self._rows:
@@ -309,51 +298,31 @@ _UNNAMED = ("", ".", "now", "last")
 """Names in a heading that say when, not what."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A line with the name that tells it from the others of its chart."""
-
-    name: str
-    line: Line
-
-
 def drawn(
     metric: Metric, chart: Chart, snapshot: Snapshot, overlays: Sequence[Overlaid]
-) -> list[Curve]:
+) -> list[Named]:
     """Return what a chart shows of its run and of those laid over it, all at steps, of the whole
-    run.
+    run, with names that tell them apart.
     """
     others = [curve for other in overlays for curve in _of_other(metric, other)]
     if metric.samples:
         own = sampled_lines(metric, snapshot.sampled, whole=True)
     else:
-        own = list(zip(chart.lines, chart.names, strict=True))[: len(chart.lines) - len(others)]
-    found = [
-        Curve(metric.title if name in _UNNAMED else name, _at_steps(line, snapshot))
-        for line, name in own
-    ]
+        own = list(chart.named[: len(chart.named) - len(others)])
+    found = []
+    for line, name in own:
+        if line.steps is None:
+            line = replace(line, steps=steps_at(line.times, line.length, snapshot.whole))
+        found.append((line, metric.title if name in _UNNAMED else name))
     return [*found, *others]
 
 
-def _of_other(metric: Metric, other: Overlaid) -> list[Curve]:
-    lines = other.lines(metric, "main")
-    names = (
-        metric.names
-        if len(metric.names) == len(lines)
-        else [str(number) for number in range(1, len(lines) + 1)]
-    )
-    return [
-        Curve(f"{other.run.name} {name}" if len(lines) > 1 else other.run.name, line)
-        for line, name in zip(lines, names, strict=True)
-    ]
-
-
-def _at_steps(line: Line, snapshot: Snapshot) -> Line:
-    return (
-        line
-        if line.steps is not None
-        else replace(line, steps=steps_at(line.times, line.length, snapshot.whole))
-    )
+def _of_other(metric: Metric, other: Overlaid) -> list[Named]:
+    lines, run = other.lines(metric, "main"), other.run.name
+    if len(lines) == 1:
+        return [(lines[0], run)]
+    names = metric.names if len(metric.names) == len(lines) else range(1, len(lines) + 1)
+    return [(line, f"{run} {name}") for line, name in zip(lines, names, strict=True)]
 
 
 def _sampled_rows(
@@ -365,21 +334,18 @@ def _sampled_rows(
     Numbers alone: a name could be a formula to the program that reads the table.
     """
     columns = [sampled.get(name, ()) for name in metric.samples]
-    hosts = {
-        host: number
-        for number, host in enumerate(dict.fromkeys(number.host for number in columns[0]))
-    }
+    hosts = list(dict.fromkeys(number.host for number in columns[0]))
     rows: list[tuple[float | str, ...]] = []
     for same in zip(*columns, strict=True):
         for row in range(min(number.length for number in same)):
             values = [number.series.value(row) for number in same]
             known = [value if math.isfinite(value) else "" for value in values]
-            rows.append((hosts[same[0].host], same[0].index, same[0].times[row], *known))
+            rows.append((hosts.index(same[0].host), same[0].index, same[0].times[row], *known))
     return rows
 
 
 def ask_to_export_chart(
-    screen: Page, snapshot: Snapshot, metric: Metric, curves: Sequence[Curve]
+    screen: Page, snapshot: Snapshot, metric: Metric, curves: Sequence[Named]
 ) -> None:
     """Ask for a name, and export: its ending says what."""
 
@@ -392,8 +358,19 @@ def ask_to_export_chart(
 
     def named(path: Path | None) -> None:
         if path is not None:
-            work = partial(_export, screen, snapshot, metric, tuple(curves), path)
+            work = partial(export, path)
             in_thread(screen, work, "export a chart", group="export")
+
+    def export(path: Path) -> None:
+        app = screen.app
+        per, unit = metric.shown_in
+        with reporting(app, metric.title, "exported", path):
+            if path.suffix == PICTURE:
+                title = f"{metric.title}, {unit}" if unit else metric.title
+                said = write_picture(path, title, curves, per)
+            else:
+                said = plural(_write_table(snapshot, metric, path), "row")
+            app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
 
     stem = f"{snapshot.run.name}-{metric.key}"
     choices = [
@@ -401,31 +378,6 @@ def ask_to_export_chart(
         (f"{stem}{TABLE}", "its values"),
     ]
     ask_for_path(screen, metric.title, choices, read, named)
-
-
-def _export(
-    screen: Page, snapshot: Snapshot, metric: Metric, curves: tuple[Curve, ...], path: Path
-) -> None:
-    """Export in a thread."""
-    app = screen.app
-    with reporting(app, metric.title, "exported", path):
-        said = (
-            _write_picture(metric, curves, path)
-            if path.suffix == PICTURE
-            else plural(_write_table(snapshot, metric, path), "row")
-        )
-        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
-
-
-def _write_picture(metric: Metric, curves: Sequence[Curve], path: Path) -> str:
-    per, unit = metric.shown_in
-    title = f"{metric.title}, {unit}" if unit else metric.title
-    picture = chart_svg(
-        title, [curve.line for curve in curves], [curve.name for curve in curves], per
-    )
-    with path.open("x", encoding="utf-8") as file:
-        file.write(picture)
-    return plural(len(curves), "line")
 
 
 def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:

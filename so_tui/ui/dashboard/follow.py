@@ -70,14 +70,6 @@ class RunFollower:
     def _whole(self) -> StepSeries:
         return self._steps.series
 
-    def _mean_steps(self) -> int:
-        state, latest = self._reader.state, self._reader.metrics.latest
-        return mean_steps_of(
-            self._spec,
-            state.total_steps if state is not None else 0,
-            latest.step if latest is not None else 0,
-        )
-
     def poll(
         self,
         window: tuple[float, float] | None = None,
@@ -128,7 +120,9 @@ class RunFollower:
             give_back()
         before, newest = self._whole, self._whole.last_step
         was_complete = not self._steps.unread_share
-        more = self._steps.read(self._mean_steps(), READ_S)
+        state, latest = self._reader.state, self._reader.metrics.latest
+        total, last = state.total_steps if state else 0, latest.step if latest else 0
+        more = self._steps.read(mean_steps_of(self._spec, total, last), READ_S)
         if self._closer is not None:
             if self._whole is not before:
                 self._closer = None
@@ -198,6 +192,11 @@ class RunFollower:
 
     def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
         reader, metrics, state = self._reader, self._reader.metrics, self._reader.state
+        # They are few, and a resume removes some.
+        if metrics.evaluations != self._evaluations:
+            self._evaluations = metrics.evaluations
+            line = evaluation_line(metrics.evaluations, "second")
+            self._evaluation_line = line if line.length else None
         return Snapshot(
             run=self.run,
             spec=self._spec,
@@ -212,7 +211,7 @@ class RunFollower:
             latest=metrics.latest,
             recent=self._recent,
             checkpoints=metrics.checkpoints,
-            evaluations=self._evaluated(metrics.evaluations),
+            evaluations=self._evaluation_line,
             resumes=metrics.resumes,
             warnings=metrics.warnings,
             whole=self._whole,
@@ -235,12 +234,3 @@ class RunFollower:
             stop_asked="stop" in run_state.pending(self.run),
             checking=self._checking,
         )
-
-    def _evaluated(self, records: tuple[EvaluationRecord, ...]) -> Line | None:
-        """Return the line of evaluations, rebuilt whenever they change: they are few, and a resume
-        removes some.
-        """
-        if records != self._evaluations:
-            self._evaluations = records
-            self._evaluation_line = evaluation_line(records, "second") if records else None
-        return self._evaluation_line

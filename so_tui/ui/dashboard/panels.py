@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from rich.segment import Segment
@@ -23,14 +23,16 @@ from textual.strip import Strip
 from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_nodes
 from so_tui.launch.supervisor.slowness import LEAST_OWN_SHARE
 from so_tui.machine.host import cpu_ranges
+from so_tui.plan.plan import RankBinding
 from so_tui.runs.records import RankBindingReport, RankPlacement, StepRecord
 from so_tui.trust.text import brief_message
 from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import STEP_METRICS
 from so_tui.ui.charts.drawing import RoleStyles, role_css
-from so_tui.ui.lines import StyledLines
+from so_tui.ui.lines import Piece, StyledLines
+from so_tui.ui.numa_nodes import rank_name
 from so_tui.ui.snapshot import Snapshot
-from so_tui.ui.text import Content, faint, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
 from so_tui.ui.textual_fixes import DrawsPrintable, KeptVertical
 from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
 from so_tui.units import percent, plural, thousands
@@ -58,28 +60,22 @@ class StepDetails(KeptVertical):
 
     def show(self, snapshot: Snapshot, width: int) -> None:
         """Show one step of ``snapshot`` in lines of ``width`` cells."""
-        at_cursor = snapshot.inspected is not None
-        record = snapshot.inspected.step if snapshot.inspected is not None else snapshot.latest
-        self.heading.update(*_heading(record, at_cursor))
-        self.lines.update(
-            Content("\n").join(_detail_lines(record, width)) if record is not None else Content("")
-        )
+        inspected = snapshot.inspected
+        record = snapshot.latest if inspected is None else inspected.step
+        if record is None:
+            missing = "none yet" if inspected is None else "nothing was recorded here"
+            self.heading.update("step", missing)
+            self.lines.update(Content(""))
+            return
+        clock = time.strftime("%H:%M:%S", time.localtime(record.time))
+        which = "the newest" if inspected is None else "at the cursor"
+        self.heading.update(f"step {thousands(record.step)}", f"{clock}, {which}")
+        self.lines.update(in_rows(_detail_lines(record, width)))
 
     @property
     def rows(self) -> int:
         """Rows that the panel takes."""
         return 1 + self.lines.rows + (BOTTOM if framed(self) else 0)
-
-
-def _heading(record: StepRecord | None, at_cursor: bool) -> tuple[str, str]:
-    """Return title and figure."""
-    if record is None:
-        return "step", "nothing was recorded here" if at_cursor else "none yet"
-    clock = time.strftime("%H:%M:%S", time.localtime(record.time))
-    return (
-        f"step {thousands(record.step)}",
-        f"{clock}, {'at the cursor' if at_cursor else 'the newest'}",
-    )
 
 
 def _detail_lines(record: StepRecord, width: int) -> list[Content]:
@@ -91,23 +87,13 @@ def _detail_lines(record: StepRecord, width: int) -> list[Content]:
         value = getattr(record, metric.fields[0]) if len(metric.fields) == 1 else None
         if value is not None:
             per, unit = metric.shown_in
-            written = (
-                thousands(value)
-                if isinstance(value, int) and per == 1
-                else metric.format_value(value / per)
-            )
-            text = f"{written} {unit}"
-            name = shorten(metric.title, ENTRY - VALUE - 1)
-            entries.append(
-                Content.assemble((f"{name:<{ENTRY - VALUE}}", "$faint"), f"{text:<{VALUE}}")
-            )
+            whole = isinstance(value, int) and per == 1
+            text = f"{thousands(value) if whole else metric.format_value(value / per)} {unit}"
+            name = f"{shorten(metric.title, ENTRY - VALUE - 1):<{ENTRY - VALUE}}"
+            entries.append(Content.assemble((name, "$faint"), f"{text:<{VALUE}}"))
     columns = max(1, width // ENTRY)
     rows = -(-len(entries) // columns)
-    ordered = [entries[start : start + rows] for start in range(0, len(entries), rows)]
-    return [
-        Content("").join(entry for entry in row if entry is not None)
-        for row in itertools.zip_longest(*ordered)
-    ]
+    return [Content("").join(entries[row::rows]) for row in range(rows)]
 
 
 # The dashboard's header: the run with its progress, and below it what the reader must know right
@@ -134,14 +120,13 @@ class RunHeader(KeptVertical):
         """Show the run's state in lines of ``width`` cells."""
         self.title.update(run_status.title_line(snapshot, now, width))
         news = run_status.news_line(snapshot)
-        lines = [] if news is None else news.wrap(width)[:MOST_NEWS_ROWS]
-        self.news.display = bool(lines)
-        self.news.update(Content("\n").join(lines))
+        self.news.display = bool(news)
+        self.news.update(in_rows(news.wrap(width)[:MOST_NEWS_ROWS]))
 
     @property
-    def rows(self) -> int:
+    def shown_rows(self) -> int:
         """Rows that the header takes."""
-        return 1 + (self.news.rows if self.news.display else 0)
+        return 1 + self.news.shown_rows
 
 
 MOST_LINES = 20_000
@@ -341,13 +326,10 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         at = 0
         mark = self._role_styles.get(self)["found" if index == self._found else "match"]
         while wanted and (found := low.find(wanted, at)) >= 0:
-            segments += [
-                Segment(text[at:found], style),
-                Segment(text[found : found + len(wanted)], mark),
-            ]
-            at = found + len(wanted)
-        segments.append(Segment(text[at:], style))
-        return segments
+            end = found + len(wanted)
+            segments += [Segment(text[at:found], style), Segment(text[found:end], mark)]
+            at = end
+        return [*segments, Segment(text[at:], style)]
 
 
 # The dashboard's log: its heading, which names the search, and the lines themselves.
@@ -400,11 +382,6 @@ class LogPanel(KeptVertical):
     def set_rows(self, rows: int) -> None:
         """Show ``rows`` lines, unless the log is maximised."""
         self.lines.styles.height = None if self.lines.is_maximized else rows
-
-    def go_to_newest_match(self) -> None:
-        """Give the keyboard to the log and scroll to the newest line that matches."""
-        self.screen.set_focus(self.lines)
-        self.lines.action_next_match(-1)
 
     def show_step(self, step: float | None) -> None:
         """Scroll to the line of the last step that was logged up to ``step``; None scrolls back to
@@ -473,24 +450,14 @@ class PlacementPanel(StyledLines):
         """Show the newest placement in lines of ``width`` cells, in a terminal of ``height``
         rows.
         """
-        shown = (
-            snapshot.placement,
-            snapshot.binding,
-            snapshot.plan and snapshot.plan.binding,
-            width,
-            height,
-        )
+        planned = snapshot.plan and snapshot.plan.binding
+        shown = snapshot.placement, snapshot.binding, planned, width, height
         if shown == self._shown:  # placement is sampled much more rarely than everything else
             return
         self._shown = shown
         lines = _placement_lines(snapshot, height)[:MOST_ROWS]
         self.display = bool(lines)
-        self.update(Content("\n").join(line.truncate(width, ellipsis=True) for line in lines))
-
-    @property
-    def shown_rows(self) -> int:
-        """Rows that the panel takes."""
-        return self.rows if self.display else 0
+        self.update(in_rows(line.truncate(width, ellipsis=True) for line in lines))
 
 
 class _Planned(NamedTuple):
@@ -505,11 +472,8 @@ class _Planned(NamedTuple):
 
 def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
     """Return the lines about the placement of ranks, those with problems first."""
-    reports = (
-        {report.rank: report for report in snapshot.binding.ranks}
-        if snapshot.binding is not None
-        else {}
-    )
+    reported = snapshot.binding.ranks if snapshot.binding is not None else ()
+    reports = {report.rank: report for report in reported}
     placed = {place.rank: place for place in snapshot.placement}
     wrong: list[Content] = []
     right: list[Content] = []
@@ -525,38 +489,28 @@ def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
         return wrong + right
     if height < FEW_ROWS:
         return wrong
-    good = faint(f"✓ {plural(len(right), 'rank')} on the planned cores{_on_node(shares)}")
+    memory = ""
+    if shares:
+        least = percent(min(shares))
+        most = "all" if least == percent(1.0) else f"at least {least}"
+        memory = f", {most} of their memory on their nodes"
+    good = faint(f"✓ {plural(len(right), 'rank')} on the planned cores{memory}")
     return [*wrong[: MOST_ROWS - 1], good]
-
-
-def _on_node(shares: Sequence[float]) -> str:
-    """Return how much of the ranks' memory is where it should be; nothing where it may be
-    anywhere.
-    """
-    if not shares:
-        return ""
-    least = percent(min(shares))
-    return (
-        f", {'all' if least == percent(1.0) else f'at least {least}'} of their memory on their "
-        "nodes"
-    )
 
 
 def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
     """Return where each rank should be: those of the plan, and those of other hosts, as they
     reported after they were bound.
     """
-    reports = snapshot.binding.ranks if snapshot.binding is not None else ()
+    reported = snapshot.binding.ranks if snapshot.binding is not None else ()
     bound = snapshot.plan.binding if snapshot.plan is not None else ()
-    found = {
-        report.rank: _Planned(_name(report.rank, report.gpu), report.cpus, report.main_cpus, ())
-        for report in reports
-    }
-    return found | {
-        each.rank: _Planned(
-            _name(each.rank, each.gpu), each.cpus, each.main_cpus, each.memory_policy.nodes
+    nodes = {rank.rank: rank.memory_policy.nodes for rank in bound}
+    ranks: list[RankBindingReport | RankBinding] = [*reported, *bound]
+    return {
+        rank.rank: _Planned(
+            rank_name(rank.rank, rank.gpu), rank.cpus, rank.main_cpus, nodes.get(rank.rank, ())
         )
-        for each in bound
+        for rank in ranks
     }
 
 
@@ -568,42 +522,29 @@ def _problems(
     if place is None:
         return
     if misplaced(place, planned.cpus, planned.main_cpus):
-        yield (
-            f"may run on cores {_listed({*place.cpus, *place.adam_cpus})}, planned "
-            f"{_listed(planned.cpus)}"
-        )
+        cores = _listed({*place.cpus, *place.adam_cpus})
+        yield f"may run on cores {cores}, planned {_listed(planned.cpus)}"
     share = share_on_nodes(place, planned.nodes)
     if share is not None and share < LEAST_OWN_SHARE:
-        others = {
-            node for node, size in place.node_bytes.items() if size and node not in planned.nodes
-        }
-        yield (
-            f"{percent(share)} of its memory is on node {_listed(planned.nodes)}, the rest on "
-            f"{_listed(others)}"
-        )
+        rest = {node for node, size in place.node_bytes.items() if size}.difference(planned.nodes)
+        there = f"{percent(share)} of its memory is on node {_listed(planned.nodes)}"
+        yield f"{there}, the rest on {_listed(rest)}"
 
 
 def _line(place: RankPlacement, planned: _Planned) -> Content:
     """Return ``✓ rank 0 · GPU 0  main cores 0-6, Adam 7-71  memory node 0 99 %``."""
-    cores = (
-        f"main cores {_listed(place.cpus)}, Adam {_listed(place.adam_cpus)}"
-        if place.adam_cpus
-        else f"cores {_listed(place.cpus)}"
-    )
-    parts: list[tuple[str, str] | str] = [(f"✓ {planned.name}  ", "$faint"), cores]
+    cores = f"cores {_listed(place.cpus)}"
+    if place.adam_cpus:
+        cores = f"main {cores}, Adam {_listed(place.adam_cpus)}"
+    parts: list[Piece] = [(f"✓ {planned.name}  ", "$faint"), cores]
     if place.node_bytes:
-        node = max(place.node_bytes, key=lambda node: place.node_bytes[node])
-        share = place.node_bytes[node] / max(1, sum(place.node_bytes.values()))
+        node, size = max(place.node_bytes.items(), key=itemgetter(1))
+        share = size / max(1, sum(place.node_bytes.values()))
         parts += [("  memory ", "$faint"), f"node {node} {percent(share)}"]
     if place.nice > 0:
-        parts.append(
-            (f"  {f'nice {place.nice}' if place.nice < IDLE_NICE else 'idle priority'}", "$warning")
-        )
+        nice = f"nice {place.nice}" if place.nice < IDLE_NICE else "idle priority"
+        parts.append((f"  {nice}", "$warning"))
     return Content.assemble(*parts)
-
-
-def _name(rank: int, gpu: int | None) -> str:
-    return f"rank {rank}" + ("" if gpu is None else f" · GPU {gpu}")
 
 
 def _listed(numbers: set[int] | tuple[int, ...]) -> str:

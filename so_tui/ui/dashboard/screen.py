@@ -49,6 +49,8 @@ from so_tui.ui.text import Content
 from so_tui.ui.textual_fixes import KeptScroll, KeptVertical
 from so_tui.ui.widgets import BOTTOM, SIDE, Divider, FindField, command_key, framed
 
+LEAST_ROWS = 7
+"""Rows of a chart where several stand above each other."""
 LEAST_PLOT = 2
 """Rows of a node below which there is no room for its cores or its memory over time."""
 RESERVED_ROWS = 12
@@ -169,7 +171,6 @@ class DashboardScreen(ResizablePage):
         """What is known of them."""
         self._rows = Rows(0, 0, 0)
         """As they were divided last."""
-        self._side_columns = 0
         self._placed = (0, 0)
         """Columns of the terminal, and those of the panels at the right, for which the panels stand
         in their places.
@@ -181,15 +182,14 @@ class DashboardScreen(ResizablePage):
         super().__init__()
 
     def body(self) -> Iterable[Widget]:
-        glyphs = self.app.glyphs
         yield Static(id="empty")
         yield RunHeader()
         with KeptScroll(id="panels", can_focus=False):
             with KeptVertical(id="main"):
-                yield ChartPanel(load_layout(), glyphs=glyphs)
+                yield ChartPanel(load_layout())
                 yield RunLegend()
                 yield StepPanel()
-                yield NumaPanel(PlacementPanel(), glyphs=glyphs)
+                yield NumaPanel(PlacementPanel())
             yield Divider()
             with KeptVertical(id="side"):
                 yield StepDetails()
@@ -201,7 +201,7 @@ class DashboardScreen(ResizablePage):
     def on_mount(self) -> None:
         self.watch(self.app, "checking", self._checks_changed)
         self.set_interval(POLL_S, self.tick)
-        self.watch(self.app, "opened", self._open)
+        self.watch(self.app, "opened", self.follow)
         if self.run_shown is None:
             self.watch(self.app, "runs", self._take_newest)
 
@@ -226,19 +226,15 @@ class DashboardScreen(ResizablePage):
             else checking.lines(empty.content_size.width or self.size.width)
         )
 
-    def _open(self, run: RunDirectory | None) -> None:
-        if run is not None:
-            self.follow(run)
-
     def _take_newest(self) -> None:
         if self.run_shown is None and self.app.runs and self.app.checking is None:
             self.follow(self.app.runs[0].run)
 
     # Following.
 
-    def follow(self, run: RunDirectory) -> None:
+    def follow(self, run: RunDirectory | None) -> None:
         """Show another run."""
-        if run == self.run_shown:
+        if run is None or run == self.run_shown:
             return
         self.run_shown = run
         self._follower = RunFollower(run)
@@ -247,8 +243,8 @@ class DashboardScreen(ResizablePage):
         self.axis = None
         self.view = View(unit=self.view.unit)
         self.log_panel.lines.clear()
-        if self.charts.page.number:
-            self.call_later(self.charts.turn_to_first)
+        if number := self.charts.page.number:
+            self.call_later(self.charts.change, self.charts.chart_layout, -number)
         self._show_panels(True)
         self.tick()
 
@@ -275,8 +271,8 @@ class DashboardScreen(ResizablePage):
         while True:
             await self._due.wait()
             self._due.clear()
-            zoomed = self.view.window is not None and self.axis is not None
-            window = self.axis.in_steps() if zoomed and self.axis is not None else None
+            axis = self.axis if self.view.window is not None else None
+            window = axis.in_steps() if axis is not None else None
             charted, cursor = self.charts.wanted, self._cursor_position()
             snapshot, overlays = await asyncio.to_thread(
                 self._read, follower, window, charted, self.numa.wanted, cursor, self.chosen
@@ -335,15 +331,12 @@ class DashboardScreen(ResizablePage):
         columns.
         """
         settings = self.app.settings
-        side = (
-            side_columns(self.size.width, settings.panels.side)
-            if settings.screen.layout == "auto"
-            else 0
-        )
+        side = 0
+        if settings.screen.layout == "auto":
+            side = side_columns(self.size.width, settings.panels.side)
         if (self.size.width, side) == self._placed:
             return side
         self._placed = self.size.width, side
-        self._side_columns = side
         self.set_class(bool(side), "-beside")
         self.side.styles.width = side - 1 if side else "100%"
         self.details.display = self.divider.display = bool(side)
@@ -356,23 +349,21 @@ class DashboardScreen(ResizablePage):
         """
         height = self.size.height - OTHER_ROWS
         crowded = height < 12 + 3 * nodes
-        frame = BOTTOM if framed(self) else 0
-        lines = (0 if crowded else 1 + frame) + (1 + frame if log_below else 0)
-        around = self.header.rows + self.step.rows + lines
-        fixed = (
-            around + self.placement.shown_rows + (self.legend.rows if self.legend.display else 0)
+        framed_line = 1 + (BOTTOM if framed(self) else 0)
+        fixed = framed_line * ((not crowded) + log_below) + sum(
+            panel.shown_rows for panel in (self.header, self.step, self.placement, self.legend)
         )
         sizes = self.app.settings.panels
-        rows = rows_for(
-            height, nodes, self.numa.gpu_rows, fixed, self.charts.least_rows, log=log_below
-        )
+        gpus, grid = self.numa.gpus.shown_rows, self.charts.page.rows
+        least = LEAST_ROWS * grid if grid > 1 else 0
+        rows = rows_for(height, nodes, gpus, fixed, least, log=log_below)
         self._rows = rows = rows.resized(nodes, sizes.charts, sizes.nodes)
-        self.charts.set_rows(rows.charts)
+        self.charts.styles.height = rows.charts
         self.numa.set_rows(rows.plot, heading=not crowded)
-        log = rows.log if log_below else height - self.header.rows - self.details.rows - 1 - frame
-        self.log_panel.set_rows(
-            max(1, log - int(self.search.display))
-        )  # the search bar takes its row from the log alone
+        beside = height - self.header.shown_rows - self.details.rows - framed_line
+        # The search bar takes its row from the log alone.
+        log = (rows.log if log_below else beside) - self.search.display
+        self.log_panel.set_rows(max(1, log))
 
     async def on_resize(self) -> None:
         # Lines that wrap beside a scroll bar can be what keeps it there: whether there is one must
@@ -404,7 +395,8 @@ class DashboardScreen(ResizablePage):
 
     def show_charts(self, snapshot: Snapshot) -> None:
         """Draw the charts, and the legend where runs lie over each other."""
-        if self.charts.learn_of_gpus(snapshot.on_gpus):
+        if self.charts.on_gpus != snapshot.on_gpus:
+            self.charts.on_gpus = snapshot.on_gpus
             self.call_later(self._arrange, self.charts.chart_layout)
         self.charts.show(snapshot, self.view, self.axis, self.overlays)
         if self.overlays or self.legend.display:
@@ -414,12 +406,12 @@ class DashboardScreen(ResizablePage):
 
     # The view.
 
-    def _extent(self) -> tuple[float, float] | None:
-        return (
-            extent_of(self.snapshot, self.view.unit, self.overlays)
-            if self.snapshot is not None
-            else None
-        )
+    @property
+    def _extent(self) -> tuple[float, float]:
+        """First and last position on the axis, the same before there is anything to draw."""
+        snapshot = self.snapshot
+        found = snapshot and extent_of(snapshot, self.view.unit, self.overlays)
+        return found or (0.0, 0.0)
 
     def _standing(self, view: View) -> View:
         """Return the view with its cursor at a position whose values are known."""
@@ -431,24 +423,21 @@ class DashboardScreen(ResizablePage):
         self.view = View(unit="time" if self.view.unit == "step" else "step")
 
     def action_zoom(self, factor: float) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.zoomed(factor, extent)
+        self.view = self.view.zoomed(factor, self._extent)
 
     def action_whole(self) -> None:
         self.view = View(unit=self.view.unit)
 
     def action_inspect(self) -> None:
-        extent = self._extent()
+        extent = self._extent
         if self.view.cursor is not None:
             self.view = replace(self.view, cursor=None)
-        elif extent is not None:
+        elif any(extent):
             self.view = self._standing(self.view.at(self.view.resolved(extent)[1], extent))
             self.charts.focus_first()
 
     def action_point(self, columns: int) -> None:
-        extent = self._extent()
-        if extent is None:
-            return
+        extent = self._extent
         if self.view.cursor is None:
             self.view = self.view.panned(0.25 if columns > 0 else -0.25, extent)
         else:
@@ -456,23 +445,19 @@ class DashboardScreen(ResizablePage):
 
     @on(Chart.CursorMoved)
     def _pointed(self, message: Chart.CursorMoved) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self._standing(self.view.at(message.x, extent))
+        self.view = self._standing(self.view.at(message.x, self._extent))
 
     @on(Chart.Zoomed)
     def _wheel(self, message: Chart.Zoomed) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.zoomed(message.factor, extent, message.x)
+        self.view = self.view.zoomed(message.factor, self._extent, message.x)
 
     @on(Chart.Ranged)
     def _dragged(self, message: Chart.Ranged) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.ranged(message.low, message.high, extent)
+        self.view = self.view.ranged(message.low, message.high, self._extent)
 
     @on(Chart.Panned)
     def _pushed(self, message: Chart.Panned) -> None:
-        if (extent := self._extent()) is not None:
-            self.view = self.view.panned(message.share, extent)
+        self.view = self.view.panned(message.share, self._extent)
 
     # What the charts show.
 
@@ -485,10 +470,10 @@ class DashboardScreen(ResizablePage):
         self.tick()
 
     async def action_log_scale(self) -> None:
-        await self._arrange(self.charts.toggled("log"))
+        await self._arrange(self.charts.chart_layout.toggled("log", self.charts.metric.key))
 
     async def action_robust_scale(self) -> None:
-        await self._arrange(self.charts.toggled("robust"))
+        await self._arrange(self.charts.chart_layout.toggled("robust", self.charts.metric.key))
 
     async def action_grid(self) -> None:
         await self._arrange(self.charts.chart_layout.next_grid(self.charts.room))
@@ -521,9 +506,8 @@ class DashboardScreen(ResizablePage):
         async def chosen(layout: ChartLayout | None) -> None:
             if layout is None:
                 return
-            if (
-                layout.shown == listed.shown
-            ):  # what stands for metrics of GPUs is not chosen for runs that have them
+            if layout.shown == listed.shown:
+                # What stands for metrics of GPUs is not chosen for runs that have them.
                 layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
             await self._arrange(layout)
 
@@ -548,11 +532,7 @@ class DashboardScreen(ResizablePage):
 
         from so_tui.ui.dashboard.dialogs import ChooseRuns
 
-        rows = [
-            row
-            for row in self.app.runs
-            if self.run_shown is None or row.run.path != self.run_shown.path
-        ]
+        rows = [row for row in self.app.runs if row.run != self.run_shown]
         self.app.push_screen(ChooseRuns(rows, self.chosen), chosen)
 
     # The panels.
@@ -570,7 +550,9 @@ class DashboardScreen(ResizablePage):
 
     @on(Input.Submitted, "#search")
     def _search_submitted(self) -> None:
-        self.log_panel.go_to_newest_match()
+        """Give the keyboard to the log and scroll to the newest line that matches."""
+        self.set_focus(self.log_panel.lines)
+        self.log_panel.lines.action_next_match(-1)
 
     def action_node_plot(self) -> None:
         """Show load, heat of cores or memory of the nodes over time: on the whole screen where they
@@ -589,9 +571,8 @@ class DashboardScreen(ResizablePage):
         """Show only the panel with the focus, or all of them again."""
         if whole:
             focused = self.focused
-            shown = (
-                focused if focused is not None and focused.allow_maximize else self.charts.focused
-            )
+            whole_panel = focused is not None and focused.allow_maximize
+            shown = focused if whole_panel else self.charts.focused
             if shown is not None:
                 self.maximize(shown)
         else:
@@ -621,21 +602,17 @@ class DashboardScreen(ResizablePage):
         most = self.size.height - RESERVED_ROWS
         charts = Size("charts", self._rows.charts, 4, most)
         nodes = Size("nodes", self._rows.plot, 0, most // count, count=count)
-        side = Size(
-            "side", self._side_columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4
-        )
-        log = self.log_panel
+        columns, log = self._placed[1], self.log_panel
+        side = Size("side", columns, 30, self.size.width - LEAST_MAIN, towards=-1, step=4)
         if panel is self.divider:
             return side
-        if panel is log.lines:
-            return (
-                side if self._side_columns else replace(charts, step=-1)
-            )  # below the others, it has what they leave
+        if panel is log.lines:  # below the others, it has what they leave
+            return side if columns else replace(charts, step=-1)
         if panel is log.heading:
-            return None if self._side_columns else nodes
-        return (
-            None if panel is self.details.heading else nodes if panel is self.numa.nodes else charts
-        )
+            return None if columns else nodes
+        if panel is self.details.heading:
+            return None
+        return nodes if panel is self.numa.nodes else charts
 
     def sizes_changed(self) -> None:
         self.call_later(self.on_resize)
@@ -644,10 +621,8 @@ class DashboardScreen(ResizablePage):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if self.run_shown is None or self.app.checking is not None:
-            return action in (
-                "leave_field",
-                "copy_text",
-            )  # nothing is shown that a key could act on
+            # Nothing is shown that a key could act on.
+            return action in ("leave_field", "copy_text")
         if action == "to_run":
             action = str(parameters[0])
         if action in ("stop", "checkpoint", "resume"):

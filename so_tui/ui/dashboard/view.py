@@ -16,8 +16,9 @@ from typing import Literal
 from so_tui.runs import RunDirectory, RunReader, read_state, readable_spec
 from so_tui.runs.records import Sample
 from so_tui.runs.results import mean_steps_of
-from so_tui.ui.chart_metrics import EVALUATIONS, Metric, Wanted
-from so_tui.ui.charts.series import Axis, FollowedSteps, Line, StepSeries, evaluation_line, mean_of
+from so_tui.ui.chart_metrics import EVALUATIONS, Wanted
+from so_tui.ui.charts.chart import Metric
+from so_tui.ui.charts.series import Axis, FollowedSteps, Line, StepSeries, evaluation_line
 from so_tui.ui.snapshot import Loads, Snapshot
 
 # Other runs whose metrics are laid over those of the run that is followed. Read in the follower's
@@ -54,33 +55,26 @@ class Overlaid:
         """
         if metric.key == EVALUATIONS:
             found = [] if self.evaluations is None else [self.evaluations]
-        elif metric.samples:
-            found = [line for name in metric.samples for line in self.sampled.get(name, ())]
         else:
-            found = [line for name in metric.fields if (line := self._line(name, role)) is not None]
+            found = [line for name in metric.samples for line in self.sampled.get(name, ())]
+        # Fields that have been read, and their means where there are any.
+        names = (self.steps.means.get(field, field) for field in metric.fields)
+        found += [
+            replace(self.steps.line(name, role, self.length), times=self.times)
+            for name in names
+            if name in self.steps.series
+        ]
         return [
             replace(line, role=role, sign=sign)
             for line in found
             if line.series.extremes(0, line.length) is not None
         ]
 
-    def _line(self, field: str, role: str) -> Line | None:
-        """Return a field of the step records, its mean where there is one; None where it has not
-        been read.
-        """
-        name = mean_of(field) if field in self.steps.means else field
-        if name not in self.steps.series:
-            return None
-        return Line(self.steps.series[name], self.length, self.times, self.steps.steps, role)
-
     @property
     def end(self) -> tuple[float, float]:
         """Its last step, and when that would be; zeros before the first."""
-        return (
-            (self.steps.steps[self.length - 1], self.times[self.length - 1])
-            if self.length
-            else (0.0, 0.0)
-        )
+        last = self.length - 1
+        return (self.steps.steps[last], self.times[last]) if self.length else (0.0, 0.0)
 
 
 class _Followed:
@@ -108,19 +102,19 @@ class _Followed:
 
     def sampled(self, shift_s: float) -> dict[str, tuple[Line, ...]]:
         """Return the numbers of the samples, at their steps, with their times moved."""
-        places: dict[int, tuple[array[float], array[float]]] = {}
         found: dict[str, tuple[Line, ...]] = {}
-        for name, numbers in self.loads.sampled().items():
-            lines = []
-            for number in numbers:
-                if id(number.times) not in places:
-                    moved = array("d", (at + shift_s for at in number.times))
-                    places[id(number.times)] = (
-                        moved,
-                        steps_at(number.times, number.length, self.steps.series),
-                    )
-                lines.append(Line(number.series, number.length, *places[id(number.times)], "main"))
-            found[name] = tuple(lines)
+        places: dict[int, tuple[array[float], array[float]]] = {}
+        for name, lines in self.loads.sampled().items():
+            for line in lines:
+                if id(line.times) not in places:
+                    moved = array("d", (at + shift_s for at in line.times))
+                    steps = steps_at(line.times, line.length, self.steps.series)
+                    places[id(line.times)] = moved, steps
+            at = [places[id(line.times)] for line in lines]
+            found[name] = tuple(
+                replace(line, times=times, steps=steps)
+                for line, (times, steps) in zip(lines, at, strict=True)
+            )
         return found
 
 
@@ -147,14 +141,15 @@ class Overlays:
 
     def _look(self, run: RunDirectory, followed: _Followed, wanted: Wanted, begun: float) -> None:
         """Read what is new of a run. One that cannot be read keeps what is known of it."""
-        followed.steps.want(wanted.fields, wanted.smoothed, wanted.ema)
+        reader, steps = followed.reader, followed.steps
+        steps.want(wanted.fields, wanted.smoothed, wanted.ema)
         followed.wanted = wanted
         try:
-            update = followed.reader.poll(limit_records=20_000, limit_s=READ_S, earlier=False)
-            start, latest = followed.reader.metrics.start, followed.reader.metrics.latest
+            update = reader.poll(limit_records=20_000, limit_s=READ_S, earlier=False)
+            start, latest = reader.metrics.start, reader.metrics.latest
             total_steps = start.total_steps if start is not None else 0
             span = mean_steps_of(followed.spec, total_steps, latest.step if latest else 0)
-            more = followed.steps.read(span, READ_S) or update.more
+            more = steps.read(span, READ_S) or update.more
             if wanted.samples and not more:
                 followed.add_samples(update.samples, wanted.samples)
             else:
@@ -164,18 +159,17 @@ class Overlays:
             followed.due = time.monotonic() + POLL_S
             return
         followed.due = 0.0 if more else time.monotonic() + POLL_S
-        series = followed.steps.series
+        series = steps.series
         shift = begun - series.begin[1] if len(series) else 0.0
-        times = array("d", (at + shift for at in series.times))
-        evaluated = followed.reader.metrics.evaluations
+        evaluated = reader.metrics.evaluations
         followed.shown = Overlaid(
             run,
             series,
             len(series),
-            times,
+            array("d", (at + shift for at in series.times)),
             more,
-            evaluations=evaluation_line(evaluated, "main", shift) if evaluated else None,
-            sampled=followed.sampled(shift) if wanted.samples else {},
+            evaluation_line(evaluated, "main", shift) if evaluated else None,
+            followed.sampled(shift) if wanted.samples else {},
         )
 
 
@@ -190,11 +184,12 @@ def steps_at(times: Sequence[float], length: int, series: StepSeries) -> array[f
         if right == rows or time_s < series.begin[1]:
             step = math.inf if right == rows else -math.inf
         else:
-            before = (series.steps[right - 1], series.times[right - 1]) if right else series.begin
-            whole = series.times[right] - before[1]
-            step = before[0] + (series.steps[right] - before[0]) * (
-                (time_s - before[1]) / whole if whole > 0 else 1.0
-            )
+            before, since = series.begin
+            if right:
+                before, since = series.steps[right - 1], series.times[right - 1]
+            whole = series.times[right] - since
+            share = (time_s - since) / whole if whole > 0 else 1.0
+            step = before + (series.steps[right] - before) * share
         found.append(max(step, found[-1]) if found else step)
     return found
 
@@ -236,21 +231,20 @@ class View:
         if width >= extent[1] - extent[0]:
             return replace(self, window=None, tail=False)
         share = (about - low) / (high - low) if high > low else 1.0
-        low = min(max(extent[0], about - share * width), extent[1] - width)
-        return replace(
-            self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width
-        )
+        return self._moved(about - share * width, width, extent)
+
+    def _moved(self, low: float, width: float, extent: tuple[float, float]) -> View:
+        """Move the window to begin at ``low``, within the run."""
+        low = min(max(extent[0], low), extent[1] - width)
+        high = low + width
+        return replace(self, window=(low, high), tail=high >= extent[1] - 0.01 * width)
 
     def panned(self, share: float, extent: tuple[float, float]) -> View:
         """Move the window by a share of its width, within the run."""
         if self.window is None:
             return self
         low, high = self.resolved(extent)
-        width = high - low
-        low = min(max(extent[0], low + share * width), extent[1] - width)
-        return replace(
-            self, window=(low, low + width), tail=low + width >= extent[1] - 0.01 * width
-        )
+        return self._moved(low + share * (high - low), high - low, extent)
 
     def ranged(self, low: float, high: float, extent: tuple[float, float]) -> View:
         """Zoom to a range, within the run."""
@@ -275,9 +269,8 @@ class View:
         width = (high - low) / max(1, dots)
         if self.unit == "step":
             width = max(1.0, width)  # every key press moves it
-        moved = self.at(
-            (self.cursor if self.cursor is not None else high) + columns * width, extent
-        )
+        cursor = self.cursor if self.cursor is not None else high
+        moved = self.at(cursor + columns * width, extent)
         at = moved.cursor
         assert at is not None
         if self.window is not None and not low <= at <= high:
@@ -286,9 +279,9 @@ class View:
         return moved
 
     @property
-    def range_notes(self) -> tuple[str, ...]:
-        """Notes beside the charts while they do not show the whole run."""
-        return () if self.window is None else ("newest part",) if self.tail else ("zoomed",)
+    def range_note(self) -> str:
+        """Note beside the charts while they do not show the whole run."""
+        return "" if self.window is None else "newest part" if self.tail else "zoomed"
 
 
 def extent_of(
@@ -297,20 +290,19 @@ def extent_of(
     """Return the first and last position of a run and those laid over it; None before there is
     anything to draw.
     """
-    if unit == "step":
-        if not snapshot.length:
-            return None
-        low, high = snapshot.whole.begin[0], snapshot.steps[snapshot.length - 1]
-    else:
-        ends = [snapshot.times[snapshot.length - 1]] if snapshot.length else []
-        starts = [snapshot.whole.begin[1]] if snapshot.length else []
-        for node in snapshot.nodes:
-            ends.append(node.times[node.length - 1])
-            starts.append(node.times[0])
-        if not ends:
-            return None
-        low, high = min(starts), max(ends)
-    high = max([high, *(overlaid.end[0 if unit == "step" else 1] for overlaid in overlays)])
+    by_step = unit == "step"
+    ranges: list[tuple[float, float]] = []
+    if snapshot.length:
+        begin, positions = snapshot.whole.begin, snapshot.steps if by_step else snapshot.times
+        ranges.append((begin[0 if by_step else 1], positions[snapshot.length - 1]))
+    if not by_step:
+        loads = (node.load[0] for node in snapshot.nodes)
+        ranges += [(load.times[0], load.times[load.length - 1]) for load in loads]
+    if not ranges:
+        return None
+    low = min(start for start, _ in ranges)
+    ends = [overlaid.end[0 if by_step else 1] for overlaid in overlays]
+    high = max([*(end for _, end in ranges), *ends])
     return (low, high) if high > low else (low, low + 1)
 
 
@@ -332,19 +324,11 @@ def axis_of(
         return None
     low, high = view.resolved(extent) if unit == view.unit else extent
     origin = extent[0] if unit == "time" else 0.0
-    if (
-        held is not None
-        and snapshot.live
-        and held.unit == unit
-        and held.origin == origin
-        and held.steps is snapshot.steps
-    ):
-        grown, moved = high - held.high, abs(low - held.low)
-        if (
-            0 <= grown < HELD_SHARE * (high - low)
-            and moved <= grown
-            and bool(held.length) == bool(snapshot.length)
-        ):
+    same = held is not None and (held.unit, held.origin) == (unit, origin)
+    if held is not None and same and snapshot.live and held.steps is snapshot.steps:
+        grown = high - held.high
+        begun = bool(held.length) == bool(snapshot.length)
+        if begun and abs(low - held.low) <= grown < HELD_SHARE * (high - low):
             low, high = held.low, held.high
     return Axis(unit, low, high, origin, snapshot.steps, snapshot.times, snapshot.length)
 
@@ -389,13 +373,11 @@ class Rows:
             if plot is not None and not self.log:
                 charts = max(LEAST_CHARTS, total - _plot_rows(plot, nodes))
         elif plot is None:
-            plot = max(
-                0, min(self.plot if self.log else MOST_PLOT, (total - 1 - charts) // max(1, nodes))
-            )
+            most = self.plot if self.log else MOST_PLOT
+            plot = max(0, min(most, (total - 1 - charts) // max(1, nodes)))
         plot = self.plot if plot is None else plot
-        return Rows(
-            charts, plot, max(2, total - charts - _plot_rows(plot, nodes)) if self.log else 0
-        )
+        left = total - charts - _plot_rows(plot, nodes)
+        return Rows(charts, plot, max(2, left) if self.log else 0)
 
 
 def _plot_rows(plot: int, nodes: int) -> int:

@@ -9,8 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import msgspec
 from textual import getters
@@ -21,11 +20,11 @@ from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.launch.supervisor.samples import HostProcess, HostProcesses, Sampler
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine
-from so_tui.runs.records import BindingRecord, Sample
+from so_tui.runs.records import Sample
 from so_tui.ui.chart_metrics import (
     BY_KEY,
     HARDWARE,
-    chart_of,
+    PAGE_KEYS,
     hardware_keys,
     marked_lines,
     sampled_lines,
@@ -35,9 +34,9 @@ from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaPanel
-from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Inspected, LoadStore, NodeView, Sampled
-from so_tui.ui.text import Content, GlyphName, faint, shorten
-from so_tui.ui.widgets import BOTTOM, Rule, command_key, framed
+from so_tui.ui.snapshot import CORES, MEMORY, HostView, LoadStore
+from so_tui.ui.text import Content, faint, in_rows, shorten
+from so_tui.ui.widgets import BOTTOM, Rule, framed
 from so_tui.units import memory_size as memory
 
 # What this host does now, without a run: sampled in a worker thread, handed over as frozen views.
@@ -52,21 +51,6 @@ _COST_SHARE = 1 / 100
 """Reading every process takes long where there are thousands; its interval grows so that it stays
 below this share of a core.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class HostView:
-    """What is known of this host at one moment."""
-
-    nodes: tuple[NodeView, ...]
-    gpus: tuple[GpuView, ...]
-    sampled: Mapping[str, tuple[Sampled, ...]]
-    processes: tuple[HostProcess, ...]
-    axis: Axis
-    binding: BindingRecord | None = None
-    inspected: Inspected | None = None
-    averaged: bool = False
-    hosts: int = 1
 
 
 class Monitor:
@@ -107,28 +91,22 @@ class Monitor:
             self._store.clear()
             for kept in self._kept:
                 self._store.append("", kept)
-        self._list_processes()
-        nodes = (self._store.node("", sample, node, self._cpus) for node in sample.nodes)
-        gpus = (self._store.gpu("", gpu) for gpu in sample.gpus)
+        now = time.monotonic()
+        if now >= self._listed_due:
+            started = time.process_time()
+            self._listed = self._processes.read(self._sampler.gpu_uses())
+            took = time.process_time() - started
+            self._listed_due = now + max(_PROCESSES_S, took / _COST_SHARE)
         begin = self._kept[0].time
         return HostView(
-            nodes=tuple(view for view in nodes if view is not None),
-            gpus=tuple(view for view in gpus if view is not None),
+            nodes=self._store.nodes({"": sample}, self._cpus),
+            gpus=self._store.gpus({"": sample}),
             sampled=self._store.sampled(),
             processes=self._listed,
             axis=Axis(
                 "time", max(begin, sample.time - WINDOW_S), max(sample.time, begin + 1), begin
             ),
         )
-
-    def _list_processes(self) -> None:
-        now = time.monotonic()
-        if now >= self._listed_due:
-            started = time.process_time()
-            self._listed = self._processes.read(self._sampler.gpu_uses())
-            self._listed_due = now + max(
-                _PROCESSES_S, (time.process_time() - started) / _COST_SHARE
-            )
 
 
 CHART_WIDTH = 40
@@ -153,18 +131,7 @@ class HostPanel(Vertical):
     """
     KEYS = (
         *NumaPanel.KEYS,
-        command_key(
-            "greater_than_sign", "page(1)", "Next page", "The next charts", display=">", show=False
-        ),
-        command_key(
-            "less_than_sign",
-            "page(-1)",
-            "Page before",
-            "The charts before",
-            id="page-before",
-            display="<",
-            show=False,
-        ),
+        *PAGE_KEYS,
     )
     """Keys that act on this panel from anywhere on its screen, which binds them."""
 
@@ -173,16 +140,15 @@ class HostPanel(Vertical):
     processes_rule = getters.child_by_id("processes-rule", Rule)
     processes = getters.query_one("#processes", StyledLines)
 
-    def __init__(self, *, glyphs: GlyphName, id: str | None = None) -> None:
-        self._glyphs = glyphs
+    def __init__(self) -> None:
         self._drawing = asyncio.Lock()
         """Held while charts are exchanged: a sample may come during a resize."""
-        self._first = 0
+        self.first = 0
         """Position of the first chart among those that this host has."""
-        super().__init__(id=id)
+        super().__init__()
 
     def compose(self) -> ComposeResult:
-        yield NumaPanel(glyphs=self._glyphs)
+        yield NumaPanel()
         yield Horizontal(id="host-charts")
         yield Rule("processes", id="processes-rule")
         with Vertical(classes="frame"):
@@ -199,12 +165,13 @@ class HostPanel(Vertical):
             key for key in hardware_keys(view.sample for view in host.gpus) if key not in _NOT_HERE
         ]
         count = min(len(keys), max(1, width // CHART_WIDTH))
-        self._first %= len(keys)
-        await self._show_charts([keys[(self._first + at) % len(keys)] for at in range(count)], host)
+        self.first %= len(keys)
+        await self._show_charts([keys[(self.first + at) % len(keys)] for at in range(count)], host)
         self.numa.show(host, host.axis, width)
         nodes = max(1, self.numa.node_rows(width))
         frames = 2 * BOTTOM if framed(self) else 0
-        left = height - 3 - frames - self.numa.gpu_rows - 2 * nodes  # two title lines and the axis
+        gpus = self.numa.gpus.shown_rows
+        left = height - 3 - frames - gpus - 2 * nodes  # two title lines and the axis
         charts = min(_CHART_ROWS[1], max(_CHART_ROWS[0], left // 3))
         if left - charts < nodes + _LEAST_PROCESS_ROWS:
             charts = 0
@@ -217,31 +184,21 @@ class HostPanel(Vertical):
         self.row.display, self.row.styles.height = bool(charts), charts
         self.numa.set_rows(plot, heading=True)
         rows = max(2, left - charts - plot * nodes)
-        self.processes_rule.update("processes", _processes_figure(host.processes))
+        on_gpus = sum(process.gpu is not None for process in host.processes)
+        bound = sum(bool(process.bound) for process in host.processes)
+        self.processes_rule.update("processes", f"{on_gpus} on GPUs, {bound} bound to cores")
         self.processes.update(_process_lines(host.processes, self.numa.inner(width), rows))
 
     async def _show_charts(self, keys: list[str], host: HostView) -> None:
         charts = {chart.id: chart for chart in self.row.query(Chart)}
         if list(charts) != keys:
             await self.row.remove_children()
-            await self.row.mount_all(chart_of(BY_KEY[key], self._glyphs) for key in keys)
+            await self.row.mount_all(Chart(BY_KEY[key]) for key in keys)
             charts = {chart.id: chart for chart in self.row.query(Chart)}
         for key in keys:
-            pairs = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
+            named = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
             marked = marked_lines(BY_KEY[key], host.sampled)
-            charts[key].show(
-                [line for line, _ in pairs], [name for _, name in pairs], host.axis, marked=marked
-            )
-
-    def turn(self, pages: int) -> None:
-        """Show other charts the next time."""
-        self._first += pages * max(1, len(self.row.query(Chart)))
-
-
-def _processes_figure(processes: tuple[HostProcess, ...]) -> str:
-    on_gpus = sum(process.gpu is not None for process in processes)
-    bound = sum(bool(process.bound) for process in processes)
-    return f"{on_gpus} on GPUs, {bound} bound to cores"
+            charts[key].show(named, host.axis, marked=marked)
 
 
 def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> Content:
@@ -262,7 +219,7 @@ def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> C
     ]
     if len(shown) < len(listed):
         lines.append(faint(f"{'':>7}  {len(listed) - len(shown)} more"))
-    return Content("\n").join(lines)
+    return in_rows(lines)
 
 
 def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:

@@ -5,22 +5,22 @@ worst first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from textual import getters, work
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
-from textual.widgets.option_list import Option
 from textual.worker import Worker
 
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Software
 from so_tui.ui.lines import fill, usage_style
-from so_tui.ui.machine.host import HostPanel, HostView, Monitor
+from so_tui.ui.machine.host import HostPanel, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
-from so_tui.ui.text import Content, faint, finding_content
+from so_tui.ui.snapshot import HostView
+from so_tui.ui.text import Content, faint, finding_content, in_rows, wrapped
 from so_tui.ui.widgets import Rule, command_key, gpu_model
 from so_tui.units import memory_of, page_size, plural
 from so_tui.units import memory_size as memory
@@ -31,83 +31,57 @@ if TYPE_CHECKING:
 
 def _tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
     """Return the host as a tree: node, cores, memory, GPU, the GPU's own memory node."""
-    lines = [
-        Content.assemble(
-            (machine.label, "bold"),
-            (
-                (
-                    f"   {machine.cpu_name}, {machine.architecture}, pages of "
-                    f"{page_size(machine.page_size_bytes)}"
-                )
-                if machine.page_size_bytes
-                else f"   {machine.cpu_name}, {machine.architecture}",
-                "$faint",
-            ),
-        )
-    ]
+    pages = f", pages of {page_size(size)}" if (size := machine.page_size_bytes) else ""
+    about = f"   {machine.cpu_name}, {machine.architecture}{pages}"
     nodes = machine.cpu_nodes
-    unplaced = [gpu for gpu in machine.gpus if gpu.numa_node not in {node.id for node in nodes}]
-    for index, node in enumerate(nodes):
-        last = index == len(nodes) - 1 and not unplaced
-        lines += _node_lines(machine, node, last, distances)
-    for gpu in unplaced:
-        lines.append(
-            Content.assemble(
-                ("└─ " if gpu is unplaced[-1] else "├─ ", "$rule"),
-                _gpu_text(gpu),
-                ("   NUMA node unknown", "$warning"),
-            )
-        )
-    empty = [node for node in machine.numa_nodes if node.kind == "empty"]
+    branches = [_node_branch(machine, node, distances) for node in nodes]
+    unknown = Content.styled("   NUMA node unknown", "$warning")
+    placed = {node.id for node in nodes}
+    branches += [
+        _Branch(_gpu_text(gpu) + unknown) for gpu in machine.gpus if gpu.numa_node not in placed
+    ]
+    lines = [Content.assemble((machine.label, "bold"), (about, "$faint")), *_drawn(branches)]
+    empty = tuple(node.id for node in machine.numa_nodes if node.kind == "empty")
     if empty:
-        lines.append(
-            faint(
-                f"   {plural(len(empty), 'more node')} without cores or memory: "
-                f"{cpu_ranges(tuple(node.id for node in empty))}"
-            )
-        )
+        more = f"{plural(len(empty), 'more node')} without cores or memory: {cpu_ranges(empty)}"
+        lines.append(faint(f"   {more}"))
     return lines
 
 
-def _node_lines(machine: Machine, node: NumaNode, last: bool, distances: bool) -> list[Content]:
-    stem, under = ("└─ ", "   ") if last else ("├─ ", "│  ")
-    available = len(set(node.cpus) & set(machine.allowed_cpus))
-    cores = f"{plural(len(node.cpus), 'core')} {cpu_ranges(node.cpus)}"
+class _Branch(NamedTuple):
+    """A line of the tree, and what is below it."""
+
+    line: Content
+    twigs: Sequence[_Branch] = ()
+
+
+def _drawn(branches: Sequence[_Branch], under: str = "") -> Iterator[Content]:
+    for number, (line, twigs) in enumerate(branches, 1):
+        stem, below = ("└─ ", "   ") if number == len(branches) else ("├─ ", "│  ")
+        yield Content.assemble((under + stem, "$rule"), line)
+        yield from _drawn(twigs, under + below)
+
+
+def _node_branch(machine: Machine, node: NumaNode, distances: bool) -> _Branch:
+    allowed, cores = len(set(node.cpus) & set(machine.allowed_cpus)), len(node.cpus)
     head = Content.assemble(
-        (stem, "$rule"),
         (f"node {node.id}", "bold"),
-        f"   {cores}",
-        (f"   {available} of them allowed" if available < len(node.cpus) else "", "$warning"),
+        f"   {plural(cores, 'core')} {cpu_ranges(node.cpus)}",
+        (f"   {allowed} of them allowed" if allowed < cores else "", "$warning"),
     )
-    lines = [head]
-    gpus = [gpu for gpu in machine.gpus if gpu.numa_node == node.id]
-    lines.append(
-        Content.assemble((under + ("├─ " if gpus or distances else "└─ "), "$rule"), "memory   ")
-        + _memory_text(node)
-    )
-    for index, gpu in enumerate(gpus):
-        final = index == len(gpus) - 1 and not distances
-        lines.append(
-            Content.assemble((under + ("└─ " if final else "├─ "), "$rule"), _gpu_text(gpu))
-        )
-        if gpu.memory_node is not None and not gpu.shares_memory:
-            own = machine.node(gpu.memory_node)
-            lines.append(
-                Content.assemble(
-                    (under + ("   " if final else "│  ") + "└─ ", "$rule"),
-                    (f"node {own.id}", "bold"),
-                    f"   its own memory, {memory(own.memory_total_bytes)}",
-                )
-            )
+    twigs = [_Branch(Content.assemble("memory   ", _memory_text(node)))]
+    for gpu in machine.gpus:
+        if gpu.numa_node == node.id:
+            own: list[_Branch] = []
+            if gpu.memory_node is not None and not gpu.shares_memory:
+                its = machine.node(gpu.memory_node)
+                size = f"   its own memory, {memory(its.memory_total_bytes)}"
+                own.append(_Branch(Content.assemble((f"node {its.id}", "bold"), size)))
+            twigs.append(_Branch(_gpu_text(gpu), own))
     if distances and node.distances:
-        lines.append(
-            Content.assemble(
-                (under + "└─ ", "$rule"),
-                ("distances   ", "$faint"),
-                " ".join(map(str, node.distances)),
-            )
-        )
-    return lines
+        between = " ".join(map(str, node.distances))
+        twigs.append(_Branch(Content.assemble(("distances   ", "$faint"), between)))
+    return _Branch(head, twigs)
 
 
 def _memory_text(node: NumaNode) -> Content:
@@ -122,18 +96,16 @@ def _memory_text(node: NumaNode) -> Content:
 
 
 def _gpu_text(gpu: Gpu) -> Content:
-    text = Content.assemble(
-        (f"GPU {gpu.index}", "bold $gpu"), f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}"
+    mode = "" if gpu.compute_mode in (None, "Default") else f"   compute mode {gpu.compute_mode}"
+    total = None if gpu.shares_memory else gpu.memory_total_bytes
+    size = "" if total is None else f"   {memory(total)}"
+    return Content.assemble(
+        (f"GPU {gpu.index}", "bold $gpu"),
+        f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}{size}",
+        ("   NVLink-C2C" if gpu.c2c else "", "$faint"),
+        ("   one memory with this node" if gpu.shares_memory else "", "$faint"),
+        (mode, "$warning"),
     )
-    if gpu.memory_total_bytes is not None and not gpu.shares_memory:
-        text += f"   {memory(gpu.memory_total_bytes)}"
-    if gpu.c2c:
-        text += faint("   NVLink-C2C")
-    if gpu.shares_memory:
-        text += faint("   one memory with this node")
-    if gpu.compute_mode not in (None, "Default"):
-        text += Content.styled(f"   compute mode {gpu.compute_mode}", "$warning")
-    return text
 
 
 def _software_lines(machine: Machine, width: int) -> list[Content]:
@@ -161,31 +133,24 @@ def _software_lines(machine: Machine, width: int) -> list[Content]:
         ("compiler", software.compiler),
         ("ninja", software.ninja),
     )
-    lines: list[Content] = []
-    known = machine.live or machine.software != Software()
-    line = Content("") if known else faint("software: not known of a described machine")
-    for name, version in named if known else ():
-        piece = Content.assemble((f"{name} ", "$faint"), version or ("absent", "$warning"))
-        if line.cell_length and line.cell_length + piece.cell_length + 3 > width:
-            lines.append(line)
-            line = Content("")
-        line = line + ("   " if line.cell_length else "") + piece
-    lines.append(line)
-    host = [f"host memory {memory(machine.host_memory_bytes)}"]
-    if machine.memory_limit_bytes is not None:
-        host.append(f"memory limit {memory(machine.memory_limit_bytes)}")
-    if machine.shm_total_bytes is not None:
-        host.append(f"/dev/shm {memory(machine.shm_total_bytes)}")
+    versions = [
+        Content.assemble((f"{name} ", "$faint"), version or ("absent", "$warning"))
+        for name, version in named
+    ]
+    if not machine.live and machine.software == Software():
+        versions = [faint("software: not known of a described machine")]
+    sizes = (
+        ("host memory", machine.host_memory_bytes),
+        ("memory limit", machine.memory_limit_bytes),
+        ("/dev/shm", machine.shm_total_bytes),
+    )
+    host = "   ".join(f"{name} {memory(size)}" for name, size in sizes if size is not None)
     mpam = Content.assemble(
         ("memory bandwidth partitions (MPAM) ", "$faint"),
         f"{machine.mpam.state}: {machine.mpam.evidence}",
     )
-    return [
-        *lines,
-        Content("   ".join(host)),
-        mpam,
-        *(Content.assemble(("note ", "$warning"), note) for note in machine.notes),
-    ]
+    notes = (Content.assemble(("note ", "$warning"), note) for note in machine.notes)
+    return [*wrapped(versions, width), Content(host), mpam, *notes]
 
 
 WIDE = 160
@@ -237,7 +202,7 @@ class MachineScreen(Page):
 
     def body(self) -> Iterable[Widget]:
         with Horizontal(id="halves"):
-            yield HostPanel(glyphs=self.app.glyphs)
+            yield HostPanel()
             with Vertical(id="about"):
                 with VerticalScroll(id="machine", classes="panel") as made_of:
                     made_of.border_title = "hardware and software"
@@ -340,7 +305,7 @@ class MachineScreen(Page):
         await self._show_host()
 
     async def action_page(self, pages: int) -> None:
-        self.host.turn(pages)
+        self.host.first += pages * max(1, len(self.host.row.children))
         await self._show_host()
 
     # What it is made of.
@@ -350,33 +315,22 @@ class MachineScreen(Page):
         if machine is None:
             return
         self._share_columns()
-        self.query_one("#tree", Static).update(
-            Content("\n").join(_tree_lines(machine, distances=self._distances))
-        )
-        self.query_one("#software", Static).update(
-            Content("\n").join(_software_lines(machine, self._about_width - 4))
-        )
+        tree, software = self.query_one("#tree", Static), self.query_one("#software", Static)
+        tree.update(in_rows(_tree_lines(machine, distances=self._distances)))
+        software.update(in_rows(_software_lines(machine, self._about_width - 4)))
 
     def _show_findings(self) -> None:
         findings = self.app.findings
-        rule, options = (
-            self.query_one("#doctor-rule", Rule),
-            self.query_one("#findings", OptionList),
-        )
+        rule = self.query_one("#doctor-rule", Rule)
+        options = self.query_one("#findings", OptionList)
         if findings is None:
             rule.update("doctor", "checking …")
             return
-        rule.update(
-            "doctor",
-            f"{plural(len(findings), 'finding')}, worst first; y copies a remedy"
-            if findings
-            else "no findings",
-        )
+        found = f"{plural(len(findings), 'finding')}, worst first; y copies a remedy"
+        rule.update("doctor", found if findings else "no findings")
         at = options.highlighted
-        options.clear_options()
-        options.add_options(
-            [Option(finding_content(finding, self._about_width - _MARGIN)) for finding in findings]
-        )
+        width = self._about_width - _MARGIN
+        options.set_options([finding_content(finding, width) for finding in findings])
         options.display = bool(findings)
         self.set_class(not findings, "-nothing-found")
         if findings:
@@ -402,4 +356,4 @@ class MachineScreen(Page):
 
     def action_inspect_again(self) -> None:
         self.notify("Inspecting again …")
-        self.app.inspect_again()
+        self.app.plan_for(None, "")

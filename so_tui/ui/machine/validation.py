@@ -5,15 +5,13 @@ again whenever it changes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from textual import on, work
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
-from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Static
 from textual.worker import Worker
@@ -22,7 +20,7 @@ from so_tui.spec.errors import InputError
 from so_tui.ui.dialogs import CloseButton
 from so_tui.ui.lines import fill
 from so_tui.ui.messages import answer, unexpected_error
-from so_tui.ui.text import Content, distinct, faint, shorten
+from so_tui.ui.text import Content, distinct, faint, in_rows, shorten
 from so_tui.units import duration, significant, thousands
 
 if TYPE_CHECKING:
@@ -104,12 +102,10 @@ def _losses(report: Report, width: int) -> Iterator[Content]:
     compared = shorten("compared with", room - 1)
     figures = f"{'steps':>{_COLUMN_CELLS}}{'differ by':>{_COLUMN_CELLS}}"
     yield faint(f"{'losses':<{room}}{compared:<{room}}{figures}")
+    pairs = [(one.key, one.reference) for one in report.agreement]
     keys, references = (
-        distinct([titles.get(key, key) for key in of], room - 1)
-        for of in (
-            [one.key for one in report.agreement],
-            [one.reference for one in report.agreement],
-        )
+        distinct([titles.get(key, key) for key in column], room - 1)
+        for column in zip(*pairs, strict=True)
     )
     for key, reference, one in zip(keys, references, report.agreement, strict=True):
         differ = "not finite" if one.largest is None else f"{100 * one.largest:.3f} %"
@@ -118,14 +114,6 @@ def _losses(report: Report, width: int) -> Iterator[Content]:
             f"{key:<{room}}{reference:<{room}}{steps}",
             (f"{differ:>{_COLUMN_CELLS}}", "$error" if one.largest is None else ""),
         )
-
-
-@dataclass
-class ReportRead(Message):
-    """The report was read: None where there is none, lines if it cannot be used."""
-
-    report: Report | None
-    problems: tuple[str, ...] = ()
 
 
 class ValidationScreen(ModalScreen[None]):
@@ -168,36 +156,31 @@ class ValidationScreen(ModalScreen[None]):
         from so_tui.validation import report as reports
 
         try:
-            answer(self, ReportRead(reports.read(self._folder)))
+            answer(self, self._take, reports.read(self._folder))
         except InputError as error:
-            answer(self, ReportRead(None, tuple(map(str, error.problems))))
+            answer(self, self._take, None, "\n".join(map(str, error.problems)))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if text := unexpected_error(event):
-            self.post_message(ReportRead(None, (text,)))
+            self._take(None, text)
 
-    @on(ReportRead)
-    def _read(self, message: ReportRead) -> None:
-        status = self.query_one("#report-status", Static)
-        if message.problems:
-            status.update(
-                Content("\n").join(Content.styled(line, "$error") for line in message.problems)
-            )
-        elif message.report is None:
-            status.update(
-                Content(
-                    "There is no report yet. In a terminal, `so-tui validate` takes up to 20 "
-                    "minutes to measure this machine and write one."
-                )
+    def _take(self, report: Report | None, problem: str = "") -> None:
+        """Show the report, that there is none, or why it cannot be used."""
+        if problem:
+            status = Content.styled(problem, "$error")
+        elif report is None:
+            status = Content(
+                "There is no report yet. In a terminal, `so-tui validate` takes up to 20 minutes "
+                "to measure this machine and write one."
             )
         else:
-            took = duration(sum(outcome.seconds or 0.0 for outcome in message.report.outcomes))
-            facts = (
-                f"begun {message.report.begun}, {took} of measuring   {self._folder / 'report.md'}"
+            took = duration(sum(outcome.seconds or 0.0 for outcome in report.outcomes))
+            status = faint(
+                f"begun {report.begun}, {took} of measuring   {self._folder / 'report.md'}"
             )
-            status.update(faint(facts))
-        if message.report != self._report:
-            self._report = message.report
+        self.query_one("#report-status", Static).update(status)
+        if report != self._report:
+            self._report = report
             self._show()
 
     def on_resize(self) -> None:
@@ -206,4 +189,4 @@ class ValidationScreen(ModalScreen[None]):
     def _show(self) -> None:
         width = max(40, self.size.width - 6)
         lines = _report_lines(self._report, width) if self._report else []
-        self.query_one("#report", Static).update(Content("\n").join(lines))
+        self.query_one("#report", Static).update(in_rows(lines))

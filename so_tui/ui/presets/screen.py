@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.text import Text
 from textual import getters, on, work
 from textual.containers import Vertical, VerticalScroll
-from textual.message import Message
 from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
@@ -20,7 +18,7 @@ from so_tui.ui.messages import Failed, answer, failure
 from so_tui.ui.page import OTHER_MACHINE, FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.preset_actions import ask_to_delete, is_own
-from so_tui.ui.text import Content, faint, shorten, shows_ascii
+from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
 from so_tui.ui.textual_fixes import FittedTable
 from so_tui.ui.widgets import FindField, command_key, framed
 from so_tui.units import count, plural, rate, thousands
@@ -72,7 +70,7 @@ def _without_gpu(width: int, *, slurm: bool) -> Content:
         if line.cell_length + len(extra) + 3 <= width:
             line = Content.assemble(line, (f"   {extra}", "$faint"))
         lines.append(line)
-    return Content("\n").join(lines)
+    return in_rows(lines)
 
 
 def _elsewhere(label: str, machine_file: str, width: int) -> Content:
@@ -93,16 +91,6 @@ def _elsewhere(label: str, machine_file: str, width: int) -> Content:
         parts.append(Content.assemble(", ", (PUBLISHED, "$warning"), source))
     return Content.assemble(
         *parts, ". ", Content.from_markup("[@click=app.other_machine]o changes it[/]"), "."
-    )
-
-
-def _folded(rows: Sequence[PlanRow]) -> Content:
-    """Return one line for the models that need GPUs."""
-    needs = "needs GPUs" if len(rows) == 1 else "need GPUs"
-    return Content.assemble(
-        f"{plural(len(rows), 'model')} {needs}: ",
-        Content.from_markup("[@click=app.other_machine]o plans them for another machine[/]"),
-        (", / finds one by name", "$faint"),
     )
 
 
@@ -139,27 +127,20 @@ class PresetTable(FittedTable):
         preset, count_at = self.preset_at(at.row), at.column - self._fixed
         self._shown, self._counts = tuple(rows), counts
         wide, spacious = self.screen.size.width >= WIDE, self.screen.size.width >= SPACIOUS
-        titles = ("model", "size", *(["tokens"] if spacious else []))
+        titles = ["model", "size", "tokens"] if spacious else ["model", "size"]
         self._fixed = len(titles)
         columns = ["    " + plural(ranks, noun) for ranks in counts]
         plans = [plan for row in rows for plan in row.cells.values() if plan.fits]
         room = max([7 if wide else 5, *(cell_len(_speed(plan, wide=wide)) for plan in plans)])
+        longest = 36 if spacious else (16, 24, 36)[wide + (len(counts) < 3)]
         filled = []
         for row in rows:
             cells = [self._cell(row.cells.get(ranks), room, wide=wide) for ranks in counts]
-            longest = (
-                36
-                if spacious or (wide and len(counts) < 3)
-                else 24
-                if wide or len(counts) < 3
-                else 16
-            )
             filled.append((row.preset, [*self._model(row, longest, spacious=spacious), *cells]))
         self.fill([*titles, *columns], filled, dict.fromkeys(columns, 22 if wide else 14))
         column = self._fixed + count_at if count_at >= 0 else at.column
-        self.move_cursor(
-            row=self.get_row_index(preset) if preset in self.rows else at.row, column=column
-        )
+        line = self.get_row_index(preset) if preset in self.rows else at.row
+        self.move_cursor(row=line, column=column)
 
     def _model(self, row: PlanRow, longest: int, *, spacious: bool) -> list[Text]:
         """Return the cells about a model, whose name takes at most ``longest``."""
@@ -167,9 +148,9 @@ class PresetTable(FittedTable):
         if row.active_parameters < row.parameters:
             size += f" MoE, {count(row.active_parameters, 1)} active" if spacious else " MoE"
         cells = [Text(shorten(row.title, longest)), Text(size, style=self._colour("$faint"))]
-        return (
-            [*cells, Text(thousands(row.sequence_length), justify="right")] if spacious else cells
-        )
+        if spacious:
+            cells.append(Text(thousands(row.sequence_length), justify="right"))
+        return cells
 
     def _cell(self, plan: Plan | None, room: int, *, wide: bool) -> Text:
         """Return ``★ ✓ ratio 0.35  13.9k/s`` (narrow: ``★ ✓ 0.35 13.9k``; ``none``: no offload), or
@@ -183,12 +164,11 @@ class PresetTable(FittedTable):
         text.append(f"{SIGNS[plan.verdict]} ", self._colour(STYLES[plan.verdict]))
         if plan.verdict == "does not fit":
             return text.append("too big", self._colour("$faint"))
-        offloads = plan.mode != "gpu"
-        if wide:
-            state = "tight" if plan.verdict == "tight" else "ratio"
-            how = f"{f'{state} {plan.ratio:.2f}' if offloads else 'no offload':<10}"
+        if plan.mode == "gpu":
+            how = "no offload" if wide else "none"
         else:
-            how = f"{plan.ratio:.2f}" if offloads else "none"
+            state = "tight " if plan.verdict == "tight" else "ratio "
+            how = f"{state if wide else ''}{plan.ratio:.2f}"
         text.append(how, self._colour("$foreground"))
         return text.append(f" {_speed(plan, wide=wide):>{room}}", self._colour("$faint"))
 
@@ -212,35 +192,39 @@ class PresetTable(FittedTable):
         if at.column >= self._fixed:
             plan = row.cells.get(self._counts[at.column - self._fixed])
         else:
-            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(
-                iter(row.cells.values()), None
-            )
+            plan = _best(row)
         return (row, plan) if plan is not None else None
+
+    def _recommended(self, row: PlanRow) -> tuple[int, bool]:
+        """Return the column of the recommended plan of a row, and whether it fits."""
+        for column, ranks in enumerate(self._counts, self._fixed):
+            plan = row.cells.get(ranks)
+            if plan is not None and plan.recommended:
+                return column, plan.fits
+        return self._fixed, False
 
     def select(self, preset: str) -> None:
         """Put the cursor on the recommended plan of a preset."""
-        row = next(row for row in self._shown if row.preset == preset)
-        best = next(
-            (
-                column
-                for column, ranks in enumerate(self._counts)
-                if (plan := row.cells.get(ranks)) and plan.recommended
-            ),
-            0,
-        )
-        self.move_cursor(row=self.get_row_index(preset), column=self._fixed + best, scroll=True)
+        index = self.get_row_index(preset)
+        column, _ = self._recommended(self._shown[index])
+        self.move_cursor(row=index, column=column, scroll=True)
 
     def start_where_it_fits(self, *, on_gpus: bool) -> None:
         """Put the cursor on the first recommended plan that fits, or on the last row, that of tiny,
         where none does or no GPU trains it.
         """
-        for row_index, row in enumerate(self._shown if on_gpus else ()):
-            for column, ranks in enumerate(self._counts):
-                plan = row.cells.get(ranks)
-                if plan is not None and plan.recommended and plan.fits:
-                    self.move_cursor(row=row_index, column=self._fixed + column)
-                    return
+        for index, row in enumerate(self._shown if on_gpus else ()):
+            column, fits = self._recommended(row)
+            if fits:
+                self.move_cursor(row=index, column=column)
+                return
         self.move_cursor(row=max(0, len(self._shown) - 1), column=self._fixed)
+
+
+def _best(row: PlanRow) -> Plan | None:
+    """Return the recommended plan of a row, else its first."""
+    plans = sorted(row.cells.values(), key=lambda plan: not plan.recommended)
+    return plans[0] if plans else None
 
 
 def _speed(plan: Plan, *, wide: bool) -> str:
@@ -251,18 +235,13 @@ def _speed(plan: Plan, *, wide: bool) -> str:
     return f"{rate(speed)}{'/s' if wide else ''}" if speed else ""
 
 
+FOLDED = Content.from_markup(
+    "[@click=app.other_machine]o plans them for another machine[/][$faint], / finds one by name[/]"
+)
 FIRST_VISIT = (
     "First time here? Choose a row: [$accent]enter[/] configures it, [$accent]l[/] launches it. "
     "[b]tiny[/] trains anywhere in about a minute and downloads nothing."
 )
-
-
-@dataclass
-class TableReady(Message):
-    """The models x GPU counts table was planned."""
-
-    counts: tuple[int, ...]
-    rows: tuple[PlanRow, ...]
 
 
 class PresetsScreen(FiltersTable):
@@ -413,16 +392,13 @@ class PresetsScreen(FiltersTable):
         assert machine is not None
         counts = rank_counts(machine)
         try:
-            answer(
-                self,
-                TableReady(counts, plan_table(tuple(catalog.presets.values()), machine, counts)),
-            )
+            rows = plan_table(tuple(catalog.presets.values()), machine, counts)
+            answer(self, self._show_table, counts, rows)
         except SoTuiError as error:
             self.app.post_message(failure("The presets could not be planned", error))
 
-    @on(TableReady)
-    def _table_ready(self, message: TableReady) -> None:
-        self.counts, self.rows = message.counts, message.rows
+    def _show_table(self, counts: tuple[int, ...], rows: tuple[PlanRow, ...]) -> None:
+        self.counts, self.rows = counts, rows
         self._runs_known()
         self._fill()
         self.refresh_bindings()
@@ -471,11 +447,11 @@ class PresetsScreen(FiltersTable):
                 self.counts,
                 "GPU" if self.app.machine and self.app.machine.gpus else "rank",
             )
-            rows = self._folded_rows()
+            folded = len(self._folded_rows())
             line = self.query_one("#folded", Static)
-            line.display = bool(rows)
-            if rows:
-                line.update(_folded(rows))
+            line.display = bool(folded)
+            needs = f"{plural(folded, 'model')} need{'s' if folded == 1 else ''} GPUs: "
+            line.update(Content.assemble(needs, FOLDED))
 
     def on_resize(self) -> None:
         if self.planned_for is not None:
@@ -496,7 +472,7 @@ class PresetsScreen(FiltersTable):
         width = max(40, self.size.width - (9 if framed(self) else 7))
         self.query_one("#detail-title", Static).update(plan_view.headline(plan, width, title))
         lines = plan_view.summary(plan, width, plain=shows_ascii(self.app))
-        self.query_one("#detail", Static).update(Content("\n").join(lines))
+        self.query_one("#detail", Static).update(in_rows(lines))
 
     @on(DataTable.CellSelected)
     def _cell_selected(self) -> None:
@@ -520,10 +496,8 @@ class PresetsScreen(FiltersTable):
         self.action_configure("slurm.partition")
 
     def action_launch(self) -> None:
-        chosen = self.table.chosen()
-        if chosen is None:
-            return
-        self._ask_launch(*chosen)
+        if (chosen := self.table.chosen()) is not None:
+            self._ask_launch(*chosen)
 
     def _ask_launch(self, row: PlanRow, plan: Plan) -> None:
         if preset_actions.refused_elsewhere(self.app, plan.spec):
@@ -543,13 +517,10 @@ class PresetsScreen(FiltersTable):
         preset_actions.ask_to_launch(self.app, launch)
 
     def action_train_tiny(self) -> None:
-        row = next((row for row in self.rows if row.preset == "tiny"), None)
         self._train_tiny_when_planned = not self.rows
-        if row is not None:
-            plan = next((plan for plan in row.cells.values() if plan.recommended), None) or next(
-                iter(row.cells.values())
-            )
-            self._ask_launch(row, plan)
+        for row in self.rows:
+            if row.preset == "tiny" and (plan := _best(row)) is not None:
+                self._ask_launch(row, plan)
 
     def action_preview_data(self) -> None:
         if (chosen := self.table.chosen()) is not None:

@@ -14,14 +14,22 @@ from textual.containers import Container, Vertical
 from textual.widgets import Static
 
 from so_tui.runs import RunDirectory
-from so_tui.runs.results import RESULTS, RunResults, differing, result_text
+from so_tui.runs.results import RESULTS, RunResults, differing, mean_name, result_text
 from so_tui.trust.text import brief_message
-from so_tui.ui.charts.chart import Chart, Look, look_of
+from so_tui.ui.charts.chart import Chart, Look, Metric, look_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.form import values_of
+from so_tui.ui.lines import Piece
 from so_tui.ui.run_rows import LossCurve, RunRow, means_note
-from so_tui.ui.run_status import state_content
-from so_tui.ui.text import Content, GlyphName, distinct, reading_text, shorten, shorten_path
+from so_tui.ui.run_status import state_piece
+from so_tui.ui.text import (
+    Content,
+    distinct,
+    in_rows,
+    reading_text,
+    shorten,
+    shorten_path,
+)
 from so_tui.ui.widgets import BOTTOM, Rule, framed
 from so_tui.units import plural, thousands
 
@@ -37,64 +45,43 @@ def _facts(
     they are given, for ``width`` cells.
     """
     state = row.state
-    lines = [state_content(row.shown_state)]
+    lines: list[list[Piece]] = [[state_piece(row.shown_state)]]
     if state.reason:
-        lines.append(
-            Content.styled(
-                brief_message(state.reason),
-                "$error" if state.state in ("failed", "lost") else "$warning",
-            )
-        )
+        style = "$error" if state.state in ("failed", "lost") else "$warning"
+        lines.append([(brief_message(state.reason), style)])
     if state.suggestion:
-        lines.append(Content.assemble(("next: ", "$faint"), brief_message(state.suggestion)))
+        lines.append([("next: ", "$faint"), brief_message(state.suggestion)])
     if state.detail and row.live:
-        lines.append(Content(brief_message(state.detail)))
-    if row.spec is not None:
-        lines.append(
-            Content.assemble(
-                ("trains ", "$faint"), f"{row.spec.model.id} with {row.spec.offload.mode}"
-            )
-        )
-    saved = (
-        f"checkpoint of step {thousands(state.saved_step)}"
-        if state.saved_step is not None
-        else "no checkpoint"
-    )
-    lines.append(
-        Content.assemble(("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}")
-    )
+        lines.append([brief_message(state.detail)])
+    if (spec := row.spec) is not None:
+        lines.append([("trains ", "$faint"), f"{spec.model.id} with {spec.offload.mode}"])
+    saved = "no checkpoint"
+    if state.saved_step is not None:
+        saved = f"checkpoint of step {thousands(state.saved_step)}"
+    lines.append([("saved ", "$faint"), f"{saved}, {plural(state.attempt, 'attempt')}"])
     if row.notes.note or row.notes.tags:
         tags = " ".join(f"#{tag}" for tag in row.notes.tags)
-        lines.append(
-            Content.assemble(
-                ("note ", "$faint"), brief_message(row.notes.note), " ", (tags, "$accent")
-            )
-        )
+        note = brief_message(row.notes.note)
+        lines.append([("note ", "$faint"), f"{note} ", (tags, "$accent")])
     lines.append(_place("folder", row.run.path, width))
     if exported is not None:
         lines.append(_place("exported", exported, width))
-    measured = (
-        {}
-        if results is None
-        else {name: text for key, name in RESULTS.items() if (text := result_text(results, key))}
-    )
-    if measured:
-        lines.append(Content(""))
-        lines += [
-            Content.assemble((f"{name:<16}", "$faint"), text) for name, text in measured.items()
-        ]
-    return Content("\n").join(lines)
+    texts = {name: result_text(results or RunResults(), key) for key, name in RESULTS.items()}
+    measured: list[list[Piece]] = [
+        [(f"{name:<16}", "$faint"), text] for name, text in texts.items() if text
+    ]
+    lines += [[""], *measured] if measured else []
+    return in_rows(Content.assemble(*line) for line in lines)
 
 
-def _place(name: str, path: Path, width: int) -> Content:
+def _place(name: str, path: Path, width: int) -> list[Piece]:
     """Return a path behind its name, or below it where the path's own name has no room beside
     it.
     """
     below = len(name) + 1 + len("…/") + cell_len(path.name) > width
     room = width - (2 if below else len(name) + 1)
-    return Content.assemble(
-        (f"{name}\n  " if below else f"{name} ", "$faint"), shorten_path(str(path), max(18, room))
-    )
+    before = f"{name}\n  " if below else f"{name} "
+    return [(before, "$faint"), shorten_path(str(path), max(18, room))]
 
 
 @dataclass(frozen=True)
@@ -112,12 +99,8 @@ class _Comparison:
     @property
     def title(self) -> str:
         count = len(self.differing)
-        settings = (
-            f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
-            if count
-            else "no setting differs"
-        )
-        return f"{plural(len(self.names), 'run')}: {settings}"
+        differ = f"{plural(count, 'setting')} that differ{'s' if count == 1 else ''}"
+        return f"{plural(len(self.names), 'run')}: {differ if count else 'no setting differs'}"
 
     def table(self, width: int) -> str:
         """Return results and settings side by side in ``width`` cells, those that differ first,
@@ -125,15 +108,11 @@ class _Comparison:
 
         Runs for which there is no room are below, in tables of their own.
         """
-        unlike, same = (
-            self.differing,
-            sorted(path for path in self.settings[0] if path not in self.differing),
-        )
+        unlike = self.differing
+        same = sorted(self.settings[0].keys() - set(unlike))
         shown = RESULTS if self.results else {}
-        label = min(
-            max(map(len, (*unlike, *same, *shown.values()))),
-            max(NARROWEST, width - 2 * NARROWEST - 4),
-        )
+        longest = max(map(len, (*unlike, *same, *shown.values())))
+        label = min(longest, max(NARROWEST, width - 2 * NARROWEST - 4))
         beside = max(1, min(len(self.names), (width - label) // (NARROWEST + 2)))
         column = max(NARROWEST, (width - label) // beside - 2)
         lines: list[str] = []
@@ -145,29 +124,22 @@ class _Comparison:
                 texts = [result_text(self.results[at], key) for at in part]
                 lines += _rows(name, texts, label, column, 1) if any(texts) else []
             for path in unlike:
-                lines += _rows(
-                    path,
-                    [self.settings[at].get(path, "") for at in part],
-                    label,
-                    column,
-                    MOST_FOLDS,
-                )
+                values = [self.settings[at].get(path, "") for at in part]
+                lines += _rows(path, values, label, column, MOST_FOLDS)
             lines.append("")
         lines.append("the same in all:")
+        column = max(NARROWEST, width - label - 2)
         for path in same:
-            lines += _rows(
-                path, [self.settings[0][path]], label, max(NARROWEST, width - label - 2), 1
-            )
+            lines += _rows(path, [self.settings[0][path]], label, column, 1)
         return "\n".join(lines)
 
 
 def _rows(name: str, texts: Sequence[str], label: int, column: int, most: int) -> Iterator[str]:
     """Yield the lines of a row: its name, and a column for each text, in at most ``most`` lines."""
     texts_in_lines = (chop_cells(shorten(text, column * most), column) for text in texts)
-    for cells in zip_longest([shorten_path(name, label)], *texts_in_lines, fillvalue=""):
-        yield "  ".join(
-            (set_cell_size(cells[0], label), *(set_cell_size(cell, column) for cell in cells[1:]))
-        ).rstrip()
+    for first, *cells in zip_longest([shorten_path(name, label)], *texts_in_lines, fillvalue=""):
+        fitted = (set_cell_size(cell, column) for cell in cells)
+        yield "  ".join((set_cell_size(first, label), *fitted)).rstrip()
 
 
 def comparison(
@@ -206,6 +178,9 @@ def drawn_looks(
     return {run: look_of(at, coloured=coloured) for at, run in enumerate(drawn)}
 
 
+LOSS = Metric("overlay", "loss", "of runs over each other")
+
+
 class RunPreview(Vertical):
     """Beside each other below the list; where it stands beside the list, the facts are below the
     losses, with the results.
@@ -216,15 +191,14 @@ class RunPreview(Vertical):
     overlay = getters.query_one("#overlay", Chart)
     facts = getters.query_one("#facts", Static)
 
-    def __init__(self, *, glyphs: GlyphName) -> None:
-        self._glyphs = glyphs
+    def __init__(self) -> None:
         self._columns: int | None = None
         super().__init__()
 
     def compose(self) -> ComposeResult:
         yield Rule(id="preview-rule")
         with Container(id="preview", classes="frame"):
-            yield Chart("loss", glyphs=self._glyphs, boxed=False, id="overlay")
+            yield Chart(LOSS, boxed=False)
             yield Static(id="facts")
 
     def on_mount(self) -> None:
@@ -244,15 +218,6 @@ class RunPreview(Vertical):
         """Rows of losses and facts."""
         return self.body.size.height
 
-    def clear(self, text: str) -> None:
-        """Say why no run is shown."""
-        self.facts.update(text)
-
-    def toggle_log_scale(self) -> None:
-        """Switch the losses' logarithmic scale on or off."""
-        self.overlay.log_scale = not self.overlay.log_scale
-        self.overlay.redraw()
-
     def show(
         self,
         row: RunRow,
@@ -266,34 +231,30 @@ class RunPreview(Vertical):
         """
         title = f"{plural(len(marked), 'marked run')}, losses overlaid" if marked else row.run.name
         self.heading.update(title, progress)
-        alone = {run: Look("main", "") for run in (row.run,) if run in curves}
-        looks = drawn_looks(marked, curves, coloured=not self.app.no_color) if marked else alone
-        drawn = [(run, curves[run]) for run in looks]
+        own = curves.get(row.run)
+        if marked:
+            looks = drawn_looks(marked, curves, coloured=not self.app.no_color)
+            room = self.overlay.heading_room // max(1, len(looks)) - VALUE
+            most = min(LONGEST_NAME, max(LEAST_NAME, room))
+            names = distinct([run.name for run in looks], most)
+        else:
+            looks = {row.run: Look("main", "")} if own is not None else {}
+            names = [mean_name(own.span)] if own is not None else []
+        shown = [curves[run] for run in looks]
         lines = [
-            replace(curve.line, role=looks[run].role, sign=looks[run].sign) for run, curve in drawn
+            replace(curve.line, role=look.role, sign=look.sign)
+            for curve, look in zip(shown, looks.values(), strict=True)
         ]
-        room = self.overlay.heading_room // max(1, len(looks)) - VALUE
-        names = (
-            distinct([run.name for run in looks], min(LONGEST_NAME, max(LEAST_NAME, room)))
-            if marked
-            else [curve.name for _, curve in drawn]
-        )
         axis = None
-        if drawn:
-            low = min(curve.steps[0] for _, curve in drawn)
-            axis = Axis("step", low, max(max(curve.steps[1] for _, curve in drawn), low + 1))
-        shown = [curve for _, curve in drawn]
+        if shown:
+            low = min(curve.steps[0] for curve in shown)
+            axis = Axis("step", low, max(low + 1, *(curve.steps[1] for curve in shown)))
         self.overlay.show(
-            lines,
-            names,
+            list(zip(lines, names, strict=True)),
             axis,
             notes=means_note(shown) if marked else (),
             progress=reading_text(max((curve.unread_share for curve in shown), default=0.0)),
         )
-        own = curves.get(row.run)
-        if self._columns:
-            self.facts.update(
-                _facts(row, self._columns - 4, own.results if own is not None else None, exported)
-            )
-        else:
-            self.facts.update(_facts(row, self.app.size.width * 2 // 5 - 5, exported=exported))
+        results = own.results if own is not None and self._columns else None
+        width = (self._columns or self.app.size.width * 2 // 5 - 1) - 4
+        self.facts.update(_facts(row, width, results, exported))

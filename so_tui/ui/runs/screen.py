@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from textual import events, getters, on, work
 from textual.containers import Container
-from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
 from textual.worker import Worker, WorkerState
@@ -19,7 +18,7 @@ from so_tui.ui.charts.chart import Look
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
 from so_tui.ui.run_rows import CurveReader, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
-from so_tui.ui.runs.table import GROUPS, SORTS, RunTable, following, ordered, searched_text
+from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered, searched_text
 from so_tui.ui.text import Content
 from so_tui.ui.widgets import Divider, FindField, command_key
 
@@ -34,13 +33,6 @@ WIDE = 160
 """Columns of a terminal from which on the chosen run stands beside the list."""
 LEAST_LIST, LEAST_ROWS = 70, 12
 """Columns and rows that are left for the list, however large the chosen run is made."""
-
-
-@dataclass
-class CurvesRead(Message):
-    """The losses of some runs were read."""
-
-    curves: dict[RunDirectory, LossCurve]
 
 
 class RunsScreen(FiltersTable, ResizablePage):
@@ -139,7 +131,7 @@ class RunsScreen(FiltersTable, ResizablePage):
             with RunTable(id="table", cursor_type="row", classes="panel") as table:
                 table.border_title = "runs"
             yield Divider()
-            yield RunPreview(glyphs=self.app.glyphs)
+            yield RunPreview()
 
     def on_mount(self) -> None:
         self.watch(self.app, "runs", self._listed)
@@ -181,19 +173,14 @@ class RunsScreen(FiltersTable, ResizablePage):
         if not self.is_current:
             return
         self.filtered()
-        curves = self._curves
+        curves, shown = self._curves, self.table.shown
         self._read_stale(
-            [
-                row
-                for row in self.table.shown
-                if row.run not in curves or curves[row.run].outdated(row)
-            ]
+            [row for row in shown if row.run not in curves or curves[row.run].outdated(row)]
         )
 
     def _read_stale(self, rows: list[RunRow]) -> None:
-        if rows and not any(
-            worker.group == "curve" and worker.is_running for worker in self.workers
-        ):
+        reading = any(worker.group == "curve" and worker.is_running for worker in self.workers)
+        if rows and not reading:
             self._read_curves(rows)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
@@ -206,12 +193,11 @@ class RunsScreen(FiltersTable, ResizablePage):
                 continue  # deleted meanwhile, or unreadable: its row shows its state
             if curve is not None:
                 found[row.run] = curve
-        self.post_message(CurvesRead(found))
+        self.call_later(self._show_curves, found)
         return found
 
-    @on(CurvesRead)
-    def _curves_read(self, message: CurvesRead) -> None:
-        self._curves |= message.curves
+    def _show_curves(self, found: dict[RunDirectory, LossCurve]) -> None:
+        self._curves |= found
         self.filtered()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
@@ -220,26 +206,18 @@ class RunsScreen(FiltersTable, ResizablePage):
         """
         if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
             found: dict[RunDirectory, LossCurve] = event.worker.result or {}
-            self._read_stale(
-                [
-                    row
-                    for row in self.table.shown
-                    if row.run in found and found[row.run].unread_share
-                ]
-            )
+            long = {run for run, curve in found.items() if curve.unread_share}
+            self._read_stale([row for row in self.table.shown if row.run in long])
 
     def filtered(self) -> None:
         """Redraw the table and keep the cursor on its run."""
-        wanted = self.filter.needle
+        wanted, runs = self.filter.needle, self.app.runs
         order = self.app.settings.runs
-        rows = [
-            row
-            for row in ordered(self.app.runs, self._curves, order)
-            if wanted in searched_text(row)
-        ]
-        self._marked = [run for run in self._marked if any(row.run == run for row in self.app.runs)]
-        self.query_one("#empty").display = not self.app.runs
-        self.query_one("#parts").display = bool(self.app.runs)
+        rows = [row for row in ordered(runs, self._curves, order) if wanted in searched_text(row)]
+        listed = {row.run for row in runs}
+        self._marked = [run for run in self._marked if run in listed]
+        self.query_one("#empty").display = not runs
+        self.query_one("#parts").display = bool(runs)
         looks = drawn_looks(self._marked, self._curves, coloured=not self.app.no_color)
         marks = dict.fromkeys(self._marked, Look("faint", "")) | looks
         self.table.show(rows, self._curves, marks, order, self.size.width - BESIDE - self._beside)
@@ -248,14 +226,11 @@ class RunsScreen(FiltersTable, ResizablePage):
     # The preview.
 
     @on(DataTable.RowHighlighted)
-    def _moved(self) -> None:
-        self._preview()
-
     def _preview(self) -> None:
         row = self.table.chosen()
         self.refresh_bindings()
         if row is None:
-            self.preview.clear("no match; esc clears the filter" if self.app.runs else "")
+            self.preview.facts.update("no match; esc clears the filter" if self.app.runs else "")
             return
         self.preview.show(
             row, self._marked, self._curves, self._progress, self._exported.get(row.run)
@@ -311,14 +286,12 @@ class RunsScreen(FiltersTable, ResizablePage):
 
     def action_export(self) -> None:
         if (row := self.table.chosen()) is not None:
-            drawn = [
-                (other, self._curves[other])
+            curves = [
+                (self._curves[other].line, other.name)
                 for other in self._marked or [row.run]
                 if other in self._curves
             ]
-            run_actions.ask_to_export(
-                self, row, [curve.line for _, curve in drawn], [other.name for other, _ in drawn]
-            )
+            run_actions.ask_to_export(self, row, curves)
 
     @on(run_actions.Exporting)
     def _exporting(self, message: run_actions.Exporting) -> None:
@@ -331,16 +304,20 @@ class RunsScreen(FiltersTable, ResizablePage):
         self._preview()
 
     def action_sort(self) -> None:
-        self._keep_order("sort", following(SORTS, self.app.settings.runs.sort), "Sorted by")
+        present = SORTS.index(self.app.settings.runs.sort)
+        self._keep_order("sort", SORTS[(present + 1) % len(SORTS)], "Sorted by")
 
     @on(DataTable.HeaderSelected)
     def _sort_by_column(self, event: DataTable.HeaderSelected) -> None:
         """Sort by the column whose heading was clicked, if that is an order of runs."""
-        if (order := self.table.order_by(event.column_index)) is not None:
-            self._keep_order("sort", order, "Sorted by")
+        column = self.table.columns_shown[event.column_index]
+        for order, by in SORTED_COLUMNS.items():
+            if by == column:
+                self._keep_order("sort", order, "Sorted by")
 
     def action_group(self) -> None:
-        self._keep_order("group", following(GROUPS, self.app.settings.runs.group), "Grouped by")
+        present = GROUPS.index(self.app.settings.runs.group)
+        self._keep_order("group", GROUPS[(present + 1) % len(GROUPS)], "Grouped by")
 
     def _keep_order(self, key: str, value: str, text: str) -> None:
         self.app.keep({f"runs.{key}": value})
@@ -348,4 +325,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.filtered()
 
     def action_log_scale(self) -> None:
-        self.preview.toggle_log_scale()
+        """Switch the losses' logarithmic scale on or off."""
+        overlay = self.preview.overlay
+        overlay.log_scale = not overlay.log_scale
+        overlay.redraw()

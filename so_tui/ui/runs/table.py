@@ -67,6 +67,12 @@ SORTED_COLUMNS = {
     "memory": "GPU memory",
 }
 """Columns by the order that goes by them."""
+RESULT_COLUMNS = {
+    "mean loss": "loss",
+    "evaluation loss": "evaluation_loss",
+    "tokens/s": "tokens_per_s",
+    "MFU": "mfu",
+}
 HIGHEST_FIRST = ("step", "tokens/s", "MFU")
 
 
@@ -78,33 +84,24 @@ def _cells_of(
     """
     state = row.state
     sign, style = SIGNS.get(row.shown_state, ("?", "$faint"))
-    faint = colours["faint"]
-    step = (
-        f"{thousands(state.step)} / {thousands(state.total_steps)}"
-        if state.total_steps
-        else thousands(state.step)
-    )
+    faint, accent = colours["faint"], colours["accent"]
+    total = f" / {thousands(state.total_steps)}" if state.total_steps else ""
     results = curve.results if curve is not None else RunResults()
+    gpu_memory = results.gpu_memory_bytes
+    numbers = {
+        "step": f"{thousands(state.step)}{total}",
+        **{column: result_text(results, key) for column, key in RESULT_COLUMNS.items()},
+        "GPU memory": "" if gpu_memory is None else memory(gpu_memory),
+    }
+    since = age(time.time() - state.started) if state.started else ""
     return {
-        MARK: Text(
-            (mark.sign or "▸") if mark else " ", style=colours[mark.role if mark else "accent"]
-        ),
+        MARK: Text(mark.sign or "▸", style=colours[mark.role]) if mark else Text(" ", style=accent),
         "state": Text(f"{sign} {row.shown_state}", style=colours[style.removeprefix("$")]),
         "name": Text(shorten(row.run.name, 28)),
         "model": Text(shorten(_model_of(row), 24), style=faint),
-        "step": Text(step, justify="right"),
-        "mean loss": Text(result_text(results, "loss"), justify="right"),
-        "evaluation loss": Text(result_text(results, "evaluation_loss"), justify="right"),
-        CURVE: Text(curve.spark if curve is not None else "", style=colours["accent"]),
-        "tokens/s": Text(result_text(results, "tokens_per_s"), justify="right"),
-        "MFU": Text(result_text(results, "mfu"), justify="right"),
-        "GPU memory": Text(
-            "" if results.gpu_memory_bytes is None else memory(results.gpu_memory_bytes),
-            justify="right",
-        ),
-        "age": Text(
-            age(time.time() - state.started) if state.started else "", style=faint, justify="right"
-        ),
+        CURVE: Text(curve.spark if curve is not None else "", style=accent),
+        **{column: Text(number, justify="right") for column, number in numbers.items()},
+        "age": Text(since, style=faint, justify="right"),
         "host": Text(shorten(state.host, 16), style=faint),
     }
 
@@ -118,11 +115,9 @@ def _heading(column: str, sorted_column: str = "") -> str:
     """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the
     highest comes first.
     """
-    return (
-        f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}"
-        if column and column == sorted_column
-        else column
-    )
+    if not column or column != sorted_column:
+        return column
+    return f"{column} {'▾' if column in HIGHEST_FIRST else '▴'}"
 
 
 def _fitted(
@@ -144,21 +139,16 @@ def _with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -
 
     ``kept``, which they are sorted by, is dropped last.
     """
+    texts = {name: [row[name].plain for row in rows] for name in COLUMNS}
     widths = {
-        name: max(map(cell_len, (_heading(name, kept), *(row[name].plain for row in rows))))
-        + 2 * padding
-        for name in COLUMNS
+        name: max(map(cell_len, (_heading(name, kept), *found))) + 2 * padding
+        for name, found in texts.items()
+        if name not in MEASURED or any(found)
     }
-    columns = [
-        name for name in COLUMNS if name not in MEASURED or any(row[name].plain for row in rows)
-    ]
-    for name in sorted(
-        set(DISPENSABLE).intersection(columns),
-        key=lambda name: (name == kept, DISPENSABLE.index(name)),
-    ):
-        if sum(widths[column] for column in columns) > room:
-            columns.remove(name)
-    return columns
+    for name in sorted(DISPENSABLE, key=lambda name: name == kept):
+        if sum(widths.values()) > room:
+            widths.pop(name, None)
+    return list(widths)
 
 
 # The order of the list of runs, and its groups. Pure.
@@ -192,23 +182,14 @@ def _text_of(row: RunRow, key: str) -> str:
     """Return what runs are sorted or grouped by; empty for no group. A run with several tags is in
     the group of all of them.
     """
-    match key:
-        case "name":
-            return row.run.name
-        case "model":
-            return _model_of(row)
-        case "state":
-            return row.shown_state
-        case "host":
-            return row.state.host
-        case "tag":
-            return " ".join(row.notes.tags)
-    return ""
-
-
-def following(values: tuple[str, ...], value: str) -> str:
-    """Return the value after one, and the first after the last."""
-    return values[(values.index(value) + 1) % len(values)]
+    texts = {
+        "name": row.run.name,
+        "model": _model_of(row),
+        "state": row.shown_state,
+        "host": row.state.host,
+        "tag": " ".join(row.notes.tags),
+    }
+    return texts.get(key, "")
 
 
 def searched_text(row: RunRow) -> str:
@@ -231,7 +212,7 @@ class RunTable(FittedTable):
 
     shown: tuple[RunRow, ...] = ()
     """The runs, from above."""
-    _columns: tuple[str, ...] = ()
+    columns_shown: tuple[str, ...] = ()
 
     def chosen(self) -> RunRow | None:
         """Return the run under the cursor; None in an empty table."""
@@ -268,19 +249,12 @@ class RunTable(FittedTable):
                 )
         by = SORTED_COLUMNS[order.sort]
         columns, shown = _fitted(cells, room, self.cell_padding, kept=by)
-        self.shown, self._columns = tuple(runs), tuple(columns)
+        self.shown, self.columns_shown = tuple(runs), tuple(columns)
         rows = [
             (str(row.run.path), [own[name] for name in columns])
             for row, own in zip(runs, shown, strict=True)
         ]
         self.fill([_heading(name, by).strip() for name in columns], rows)
-        positions = [
-            index for index, row in enumerate(runs) if chosen is not None and row.run == chosen.run
-        ]
-        self.move_cursor(row=positions[0] if positions else 0)
-
-    def order_by(self, column: int) -> str | None:
-        """Return the order of runs that goes by a column; None if none does."""
-        return next(
-            (order for order, by in SORTED_COLUMNS.items() if by == self._columns[column]), None
-        )
+        listed = [row.run for row in runs]
+        found = chosen is not None and chosen.run in listed
+        self.move_cursor(row=listed.index(chosen.run) if chosen is not None and found else 0)
