@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from superoffload import kernel
-from superoffload.adam import Kernel
-from superoffload.commands import Command, Operation
+from superoffload.adam import Command, Kernel, Operation
 from superoffload.memory_layout import MemorySize, Segment, layout
 
 NUMEL = 3 * (1 << 16) + 77

@@ -53,7 +53,7 @@ from so_tui_trainer.checkpoint_folder import (
 from so_tui_trainer.engine_settings import states_format
 from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
-from superoffload.resharding import Rounded
+from superoffload.checkpoint import Rounded
 
 __all__ = [
     "Damage",

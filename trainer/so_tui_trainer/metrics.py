@@ -40,7 +40,7 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.older_versions import all_gather_single, reduce_scatter_single
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
-from superoffload.meter import OffloadStats
+from superoffload.transfers import OffloadStats
 
 # Measure the parts of a step without waiting for the GPU: laps are CUDA events in the stream, read
 # when a record is due.

@@ -25,9 +25,14 @@ import torch
 from torch import Tensor
 
 from so_tui.model.sharding import partition_numel
-from superoffload.checkpoint import Manifest, StatesFile, SubGroupRecord, manifests
+from superoffload.checkpoint import (
+    Manifest,
+    StatesFile,
+    SubGroupRecord,
+    manifests,
+    saved_states,
+)
 from superoffload.errors import OffloadError
-from superoffload.resharding import saved_states
 
 _LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
 _NAME = re.compile(r"\w[\w.-]*")

@@ -37,16 +37,23 @@ from torch import Tensor
 
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel
-from superoffload.commands import Command, Operation, Result, StatesSet, bytes_moved
-from superoffload.errors import OffloadError
+from superoffload.adam import Command, Operation, Result, StatesSet, bytes_moved
+from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import SubGroup, Tensors
-from superoffload.host_room import HostRoom
 from superoffload.memory_layout import MemorySize, Moments, Segment
-from superoffload.meter import LayerWait, Meter
-from superoffload.norm import non_finite
-from superoffload.settings import Settings
+from superoffload.settings import HostRoom, Settings
 from superoffload.shared_states import HostWeights, SharedStates
-from superoffload.transfers import CompletedEvent, Copy, Event, Mark, Stream, Transfer, Transfers
+from superoffload.transfers import (
+    CompletedEvent,
+    Copy,
+    Event,
+    LayerWait,
+    Mark,
+    Meter,
+    Stream,
+    Transfer,
+    Transfers,
+)
 from superoffload.worker_client import WorkerClient
 
 # New weights on their way from the Adam worker to the layers that use them: which have arrived,
@@ -205,8 +212,8 @@ class CpuStates:
         discarded.
         """
         self.lent: set[int] = set()
-        """Sub-groups that may not speculate, because a copy is in the set that is not current,
-        until ``release_copy``.
+        """Sub-groups that may not speculate, because a copy that may still be read is in the set
+        that is not current.
         """
         self.new_weights = _NewWeights(transfers, meter, self._wait)
         # None without CPU sub-groups, of which nothing asks for either.
@@ -338,12 +345,6 @@ class CpuStates:
         if self._pending[Operation.COPY]:
             self._wait(lambda: not self._pending[Operation.COPY])
 
-    def release_copy(self, index: int) -> None:
-        """Let a sub-group speculate again whose copy is no longer read. May be called from any
-        thread.
-        """
-        self.lent.discard(index)
-
     def _copied_states(self, index: int, which: int) -> Tensors:
         self._client.wait(lambda: index not in self._pending[Operation.COPY])
         return self._states.master_weights(self.slot[index], which), *self._states.moments(
@@ -454,19 +455,24 @@ class CpuStates:
                 with self._deciding:
                     if index in pending:
                         pending.discard(index)
-                        self._on_new_weights(result, self._new_weights)
+                        self._on_new_weights(result, self._states.new_weights)
             case _:
                 pending.discard(index)
                 if not math.isfinite(result.sum_of_squares):
-                    raise non_finite(self._sub_groups, index, result.step, poisoned=True)
-                self._on_new_weights(result, self._staging)
+                    raise NonFiniteGradientError(
+                        self._sub_groups[index].names,
+                        step=result.step,
+                        sub_group=index,
+                        poisoned=True,
+                    )
+                self._on_new_weights(result, self._states.staging)
 
     def _on_new_weights(self, result: Result, source: Callable[[int], Tensor]) -> None:
         index = self.indices[result.sub_group]
         transfer = None
         if not self._host_weights:
             transfer = self._transfers.weights_to_gpu(
-                self._sub_groups[index].weights, source(index)
+                self._sub_groups[index].weights, source(result.sub_group)
             )
             self._meter.current.h2d.append(transfer)
         self.squares[index] = result.sum_of_squares
@@ -474,9 +480,6 @@ class CpuStates:
 
     def _staging(self, index: int) -> Tensor:
         return self._states.staging(self.slot[index])
-
-    def _new_weights(self, index: int) -> Tensor:
-        return self._states.new_weights(self.slot[index])
 
     def _send(self, command: Command, after: Event) -> None:
         """Send a command when it is ready: sums of gradients first, then the sub-group that the

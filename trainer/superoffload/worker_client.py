@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from superoffload import kernel, worker
-from superoffload.commands import Command, Operation, Result, receive, send
+from superoffload.adam import Command, Operation, Result, receive, send
 from superoffload.errors import OffloadError, WorkerLostError
 from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.transfers import Event

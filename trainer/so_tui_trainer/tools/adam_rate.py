@@ -31,8 +31,7 @@ def main(request: dict[str, Any]) -> None:
     worker = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(worker)
     worker.import_from(Path(request["worker"]).parent)
-    from superoffload.adam import Kernel
-    from superoffload.commands import Command, Operation, bytes_moved
+    from superoffload.adam import Command, Kernel, Operation, bytes_moved
     from superoffload.memory_layout import MemorySize, Segment, layout
 
     numel = request["parameters"]

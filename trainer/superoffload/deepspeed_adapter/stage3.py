@@ -34,9 +34,8 @@ from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from superoffload.conversion import deepspeed_states
 from superoffload.errors import OffloadError
 from superoffload.gpu_states import Gradient, SubGroup
-from superoffload.host_room import within_share
 from superoffload.optimizer import SuperOffload
-from superoffload.settings import Settings
+from superoffload.settings import Settings, within_share
 from superoffload.shared_states import HostWeights
 
 # DeepSpeed's checkpoints: one rank's states as DeepSpeed's ZeRO-3 optimizer has them, and back.
@@ -532,7 +531,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             not self.core.step()
         )  # The engine counts a step that was skipped and leaves its scheduler alone.
         self._refer_to_master_weights()
-        self._global_grad_norm = None  # ``last_gradient_norm`` reads it on demand
+        self._global_grad_norm = None  # ``gradient_norm`` reads it on demand
 
     def _refer_to_master_weights(self) -> None:
         """Tell the base class where the master weights are: after a speculative step, in the other
