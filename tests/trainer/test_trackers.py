@@ -27,7 +27,6 @@ from so_tui_trainer.recorder import (
     _crc32c,
     _EventFile,
     _figures,
-    _Sidecars,
     trackers_of,
 )
 from tests.support.launching import records, tiny
@@ -200,7 +199,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_RECORDS", 10)
-    monkeypatch.setattr(_Sidecars.close, "__defaults__", (0.2,))
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
     tracker = Fickle(hangs=part)
     recorder, found, seconds = recorded(
         RunDirectory(tmp_path), tracker, 9 if part == "close" else 50

@@ -216,39 +216,10 @@ class _Sidecar:
             while (record := self._queue.get()) is not None:
                 self._tracker.write(record)
             self._tracker.close()
-        except Exception as error:  # noqa: BLE001 -- an error of other people's code or servers must not end the run
-            self._given_up, self._trouble = (
-                True,
-                f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}",
-            )
-
-
-class _Sidecars:
-    """All trackers of a run."""
-
-    def __init__(self, trackers: tuple[_Tracker, ...] = ()) -> None:
-        self._sidecars = tuple(map(_Sidecar, trackers))
-        self.hanging = False
-        """One did not end: leaving the process the usual way might wait for it for ever."""
-
-    def offer(self, record: MetricRecord) -> None:
-        """Queue a record for every tracker."""
-        for sidecar in self._sidecars:
-            sidecar.offer(record)
-
-    def troubles(self) -> list[str]:
-        """Return what went wrong since the last call, with the trackers' names."""
-        return [
-            f"{sidecar.name} {trouble}"
-            for sidecar in self._sidecars
-            if (trouble := sidecar.trouble())
-        ]
-
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait at most ``timeout_s`` seconds for all trackers together. Safe to call twice."""
-        deadline = time.monotonic() + timeout_s
-        ended = [sidecar.close(max(0.1, deadline - time.monotonic())) for sidecar in self._sidecars]
-        self.hanging = not all(ended)
+        # An error of other people's code or servers must not end the run.
+        except Exception as error:  # noqa: BLE001
+            message = (str(error).strip().splitlines() or ["no message"])[0]
+            self._given_up, self._trouble = True, f"{type(error).__name__}: {message}"
 
 
 class TensorBoard:
@@ -343,7 +314,9 @@ class Recorder:
     ) -> None:
         """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
         self._writer = writer
-        self._sidecars = _Sidecars(trackers)
+        self._sidecars = tuple(map(_Sidecar, trackers))
+        self.hanging = False
+        """A tracker did not end: leaving the process the usual way might wait for it for ever."""
         self.attempt = attempt
         self._lost, self._lost_because = 0, ""
         """Of the thread that writes; of others only while nothing is pending."""
@@ -354,11 +327,6 @@ class Recorder:
             threading.Thread(
                 target=self._write_pending, args=(writer,), name="records", daemon=True
             ).start()
-
-    @property
-    def hanging(self) -> bool:
-        """Whether a tracker did not end."""
-        return self._sidecars.hanging
 
     def write(self, record: MetricRecord) -> None:
         """Write a record, soon. Records that a full disk does not take are lost, and counted in a
@@ -373,7 +341,8 @@ class Recorder:
             return
         if self._error is not None:
             raise self._error
-        self._sidecars.offer(record)
+        for sidecar in self._sidecars:
+            sidecar.offer(record)
         if isinstance(record, EndRecord):
             self.flush()
             self._append(self._writer, record)
@@ -399,7 +368,9 @@ class Recorder:
 
     def end_tracking(self) -> None:
         """Let the trackers send what they have; what they cannot send becomes a warning."""
-        self._sidecars.close()
+        deadline = time.monotonic() + CLOSE_S
+        ended = [sidecar.close(max(0.1, deadline - time.monotonic())) for sidecar in self._sidecars]
+        self.hanging = not all(ended)
         self._record_tracker_errors()
 
     def close(self) -> None:
@@ -445,12 +416,13 @@ class Recorder:
         writer.append(record)
 
     def _record_tracker_errors(self) -> None:
-        for trouble in self._sidecars.troubles():
-            self.warn(
-                "tracker-failed",
-                f"{trouble}; nothing more is sent there",
-                "The run's own records are complete; nothing else is lost",
-            )
+        for sidecar in self._sidecars:
+            if trouble := sidecar.trouble():
+                self.warn(
+                    "tracker-failed",
+                    f"{sidecar.name} {trouble}; nothing more is sent there",
+                    "The run's own records are complete; nothing else is lost",
+                )
 
     def _warning(self, code: str, message: str, suggestion: str) -> WarningRecord:
         return WarningRecord(

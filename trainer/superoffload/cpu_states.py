@@ -393,7 +393,6 @@ class CpuStates:
         segments = tuple(
             _segments(self._sub_groups[index], settings.seed) for index in self.indices
         )
-        on_host = self._host_weights is not None
         size = MemorySize(
             segments,
             weights.dtype.itemsize,
@@ -401,14 +400,9 @@ class CpuStates:
             self._speculating,
             self._moments,
             self._copied,
-            on_host,
+            self._host_weights is not None,
         )
-        self._states = SharedStates(
-            size,
-            weights.dtype,
-            pin=self._device.type == "cuda",
-            available_bytes=settings.available_bytes,
-        )
+        self._states = SharedStates(size, weights.dtype, settings.available_bytes)
         self._states.load_kernel(library)
         self._client = WorkerClient(
             self._states,
@@ -420,9 +414,11 @@ class CpuStates:
             settings.watchdog_timeout_s,
         )
         self._initialize_all()  # so that the worker's many threads are the first to touch the pages
-        self._states.pin_staging()
+        if self._device.type == "cuda":
+            self._states.pin_staging()
         if self._host_weights:
-            self._host_weights.pin()
+            if self._device.type == "cuda":
+                self._host_weights.pin(0, self._host_weights.bytes)
         else:
             for index in self.indices:
                 self._staging(index).copy_(self._sub_groups[index].weights)

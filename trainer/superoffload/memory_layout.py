@@ -104,7 +104,6 @@ class _MemoryLayout(NamedTuple):
     """By ``StatesSet``; of no size where a sub-group lacks the set."""
     accumulated: tuple[int, ...]
     """Empty without gradient accumulation."""
-    staging_start: int
     staging_bytes: int
     bytes: int
     """Size of the whole memory."""
@@ -149,24 +148,19 @@ def layout(size: MemorySize) -> _MemoryLayout:
         return tuple(each if index in having else 0 for index, each in enumerate(sizes))
 
     def states_of(having: tuple[int, ...]) -> StateOffsets:
-        moment, numels, blocks = (
-            size.moments.element_bytes,
-            of(having, size.numels),
-            of(having, size.blocks),
-        )
+        elements, blocks = of(having, numels), of(having, size.blocks)
+        moment = size.moments.element_bytes
         return StateOffsets(
-            region(4, numels),
-            region(moment, numels),
-            region(moment, numels),
+            region(4, elements),
+            region(moment, elements),
+            region(moment, elements),
             region(1, blocks),
             region(1, blocks),
         )
 
     second_buffers = () if size.host_weights else size.speculating
-    staging, new_weights = (
-        region(size.weight_bytes, numels),
-        region(size.weight_bytes, of(second_buffers, numels)),
-    )
+    staging = region(size.weight_bytes, numels)
+    new_weights = region(size.weight_bytes, of(second_buffers, numels))
     staging_bytes = end - REGION_ALIGNMENT
     states = (
         states_of(tuple(range(len(numels)))),
@@ -174,9 +168,7 @@ def layout(size: MemorySize) -> _MemoryLayout:
         states_of(size.copied),
     )
     accumulated = region(4, numels) if size.accumulate else ()
-    return _MemoryLayout(
-        staging, new_weights, states, accumulated, REGION_ALIGNMENT, staging_bytes, end
-    )
+    return _MemoryLayout(staging, new_weights, states, accumulated, staging_bytes, end)
 
 
 def weights_layout(numels: Sequence[int], weight_bytes: int) -> tuple[tuple[int, ...], int]:

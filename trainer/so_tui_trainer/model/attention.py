@@ -31,7 +31,7 @@ from so_tui.spec.attention import (
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, recurrent_kinds
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import checkpointing, kinds_of
+from so_tui_trainer.model import apply, checkpointing, kinds_of
 from so_tui_trainer.older_versions import cache_argument
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class SequenceGroup(NamedTuple):
         Returns:
             [all tokens, heads / ranks, size]
         """
-        return _Trade.apply(tensor, self, _tokens_for_heads, _heads_for_tokens)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(_Trade, tensor, self, _tokens_for_heads, _heads_for_tokens)
 
     def keys(self, tensor: Tensor) -> Tensor:
         """Do the same for keys or values, of which each rank gets at least one head: where there
@@ -96,7 +96,7 @@ class SequenceGroup(NamedTuple):
         Returns:
             [tokens, heads, size]
         """
-        return _Trade.apply(tensor, self, _heads_for_tokens, _tokens_for_heads)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(_Trade, tensor, self, _heads_for_tokens, _tokens_for_heads)
 
 
 def sequence_group(ranks_per_sequence: int) -> SequenceGroup | None:
@@ -193,31 +193,13 @@ class Kernels(NamedTuple):
     """
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    documents: Documents,
-    kernels: Kernels,
-) -> Tensor:
-    """Compute attention within documents.
-
-    Args:
-        query: [tokens, heads, size]
-        key: [tokens, key heads, size]
-        value: [tokens, key heads, size]
-        sinks: [heads], or None for a model without sinks.
-        documents: Where documents start, and the scale.
-        kernels: The kernels to use.
-
-    Returns:
-        [tokens, heads, size]
-    """
-    return _Attention.apply(query, key, value, sinks, documents, kernels)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class _Attention(torch.autograd.Function):
+    """Attention within documents.
+
+    It takes the query [tokens, heads, size], key and value [tokens, key heads, size] and sinks
+    [heads], or None for a model without. It returns [tokens, heads, size].
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -331,11 +313,11 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
         )
         documents = Documents(cu_seq_lens_q, max_length_q, scaling, sliding_window, softcap or 0.0)
         if ranks is None or not is_part:
-            mixed = _attend(flat_query, flat_key, flat_value, s_aux, documents, kernels)
+            mixed = apply(_Attention, flat_query, flat_key, flat_value, s_aux, documents, kernels)
         else:
             sinks = None if s_aux is None else ranks.sinks(s_aux)
             whole = (ranks.queries(flat_query), ranks.keys(flat_key), ranks.keys(flat_value))
-            mixed = ranks.results(_attend(*whole, sinks, documents, kernels))
+            mixed = ranks.results(apply(_Attention, *whole, sinks, documents, kernels))
         return mixed[..., :of_value].reshape(rows, width, heads, of_value).contiguous(), None
 
     AttentionInterface.register(NAME, attention)
@@ -593,7 +575,8 @@ def _decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
     """
     if model.attention == "auto":
         return choose_backend(needs, available)
-    backend: AttentionBackend = FORMER_NAMES.get(model.attention) or model.attention  # type: ignore[assignment]
+    named: Any = model.attention  # one of the backends, or of their former names
+    backend: AttentionBackend = FORMER_NAMES.get(named) or named
     if (obstacle := obstacle_to(backend, needs, available)) is None:
         return Chosen(backend)
     raise reject(
@@ -702,21 +685,3 @@ def arguments(
         "sliding_attention": create_sliding_window_causal_mask,
     }
     return positions | {"attention_mask": {kind: makers[kind](**known) for kind in kinds}}
-
-
-__all__ = [
-    "NAME",
-    "Documents",
-    "Kernels",
-    "SequenceGroup",
-    "arguments",
-    "choose",
-    "has_sinks",
-    "kernels_of",
-    "needs_of",
-    "needs_rows",
-    "present",
-    "register",
-    "sequence_group",
-    "takes_boundaries",
-]

@@ -31,6 +31,7 @@ from torch._C._nn import linear
 from torch.utils.checkpoint import checkpoint
 
 from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.model import apply
 from so_tui_trainer.model.weights import decoder_of
 from superoffload.shared_states import pin, prefer_huge_pages, unpin
 
@@ -88,7 +89,8 @@ class HostActivations:
             OffloadError: The memory cannot be pinned (``pinning``).
         """
         # One stream for all copies: they keep their order.
-        copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        stream: Any = torch.cuda.Stream
+        copies = stream(device) if device.type == "cuda" else None
         self._inputs = None if inputs is None else _Slots(inputs, device, copies)
         self._results = [_Slots(room, device, copies) for room in results]
 
@@ -435,7 +437,7 @@ def mixing_blocks(layer: nn.Module) -> tuple[str, ...]:
 
 
 def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    return _SavedLinear.apply(inputs, module.weight, module.bias)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_SavedLinear, inputs, module.weight, module.bias)
 
 
 def _plain_linear(module: nn.Linear, inputs: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from so_tui_trainer.model import apply
 from so_tui_trainer.model.checkpointing import checkpointed_layers, mixing_blocks
 from so_tui_trainer.model.experts import Weights, mixture
 from so_tui_trainer.model.kernels import Gate, gated, rotate
@@ -349,9 +350,8 @@ def _tiled(
     if not torch.is_grad_enabled():
         return _forward(run, tile_tokens, rows).view_as(inputs)
     keeper: list[Any] = []
-    kept = _Keep.apply(rows, keeper)  # type: ignore[no-untyped-call]
-    result: Tensor = _Tiles.apply(kept, run, keeper[0], tile_tokens, *parameters)  # type: ignore[no-untyped-call]
-    return result.view_as(inputs)
+    kept = apply(_Keep, rows, keeper)
+    return apply(_Tiles, kept, run, keeper[0], tile_tokens, *parameters).view_as(inputs)
 
 
 class _Keep(torch.autograd.Function):

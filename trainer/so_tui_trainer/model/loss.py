@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.model.flops import block_columns, kept_blocks
+from so_tui_trainer.model import apply
 from so_tui_trainer.model.kernels import cross_entropy_gradient, log_sum_exp
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class HeadLoss(nn.Module):
         if not torch.is_grad_enabled():
             normaliser, score, _ = _normalise(chosen, self.weight, targets, self._cap, save=0)
             return (normaliser - score).sum() * scale
-        return _BlockedCrossEntropy.apply(chosen, self.weight, targets, scale, self._cap)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(_BlockedCrossEntropy, chosen, self.weight, targets, scale, self._cap)
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):

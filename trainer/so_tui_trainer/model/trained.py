@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from so_tui.spec import RunSpec
 from so_tui.spec.run_spec import decays
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import attention, kinds_of
+from so_tui_trainer.model import apply, attention, kinds_of
 from so_tui_trainer.model.checkpointing import checkpointed_layers
 from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.loss import HeadLoss, logit_changes
@@ -172,7 +172,8 @@ def _each_alone(
     if not documents.rows:
         return run(hidden_states, *rest, **options)
     places, *groups = documents.rows
-    parts = _Spread.apply(hidden_states.flatten(0, 1), places, *groups)  # type: ignore[no-untyped-call]
+    spread: Any = _Spread
+    parts = spread.apply(hidden_states.flatten(0, 1), places, *groups)
     found = [run(part, **others) for part in parts]
     if isinstance(found[0], tuple):
         return _joined([part[0] for part in found], places, hidden_states), *found[0][1:]
@@ -180,7 +181,7 @@ def _each_alone(
 
 
 def _joined(parts: Sequence[Tensor], places: Tensor, like: Tensor) -> Tensor:
-    joined: Tensor = _Join.apply(places, *parts)  # type: ignore[no-untyped-call]
+    joined = apply(_Join, places, *parts)
     return joined.view(*like.shape[:-1], joined.shape[-1])
 
 

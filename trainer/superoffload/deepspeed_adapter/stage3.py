@@ -188,11 +188,7 @@ def _place(
         no others.
     """
     dtype = groups[0][0].ds_tensor.dtype
-    host = (
-        HostWeights(numels[on_gpu:], dtype, pinned=device.type == "cuda")
-        if on_gpu < len(numels)
-        else None
-    )
+    host = HostWeights(numels[on_gpu:], dtype) if on_gpu < len(numels) else None
     found = []
     for index, (group, numel) in enumerate(zip(groups, numels, strict=True)):
         weights = (
