@@ -119,7 +119,7 @@ def test_the_measured_loss_is_the_mean_over_tokens(
                 reduction="sum",
             ).item()
             tokens += int((labels >= 0).sum())
-    shares = [Evaluation(docs, members, shape, rank) for rank in range(ranks)]
+    shares = [Evaluation(Batches(docs, shape, rank, members=members)) for rank in range(ranks)]
     found = [
         share.measure(
             model,
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
             return torch.tensor(float("nan"))
 
     with coded(NonFiniteError, "not-finite"):
-        Evaluation(documents(), np.arange(5), spec(), 0).measure(
+        Evaluation(Batches(documents(), spec(), 0, members=np.arange(5))).measure(
             Spoilt(), single_rank, attempt=1, step=3
         )
 

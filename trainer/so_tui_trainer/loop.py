@@ -26,7 +26,7 @@ from so_tui.units import plural, rate, significant, thousands
 from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Saving
 from so_tui_trainer.checkpoint_folder import Manifest
-from so_tui_trainer.data.batches import Batches, MicroBatch, Prefetcher
+from so_tui_trainer.data.batches import Batches, Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import SUPERSEDED, NonFiniteError, TrainingError
 from so_tui_trainer.metrics import Metrics, Step, StepClock
@@ -314,7 +314,7 @@ class Loop:
             summary=self.metrics.summary(),
         )
 
-    def train_step(self, micro_batches: Prefetcher[MicroBatch]) -> Step:
+    def train_step(self, micro_batches: Prefetcher) -> Step:
         """Run one optimizer step: forward and backward of every micro-batch, then the update. Does
         not wait for the GPU.
         """
@@ -324,7 +324,9 @@ class Loop:
         loss, router_loss = torch.zeros((), device=self.ranks.device), None
         self.clock.lap("other")
         for _ in range(self.spec.gradient_accumulation_steps):
-            counts, batch = next(micro_batches)
+            batch = next(micro_batches)
+            counts = batch.counts
+            assert counts is not None
             self.clock.lap("data")
             # DeepSpeed averages gradients over ranks and sums them over micro-batches. With these
             # scales the result is the gradient of the mean over all trained tokens of the step.

@@ -153,7 +153,7 @@ def _read_training_data(
             documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin
         ),
         fingerprint=trained_fingerprint(documents.fingerprint, spec),
-        evaluation=Evaluation(evaluated, members, spec, ranks.rank, pin=pin)
+        evaluation=Evaluation(Batches(evaluated, spec, ranks.rank, members=members, pin=pin))
         if len(members)
         else None,
     )
@@ -404,7 +404,7 @@ class Session:
         if takes_boundaries(model.attention):
             data.batches.end_to_end = True
             if data.evaluation:
-                data.evaluation.end_to_end = True
+                data.evaluation.batches.end_to_end = True
         _check_sizes(model.causal.config, data.documents, self.spec, self.recorder.warn)
         parameters = parameter_count(model)
         control.stop_early()
