@@ -16,10 +16,9 @@ from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, 
 from so_tui.spec.generation import Prompt, Sampling, Turn
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
-from so_tui_trainer.generation import Writer, Written
+from so_tui_trainer.generation import Prompts, Writer, Written, _batch_of
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import TrainedModel
-from so_tui_trainer.prompts import Prompts, _batch_of
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny
 from tests.support.models import causal_model

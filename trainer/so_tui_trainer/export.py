@@ -399,11 +399,6 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
     return causal
 
 
-def parameter_count(causal: PreTrainedModel) -> int:
-    """Return the number of parameters, tied ones once."""
-    return sum(parameter.numel() for parameter in causal.parameters())
-
-
 def chosen_device(wanted: Device, parameters: int) -> torch.device:
     """Return where models of so many parameters together can write: the GPU with the most free
     memory if they fit there, else the CPU.

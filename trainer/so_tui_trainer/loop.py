@@ -29,8 +29,8 @@ from so_tui_trainer.checkpoint_folder import Manifest
 from so_tui_trainer.data.batches import Batches, Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import SUPERSEDED, NonFiniteError, TrainingError
+from so_tui_trainer.generation import Prompts
 from so_tui_trainer.metrics import Metrics, Step, StepClock
-from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.errors import NonFiniteGradientError

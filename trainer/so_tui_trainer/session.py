@@ -46,6 +46,7 @@ from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
+from so_tui_trainer.generation import Prompts
 from so_tui_trainer.loop import Control, Loop, Outcome, StoppedEarlyError
 from so_tui_trainer.metrics import Metrics, record_network_rate
 from so_tui_trainer.model.attention import takes_boundaries
@@ -53,7 +54,6 @@ from so_tui_trainer.model.build import build
 from so_tui_trainer.model.kernels import replace_slow_products
 from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
-from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.recorder import Recorder, trackers_of
 from superoffload.settings import Settings
