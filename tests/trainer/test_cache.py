@@ -159,7 +159,7 @@ def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> 
 
 
 def test_another_chat_template_is_another_entry(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tiny())
+    tokenizer = load_tokenizer(tiny().model)
     folders = set()
     for number, template in enumerate(
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", None)

@@ -24,7 +24,7 @@ from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
 from so_tui_trainer import export
 from so_tui_trainer.data.chat import Chat, Encoder, _segments, chat_of, leading_ids
 from so_tui_trainer.data.rows import TEXT, Message
-from so_tui_trainer.data.tokens import load_tokenizer, tokenizer_of
+from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.export import _marker_of, placed
 from so_tui_trainer.generation import (
     Writer,
@@ -47,12 +47,12 @@ ASKED = Prompt(turns=(Turn("system", "Be brief."), Turn("user", "Add 2 and 3."))
 
 @pytest.fixture(scope="module")
 def chat() -> Chat:
-    return chat_of(load_tokenizer(tiny()))
+    return chat_of(load_tokenizer(tiny().model))
 
 
 @pytest.fixture(scope="module")
 def templated() -> Chat:
-    tokenizer: Any = load_tokenizer(tiny())
+    tokenizer: Any = load_tokenizer(tiny().model)
     tokenizer.chat_template = (
         "{% for message in messages %}<|bos|>{{ message.role + ': ' + message.content + '<|eos|>' "
         "}}{% endfor %}"
@@ -257,7 +257,7 @@ def test_a_damaged_folder_is_named(
     (tmp_path / name).write_bytes(content)
     model = ModelSpec(id=str(tmp_path))
     load: Callable[[], object] = (
-        partial(tokenizer_of, model)
+        partial(load_tokenizer, model)
         if code.startswith("tokenizer")
         else partial(export.of_folder, tmp_path, model)
     )

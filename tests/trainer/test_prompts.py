@@ -53,7 +53,7 @@ def model() -> TrainedModel:
 def test_answers_are_what_the_model_writes_alone(
     micro_batch: str, model: TrainedModel, single_rank: Ranks
 ) -> None:
-    chat = chat_of(load_tokenizer(tiny()))
+    chat = chat_of(load_tokenizer(tiny().model))
     eos = chat.tokenizer.eos_token_id
     assert isinstance(eos, int)
     writer = Writer(model.causal, chat, frozenset([eos]))

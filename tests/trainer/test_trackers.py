@@ -23,10 +23,10 @@ from so_tui.runs.records import (
 from so_tui_trainer import recorder as trackers
 from so_tui_trainer.recorder import (
     Recorder,
-    TensorBoard,
     _crc32c,
     _EventFile,
     _figures,
+    _TensorBoard,
     trackers_of,
 )
 from tests.support.launching import records, tiny
@@ -112,7 +112,7 @@ def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
 
 
 def test_a_resume_takes_back_what_earlier_files_hold_of_later_steps(tmp_path: Path) -> None:
-    tracker = TensorBoard(tmp_path)
+    tracker = _TensorBoard(tmp_path)
     tracker.start()
     for record in (
         ResumedRecord(attempt=1, time=0.0, step=5),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -46,7 +46,6 @@ from so_tui_trainer.checkpoint_folder import (
     claim,
     newest,
     optimizer_folder,
-    read_manifest,
     set_all_aside,
     set_aside,
 )
@@ -54,21 +53,6 @@ from so_tui_trainer.engine_settings import states_format
 from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
 from superoffload.checkpoint import Rounded
-
-__all__ = [
-    "Damage",
-    "Found",
-    "Manifest",
-    "Saving",
-    "claim",
-    "load",
-    "make_room",
-    "newest",
-    "optimizer_folder",
-    "read_manifest",
-    "set_all_aside",
-    "set_aside",
-]
 
 Result = TypeVar("Result")
 _NOT_WRITTEN = "the checkpoint could not be written"
@@ -383,13 +367,7 @@ def _tensor_of(state: bytes) -> Tensor:
 # bit for bit.
 
 
-class _Warned(NamedTuple):
-    code: str
-    message: str
-    suggestion: str
-
-
-def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[_Warned]:
+def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[Explanation]:
     """Yield what to warn of.
 
     Args:
@@ -399,7 +377,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
-        yield _Warned(
+        yield Explanation(
             "moments-restarted",
             "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those "
             "of the checkpoint, the moments are zero",
@@ -407,7 +385,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if before != after:
-        yield _Warned(
+        yield Explanation(
             "states-format-changed",
             f"the checkpoint's moments are {before} and this run's are {after}: what the new "
             "format cannot hold is rounded",
@@ -415,7 +393,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if rounded.numel:
-        yield _Warned(
+        yield Explanation(
             "moments-rounded",
             f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are "
             f"rounded to {after} in host memory",
@@ -423,7 +401,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
             "to continue bit for bit.",
         )
     if rounded.blocks:
-        yield _Warned(
+        yield Explanation(
             "blocks-rounded-again",
             f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards "
             "and are rounded once more",

@@ -73,9 +73,7 @@ def _rows(documents: Documents) -> Int64s:
     if documents.rows is None:
         return np.arange(len(documents.offsets) - 1)
     begins = np.diff(documents.rows, prepend=documents.rows[0] - 1) != 0
-    begins[np.cumsum([0, *(part.documents for part in documents.parts[:-1])])] = (
-        True  # Row numbers restart in every source.
-    )
+    begins[documents.source_starts[:-1]] = True  # Row numbers restart in every source.
     return np.cumsum(begins) - 1
 
 

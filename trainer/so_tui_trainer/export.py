@@ -171,7 +171,7 @@ def export(
     state = weights(checkpoint, shapes, stage) | untrained(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
-    tokenizer = load_tokenizer(spec)
+    tokenizer = load_tokenizer(spec.model)
     model.generation_config = _generation_config(spec.model, config, tokenizer)
     with replacing(folder, _marker_of(run_name, manifest.step, spec.model)) as partial:
         stage.write(partial, state)

@@ -273,7 +273,7 @@ class Prompts:
             seed=spec.train.seed,
         )
         # Every rank loads the tokenizer: a problem with a prompt must end all of them.
-        self._chat: Chat = chat_of(load_tokenizer(spec))
+        self._chat: Chat = chat_of(load_tokenizer(spec.model))
         self._ids = [
             _prompt_ids(self._chat, Prompt(turns=(Turn("user", text),)))
             for text in spec.prompts.texts

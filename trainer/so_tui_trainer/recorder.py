@@ -160,7 +160,7 @@ def trackers_of(run: RunDirectory, spec: RunSpec) -> tuple[_Tracker, ...]:
     if spec.tracking.wandb:
         found.append(_WeightsAndBiases(run, spec))
     if spec.tracking.tensorboard:
-        found.append(TensorBoard(run.path / "tensorboard"))
+        found.append(_TensorBoard(run.path / "tensorboard"))
     return tuple(found)
 
 
@@ -222,7 +222,7 @@ class _Sidecar:
             self._given_up, self._trouble = True, f"{type(error).__name__}: {message}"
 
 
-class TensorBoard:
+class _TensorBoard:
     """Writes event files into the run's folder: ``tensorboard --logdir RUN/tensorboard``."""
 
     name = "TensorBoard"

@@ -39,6 +39,7 @@ from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
 from so_tui.units import memory_size, thousands
 from so_tui_trainer import binding, checkpoint, failures
+from so_tui_trainer.checkpoint_folder import Found
 from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.batches import Batches
@@ -301,7 +302,7 @@ class Session:
             if ranks.first
             else None
         )
-        found = ranks.broadcast(newest, checkpoint.Found | None)
+        found = ranks.broadcast(newest, Found | None)
         control = Control(
             self.run, ranks, attempt=self.attempt, every_s=60 * self.spec.checkpoint.every_minutes
         )
@@ -379,7 +380,7 @@ class Session:
         except OSError as error:  # The supervisor and the other ranks receive the signal too.
             print(f"the stop request cannot be written: {error}", file=sys.stderr, flush=True)
 
-    def _load(self, ranks: Ranks, found: checkpoint.Found | None, control: Control) -> Loop:
+    def _load(self, ranks: Ranks, found: Found | None, control: Control) -> Loop:
         """Do everything that precedes the first step; with large models each part takes minutes.
 
         Raises:

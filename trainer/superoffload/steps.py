@@ -155,7 +155,7 @@ REMEMBERED = 4
 """Steps whose norms decide about the next one."""
 
 
-class Speculation:
+class _Speculation:
     """Decides for one rank and counts. All ranks see the same norms and so decide alike.
 
     Attributes:
@@ -318,7 +318,7 @@ class CpuSteps:
         self._sub_groups, self._adamw, self._cpu = sub_groups, adamw, cpu
         self._policy, self._speculative = policy, speculative
         self._second = second
-        self.speculation = Speculation()
+        self.speculation = _Speculation()
         self.speculating = second
         """Sub-groups that are stepped before the norm is known, in this step."""
         self.gradients: dict[int, _WholeGradient] = {}

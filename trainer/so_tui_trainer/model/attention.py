@@ -51,7 +51,7 @@ Arguments = dict[str, Any]
 # computed, and their sum over the ranks is that of the whole sequence.
 
 
-class SequenceGroup(NamedTuple):
+class _SequenceGroup(NamedTuple):
     """The ranks that share sequences, in the order of their parts."""
 
     size: int
@@ -99,7 +99,7 @@ class SequenceGroup(NamedTuple):
         return apply(_Trade, tensor, self, _heads_for_tokens, _tokens_for_heads)
 
 
-def sequence_group(ranks_per_sequence: int) -> SequenceGroup | None:
+def sequence_group(ranks_per_sequence: int) -> _SequenceGroup | None:
     """Return this rank's group, of consecutive ranks; None where each rank has sequences of its
     own. All ranks must call it.
     """
@@ -108,14 +108,14 @@ def sequence_group(ranks_per_sequence: int) -> SequenceGroup | None:
     replica, position = divmod(dist.get_rank(), ranks_per_sequence)
     firsts = range(0, dist.get_world_size(), ranks_per_sequence)
     groups = [dist.new_group(list(range(first, first + ranks_per_sequence))) for first in firsts]
-    return SequenceGroup(ranks_per_sequence, position, groups[replica])
+    return _SequenceGroup(ranks_per_sequence, position, groups[replica])
 
 
 class _Trade(torch.autograd.Function):
     """A trade between the ranks, and the opposite one of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: SequenceGroup, there: Any, back: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, ranks: _SequenceGroup, there: Any, back: Any) -> Tensor:
         ctx.ranks, ctx.back = ranks, back
         result: Tensor = there(tensor, ranks)
         return result
@@ -125,17 +125,17 @@ class _Trade(torch.autograd.Function):
         return ctx.back(gradients[0], ctx.ranks), None, None, None
 
 
-def _tokens_for_heads(tensor: Tensor, ranks: SequenceGroup) -> Tensor:
+def _tokens_for_heads(tensor: Tensor, ranks: _SequenceGroup) -> Tensor:
     by_rank = tensor.reshape(len(tensor), ranks.size, -1, tensor.shape[-1]).transpose(0, 1)
     return _all_to_all(by_rank, ranks).flatten(0, 1)
 
 
-def _heads_for_tokens(tensor: Tensor, ranks: SequenceGroup) -> Tensor:
+def _heads_for_tokens(tensor: Tensor, ranks: _SequenceGroup) -> Tensor:
     by_rank = tensor.reshape(ranks.size, -1, *tensor.shape[1:])
     return _all_to_all(by_rank, ranks).transpose(0, 1).flatten(1, 2)
 
 
-def _all_to_all(by_rank: Tensor, ranks: SequenceGroup) -> Tensor:
+def _all_to_all(by_rank: Tensor, ranks: _SequenceGroup) -> Tensor:
     """Send part i of the first dimension to rank i, and return what the ranks sent, in their
     order.
     """
@@ -254,7 +254,7 @@ def _forward(
     return out.mul_((without - normaliser).exp_().t()[..., None]), normaliser
 
 
-def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
+def register(kernels: Kernels, ranks: _SequenceGroup | None = None) -> str:
     """Register the kernels as an attention implementation of transformers.
 
     Args:

@@ -179,19 +179,14 @@ def _normalise(
     saved_blocks: dict[int, Tensor] = {}
     for index, block in enumerate(_blocks(len(hidden), len(weight))):
         logits = _logits(hidden, weight[block], cap)
-        column, inside = _columns(targets - block.start, logits.shape[1])
+        column = targets - block.start  # of another block, where it is outside of this one
+        inside = (column >= 0) & (column < logits.shape[1])
+        column = column.clamp(0, logits.shape[1] - 1)
         score += logits.gather(-1, column[:, None])[:, 0] * inside
         normaliser = torch.logaddexp(normaliser, log_sum_exp(logits))
         if index < save:
             saved_blocks[block.start] = logits
     return normaliser, score, saved_blocks
-
-
-def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return targets as columns of a block, and which of them are in it; others are clamped. Does
-    not wait for the GPU.
-    """
-    return targets.clamp(0, width - 1), (targets >= 0) & (targets < width)
 
 
 def _blocks(tokens: int, vocabulary: int) -> Iterator[slice]:

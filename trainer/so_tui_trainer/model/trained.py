@@ -243,7 +243,7 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.causal = causal
         self.attention = implementation
-        head = _head(causal)
+        head: nn.Parameter = causal.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         self.loss = HeadLoss(head, *logit_changes(causal.config))
         self.dtype = head.dtype
         """Type of the weights, read once.
@@ -278,15 +278,12 @@ class TrainedModel(nn.Module):
         if logits:
             return self._of_hidden(batch, None)
         if self.router is None or not router_scale:
-            return self._language_loss(batch, scale)
+            return self._of_hidden(batch, batch.targets, scale)
         with self.router.watching() as router_logits:
-            loss = self._language_loss(batch, scale)
+            loss = self._of_hidden(batch, batch.targets, scale)
         balance = router_scale * self.router(router_logits, batch.real)
         self.last_router_loss = balance.detach()
         return loss + self.router.coefficient * balance
-
-    def _language_loss(self, batch: Batch, scale: float) -> Tensor:
-        return self._of_hidden(batch, batch.targets, scale)
 
     def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
         self._documents.rows = batch.apart
@@ -299,10 +296,6 @@ class TrainedModel(nn.Module):
         ).last_hidden_state
         result: Tensor = self.loss(hidden, batch.predictors, targets, scale)
         return result
-
-
-def _head(causal: PreTrainedModel) -> nn.Parameter:
-    return causal.get_output_embeddings().weight  # type: ignore[no-any-return, no-untyped-call]
 
 
 def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:

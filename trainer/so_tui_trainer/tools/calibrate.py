@@ -83,7 +83,7 @@ def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Itera
         shares = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1) if position == 0 else (0.5, 1)
         rounded = round if position == 0 else math.ceil
         for count in sorted({max(1, rounded(len(cpus) * share)) for share in shares}):
-            found = _adam(cpus[:count], scale)
+            found = _finish(_start_adam(cpus[:count], scale))
             points += [(count, found["step_bytes_per_s"])] if position == 0 else []
             best = max(best, *found.values())
             cores = "1 core" if count == 1 else f"{count} cores"
@@ -139,7 +139,7 @@ def _adam_on(memory: int, node: Fields, scale: float) -> tuple[str, float | None
     if problems:
         return f"{where}: {'; '.join(problems)}", None
     try:
-        rate = _adam(node["cpus"], scale)["step_bytes_per_s"]
+        rate = _finish(_start_adam(node["cpus"], scale))["step_bytes_per_s"]
     except SoTuiError as error:
         return f"{where}: {error}", None
     finally:
@@ -161,10 +161,6 @@ def _rank_counts(nodes: Sequence[Fields], gpus: Sequence[Fields]) -> tuple[int, 
 
 def _up_to(most: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in (2, 4, 8, most) if 2 <= count <= most}))
-
-
-def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
-    return _finish(_start_adam(cpus, scale))
 
 
 def slowest_together(shares: Sequence[Sequence[int]], scale: float = 1.0) -> float:
@@ -213,7 +209,7 @@ def _gpus(gpus: Sequence[Fields], device: str, scale: float) -> Iterator[Answer]
     first = gpus[0]
     request = {"device": device, "cpus": first["cpus"], "seconds": _SECONDS * scale, "scale": scale}
     alone = environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])}
-    rates = _answer(gpu_argv(request), alone)
+    rates = _finish(start(gpu_argv(request), alone))
     d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {
         "message": (
@@ -261,7 +257,7 @@ def _attention(request: Fields, environment: dict[str, str]) -> Iterator[Answer]
     not work.
     """
     try:
-        rates = _answer(gpu_argv(request | {"attention": True}), environment)
+        rates = _finish(start(gpu_argv(request | {"attention": True}), environment))
     except SoTuiError as error:
         yield {"message": f"attention: {error}"}
         return
@@ -286,10 +282,6 @@ def gpu_argv(request: Fields) -> list[str]:
         str(Path(__file__).with_name("gpu_rates.py")),
         json.dumps(request),
     ]
-
-
-def _answer(argv: Sequence[str], environment: dict[str, str]) -> Fields:
-    return _finish(start(argv, environment))
 
 
 def start(

@@ -137,7 +137,7 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
 
     from so_tui_trainer import export
     from so_tui_trainer.data.chat import chat_of
-    from so_tui_trainer.data.tokens import tokenizer_of
+    from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.generation import Writer, stop_tokens
     from so_tui_trainer.model import weights
 
@@ -151,7 +151,7 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
             yield Progress(message=line)
         models["base"] = export.of_folder(weights.weights_folder(base), base)
         known.append(_facts("base", models["base"], base.id, None))
-    chat = chat_of(tokenizer_of(model if load.run else ModelSpec(id=load.folder)))
+    chat = chat_of(load_tokenizer(model if load.run else ModelSpec(id=load.folder)))
     device = export.chosen_device(load.device, sum(each.parameters for each in known))
     stop = stop_tokens(chat, tuned.generation_config)
     # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base

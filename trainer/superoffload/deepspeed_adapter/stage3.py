@@ -206,25 +206,13 @@ def _place(
     return found, host
 
 
-def _gather(
-    all_gather: Callable[..., Any], parameters: Sequence[Any], *arguments: Any, **keywords: Any
-) -> Any:
-    """All-gather parameters, with their shards copied to the GPU on the current stream. The host
-    does not wait for the copies.
+@contextmanager
+def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
+    """Return a context in which the shards of parameters are on the GPU, copied on the current
+    stream. The host does not wait for the copies.
 
     One rank gathers nothing: there DeepSpeed's own copies are the weights.
     """
-    with _shards_on_gpu(parameters) as copies:
-        handle = all_gather(parameters, *arguments, **keywords)
-        if copies is not None and hasattr(handle, "wait"):
-            handle.shards = (
-                copies  # which the collective may still read, until the handle has been waited for
-            )
-        return handle
-
-
-@contextmanager
-def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
     on_host = [
         parameter
         for parameter in parameters
@@ -277,7 +265,12 @@ class Waits:
             def all_gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
                 parameters = [own] if param_list is None else list(param_list)
                 self._core.wait_for_weights(self._sub_groups(parameters))
-                return _gather(function, parameters, *arguments, **keywords)
+                with _shards_on_gpu(parameters) as copies:
+                    handle = function(parameters, *arguments, **keywords)
+                    if copies is not None and hasattr(handle, "wait"):
+                        # The collective may still read them until the handle has been waited for.
+                        handle.shards = copies
+                    return handle
 
             return all_gather
 
