@@ -367,7 +367,13 @@ def _tensor_of(state: bytes) -> Tensor:
 # bit for bit.
 
 
-def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[Explanation]:
+class _Warned(NamedTuple):
+    code: str
+    message: str
+    suggestion: str
+
+
+def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[_Warned]:
     """Yield what to warn of.
 
     Args:
@@ -377,7 +383,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
-        yield Explanation(
+        yield _Warned(
             "moments-restarted",
             "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those "
             "of the checkpoint, the moments are zero",
@@ -385,7 +391,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if before != after:
-        yield Explanation(
+        yield _Warned(
             "states-format-changed",
             f"the checkpoint's moments are {before} and this run's are {after}: what the new "
             "format cannot hold is rounded",
@@ -393,7 +399,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if rounded.numel:
-        yield Explanation(
+        yield _Warned(
             "moments-rounded",
             f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are "
             f"rounded to {after} in host memory",
@@ -401,7 +407,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
             "to continue bit for bit.",
         )
     if rounded.blocks:
-        yield Explanation(
+        yield _Warned(
             "blocks-rounded-again",
             f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards "
             "and are rounded once more",

@@ -184,8 +184,11 @@ def _size(path: Path) -> int:
         return 0
 
 
-def missing_files(model: ModelSpec, files: dict[str, int]) -> dict[str, int]:
-    """Return the files that are not in the local cache."""
+def missing_files(model: ModelSpec) -> dict[str, int]:
+    """Return the files of a model that are not in the local cache, with their sizes. Raises
+    InputError as ``remote_files``.
+    """
+    files = remote_files(model)
     return {name: size for name, size in files.items() if not _cached(model, name)}
 
 

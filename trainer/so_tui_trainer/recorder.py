@@ -417,10 +417,11 @@ class Recorder:
 
     def _record_tracker_errors(self) -> None:
         for sidecar in self._sidecars:
-            if trouble := sidecar.trouble():
+            if reason := sidecar.trouble():
+                trouble = f"{sidecar.name} {reason}"
                 self.warn(
                     "tracker-failed",
-                    f"{sidecar.name} {trouble}; nothing more is sent there",
+                    f"{trouble}; nothing more is sent there",
                     "The run's own records are complete; nothing else is lost",
                 )
 

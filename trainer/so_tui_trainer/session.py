@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -220,61 +221,51 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
 LoadStage = Literal["ranks", "data", "weights", "optimizer", "checkpoint"]
 
 
-def train(
-    run: RunDirectory,
-    attempt: int,
-    launch: Launch,
-    report: RankBindingReport,
-    writer: MetricsWriter | None,
-) -> int:
-    """Load, train, save, and write the end record.
-
-    Args:
-        run: The run.
-        attempt: The attempt.
-        launch: The attempt's plan, and how it was started.
-        report: This rank's binding.
-        writer: Writes the run's records; None on other ranks than the first.
-
-    Returns:
-        0 if the run did what was requested. After a failure the process exits with 1.
-    """
-    session = Session(run, attempt, launch, report, writer)
-    # USR1 requests a stop with a checkpoint; at TERM the record says why the run failed, if it did.
-    _install_handlers(session._request_stop, session._write_failure)
-    try:
-        session.finish(session.train())
-    except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
-        traceback.print_exc()
-        session.fail(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not by return: the destructors of NCCL and CUDA may wait for a lost rank. Adam workers die
-        # with this process.
-        os._exit(1)
-    if session.recorder.hanging:
-        os._exit(0)  # Not by return: an exit handler of the tracker would wait for its server.
-    return 0
-
-
+@dataclass(eq=False)
 class Session:
     """Everything that must be reported or closed, however the attempt ends."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        attempt: int,
-        launch: Launch,
-        report: RankBindingReport,
-        writer: MetricsWriter | None,
-    ) -> None:
-        self.run, self.attempt, self.launch, self.report = run, attempt, launch, report
-        self.plan = plan = launch.plan
-        self.spec: RunSpec = plan.spec
-        self.rank = report.rank
-        self.recorder = Recorder(writer, attempt, trackers_of(run, plan.spec) if writer else ())
-        self.engine: Any = None
-        self.loop: Loop | None = None
+    run: RunDirectory
+    attempt: int
+    launch: Launch
+    """The attempt's plan, and how it was started."""
+    report: RankBindingReport
+    """This rank's binding."""
+    writer: MetricsWriter | None
+    """Writes the run's records; None on other ranks than the first."""
+    engine: Any = None
+    loop: Loop | None = None
+
+    def __post_init__(self) -> None:
+        self.plan = self.launch.plan
+        self.spec: RunSpec = self.plan.spec
+        self.rank = self.report.rank
+        trackers = trackers_of(self.run, self.spec) if self.writer else ()
+        self.recorder = Recorder(self.writer, self.attempt, trackers)
+
+    def main(self) -> int:
+        """Load, train, save, and write the end record.
+
+        Returns:
+            0 if the run did what was requested. After a failure the process exits with 1.
+        """
+        # USR1 requests a stop with a checkpoint; at TERM the record says why the run failed, if it
+        # did.
+        _install_handlers(self._request_stop, self._write_failure)
+        try:
+            self.finish(self.train())
+        # Every error of a rank becomes the run's last record, and its exit code.
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            self.fail(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Not by return: the destructors of NCCL and CUDA may wait for a lost rank. Adam workers
+            # die with this process.
+            os._exit(1)
+        if self.recorder.hanging:
+            os._exit(0)  # Not by return: an exit handler of the tracker would wait for its server.
+        return 0
 
     def train(self) -> Outcome:
         """Run the attempt.

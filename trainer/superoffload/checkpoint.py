@@ -247,7 +247,7 @@ def verify_state(folder: Path) -> None:
     """
     for manifest in manifests(Path(folder)):
         samples = 0
-        with open_states(Path(folder), manifest) as file:
+        with _open_states(Path(folder), manifest) as file:
             for begin, size in _extents(manifest.sub_groups):
                 for start, length in _sampled(size):
                     samples = zlib.crc32(os.pread(file.fileno(), length, begin + start), samples)
@@ -359,7 +359,7 @@ def _open_regular(path: Path) -> FileIO:
     )
 
 
-def open_states(folder: Path, manifest: Manifest) -> FileIO:
+def _open_states(folder: Path, manifest: Manifest) -> FileIO:
     """Open a rank's file for reading. Raises OffloadError if that fails or the size is wrong."""
     path, _ = _paths(folder, manifest.rank)
     try:
@@ -390,7 +390,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def read_into(file: FileIO, begin: int, target: Tensor) -> None:
+def _read_into(file: FileIO, begin: int, target: Tensor) -> None:
     """Fill a contiguous CPU tensor from byte ``begin`` on. Raises OffloadError if the file ends
     before.
     """
@@ -462,7 +462,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
     locations = _locations(saved[0])
     restarts, restarted = not _have_moments(saved[0], expected), 0
     with ExitStack() as stack:
-        files = [stack.enter_context(open_states(folder, manifest)) for manifest in saved]
+        files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for state, group in zip(states, expected.sub_groups, strict=True):
             tensors = tuple(tensors_of(state))
             targets = [
@@ -517,7 +517,7 @@ def saved_states(folder: Path, *, moments: bool = True) -> Iterator[tuple[str, t
     locations = _locations(saved[0])
     kinds = range(3 if moments and _have_moments(*saved) else 1)
     with ExitStack() as stack:
-        files = [stack.enter_context(open_states(folder, manifest)) for manifest in saved]
+        files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for group in saved[0].sub_groups:
             for name, numel in zip(group.names, group.numels, strict=True):
                 wholes = tuple(torch.empty(numel, dtype=torch.float32) for _ in kinds)
@@ -659,7 +659,7 @@ def _read_shard(
     filled = 0
     for overlap in _overlaps(numel, len(files), rank, ranks):
         element = location.first + kind * location.distance + overlap.saved_offset
-        read_into(
+        _read_into(
             files[overlap.saved_rank],
             4 * element,
             shard[overlap.offset : overlap.offset + overlap.numel],

@@ -83,7 +83,7 @@ def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Itera
         shares = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1) if position == 0 else (0.5, 1)
         rounded = round if position == 0 else math.ceil
         for count in sorted({max(1, rounded(len(cpus) * share)) for share in shares}):
-            found = _finish(_start_adam(cpus[:count], scale))
+            found = _adam(cpus[:count], scale)
             points += [(count, found["step_bytes_per_s"])] if position == 0 else []
             best = max(best, *found.values())
             cores = "1 core" if count == 1 else f"{count} cores"
@@ -139,7 +139,7 @@ def _adam_on(memory: int, node: Fields, scale: float) -> tuple[str, float | None
     if problems:
         return f"{where}: {'; '.join(problems)}", None
     try:
-        rate = _finish(_start_adam(node["cpus"], scale))["step_bytes_per_s"]
+        rate = _adam(node["cpus"], scale)["step_bytes_per_s"]
     except SoTuiError as error:
         return f"{where}: {error}", None
     finally:
@@ -161,6 +161,10 @@ def _rank_counts(nodes: Sequence[Fields], gpus: Sequence[Fields]) -> tuple[int, 
 
 def _up_to(most: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in (2, 4, 8, most) if 2 <= count <= most}))
+
+
+def _adam(cpus: Sequence[int], scale: float) -> dict[str, float]:
+    return _finish(_start_adam(cpus, scale))
 
 
 def slowest_together(shares: Sequence[Sequence[int]], scale: float = 1.0) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from so_tui.spec import InputError, RunSpec, check_tree, resolve_source
 from so_tui.spec.errors import reject
 from so_tui.units import disk_size
-from so_tui_trainer.hub import missing_files, remote_files, stay_offline_when_cut_off
+from so_tui_trainer.hub import missing_files, stay_offline_when_cut_off
 from so_tui_trainer.tools.channel import Answer, problems_json, serve
 
 _CHECKED_ROWS = 100
@@ -65,7 +65,7 @@ def _weights(spec: RunSpec) -> list[str]:
     if spec.model.weights == "random":
         return []
     if not Path(resolve_source(spec.model.id)).expanduser().is_dir():
-        missing = missing_files(spec.model, remote_files(spec.model))
+        missing = missing_files(spec.model)
         if missing:
             size = disk_size(sum(missing.values()))
             return [

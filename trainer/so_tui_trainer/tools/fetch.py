@@ -14,7 +14,7 @@ from pathlib import Path
 
 from so_tui.spec import RunSpec, check_tree, resolve_source
 from so_tui.units import disk_size, thousands
-from so_tui_trainer.hub import download, missing_files, remote_files
+from so_tui_trainer.hub import download, missing_files
 from so_tui_trainer.tools.channel import Answer, serve
 
 
@@ -51,7 +51,7 @@ def fetch(request: Answer) -> Iterator[Answer]:
 
 
 def _model(spec: RunSpec) -> Iterator[Answer]:
-    missing = missing_files(spec.model, remote_files(spec.model))
+    missing = missing_files(spec.model)
     total, done = sum(missing.values()), 0
     yield {
         "message": f"{spec.model.id}: {disk_size(total)} in {len(missing)} files to download",

@@ -244,7 +244,7 @@ def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
 # objects.
 
 
-class Waits:
+class _Waits:
     """The functions that were replaced for one optimizer.
 
     Args:
@@ -443,7 +443,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         # Other methods of the base class expect these attributes.
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor] = {}
-        self._waits = Waits(self.core, {ds_id: index for ds_id, (index, _) in self._member.items()})
+        self._waits = _Waits(
+            self.core, {ds_id: index for ds_id, (index, _) in self._member.items()}
+        )
         self._waits.before_all_gather(self.module)
         self._waits.before_layers(self.parameter_offload.get_param_coordinator())
         comm.barrier()
