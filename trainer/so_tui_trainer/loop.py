@@ -325,7 +325,6 @@ class Loop:
         for _ in range(self.spec.gradient_accumulation_steps):
             batch = next(micro_batches)
             counts = batch.counts
-            assert counts is not None
             self.clock.lap("data")
             # DeepSpeed averages gradients over ranks and sums them over micro-batches. With these
             # scales the result is the gradient of the mean over all trained tokens of the step.

@@ -168,7 +168,6 @@ class _Sidecar:
     """A tracker in its thread. ``offer`` and ``trouble`` never wait."""
 
     def __init__(self, tracker: _Tracker) -> None:
-        self.name = tracker.name
         self._tracker = tracker
         self._queue: queue.Queue[MetricRecord | None] = queue.Queue(QUEUE_RECORDS)
         self._trouble: str | None = None
@@ -188,9 +187,9 @@ class _Sidecar:
             self._given_up, self._trouble = True, f"has not answered for {QUEUE_RECORDS} records"
 
     def trouble(self) -> str | None:
-        """Return what went wrong, once."""
+        """Return what went wrong, with the tracker's name, once."""
         found, self._trouble = self._trouble, None
-        return found
+        return found and f"{self._tracker.name} {found}"
 
     def close(self, timeout_s: float) -> bool:
         """Let the tracker finish.
@@ -417,8 +416,7 @@ class Recorder:
 
     def _record_tracker_errors(self) -> None:
         for sidecar in self._sidecars:
-            if reason := sidecar.trouble():
-                trouble = f"{sidecar.name} {reason}"
+            if trouble := sidecar.trouble():
                 self.warn(
                     "tracker-failed",
                     f"{trouble}; nothing more is sent there",
