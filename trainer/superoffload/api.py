@@ -393,7 +393,9 @@ def _deepspeed_optimizer(groups: Groups, settings: Settings) -> torch.optim.Opti
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     adapter.load_cpu_adam()
-    return DeepSpeedCPUAdam(groups, **_hyperparameters(settings), adamw_mode=True)  # type: ignore[no-any-return]
+    return DeepSpeedCPUAdam(  # type: ignore[no-any-return]
+        groups, **_hyperparameters(settings), adamw_mode=True
+    )
 
 
 def _torch_adamw(groups: Groups, settings: Settings) -> torch.optim.Optimizer:

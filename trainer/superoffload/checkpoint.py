@@ -277,7 +277,7 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
                 raise OffloadError(
                     f"{path} has more than {_LARGEST_MANIFEST_BYTES} bytes.", code="unreadable"
                 )
-            manifest = msgspec.json.decode(content, type=Manifest)  # noqa: TID251 -- bounded when it was read
+            manifest = msgspec.json.decode(content, type=Manifest)  # noqa: TID251 -- bounded above
         except FileNotFoundError:
             raise OffloadError(
                 f"{folder} holds no complete optimizer state of rank {len(found)}: {path.name} is "

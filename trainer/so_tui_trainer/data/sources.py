@@ -727,7 +727,9 @@ def _open(source: DataSource) -> Opened:
 def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     """Return the rows of a source and warnings about them."""
     import datasets
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
+
+    # HTTPError is httpx's own, of whichever httpx it uses.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     name = resolve_source(source.source)
     path = Path(name).expanduser()

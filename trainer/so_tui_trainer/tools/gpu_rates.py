@@ -97,7 +97,8 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
     within = _seconds(lambda: near.copy_(other), device, limit_s)
     d2h = _seconds(lambda: host.copy_(near, non_blocking=True), device, limit_s)
     h2d = _seconds(lambda: near.copy_(host, non_blocking=True), device, limit_s)
-    streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []  # type: ignore[no-untyped-call]
+    stream: Any = torch.cuda.Stream
+    streams = [stream(device) for _ in range(2)] if pinned else []
 
     def both() -> None:
         if not streams:
