@@ -126,29 +126,13 @@ class HostActivations:
 
         return checkpoint(run, *others)
 
-    def results(self) -> _LayerResults:
-        """Return what keeps the results of one layer's attention."""
-        return _LayerResults(self._results)
+    def keep_results(self, results: Results) -> list[_Kept]:
+        """Keep what attention of a layer computed. Raises TrainingError as ``checkpoint``."""
+        return [slots.keep(result) for slots, result in zip(self._results, results, strict=True)]
 
-
-class _LayerResults:
-    """The results of one layer's attention from its first pass until its recomputation."""
-
-    def __init__(self, slots: Sequence[_Slots]) -> None:
-        self._slots = slots
-        self._kept: deque[list[_Kept]] = deque()
-
-    def save(self, results: tuple[Tensor, ...]) -> None:
-        """Keep results. Raises TrainingError as ``HostActivations.checkpoint``."""
-        self._kept.append(
-            [slots.keep(result) for slots, result in zip(self._slots, results, strict=True)]
-        )
-
-    def reuse(self) -> tuple[Tensor, ...]:
-        """Return the results that were saved first, on the GPU, and let go of them."""
-        return tuple(
-            slots.take(kept) for slots, kept in zip(self._slots, self._kept.popleft(), strict=True)
-        )
+    def take_results(self, kept: Sequence[Any]) -> Results:
+        """Return what ``keep_results`` kept, on the device."""
+        return tuple(slots.take(one) for slots, one in zip(self._results, kept, strict=True))
 
 
 class _Slots:
@@ -255,19 +239,6 @@ _SAVED: dict[Policy, frozenset[Operation]] = {
 }
 
 
-class _OnGpu:
-    """What one layer saves, where it was computed, as ``_LayerResults`` in host memory."""
-
-    def __init__(self) -> None:
-        self._results: deque[Results] = deque()
-
-    def save(self, results: Results) -> None:
-        self._results.append(results)
-
-    def reuse(self) -> Results:
-        return self._results.popleft()
-
-
 class _Local(threading.local):
     store: ResultStore | None = None
     """The store of the pass that this thread runs. Forward runs in the caller's thread, the
@@ -306,7 +277,7 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
         "determinism_check": "none",
     }
     options["context_fn"] = partial(
-        _contexts, _SAVED[policy], host.results if host and host.keeps_results else _OnGpu
+        _contexts, _SAVED[policy], host if host and host.keeps_results else None
     )
     for layer in checkpointed_layers(causal):
         inner, ending = _linear_layers(layer)
@@ -369,23 +340,27 @@ class _SavedLinear(torch.autograd.Function):
 
 
 def _contexts(
-    saved: frozenset[Operation], made: Callable[[], _LayerResults | _OnGpu]
+    saved: frozenset[Operation], host: HostActivations | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts around a layer's first pass and around its recomputation, which also mark
     the layer as checkpointed.
     """
-    results = made()
+    kept: deque[Any] = deque()
 
     def first(operation: Operation, compute: Callable[[], Results]) -> Results:
         computed = compute()
         if operation in saved:
             # Detached, since the returned tensors join the graph, which holds these contexts: a
             # reference cycle.
-            results.save(tuple(tensor.detach() for tensor in computed))
+            results = tuple(tensor.detach() for tensor in computed)
+            kept.append(host.keep_results(results) if host else results)
         return computed
 
     def again(operation: Operation, compute: Callable[[], Results]) -> Results:
-        return results.reuse() if operation in saved else compute()
+        if operation not in saved:
+            return compute()
+        results: Results = kept.popleft()
+        return host.take_results(results) if host else results
 
     return _with_store(first), _with_store(again)
 
