@@ -37,10 +37,18 @@ from torch import Tensor
 
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel
-from superoffload.adam import Command, Operation, Result, StatesSet, bytes_moved
+from superoffload.adam import (
+    Command,
+    MemorySize,
+    Moments,
+    Operation,
+    Result,
+    Segment,
+    StatesSet,
+    bytes_moved,
+)
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import SubGroup, Tensors
-from superoffload.memory_layout import MemorySize, Moments, Segment
 from superoffload.settings import HostRoom, Settings
 from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.transfers import (

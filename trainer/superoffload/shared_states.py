@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from superoffload import kernel
-from superoffload.adam import Kernel
+from superoffload.adam import Kernel, MemorySize, Moments, layout, weights_layout
 from superoffload.errors import OffloadError
-from superoffload.memory_layout import MemorySize, Moments, layout, weights_layout
 
 # Host memory that the training process shares with its Adam worker.
 #

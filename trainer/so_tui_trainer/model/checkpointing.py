@@ -95,10 +95,6 @@ class HostActivations:
         self._results = [_Slots(room, device, copies) for room in results]
 
     @property
-    def nbytes(self) -> int:
-        return sum(slots.nbytes for slots in (self._inputs, *self._results) if slots)
-
-    @property
     def keeps_results(self) -> bool:
         """Whether there is room for attention's results."""
         return bool(self._results)
@@ -159,10 +155,6 @@ class _Slots:
         self._free = list(range(room.tensors))
         self._kept: list[_Kept] = []
         """Oldest first."""
-
-    @property
-    def nbytes(self) -> int:
-        return self._slots.nbytes
 
     def keep(self, tensor: Tensor) -> _Kept:
         """Copy a tensor to the host; the one before it leaves the GPU."""
