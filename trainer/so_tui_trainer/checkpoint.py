@@ -125,12 +125,10 @@ class Saving:
     ) -> None:
         self._check = check
         self._began, self.step = time.monotonic(), manifest.step
-        self._manifest, self._ranks, self._attempt, self._due_step = (
-            manifest,
-            ranks,
-            attempt,
-            due_step,
-        )
+        self._manifest = manifest
+        self._ranks = ranks
+        self._attempt = attempt
+        self._due_step = due_step
         make_room(engine, folder, manifest.spec, ranks)
         with _all_ranks(ranks, "the checkpoint cannot be started"):
             made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None

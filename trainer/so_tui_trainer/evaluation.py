@@ -169,7 +169,8 @@ class Evaluation:
         some batches have no trained tokens.
         """
         batches = self.batches
-        size, parts = batches.spec.train.micro_batch, batches.spec.train.sequence_parallel
+        size = batches.spec.train.micro_batch
+        parts = batches.spec.train.sequence_parallel
         order = np.arange(len(batches.sequences))
         for first in range(0, len(order), size * (ranks // parts)):
             begin = first + batches.replica * size

@@ -101,7 +101,9 @@ class Stage:
     def read(self, shapes: Mapping[str, torch.Size]) -> None:
         """Begin to read tensors of these shapes."""
         self.total_bytes = sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize
-        self.total_tensors, self.done_tensors, self.read_bytes = len(shapes), 0, 0
+        self.total_tensors = len(shapes)
+        self.done_tensors = 0
+        self.read_bytes = 0
         self.doing = "reading"
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:

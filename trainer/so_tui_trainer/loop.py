@@ -258,7 +258,8 @@ class Loop:
         """Continue after the step of a checkpoint. ``batches`` must have been resumed there."""
         self.step = self.saved_step = manifest.step
         self.saved, self.last_loss = path, manifest.last_loss
-        self.useful_tokens, self.trained_tokens = manifest.useful_tokens, manifest.trained_tokens
+        self.useful_tokens = manifest.useful_tokens
+        self.trained_tokens = manifest.trained_tokens
 
     def train(self, control: Control) -> Outcome:
         """Train to the last step, or until a stop is requested.

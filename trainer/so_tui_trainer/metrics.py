@@ -334,7 +334,8 @@ class Metrics:
 
     def _rates(self, counts: StepCounts, times: _StepTimes) -> dict[str, Any]:
         """Return every field of a record that is a time or a quantity per time."""
-        checkpointing, lengths = self._spec.model.repeats_products, counts.document_lengths.tolist()
+        checkpointing = self._spec.model.repeats_products
+        lengths = counts.document_lengths.tolist()
         model = model_flops(self._flops, counts.useful_tokens, lengths)
         hardware = executed_flops(self._spec, self._flops, self._shape, counts)
         seed = seed_tflops_total(

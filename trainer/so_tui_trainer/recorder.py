@@ -184,7 +184,8 @@ class _Sidecar:
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self._given_up, self._trouble = True, f"has not answered for {QUEUE_RECORDS} records"
+            self._given_up = True
+            self._trouble = f"has not answered for {QUEUE_RECORDS} records"
 
     def trouble(self) -> str | None:
         """Return what went wrong, with the tracker's name, once."""
@@ -206,7 +207,8 @@ class _Sidecar:
             return False
         self._thread.join(timeout_s)
         if self._thread.is_alive() and not self._given_up:
-            self._given_up, self._trouble = True, f"did not finish within {timeout_s:.0f} s"
+            self._given_up = True
+            self._trouble = f"did not finish within {timeout_s:.0f} s"
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -448,10 +448,8 @@ class Session:
         planned = self.plan.optional
         because = "because this host has no more memory available"
         if settings.speculation_bytes < planned.second_states_bytes:
-            found, wanted = (
-                memory_size(settings.speculation_bytes),
-                memory_size(planned.second_states_bytes),
-            )
+            found = memory_size(settings.speculation_bytes)
+            wanted = memory_size(planned.second_states_bytes)
             self.recorder.warn(
                 "second-states-reduced",
                 f"clipping: second states get {found} of the planned {wanted}, {because}",
@@ -459,7 +457,8 @@ class Session:
                 "memory and resume, or go on as it is.",
             )
         if settings.copies_bytes < planned.copies_bytes:
-            found, wanted = memory_size(settings.copies_bytes), memory_size(planned.copies_bytes)
+            found = memory_size(settings.copies_bytes)
+            wanted = memory_size(planned.copies_bytes)
             self.recorder.warn(
                 "copies-reduced",
                 f"checkpoints: copies of states get {found} of the planned {wanted}, {because}",

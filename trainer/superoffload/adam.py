@@ -75,7 +75,7 @@ class MemorySize(NamedTuple):
     copied: tuple[int, ...] = ()
     """Positions of the sub-groups that have room for a copy of their states."""
     host_weights: bool = False
-    """Whether the weights are in host memory, in a second shared memory (``weights_layout``)."""
+    """Whether the weights are in host memory, in a second shared memory (``region_layout``)."""
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -136,14 +136,10 @@ def layout(size: MemorySize) -> _MemoryLayout:
     """
     end = REGION_ALIGNMENT
 
-    def region(element_bytes: int, numels: tuple[int, ...]) -> tuple[int, ...]:
+    def region(element_bytes: int, numels: Sequence[int]) -> tuple[int, ...]:
         nonlocal end
-        offsets = []
-        for numel in numels:
-            offsets.append(end)
-            end += -(-numel * element_bytes // SUB_GROUP_ALIGNMENT) * SUB_GROUP_ALIGNMENT
-        end = -(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT
-        return tuple(offsets)
+        offsets, end = region_layout(numels, element_bytes, end)
+        return offsets
 
     numels = size.numels
 
@@ -174,14 +170,16 @@ def layout(size: MemorySize) -> _MemoryLayout:
     return _MemoryLayout(staging, new_weights, states, accumulated, staging_bytes, end)
 
 
-def weights_layout(numels: Sequence[int], weight_bytes: int) -> tuple[tuple[int, ...], int]:
-    """Return the byte offsets of each sub-group's weights in the memory that holds nothing else,
-    and its size.
+def region_layout(
+    numels: Sequence[int], element_bytes: int, start: int = 0
+) -> tuple[tuple[int, ...], int]:
+    """Return the byte offset of each sub-group's elements in a region, and the region's end. The
+    memory of the weights is one region.
     """
-    offsets, end = [], 0
+    offsets, end = [], start
     for numel in numels:
         offsets.append(end)
-        end += -(-numel * weight_bytes // SUB_GROUP_ALIGNMENT) * SUB_GROUP_ALIGNMENT
+        end += -(-numel * element_bytes // SUB_GROUP_ALIGNMENT) * SUB_GROUP_ALIGNMENT
     return tuple(offsets), -(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
 
@@ -405,17 +403,15 @@ class Kernel:
         self._memory = ctypes.c_char.from_buffer(memory)  # which keeps it mapped
         self._base = ctypes.addressof(self._memory)
         self._weights = None if weights is None else ctypes.c_char.from_buffer(weights)
-        self._weights_offsets, _ = weights_layout(size.numels, size.weight_bytes)
+        self._weights_offsets, _ = region_layout(size.numels, size.weight_bytes)
         self._sub_groups = [_fields_of(segments, size) for segments in size.sub_groups]
         functions = ctypes.CDLL(library)
         pointer, integer = ctypes.c_void_p, ctypes.c_int
 
         def bound(name: str, *arguments: Any, returns: Any = ctypes.c_double) -> Any:
             function = getattr(functions, f"superoffload_{name}")
-            function.argtypes, function.restype = (
-                [*arguments, pointer, *([pointer] if returns else [])],
-                returns,
-            )
+            function.argtypes = [*arguments, pointer, *([pointer] if returns else [])]
+            function.restype = returns
             return function
 
         self._initialize = bound("initialize", *[pointer] * 5)
@@ -431,20 +427,17 @@ class Kernel:
         """Execute a command and return the gradient's sum of squares; 0 if it has none."""
         index, offsets = command.sub_group, self._layout
         of_all = ctypes.byref(self._sub_groups[index]), self._base
-        current, other = (
-            self._states(command.states, index),
-            self._states(1 - command.states, index),
-        )
-        staging, new_weights = (
-            self._base + offsets.staging[index],
-            self._base + offsets.new_weights[index],
-        )
+        current = self._states(command.states, index)
+        other = self._states(1 - command.states, index)
+        staging = self._base + offsets.staging[index]
+        new_weights = self._base + offsets.new_weights[index]
         accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
         kept = (
             ctypes.addressof(self._weights) + self._weights_offsets[index]
             if self._weights is not None
             else None
         )
+        weights = kept or staging
         summed = None if command.gradient == GradientSource.STAGING else accumulated
         add_staging = int(command.gradient != GradientSource.ACCUMULATED)
         match command.operation:
@@ -454,35 +447,32 @@ class Kernel:
                     current,
                     summed,
                     staging,
-                    kept or staging,
+                    weights,
                     add_staging,
                     *of_all,
                 )
             case Operation.SPECULATE:
-                target = kept or new_weights
                 squares = self._speculate(
                     ctypes.byref(_adamw_scalars(command)),
                     current,
                     other,
                     summed,
                     staging,
-                    target,
+                    kept or new_weights,
                     add_staging,
                     *of_all,
                 )
             case Operation.ACCUMULATE:
                 squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
             case Operation.RESTORE:
-                squares = self._restore(current, kept or staging, *of_all)
+                squares = self._restore(current, weights, *of_all)
             case Operation.COPY:
                 squares = self._copy(current, self._states(command.into, index), *of_all)
             case _:
                 second = (
                     staging if kept else new_weights if index in self._size.speculating else None
                 )
-                squares = self._initialize(
-                    current, other, accumulated, kept or staging, second, *of_all
-                )
+                squares = self._initialize(current, other, accumulated, weights, second, *of_all)
         return float(squares)
 
     def decode(self, index: int, states: int, first: int, second: int) -> None:

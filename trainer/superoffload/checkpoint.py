@@ -530,7 +530,8 @@ def _overlaps(numel: int, saved_ranks: int, rank: int, ranks: int) -> Iterator[_
     """Yield where a shard of ``rank`` lies in the saved shards, for a parameter of ``numel``
     elements; padding is left out.
     """
-    saved_shard, shard = partition_numel(numel, saved_ranks), partition_numel(numel, ranks)
+    saved_shard = partition_numel(numel, saved_ranks)
+    shard = partition_numel(numel, ranks)
     begin, end = min(rank * shard, numel), min((rank + 1) * shard, numel)
     position = begin
     while position < end:

@@ -442,7 +442,8 @@ class CpuStates:
 
     def _on_result(self, command: Command, result: Result) -> None:
         """Handle a result, in the worker client's thread."""
-        index, pending = self.indices[result.sub_group], self._pending[result.operation]
+        index = self.indices[result.sub_group]
+        pending = self._pending[result.operation]
         if result.operation in (Operation.INITIALIZE, Operation.COPY):
             pending.discard(index)
             return

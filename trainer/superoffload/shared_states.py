@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from superoffload import kernel
-from superoffload.adam import Kernel, MemorySize, Moments, layout, weights_layout
+from superoffload.adam import Kernel, MemorySize, Moments, layout, region_layout
 from superoffload.errors import OffloadError
 
 # Host memory that the training process shares with its Adam worker.
@@ -169,7 +169,7 @@ class HostWeights(_SharedMemory):
 
     def __init__(self, numels: Sequence[int], dtype: torch.dtype) -> None:
         self._numels, self._dtype = tuple(numels), dtype
-        self._offsets, size_bytes = weights_layout(self._numels, dtype.itemsize)
+        self._offsets, size_bytes = region_layout(self._numels, dtype.itemsize)
         super().__init__(WEIGHTS_MEMORY_NAME, size_bytes, "the weights of this rank")
 
     def weights(self, slot: int) -> Tensor:
@@ -255,7 +255,8 @@ class SharedStates(_SharedMemory):
             return self._view(regions.first_moment, index, torch.float32), self._view(
                 regions.second_moment, index, torch.float32
             )
-        first, second = torch.empty(self._numels[index]), torch.empty(self._numels[index])
+        first = torch.empty(self._numels[index])
+        second = torch.empty(self._numels[index])
         self._kernel.decode(index, which, first.data_ptr(), second.data_ptr())
         return first, second
 

@@ -56,7 +56,8 @@ def _rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
         group the flattened tokens of its rows, [documents, tokens of the longest] int64; beyond a
         document's end its last token.
     """
-    lengths, starts = np.diff(boundaries).astype(np.int64), boundaries[:-1].astype(np.int64)
+    lengths = np.diff(boundaries).astype(np.int64)
+    starts = boundaries[:-1].astype(np.int64)
     places = np.empty(int(lengths.sum()), dtype=np.int64)
     groups: list[Int64s] = []
     before = 0

@@ -171,7 +171,8 @@ def _deepest(text: bytes) -> int:
             text, dtype=np.uint8, count=min(_CHUNK_BYTES, len(text) - start), offset=start
         )
         levels = np.cumsum(_STEPS[chunk], dtype=np.int32)
-        deepest, level = max(deepest, level + int(levels.max())), level + int(levels[-1])
+        deepest = max(deepest, level + int(levels.max()))
+        level = level + int(levels[-1])
     return deepest
 
 

@@ -394,7 +394,8 @@ def _routers(causal: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     recorder = recorded.get("router_logits") or (
         getattr(decoder_of(causal), "_can_record_outputs", None) or {}
     ).get("router_logits")
-    kind, place = getattr(recorder, "target_class", None), getattr(recorder, "index", 0)
+    kind = getattr(recorder, "target_class", None)
+    place = getattr(recorder, "index", 0)
     return (
         []
         if kind is None

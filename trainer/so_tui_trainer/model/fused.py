@@ -182,7 +182,8 @@ def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
     stand_in._apply_gate = partial(getattr(kind, "_apply_gate", None) or nn.Identity(), stand_in)
     # Only experts 0, 1 and 3, since an expert may have no token. Grouped products do not support
     # float64.
-    hidden, chosen = 4 * _random(3, 8).float(), torch.tensor([[1, 0], [3, 1], [0, 3]], device="cpu")
+    hidden = 4 * _random(3, 8).float()
+    chosen = torch.tensor([[1, 0], [3, 1], [0, 3]], device="cpu")
     return _agree(
         kind.forward,
         _mixture,
@@ -380,7 +381,10 @@ class _Tiles(torch.autograd.Function):
         tile_tokens: int,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        ctx.run, ctx.keeper, ctx.tile_tokens, ctx.parameters = run, keeper, tile_tokens, parameters
+        ctx.run = run
+        ctx.keeper = keeper
+        ctx.tile_tokens = tile_tokens
+        ctx.parameters = parameters
         return _forward(run, tile_tokens, inputs)
 
     @staticmethod

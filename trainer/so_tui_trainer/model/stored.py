@@ -358,7 +358,9 @@ def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
 
 def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
     """Yield the experts' matrices."""
-    experts, of_blocks, of_scales = blocks.shape[0], prod(blocks.shape[1:]), prod(scales.shape[1:])
+    experts = blocks.shape[0]
+    of_blocks = prod(blocks.shape[1:])
+    of_scales = prod(scales.shape[1:])
     for expert in range(experts):
         packed = blocks.elements(expert * of_blocks, (expert + 1) * of_blocks).view(
             blocks.shape[1:]

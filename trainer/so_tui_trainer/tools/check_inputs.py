@@ -44,7 +44,8 @@ def _tokenizer(spec: RunSpec) -> list[str]:
     from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.model.config import load_config
 
-    size, vocabulary = len(load_tokenizer(spec.model)), load_config(spec.model).vocab_size
+    size = len(load_tokenizer(spec.model))
+    vocabulary = load_config(spec.model).vocab_size
     if size > vocabulary:
         raise reject(
             "tokenizer-too-large",

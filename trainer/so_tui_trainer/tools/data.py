@@ -51,7 +51,8 @@ def _preview(request: Answer) -> Iterator[Answer]:
 
     spec = check_tree(request["spec"])
     folder = yield from changed(preparing(spec), _progress)
-    documents, tokenizer = read(folder, spec.data), load_tokenizer(spec.model)
+    documents = read(folder, spec.data)
+    tokenizer = load_tokenizer(spec.model)
     parts, lengths = divide(documents, spec), documents.lengths
     epoch = documents.epoch(spec.train.seed, parts.training)
     sequences = fill(lengths, epoch, spec.data)
@@ -167,7 +168,8 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
     """Return a document as pieces of text, each with whether it is trained. They are exactly the
     model's tokens, with the special ones.
     """
-    start, stop = int(documents.offsets[index]), int(documents.offsets[index + 1])
+    start = int(documents.offsets[index])
+    stop = int(documents.offsets[index + 1])
     tokens = zip(
         documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True
     )

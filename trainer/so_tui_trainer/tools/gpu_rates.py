@@ -112,7 +112,8 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
 
     together = _seconds(both, device, limit_s)
     pageable = torch.zeros(size, dtype=torch.uint8)
-    masters, weights = pageable.view(torch.float32), near.view(torch.bfloat16)[: size // 4]
+    masters = pageable.view(torch.float32)
+    weights = near.view(torch.bfloat16)[: size // 4]
     return {
         "hbm_bytes_per_s": 2 * size / within,
         "down_bytes_per_s": size / d2h,

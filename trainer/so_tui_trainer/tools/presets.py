@@ -79,7 +79,8 @@ def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
     """
     if not missing:
         return own
-    header, given = _SHAPE_HEADER.search(own), tomllib.loads(own).get("model", {}).get("config")
+    header = _SHAPE_HEADER.search(own)
+    given = tomllib.loads(own).get("model", {}).get("config")
     if header and given:
         keys = tomli_w.dumps(missing).rstrip("\n")
         return f"{own[: header.end()]}\n{keys}{own[header.end() :]}"

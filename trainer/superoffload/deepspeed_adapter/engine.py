@@ -178,10 +178,8 @@ def limit_run_ahead(engine: Engine, limit: int) -> None:
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     # Blocking events: a host that spins while it waits takes time from CPU Adam on the same core's
     # other thread.
-    limiter, fetch = (
-        RunAheadLimiter(limit, partial(accelerator.Event, blocking=True)),
-        coordinator.fetch_sub_module,
-    )
+    limiter = RunAheadLimiter(limit, partial(accelerator.Event, blocking=True))
+    fetch = coordinator.fetch_sub_module
     numels: dict[int, int] = {}
 
     def fetch_within_limit(module: Any, forward: bool) -> None:

@@ -60,7 +60,8 @@ def _load_state_dict(
     Raises:
         OffloadError: If the sub-groups differ (``other-sub-groups``).
     """
-    flat, optimizer_state = saved[FP32_FLAT_GROUPS], saved[OPTIMIZER_STATE_DICT]
+    flat = saved[FP32_FLAT_GROUPS]
+    optimizer_state = saved[OPTIMIZER_STATE_DICT]
     here = [group.weights.numel() for group in core.sub_groups]
     if [weights.numel() for weights in flat] != here:
         raise OffloadError(
