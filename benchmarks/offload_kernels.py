@@ -29,9 +29,16 @@ def kernel_rows(numel: int) -> list[dict[str, Any]]:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     from superoffload import kernel
-    from superoffload.adam import Kernel
-    from superoffload.commands import Command, GradientSource, Operation
-    from superoffload.memory_layout import MemorySize, Moments, Segment, layout
+    from superoffload.adam import (
+        Command,
+        GradientSource,
+        Kernel,
+        MemorySize,
+        Moments,
+        Operation,
+        Segment,
+        layout,
+    )
 
     torch.set_num_threads(cores)
     rows = []

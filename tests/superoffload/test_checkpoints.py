@@ -27,7 +27,7 @@ from so_tui.spec import RunSpec
 from so_tui.spec.run_spec import CheckpointSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
 from so_tui_trainer.failures import SUPERSEDED, TrainingError
-from so_tui_trainer.loop import Control, refuse_if_superseded
+from so_tui_trainer.loop import Control, _refuse_if_superseded
 from so_tui_trainer.ranks import Ranks
 from tests.support import engine as support
 from tests.support.problems import coded
@@ -72,13 +72,17 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(
     run = spec(keep=5)
     with support.engine(run) as made:
         paths = [save(made, tmp_path, step, one_rank, run) for step in (5, 10, 15, 20, 25)]
-        assert checkpoint.newest(tmp_path) == (paths[4], checkpoint.read_manifest(paths[4]), ())
+        assert checkpoint_folder.newest(tmp_path) == (
+            paths[4],
+            checkpoint_folder.read_manifest(paths[4]),
+            (),
+        )
         cut_short(paths[4] / "optimizer" / "rank_00000.states")
         (paths[3] / "checkpoint.json").write_text('{"step":')
         (paths[2] / "random.rank0.msgpack").unlink()
         states = paths[1] / "optimizer" / "rank_00000.states"
         states.write_bytes(bytes(states.stat().st_size))
-        found = checkpoint.newest(tmp_path)
+        found = checkpoint_folder.newest(tmp_path)
         assert found is not None
         assert (found.path, found.manifest.step) == (paths[0], 5)
         assert [damage.path for damage in found.damaged] == paths[:0:-1]
@@ -94,15 +98,15 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(
             strict=True,
         ):
             assert file in damage.reason
-        set_aside = checkpoint.set_aside(found.damaged[0].path)
+        set_aside = checkpoint_folder.set_aside(found.damaged[0].path)
         assert set_aside.name == "step-000025.damaged"
         # Checkpoints set aside are ignored, even if the same step is saved and damaged again.
         cut_short(save(made, tmp_path, 25, one_rank, run) / "checkpoint.json")
-        assert checkpoint.set_aside(paths[4]).name == "step-000025.damaged.2"
+        assert checkpoint_folder.set_aside(paths[4]).name == "step-000025.damaged.2"
         cut_short(paths[0] / "checkpoint.json")
         with coded(TrainingError, "checkpoints-unreadable", match="step-000020: "):
-            checkpoint.newest(tmp_path)
-    assert checkpoint.newest(tmp_path / "nowhere") is None
+            checkpoint_folder.newest(tmp_path)
+    assert checkpoint_folder.newest(tmp_path / "nowhere") is None
 
 
 @pytest.mark.slow
@@ -174,16 +178,16 @@ def test_older_checkpoints_stay_until_the_new_one_is_verified(
     with support.engine(run) as made:
         first = save(made, tmp_path, 1, one_rank, run)
         partial = checkpoint_folder.begin(tmp_path, 2)
-        superoffload.save_state(made, checkpoint.optimizer_folder(partial))
-        states = checkpoint.optimizer_folder(partial) / "rank_00000.states"
+        superoffload.save_state(made, checkpoint_folder.optimizer_folder(partial))
+        states = checkpoint_folder.optimizer_folder(partial) / "rank_00000.states"
         states.write_bytes(bytes(states.stat().st_size))  # as if the disk had lost the data
         with coded(superoffload.OffloadError, "checksum"):
             checkpoint_folder.complete(partial, support.manifest(2, run))
         assert first.name in names(tmp_path)
-        found = checkpoint.newest(tmp_path)
+        found = checkpoint_folder.newest(tmp_path)
         assert found is not None
         assert found.path == first
-        checkpoint.set_aside(found.damaged[0].path)
+        checkpoint_folder.set_aside(found.damaged[0].path)
         third = save(made, tmp_path, 3, one_rank, run)
         assert names(tmp_path) == ["step-000002.damaged", third.name]
 
@@ -199,10 +203,10 @@ def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everyt
         path = save(made, tmp_path, 2, one_rank, run)
         drawn = torch.rand(3)
         losses = support.train(made, data[2:])
-        checkpoint.optimizer_folder(checkpoint_folder.begin(tmp_path, 3)).joinpath(
+        checkpoint_folder.optimizer_folder(checkpoint_folder.begin(tmp_path, 3)).joinpath(
             "rank_00000.states"
         ).write_bytes(b"half")
-        checkpoint.load(made, path, checkpoint.read_manifest(path), one_rank)
+        checkpoint.load(made, path, checkpoint_folder.read_manifest(path), one_rank)
         assert torch.equal(torch.rand(3), drawn)
         assert support.train(made, data[2:]) == losses
         save(made, tmp_path, 4, one_rank, run)
@@ -231,7 +235,7 @@ def test_one_flipped_bit_in_a_small_file_is_found(tmp_path: Path, one_rank: Rank
         data = bytearray(file.read_bytes())
         data[position] ^= 1
         file.write_bytes(data)
-    found = checkpoint.newest(tmp_path)
+    found = checkpoint_folder.newest(tmp_path)
     assert found is not None
     assert found.path == paths[0]
     for damage, file in zip(found.damaged, files, strict=True):
@@ -254,7 +258,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(
         """Save and remove checkpoints all the time, as a run does."""
         for step in itertools.count(2):
             shutil.copytree(model, folder / "new.partial")
-            manifest = msgspec.structs.replace(checkpoint.read_manifest(model), step=step)
+            manifest = msgspec.structs.replace(checkpoint_folder.read_manifest(model), step=step)
             (folder / "new.partial" / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
             (folder / "new.partial").rename(folder / f"step-{step:06d}")
             shutil.rmtree((folder / f"step-{step - 1:06d}").rename(folder / "old.partial"))
@@ -264,7 +268,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(
     other = threading.Thread(target=go_on)
     other.start()
     while other.is_alive():
-        found = checkpoint.newest(folder)
+        found = checkpoint_folder.newest(folder)
         assert found is not None
         assert not found.damaged
     other.join()
@@ -336,7 +340,7 @@ def test_an_attempt_that_counts_as_lost_makes_no_checkpoint_valid(
         support.train(made, support.batches(1))
 
         def saving() -> checkpoint.Saving:
-            check = partial(refuse_if_superseded, directory, 1)
+            check = partial(_refuse_if_superseded, directory, 1)
             return checkpoint.Saving(
                 made, support.manifest(1, run), folder, one_rank, 1, background=True, check=check
             )

@@ -21,12 +21,18 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 import superoffload
 from so_tui.model.sharding import MOMENT_BLOCK, StatesFormat, state_bytes
 from superoffload import kernel
-from superoffload.adam import Kernel
-from superoffload.checkpoint import Manifest, SubGroupRecord
-from superoffload.commands import Command, Operation
+from superoffload.adam import (
+    BLOCK,
+    Command,
+    Kernel,
+    MemorySize,
+    Moments,
+    Operation,
+    Segment,
+    layout,
+)
+from superoffload.checkpoint import Manifest, Rounded, SubGroupRecord, _rounded
 from superoffload.deepspeed_adapter.engine import sub_group_states
-from superoffload.memory_layout import BLOCK, MemorySize, Moments, Segment, layout
-from superoffload.resharding import Rounded, _rounded
 from tests.support import engine as support
 from tests.support.problems import coded
 from tests.support.reference_adamw import core_of

@@ -50,7 +50,7 @@ class Nursery:
 
 @pytest.mark.slow
 def test_a_valid_checkpoint_remains_whenever_the_ranks_are_killed(tmp_path: Path) -> None:
-    from so_tui_trainer import checkpoint
+    from so_tui_trainer import checkpoint_folder
 
     rng = random.Random(4)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
@@ -69,7 +69,7 @@ def test_a_valid_checkpoint_remains_whenever_the_ranks_are_killed(tmp_path: Path
         os.killpg(group, signal.SIGKILL)
         assert nursery.ask("reap") == f"{[-signal.SIGKILL] * RANKS}"
         torn += any(killed.glob("*.partial"))
-        found = checkpoint.newest(killed)
+        found = checkpoint_folder.newest(killed)
         assert found is not None
         assert not found.damaged
         assert found.manifest.step >= max(int(step) for step, *_ in lines(log, "saved"))
@@ -132,7 +132,7 @@ def train(folder: Path, steps: int) -> None:
 
     import superoffload
     from so_tui.spec.run_spec import CheckpointSpec
-    from so_tui_trainer import checkpoint
+    from so_tui_trainer import checkpoint, checkpoint_folder
     from so_tui_trainer.ranks import Ranks
     from tests.support import engine as support
 
@@ -148,7 +148,7 @@ def train(folder: Path, steps: int) -> None:
         support.spec("gpu", 0.0, clipping=1.0), checkpoint=CheckpointSpec(keep=1)
     )
     found = ranks.broadcast(
-        checkpoint.newest(folder) if ranks.first else None, checkpoint.Found | None
+        checkpoint_folder.newest(folder) if ranks.first else None, checkpoint_folder.Found | None
     )
     torch.manual_seed(0)
     model = support.Model()

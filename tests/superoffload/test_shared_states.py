@@ -16,7 +16,7 @@ import torch
 import superoffload
 from so_tui.machine.host import available_bytes
 from so_tui.machine.system_files import SystemFiles
-from superoffload.memory_layout import MemorySize, Segment
+from superoffload.adam import MemorySize, Segment
 from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates
 from tests.support.problems import coded
 from tests.support.shared_memory import SHARED_MEMORY, files_in_shared_memory, named_after
@@ -37,7 +37,7 @@ def own_memory() -> list[str]:
 
 
 def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
-    states = SharedStates(bf16(4_000_000), torch.bfloat16, pin=False)
+    states = SharedStates(bf16(4_000_000), torch.bfloat16)
     for view in (states.staging(0), states.master_weights(0), *states.moments(0)):
         view.fill_(1.0)  # pages are allocated on the first write
     mapped = [
@@ -63,7 +63,7 @@ def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> Non
     with pytest.raises(
         superoffload.OffloadError, match=r"need 1400000\.0 GB of host memory"
     ) as caught:
-        SharedStates(bf16(numel), torch.bfloat16, pin=False)
+        SharedStates(bf16(numel), torch.bfloat16)
     assert caught.value.code == "host-memory"
     available = re.search(r"only ([\d.]+) GB", str(caught.value))
     assert available is not None
@@ -81,7 +81,7 @@ def test_a_limit_of_the_process_is_reported_with_the_size() -> None:
             "host-memory-limit",
             match=r"0\.4 GB of host memory .*Cannot allocate memory.*ulimit",
         ):
-            SharedStates(bf16(30_000_000), torch.bfloat16, pin=False)
+            SharedStates(bf16(30_000_000), torch.bfloat16)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert not own_memory()
@@ -108,5 +108,5 @@ def test_a_memory_limit_of_the_control_group_counts(tmp_path: Path) -> None:
         superoffload.OffloadError,
         match=r"need 4\.2 GB of host memory, but only 4\.1 GB are available",
     ):
-        SharedStates(bf16(300_000_000), torch.bfloat16, pin=False, available_bytes=available)
-    SharedStates(bf16(250_000_000), torch.bfloat16, pin=False, available_bytes=available).close()
+        SharedStates(bf16(300_000_000), torch.bfloat16, available_bytes=available)
+    SharedStates(bf16(250_000_000), torch.bfloat16, available_bytes=available).close()

@@ -15,7 +15,7 @@ import torch
 import superoffload
 from so_tui.model.sharding import speculating
 from superoffload.optimizer import SuperOffload
-from superoffload.steps import REMEMBERED, Speculation
+from superoffload.steps import REMEMBERED, _Speculation
 from superoffload.transfers import Event
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
@@ -264,7 +264,7 @@ def steps_early(core: SuperOffload) -> bool:
 
 
 def test_speculation_pauses_while_the_limit_is_exceeded() -> None:
-    found = Speculation()
+    found = _Speculation()
     assert found.is_worthwhile
     for _ in range(REMEMBERED):
         assert found.is_worthwhile

@@ -20,11 +20,10 @@ import torch
 
 import superoffload
 from so_tui.model.sharding import partition_numel
-from superoffload import api, checkpoint, resharding
-from superoffload.checkpoint import _PacedFile
+from superoffload import api, checkpoint
+from superoffload.checkpoint import _cut_blocks, _overlaps, _PacedFile
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.errors import Mismatch
-from superoffload.resharding import _cut_blocks, _overlaps
 from tests.support import engine as support
 from tests.support.problems import coded
 
@@ -78,7 +77,7 @@ def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: 
         for index, state in enumerate(states):
             file.write(index, checkpoint.tensors_of(state))
         file.finish()
-        weights = dict(resharding.saved_master_weights(folder))
+        weights = dict(checkpoint.saved_master_weights(folder))
     superoffload.verify_state(folder)
     with support.engine(support.spec(mode, 0.7)) as loaded:
         support.train(loaded, support.batches(2, seed=9))
@@ -86,7 +85,7 @@ def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: 
             weight.numel() for weight in weights.values()
         )
         superoffload.save_state(loaded, tmp_path / "again")
-        again = dict(resharding.saved_master_weights(tmp_path / "again"))
+        again = dict(checkpoint.saved_master_weights(tmp_path / "again"))
         assert again.keys() == weights.keys()
         assert all(torch.equal(again[name], weights[name]) for name in weights)
         states = adapter.sub_group_states(loaded)
@@ -228,7 +227,7 @@ def test_ranks_with_files_of_other_layouts_are_not_joined(
         with closing(checkpoint.StatesFile(tmp_path, described)) as file:
             file.write(0, (torch.ones(record.numel),) * 3)
             file.finish()
-    for read in (superoffload.verify_state, lambda folder: list(resharding.saved_states(folder))):
+    for read in (superoffload.verify_state, lambda folder: list(checkpoint.saved_states(folder))):
         with coded(superoffload.OffloadError, "unreadable"):
             read(tmp_path)
 

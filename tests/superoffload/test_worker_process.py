@@ -22,8 +22,7 @@ from so_tui.plan.plan import MemoryPolicy
 from so_tui.plan.step_time import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui_trainer import binding
 from superoffload import worker
-from superoffload.commands import Command, GradientSource, Operation, bytes_moved
-from superoffload.memory_layout import Moments
+from superoffload.adam import Command, GradientSource, Moments, Operation, bytes_moved
 from superoffload.shared_states import STATES_MEMORY_NAME
 from superoffload.transfers import Transfer, Transfers
 from tests.support import engine as support

@@ -51,7 +51,7 @@ def documents_of(folder: Path, source: object, **changes: str) -> Documents:
 
 def texts(documents: Documents, index: int = 0) -> tuple[str, str]:
     """Return a document's context and its trained text."""
-    tokenizer = load_tokenizer(tiny())
+    tokenizer = load_tokenizer(tiny().model)
     part = slice(documents.offsets[index], documents.offsets[index + 1])
     ids, trained = documents.tokens[part], documents.trained[part]
     return str(tokenizer.decode(ids[~trained])), str(tokenizer.decode(ids[trained]))

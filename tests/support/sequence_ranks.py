@@ -209,7 +209,8 @@ ON_HOST = ("offloaded-inputs", "offloaded-results")
 class Measured(HostActivations):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        kept_bytes.append(self.nbytes)
+        rooms = (self._inputs, *self._results)
+        kept_bytes.append(sum(room._slots.nbytes for room in rooms if room is not None))
 
 
 def plain_attention(

@@ -19,14 +19,14 @@ import sys
 from pathlib import Path
 from so_tui.runs import create_run
 from so_tui.runs.records import EvaluationRecord
-from so_tui_trainer.recorder import TensorBoard, _WeightsAndBiases
+from so_tui_trainer.recorder import _TensorBoard, _WeightsAndBiases
 from tests.support.launching import tiny
 from tests.support.records import step_record
 
 folder = Path(sys.argv[1])
 spec = tiny(tracking__wandb="true", tracking__project="so-tui-tests")
 run = create_run(spec, folder)
-for tracker in (_WeightsAndBiases(run, spec), TensorBoard(folder / "tensorboard")):
+for tracker in (_WeightsAndBiases(run, spec), _TensorBoard(folder / "tensorboard")):
     tracker.start()
     for step in (1, 2, 3):
         tracker.write(step_record(step, loss=4.0 - step))

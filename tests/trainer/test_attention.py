@@ -19,7 +19,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from benchmarks.attention import planned_table, table
 from so_tui.spec import InputError
 from so_tui.spec.attention import KERNELS, UNKNOWN_GPU, Needs, choose_backend
-from so_tui_trainer.model.attention import Documents, Kernels, _attend, present, register
+from so_tui_trainer.model import apply
+from so_tui_trainer.model.attention import Documents, Kernels, _Attention, present, register
 from tests.support.attention import PLAIN, backends, visible
 
 NAMES = ("out", "query", "key", "value", "sinks")
@@ -68,7 +69,7 @@ def eager(inputs: list[Tensor], documents: Documents) -> Tensor:
 
 def attended(inputs: list[Tensor], documents: Documents, kernels: Kernels) -> Tensor:
     query, key, value, sinks = inputs
-    return _attend(query, key, value, sinks, documents, kernels)
+    return apply(_Attention, query, key, value, sinks, documents, kernels)
 
 
 def results(out: Tensor, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:

@@ -16,7 +16,7 @@ from benchmarks.faults.shim import Shim, build
 from so_tui.runs import create_run, state
 from so_tui.runs.directory import checkpoint_folders, run_id
 from so_tui.runs.records import BindingRecord, CheckpointRecord, EndRecord, PhaseRecord, StepRecord
-from so_tui_trainer import checkpoint, checkpoint_folder
+from so_tui_trainer import checkpoint_folder
 from tests.support.launching import log, records, start, tiny
 from tests.support.python_path import python_path
 
@@ -121,7 +121,8 @@ class Run:
 
 def states(path: Path) -> list[bytes]:
     return [
-        file.read_bytes() for file in sorted(checkpoint.optimizer_folder(path).glob("*.states"))
+        file.read_bytes()
+        for file in sorted(checkpoint_folder.optimizer_folder(path).glob("*.states"))
     ]
 
 
@@ -159,7 +160,7 @@ def test_killed_stopped_or_without_space_it_leaves_the_one_before(
     run.start()
     run.wait_for(lambda: bool(run.saved) and run.is_writing)
     run.kill()
-    newest = checkpoint.newest(run.directory.checkpoints_dir, run_id(run.directory))
+    newest = checkpoint_folder.newest(run.directory.checkpoints_dir, run_id(run.directory))
     assert newest is not None
     assert not newest.damaged
     assert newest.manifest.step >= run.saved[-1].step

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from so_tui_trainer.data.batches import PREFETCH_DEPTH, Batches, MicroBatch, Prefetcher, _rows_apart
+from so_tui_trainer.data.batches import PREFETCH_DEPTH, Batch, Batches, Prefetcher, _rows_apart
 from tests.support.documents import documents, spec
 from tests.support.waiting import LIMIT_S
 
@@ -151,15 +151,15 @@ def test_everything_comes_in_order() -> None:
     with Prefetcher(batches.iterate(3, 5), CPU) as prefetcher:
         found = list(prefetcher)
     assert len(found) == len(expected) == 9
-    for (step, ids), (counts, batch) in zip(expected, found, strict=True):
+    for (step, ids), batch in zip(expected, found, strict=True):
         assert torch.equal(ids, batch.input_ids)
-        assert counts.trained_tokens == batches.counts(step).trained_tokens
+        assert batch.counts.trained_tokens == batches.counts(step).trained_tokens
 
 
 def test_it_is_ahead_but_not_by_much_and_leaves_no_thread() -> None:
     made: list[int] = []
 
-    def source() -> Iterator[MicroBatch]:
+    def source() -> Iterator[Batch]:
         for portion in Batches(documents(), spec(), 0).iterate(1, 100):
             made.append(1)
             yield portion
@@ -176,7 +176,7 @@ def test_it_is_ahead_but_not_by_much_and_leaves_no_thread() -> None:
 
 
 def test_an_error_is_raised_where_the_batch_would_have_come() -> None:
-    def source() -> Iterator[MicroBatch]:
+    def source() -> Iterator[Batch]:
         yield from Batches(documents(), spec(), 0).iterate(1, 1)
         raise OSError("the file is gone")
 

@@ -17,7 +17,7 @@ from so_tui.plan.workload import seen
 from so_tui.spec import RunSpec
 from so_tui_trainer import session
 from so_tui_trainer.data import tokens
-from so_tui_trainer.data.batches import width
+from so_tui_trainer.data.batches import _width
 from so_tui_trainer.data.documents import intact, read
 from so_tui_trainer.data.tokens import _row_shares, load_tokenizer, prepare
 from so_tui_trainer.failures import TrainingError
@@ -90,7 +90,7 @@ def test_the_width_of_rows_is_foretold(micro_batch: str, tmp_path: Path) -> None
     lengths = np.random.default_rng(1).integers(3, 64, 400)
     shares = dict(_row_shares(lengths, 64))
     drawn = np.random.default_rng(2).choice(lengths, (4_000, int(micro_batch)))
-    widths = [width(each, spec, end_to_end=False) for each in drawn]
+    widths = [_width(each, spec, end_to_end=False) for each in drawn]
     assert shares[int(micro_batch)] == pytest.approx(np.mean(widths) / 64, rel=0.02)
 
 
@@ -159,7 +159,7 @@ def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> 
 
 
 def test_another_chat_template_is_another_entry(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tiny())
+    tokenizer = load_tokenizer(tiny().model)
     folders = set()
     for number, template in enumerate(
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", None)

@@ -110,7 +110,7 @@ TALK = (
 
 
 def tokenizer_with(template: str, **tokens: str) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer(tiny())
+    tokenizer = load_tokenizer(tiny().model)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS, **tokens})
     tokenizer.chat_template = template
     return tokenizer
@@ -340,7 +340,7 @@ def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
         tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=BRACKETS
     )
     assert not _encodes_segments_apart(tokenizer)
-    assert _encodes_segments_apart(load_tokenizer(tiny()))
+    assert _encodes_segments_apart(load_tokenizer(tiny().model))
     talk = (
         Message("user", "Add"),
         Message("assistant", "It is 5."),
@@ -390,7 +390,7 @@ def test_spaces_of_an_answer_are_trained_where_spans_of_tokens_leave_them_out() 
 def test_a_folder_without_a_tokenizer_is_not_blamed_on_the_network(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     spec = with_values(tiny(), {"model.tokenizer": str(tmp_path)})
-    problem = refusal(lambda: load_tokenizer(spec))
+    problem = refusal(lambda: load_tokenizer(spec.model))
     assert (problem.code, problem.field, problem.value) == (
         "tokenizer-files-missing",
         "model.tokenizer",

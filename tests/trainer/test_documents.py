@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.data.documents import _one_each, _pack
+from so_tui_trainer.data.documents import _pack, fill
 from so_tui_trainer.data.sources import open_sources
 from so_tui_trainer.data.tokens import load_tokenizer, prepare
 from tests.support.launching import tiny
@@ -189,7 +189,7 @@ def test_plain_text_is_trained_but_for_its_first_token_and_cut_where_it_is_longe
         lines(tmp_path, [{"text": words}, {"text": "A plain text."}]),
         data__sequence_length="64",
     )
-    tokenizer = load_tokenizer(tiny())
+    tokenizer = load_tokenizer(tiny().model)
     assert tokenizer.decode(documents.tokens) == f"{words}<|eos|>A plain text.<|eos|>"
     assert documents.lengths.max() == 64
     assert documents.trained_lengths.tolist() == (documents.lengths - 1).tolist()
@@ -287,13 +287,13 @@ def test_a_tokenizer_of_another_name_has_not_the_models_revision(tmp_path: Path)
     place = tmp_path / "hub" / "models--owner--tokenizer"
     (place / "refs").mkdir(parents=True)
     (place / "refs" / "main").write_text("a" * 40)
-    load_tokenizer(tiny()).save_pretrained(place / "snapshots" / ("a" * 40))
+    load_tokenizer(tiny().model).save_pretrained(place / "snapshots" / ("a" * 40))
     (place / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(tiny().model.config))
     code = (
         "from so_tui.spec import find_preset, with_values; from so_tui_trainer.data.tokens import "
         "load_tokenizer;"
         "changes = {'model.revision': 'v2', 'model.tokenizer': 'owner/tokenizer'};"
-        "print(load_tokenizer(with_values(find_preset('tiny').spec, changes)).eos_token)"
+        "print(load_tokenizer(with_values(find_preset('tiny').spec, changes).model).eos_token)"
     )
     environment = {
         **os.environ,
@@ -342,7 +342,8 @@ def test_equal_input_packs_equally() -> None:
 
 
 def test_without_packing_each_document_is_a_sequence() -> None:
-    sequences = _one_each(3)
+    lengths, chosen = np.array([7, 6, 3]), np.arange(3)
+    sequences = fill(lengths, chosen, tiny(data__packing="false").data)
     assert [sequences.of(index).tolist() for index in range(3)] == [[0], [1], [2]]
 
 

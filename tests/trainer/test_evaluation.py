@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from so_tui.runs.records import EvaluationRecord
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.data.documents import Counts, SourcePart
+from so_tui_trainer.data.documents import Counts, _SourcePart
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.model.config import load_config
@@ -54,7 +54,7 @@ def test_a_row_that_was_cut_is_held_out_whole() -> None:
     """
     cut = np.array([1, 2, 2, 3, 3, 3, 3, 4, 5, 6, 7, 7])
     counts = Counts(3, 0, 0)
-    sources = (SourcePart("a", 1.0, "text", 6, counts), SourcePart("b", 1.0, "text", 6, counts))
+    sources = (_SourcePart("a", 1.0, "text", 6, counts), _SourcePart("b", 1.0, "text", 6, counts))
     docs = documents(12)._replace(rows=cut, parts=sources)
     held_out = divide(docs, spec(data__held_out="3")).held_out
     rows = [(document < 6, cut[document]) for document in range(12)]
@@ -119,7 +119,7 @@ def test_the_measured_loss_is_the_mean_over_tokens(
                 reduction="sum",
             ).item()
             tokens += int((labels >= 0).sum())
-    shares = [Evaluation(docs, members, shape, rank) for rank in range(ranks)]
+    shares = [Evaluation(Batches(docs, shape, rank, members=members)) for rank in range(ranks)]
     found = [
         share.measure(
             model,
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(single_rank: Ranks) -> None:
             return torch.tensor(float("nan"))
 
     with coded(NonFiniteError, "not-finite"):
-        Evaluation(documents(), np.arange(5), spec(), 0).measure(
+        Evaluation(Batches(documents(), spec(), 0, members=np.arange(5))).measure(
             Spoilt(), single_rank, attempt=1, step=3
         )
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from so_tui_trainer.model import experts
+from so_tui_trainer.model import apply, experts
 from so_tui_trainer.model.config import load_config
-from so_tui_trainer.model.experts import Weights, _gated, _route, mixture
+from so_tui_trainer.model.experts import Weights, _Gated, _route, mixture
 from so_tui_trainer.model.fused import EXPERTS as EXPERTS_PART
 from so_tui_trainer.model.fused import install_kernels
 from so_tui_trainer.model.kernels import Gate
@@ -203,7 +203,7 @@ def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
     doubles = [leaf.double().requires_grad_() for leaf in leaves]
 
     def compute(products: Tensor, shares: Tensor, bias: Tensor) -> Tensor:
-        return _gated(products, shares, bias, _route(chosen, EXPERTS), gate)
+        return apply(_Gated, products, shares, bias, _route(chosen, EXPERTS), gate)
 
     assert torch.autograd.gradcheck(compute, doubles)
 
@@ -225,8 +225,8 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
             leaf.detach().clone().to(device).requires_grad_() for leaf in (products, shares)
         )
         own_bias = None if bias is None else bias.detach().clone().to(device).requires_grad_()
-        result = _gated(
-            own_products, own_shares, own_bias, _route(chosen.to(device), EXPERTS), gate
+        result = apply(
+            _Gated, own_products, own_shares, own_bias, _route(chosen.to(device), EXPERTS), gate
         )
         torch.autograd.backward(result, gradient.to(device))
         results.append(

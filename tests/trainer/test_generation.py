@@ -24,14 +24,14 @@ from so_tui.spec.generation import LoadModel, Prompt, Sampling, Turn
 from so_tui_trainer import export
 from so_tui_trainer.data.chat import Chat, Encoder, _segments, chat_of, leading_ids
 from so_tui_trainer.data.rows import TEXT, Message
-from so_tui_trainer.data.tokens import load_tokenizer, tokenizer_of
+from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.export import _marker_of, placed
 from so_tui_trainer.generation import (
     Writer,
     Written,
     _Detokenizer,
-    next_token,
-    prompt_ids,
+    _next_token,
+    _prompt_ids,
     stop_tokens,
 )
 from so_tui_trainer.model.config import load_config
@@ -47,12 +47,12 @@ ASKED = Prompt(turns=(Turn("system", "Be brief."), Turn("user", "Add 2 and 3."))
 
 @pytest.fixture(scope="module")
 def chat() -> Chat:
-    return chat_of(load_tokenizer(tiny()))
+    return chat_of(load_tokenizer(tiny().model))
 
 
 @pytest.fixture(scope="module")
 def templated() -> Chat:
-    tokenizer: Any = load_tokenizer(tiny())
+    tokenizer: Any = load_tokenizer(tiny().model)
     tokenizer.chat_template = (
         "{% for message in messages %}<|bos|>{{ message.role + ': ' + message.content + '<|eos|>' "
         "}}{% endfor %}"
@@ -91,7 +91,7 @@ def test_tokens_are_drawn_from_the_most_probable_ones() -> None:
         sampling = Sampling(
             temperature=changes.get("temperature", 1.0), top_p=changes.get("top_p", 1.0)
         )
-        return Counter(next_token(logits, sampling, source) for _ in range(2000))
+        return Counter(_next_token(logits, sampling, source) for _ in range(2000))
 
     assert set(drawn(temperature=0)) == {1}
     everything = drawn()
@@ -121,7 +121,7 @@ def test_an_unfinished_character_is_given_at_the_end(chat: Chat) -> None:
 def test_it_writes_what_transformers_generates(chat: Chat, causal: PreTrainedModel) -> None:
     writer = Writer(causal, chat, frozenset())
     answer = written(writer.write(ASKED, GREEDY))
-    ids = torch.tensor([prompt_ids(chat, ASKED)])
+    ids = torch.tensor([_prompt_ids(chat, ASKED)])
     generate: Any = causal.generate
     expected = generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[
         0, ids.shape[1] :
@@ -144,7 +144,7 @@ def test_the_seed_decides(chat: Chat, causal: PreTrainedModel) -> None:
 def test_when_an_answer_ends(chat: Chat, causal: PreTrainedModel) -> None:
     tokens = list(
         itertools.islice(
-            Writer(causal, chat, frozenset())._tokens(prompt_ids(chat, ASKED), GREEDY), 4
+            Writer(causal, chat, frozenset())._tokens(_prompt_ids(chat, ASKED), GREEDY), 4
         )
     )
     assert tokens[3] not in tokens[:3]
@@ -154,7 +154,7 @@ def test_when_an_answer_ends(chat: Chat, causal: PreTrainedModel) -> None:
     writer = Writer(causal, chat, frozenset())
     full = written(writer.write(Prompt(text="a " * 50), Sampling(temperature=0, max_tokens=500)))
     assert full.ended == "context"
-    assert full.tokens + len(prompt_ids(chat, Prompt(text="a " * 50))) == 64
+    assert full.tokens + len(_prompt_ids(chat, Prompt(text="a " * 50))) == 64
     asked = iter([False, False, True])
     assert written(writer.write(ASKED, GREEDY, lambda: next(asked)))[1::2] == (2, "cancelled")
     assert (
@@ -192,7 +192,7 @@ def test_a_question_is_given_as_training_writes_it(
     asked = Prompt(turns=tuple(Turn(role, content) for role, content in said[:-1]))  # type: ignore[arg-type]
     leading = [] if chat.templated else leading_ids(chat.tokenizer)
     context = tokens[: int(np.flatnonzero(trained)[0])].tolist()
-    assert prompt_ids(chat, asked) == [*leading, *context]
+    assert _prompt_ids(chat, asked) == [*leading, *context]
 
 
 def test_text_is_continued_as_it_is(chat: Chat, templated: Chat) -> None:
@@ -200,7 +200,7 @@ def test_text_is_continued_as_it_is(chat: Chat, templated: Chat) -> None:
         [_segments(chat, (Message(TEXT, "Once upon"),), "all")]
     )
     for each in (chat, templated):
-        assert prompt_ids(each, Prompt(text="Once upon")) == [
+        assert _prompt_ids(each, Prompt(text="Once upon")) == [
             *leading_ids(chat.tokenizer),
             *tokens[:-1].tolist(),
         ]
@@ -208,7 +208,7 @@ def test_text_is_continued_as_it_is(chat: Chat, templated: Chat) -> None:
 
 def test_nothing_cannot_be_continued(chat: Chat) -> None:
     assert leading_ids(chat.tokenizer) == []
-    assert refusal(lambda: prompt_ids(chat, Prompt(text=""))).code == "prompt-empty"
+    assert refusal(lambda: _prompt_ids(chat, Prompt(text=""))).code == "prompt-empty"
 
 
 def test_answers_end_at_any_stop_token_that_is_known(
@@ -218,7 +218,7 @@ def test_answers_end_at_any_stop_token_that_is_known(
     assert isinstance(eos, int)
     assert causal.generation_config is not None
     causal.generation_config.eos_token_id = [7, eos]
-    assert stop_tokens(templated, causal) == {7, eos}
+    assert stop_tokens(templated, causal.generation_config) == {7, eos}
 
 
 def test_models_write_in_turn() -> None:
@@ -257,7 +257,7 @@ def test_a_damaged_folder_is_named(
     (tmp_path / name).write_bytes(content)
     model = ModelSpec(id=str(tmp_path))
     load: Callable[[], object] = (
-        partial(tokenizer_of, model)
+        partial(load_tokenizer, model)
         if code.startswith("tokenizer")
         else partial(export.of_folder, tmp_path, model)
     )
@@ -309,8 +309,8 @@ def test_an_export_that_others_can_write_does_not_say_what_is_downloaded(
             try:
                 next(steps)
             except StopIteration as end:
-                _, model, facts = end.value
-                assert facts.step == 5
+                _, model, _, step = end.value
+                assert step == 5
                 return _base_of(load, model)
 
     assert base() == ModelSpec(id="owner/model", revision="v2")

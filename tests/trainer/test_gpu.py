@@ -142,7 +142,7 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         with Prefetcher(batches.iterate(1, 5), device) as prefetcher:
-            for _, batch in prefetcher:
+            for batch in prefetcher:
                 for _ in range(
                     20
                 ):  # the GPU is far behind, and memory of earlier batches is used again meanwhile

@@ -16,10 +16,9 @@ from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, 
 from so_tui.spec.generation import Prompt, Sampling, Turn
 from so_tui_trainer.data.chat import chat_of
 from so_tui_trainer.data.tokens import load_tokenizer
-from so_tui_trainer.generation import Writer, Written
+from so_tui_trainer.generation import Prompts, Writer, Written, _batch_of
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.trained import TrainedModel
-from so_tui_trainer.prompts import Prompts, _batch_of
 from so_tui_trainer.ranks import Ranks
 from tests.support.launching import tiny
 from tests.support.models import causal_model
@@ -54,7 +53,7 @@ def model() -> TrainedModel:
 def test_answers_are_what_the_model_writes_alone(
     micro_batch: str, model: TrainedModel, single_rank: Ranks
 ) -> None:
-    chat = chat_of(load_tokenizer(tiny()))
+    chat = chat_of(load_tokenizer(tiny().model))
     eos = chat.tokenizer.eos_token_id
     assert isinstance(eos, int)
     writer = Writer(model.causal, chat, frozenset([eos]))

@@ -52,7 +52,7 @@ from so_tui_trainer.metrics import (
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.errors import NonFiniteGradientError, OffloadError, WorkerLostError
-from superoffload.meter import OffloadStats
+from superoffload.transfers import OffloadStats
 from tests.support.launching import records, tiny
 from tests.support.records import step_record
 from tests.support.waiting import LIMIT_S, wait_until
@@ -210,9 +210,7 @@ def test_failures_have_codes_and_suggestions() -> None:
     failure = failures.explain(wrong.value, spec, 0, 7)
     assert "train.steps = -1" in failure.reason
     assert failure.suggestion == wrong.value.problems[0].remedy
-    spoilt = NonFiniteGradientError(
-        "The gradient of step 8 is not finite", step=8, sub_group=0, poisoned=False
-    )
+    spoilt = NonFiniteGradientError(["weight"], step=8, sub_group=0, poisoned=False)
     assert failures.explain(spoilt, spec, 0, 7).code == "not-finite"
     assert (
         failures.explain(

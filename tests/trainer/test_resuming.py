@@ -20,7 +20,7 @@ from so_tui_trainer.checkpoint import _rounding_warnings
 from so_tui_trainer.checkpoint_folder import Found, claim
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
-from superoffload.resharding import Rounded
+from superoffload.checkpoint import Rounded
 from tests.support import engine as support
 from tests.support.checkpoints import written
 from tests.support.launching import tiny

@@ -26,7 +26,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.runs.results import read_answers
-from so_tui_trainer import checkpoint
+from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.loss import expected_first_loss
@@ -114,7 +114,7 @@ def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: Ru
     ids = tokenizer("### Instruction:\nSay hello.\n\n### Response:\n", return_tensors="pt")[
         "input_ids"
     ]
-    found = checkpoint.newest(finished_run.checkpoints_dir, run_id(finished_run))
+    found = checkpoint_folder.newest(finished_run.checkpoints_dir, run_id(finished_run))
     assert found is not None
     other = causal_model(model.config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
@@ -290,7 +290,7 @@ def test_stopped_while_it_loads_it_trains_and_saves_nothing(tmp_path: Path) -> N
 def test_a_step_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> None:
     """The weights of a token that occurs in one row only are NaN."""
     causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
-    token = load_tokenizer(tiny()).encode("~", add_special_tokens=False)[-1]
+    token = load_tokenizer(tiny().model).encode("~", add_special_tokens=False)[-1]
     causal.model.embed_tokens.weight.data[token] = float("nan")
     causal.save_pretrained(tmp_path / "spoilt")
     rows = [

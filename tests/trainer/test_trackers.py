@@ -23,11 +23,10 @@ from so_tui.runs.records import (
 from so_tui_trainer import recorder as trackers
 from so_tui_trainer.recorder import (
     Recorder,
-    TensorBoard,
     _crc32c,
     _EventFile,
     _figures,
-    _Sidecars,
+    _TensorBoard,
     trackers_of,
 )
 from tests.support.launching import records, tiny
@@ -113,7 +112,7 @@ def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
 
 
 def test_a_resume_takes_back_what_earlier_files_hold_of_later_steps(tmp_path: Path) -> None:
-    tracker = TensorBoard(tmp_path)
+    tracker = _TensorBoard(tmp_path)
     tracker.start()
     for record in (
         ResumedRecord(attempt=1, time=0.0, step=5),
@@ -200,7 +199,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_RECORDS", 10)
-    monkeypatch.setattr(_Sidecars.close, "__defaults__", (0.2,))
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
     tracker = Fickle(hangs=part)
     recorder, found, seconds = recorded(
         RunDirectory(tmp_path), tracker, 9 if part == "close" else 50

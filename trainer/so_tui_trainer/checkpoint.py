@@ -46,29 +46,13 @@ from so_tui_trainer.checkpoint_folder import (
     claim,
     newest,
     optimizer_folder,
-    read_manifest,
     set_all_aside,
     set_aside,
 )
 from so_tui_trainer.engine_settings import states_format
 from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
-from superoffload.resharding import Rounded
-
-__all__ = [
-    "Damage",
-    "Found",
-    "Manifest",
-    "Saving",
-    "claim",
-    "load",
-    "make_room",
-    "newest",
-    "optimizer_folder",
-    "read_manifest",
-    "set_all_aside",
-    "set_aside",
-]
+from superoffload.checkpoint import Rounded
 
 Result = TypeVar("Result")
 _NOT_WRITTEN = "the checkpoint could not be written"
@@ -141,12 +125,10 @@ class Saving:
     ) -> None:
         self._check = check
         self._began, self.step = time.monotonic(), manifest.step
-        self._manifest, self._ranks, self._attempt, self._due_step = (
-            manifest,
-            ranks,
-            attempt,
-            due_step,
-        )
+        self._manifest = manifest
+        self._ranks = ranks
+        self._attempt = attempt
+        self._due_step = due_step
         make_room(engine, folder, manifest.spec, ranks)
         with _all_ranks(ranks, "the checkpoint cannot be started"):
             made = checkpoint_folder.begin(folder, manifest.step) if ranks.first else None

@@ -68,7 +68,7 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
     folder.mkdir(exist_ok=True)
     for left in folder.glob(f"*{PARTIAL}"):
         if left.is_dir() and not left.is_symlink():
-            _remove_or_say(left)
+            _retire(left)
         else:  # A link: what it points to is none of ours.
             left.unlink()
     free_bytes = shutil.disk_usage(folder).free
@@ -83,23 +83,12 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
 
 
 def _retire(checkpoint: Path) -> None:
-    """Remove a checkpoint that is no longer needed. What cannot be removed now is said in the log;
-    the next checkpoint tries again.
-    """
-    half_removed = checkpoint.with_name(checkpoint.name + PARTIAL)
-    try:
-        checkpoint.rename(half_removed)  # first: half removed, it is no checkpoint
-    except OSError as error:
-        print(f"{checkpoint} is no longer needed and cannot be removed: {error}", flush=True)
-        return
-    _remove_or_say(half_removed)
-
-
-def _remove_or_say(checkpoint: Path) -> None:
-    """Remove a folder, or say why not: whoever has a file in it open on a network file system keeps
-    it, and that costs no training.
+    """Remove a checkpoint that is no longer needed, or say why not. A file that is open on a
+    network file system stays, and that costs no training; the next checkpoint tries again.
     """
     try:
+        if checkpoint.suffix != PARTIAL:  # renamed first: half removed, it is no checkpoint
+            checkpoint = checkpoint.rename(checkpoint.with_name(checkpoint.name + PARTIAL))
         _remove(checkpoint)
     except OSError as error:
         print(f"{checkpoint} is no longer needed and cannot be removed: {error}", flush=True)

@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:  # a full disk, which later records report
             print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
 
-    from so_tui_trainer.session import train  # imports them
+    from so_tui_trainer.session import Session  # imports them
 
-    code = train(run, given.attempt, launch, report, writer)
+    code = Session(run, given.attempt, launch, report, writer).main()
     _leave(code)
     return code
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +17,8 @@ from so_tui.runs.records import EvaluationRecord
 from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
 from so_tui.units import thousands
-from so_tui_trainer.data.batches import (
-    Batch,
-    Prefetcher,
-    assemble,
-    needs_rows_apart,
-    rows_of,
-    width,
-)
-from so_tui_trainer.data.documents import Documents, Int64s, fill
+from so_tui_trainer.data.batches import Batch, Batches, Prefetcher
+from so_tui_trainer.data.documents import Documents, Int64s
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.ranks import Ranks
 
@@ -79,9 +73,7 @@ def _rows(documents: Documents) -> Int64s:
     if documents.rows is None:
         return np.arange(len(documents.offsets) - 1)
     begins = np.diff(documents.rows, prepend=documents.rows[0] - 1) != 0
-    begins[np.cumsum([0, *(part.documents for part in documents.parts[:-1])])] = (
-        True  # Row numbers restart in every source.
-    )
+    begins[documents.source_starts[:-1]] = True  # Row numbers restart in every source.
     return np.cumsum(begins) - 1
 
 
@@ -114,36 +106,21 @@ def evaluation_spec(spec: RunSpec) -> RunSpec | None:
     return replace(spec, data=replace(data, source=sources, split=split))
 
 
+@dataclass(frozen=True)
 class Evaluation:
     """Documents that are packed and shared among the ranks for evaluation."""
 
-    def __init__(
-        self,
-        documents: Documents,
-        members: Int64s,
-        spec: RunSpec,
-        rank: int,
-        *,
-        pin: bool = False,
-    ) -> None:
-        """Pack the documents.
+    batches: Batches
+    """Of the documents to evaluate, for this rank."""
 
-        Args:
-            documents: The tokenised data.
-            members: Indices of the documents to evaluate, [documents].
-            spec: The run's spec.
-            rank: The rank whose micro-batches are made.
-            pin: Whether batches are made in pinned memory.
-        """
-        self._documents, self._spec, self._rank, self._pin = documents, spec, rank, pin
-        self._apart = needs_rows_apart(spec.model)
-        self._sequences = fill(documents.lengths, members, spec.data)
-        self._lengths = self._sequences.sums(documents.lengths)
-        self.end_to_end = False
-        """As ``Batches.end_to_end``."""
-        self.documents = len(members)
-        self.tokens = int(documents.trained_lengths[members].sum())
+    @property
+    def documents(self) -> int:
+        return len(self.batches.sequences.documents)
+
+    @property
+    def tokens(self) -> int:
         """Tokens whose loss is measured."""
+        return self.batches.trained_tokens
 
     def measure(
         self, model: torch.nn.Module, ranks: Ranks, *, attempt: int, step: int
@@ -191,15 +168,11 @@ class Evaluation:
         Every rank yields the same number, since all take part in the all-gathers of the weights;
         some batches have no trained tokens.
         """
-        size, parts = self._spec.train.micro_batch, self._spec.train.sequence_parallel
-        replica, part = divmod(self._rank, parts)
-        for first in range(0, len(self._sequences), size * (ranks // parts)):
-            mine = np.arange(
-                first + replica * size, min(first + (replica + 1) * size, len(self._sequences))
-            )
-            indices = mine if len(mine) else np.zeros(1, dtype=np.int64)
-            columns = width(self._lengths[indices], self._spec, end_to_end=self.end_to_end)
-            rows = rows_of(indices, end_to_end=self.end_to_end)
-            batch = assemble(self._documents, self._sequences, rows, columns, 0, apart=self._apart)
-            batch = (batch if len(mine) else batch.untrained()).part(part, parts)
-            yield batch.pinned() if self._pin else batch
+        batches = self.batches
+        size = batches.spec.train.micro_batch
+        parts = batches.spec.train.sequence_parallel
+        order = np.arange(len(batches.sequences))
+        for first in range(0, len(order), size * (ranks // parts)):
+            begin = first + batches.replica * size
+            mine = order[begin : begin + size]
+            yield batches.batch(mine) if len(mine) else batches.batch(order[:1]).untrained()

@@ -101,7 +101,9 @@ class Stage:
     def read(self, shapes: Mapping[str, torch.Size]) -> None:
         """Begin to read tensors of these shapes."""
         self.total_bytes = sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize
-        self.total_tensors, self.done_tensors, self.read_bytes = len(shapes), 0, 0
+        self.total_tensors = len(shapes)
+        self.done_tensors = 0
+        self.read_bytes = 0
         self.doing = "reading"
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -171,7 +173,7 @@ def export(
     state = weights(checkpoint, shapes, stage) | untrained(model, spec.model)
     # Tied tensors share storage, which save_pretrained recognises; the loader ties them again.
     model.config.use_cache = True
-    tokenizer = load_tokenizer(spec)
+    tokenizer = load_tokenizer(spec.model)
     model.generation_config = _generation_config(spec.model, config, tokenizer)
     with replacing(folder, _marker_of(run_name, manifest.step, spec.model)) as partial:
         stage.write(partial, state)
@@ -397,11 +399,6 @@ def of_folder(folder: Path, model: ModelSpec) -> PreTrainedModel:
             "Name a run, or a folder that `so-tui export` wrote.",
         ) from error
     return causal
-
-
-def parameter_count(causal: PreTrainedModel) -> int:
-    """Return the number of parameters, tied ones once."""
-    return sum(parameter.numel() for parameter in causal.parameters())
 
 
 def chosen_device(wanted: Device, parameters: int) -> torch.device:

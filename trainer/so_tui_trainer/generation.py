@@ -1,20 +1,29 @@
-"""Let a model write: choose tokens one after the other, and turn them into text as they come."""
+"""Let a model write: choose tokens one after the other, and turn them into text as they come.
+
+A model on one device writes with a cache of keys and values (``Writer``); one that is being trained
+answers the prompts of its spec without, on all ranks (``Prompts``).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from so_tui.runs.results import LONGEST_ANSWER, AnsweredPrompt, Asked
+from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
-from so_tui.spec.generation import Ended, Prompt, Sampling
-from so_tui_trainer.data.chat import Chat, TemplateError, leading_ids, question
+from so_tui.spec.generation import Ended, Prompt, Sampling, Turn
+from so_tui_trainer.data.batches import Batch, lay_out, needs_rows_apart
+from so_tui_trainer.data.chat import Chat, TemplateError, chat_of, leading_ids, question
 from so_tui_trainer.data.rows import Message
+from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.older_versions import cache_argument
+from so_tui_trainer.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,7 +42,7 @@ class Written(NamedTuple):
     ended: Ended
 
 
-def next_token(logits: Tensor, sampling: Sampling, source: torch.Generator) -> int:
+def _next_token(logits: Tensor, sampling: Sampling, source: torch.Generator) -> int:
     """Choose a token.
 
     Args:
@@ -66,7 +75,7 @@ class _Detokenizer:
     def add(self, token: int) -> str:
         """Return the text that a token completes; empty if there is none yet."""
         self._ids.append(token)
-        text = self._new_text()
+        text = self.rest()
         if not text or text.endswith(_UNFINISHED):
             return ""
         self._context, self._given = self._given, len(self._ids)
@@ -74,18 +83,12 @@ class _Detokenizer:
 
     def rest(self) -> str:
         """Return the text that was held back."""
-        return self._new_text()
+        before = _decoded(self._tokenizer, self._ids[self._context : self._given])
+        return _decoded(self._tokenizer, self._ids[self._context :])[len(before) :]
 
-    def _new_text(self) -> str:
-        before = self._decoded(self._ids[self._context : self._given])
-        return self._decoded(self._ids[self._context :])[len(before) :]
 
-    def _decoded(self, ids: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class Writer:
                 rejects it.
         """
         began = time.monotonic()
-        ids = prompt_ids(self.chat, prompt)
+        ids = _prompt_ids(self.chat, prompt)
         if len(ids) >= self.longest:
             raise reject(
                 "prompt-too-long",
@@ -178,12 +181,12 @@ class Writer:
                     "gives logits that are not finite",
                     "Its training has diverged: take an earlier checkpoint.",
                 )
-            token = next_token(logits, sampling, source)
+            token = _next_token(logits, sampling, source)
             yield token
             ids = [token]
 
 
-def prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
+def _prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
     """Return the tokens of a prompt, as training would encode them.
 
     Raises:
@@ -214,12 +217,171 @@ def prompt_ids(chat: Chat, prompt: Prompt) -> list[int]:
     return [*leading, *ids]
 
 
-def stop_tokens(chat: Chat, causal: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end an answer: that of the data's layout, and those of the model's own
+def stop_tokens(chat: Chat, settings: Any = None) -> frozenset[int]:
+    """Return the tokens that end an answer: that of the data's layout, and those of a model's own
     generation settings.
     """
-    settings = causal.generation_config
-    named = getattr(settings, "eos_token_id", None) if settings is not None else None
+    named = getattr(settings, "eos_token_id", None)
     ids = [*(named if isinstance(named, list) else [named]), chat.tokenizer.eos_token_id]
     ids.append(chat.tokenizer.convert_tokens_to_ids(chat.stop or chat.end))
     return frozenset(int(number) for number in ids if isinstance(number, int))
+
+
+# Answering the prompts of the spec during training, with the weights as they are sharded.
+#
+# All ranks compute the same forward passes, which all-gather each layer's weights as training does.
+# Rank 0 chooses the tokens. There is no cache of keys and values: a pass costs its all-gathers,
+# whatever the number of tokens.
+
+
+_MULTIPLE = 64
+"""Widths are multiples of this, so that the allocator sees few different ones."""
+
+
+@dataclass
+class _Answer:
+    """An answer that is being written."""
+
+    ids: list[int]
+    """Tokens of the prompt, then of the answer."""
+    prompt_length: int
+    done: bool = False
+    source: torch.Generator = field(default_factory=torch.Generator)
+
+
+class Prompts:
+    """The prompts of a spec."""
+
+    def __init__(self, spec: RunSpec, ranks: Ranks, *, end_to_end: bool) -> None:
+        """Encode the prompts.
+
+        Args:
+            spec: The run's spec.
+            ranks: The process group.
+            end_to_end: Whether attention takes boundaries, so that all prompts are one row.
+
+        Raises:
+            InputError: A prompt has no room for its answer in a sequence, or the chat template
+                rejects it. Raised on all ranks.
+        """
+        self._spec, self._ranks, self._end_to_end = spec, ranks, end_to_end
+        self._apart = needs_rows_apart(spec.model)
+        self._sampling = Sampling(
+            temperature=spec.prompts.temperature,
+            top_p=1.0,
+            max_tokens=spec.prompts.max_tokens,
+            seed=spec.train.seed,
+        )
+        # Every rank loads the tokenizer: a problem with a prompt must end all of them.
+        self._chat: Chat = chat_of(load_tokenizer(spec.model))
+        self._ids = [
+            _prompt_ids(self._chat, Prompt(turns=(Turn("user", text),)))
+            for text in spec.prompts.texts
+        ]
+        self._stop = stop_tokens(self._chat)
+        for text, ids in zip(spec.prompts.texts, self._ids, strict=True):
+            if (room := spec.data.sequence_length - spec.prompts.max_tokens) < len(ids):
+                raise reject(
+                    "prompt-too-long",
+                    "prompts.texts",
+                    text[:60],
+                    f"has {len(ids)} tokens, and {room} leave room for its answer",
+                    "Shorten it, or `prompts.max_tokens`.",
+                )
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def ask(self, model: torch.nn.Module, *, attempt: int, step: int) -> Asked:
+        """Answer all prompts. All ranks must call it, between two steps. Training is not affected.
+
+        Args:
+            model: The model.
+            attempt: The attempt, for the record.
+            step: The last completed step, for the record.
+        """
+        began = time.monotonic()
+        answers = [
+            _Answer(list(ids), len(ids), source=torch.Generator().manual_seed(self._sampling.seed))
+            for ids in self._ids
+        ]
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                for group in self._groups(answers):
+                    self._write(model, group)
+        finally:
+            model.train(training)
+        pairs = zip(self._spec.prompts.texts, answers, strict=True)
+        return Asked(
+            attempt=attempt,
+            time=time.time(),
+            step=step,
+            seconds=time.monotonic() - began,
+            answers=tuple(self._answered(text, answer) for text, answer in pairs),
+        )
+
+    def _groups(self, answers: Sequence[_Answer]) -> Iterator[list[_Answer]]:
+        """Yield answers that are written together: no more tokens than a micro-batch of training
+        has on this rank.
+        """
+        limit = self._spec.micro_batch_tokens
+        group: list[_Answer] = []
+        for answer in answers:
+            widest = (
+                max(each.prompt_length for each in (*group, answer)) + self._sampling.max_tokens
+            )
+            if group and widest * (len(group) + 1) > limit:
+                yield group
+                group = []
+            group.append(answer)
+        if group:
+            yield group
+
+    def _write(self, model: torch.nn.Module, answers: list[_Answer]) -> None:
+        """Add tokens to the answers until all have ended."""
+        for _ in range(self._sampling.max_tokens):
+            writing = [answer for answer in answers if not answer.done]
+            if not writing:
+                return
+            documents = [answer.ids for answer in writing]
+            batch = _batch_of(documents, end_to_end=self._end_to_end, apart=self._apart).to(
+                self._ranks.device
+            )
+            logits = model(batch, 1.0, logits=True)
+            chosen = None
+            if self._ranks.first:
+                chosen = [
+                    _next_token(row, self._sampling, answer.source)
+                    for row, answer in zip(logits.cpu(), writing, strict=True)
+                ]
+            for answer, token in zip(
+                writing, self._ranks.broadcast(chosen, list[int]), strict=True
+            ):
+                answer.ids.append(token)
+                answer.done = token in self._stop
+
+    def _answered(self, text: str, answer: _Answer) -> AnsweredPrompt:
+        ids = answer.ids[answer.prompt_length :]
+        said = _decoded(self._chat.tokenizer, ids)
+        return AnsweredPrompt(
+            prompt=text, text=said[:LONGEST_ANSWER], tokens=len(ids), stopped=answer.done
+        )
+
+
+def _batch_of(
+    documents: Sequence[Sequence[int]], *, end_to_end: bool, apart: bool = False
+) -> Batch:
+    """Return documents as a micro-batch that predicts the token after each of them.
+
+    Args:
+        documents: Token ids of each document.
+        end_to_end: Whether they are one row, instead of a row each.
+        apart: Whether the model needs them as rows of their own, too.
+    """
+    rows = [list(documents)] if end_to_end else [[document] for document in documents]
+    width = -(-max(sum(map(len, row)) for row in rows) // _MULTIPLE) * _MULTIPLE
+    batch = lay_out(rows, width, apart=apart)
+    ends = batch.boundaries[1:].long() - 1
+    return replace(batch, predictors=ends[batch.real.flatten()[ends]])

@@ -118,7 +118,9 @@ def remote_files(model: ModelSpec) -> dict[str, int]:
         InputError: No such model, no access, or neither hub nor cache available.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
+
+    # HTTPError is httpx's own, of whichever httpx it uses.
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled  # type: ignore[attr-defined]
 
     try:
         with _refusals_explained(model):
@@ -152,7 +154,9 @@ def download(model: ModelSpec, name: str) -> Iterator[int]:
             again (``download-failed``).
     """
     from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
+
+    # HTTPError is httpx's own, of whichever httpx it uses.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
     from huggingface_hub.file_download import repo_folder_name
 
     partial = (
@@ -184,8 +188,11 @@ def _size(path: Path) -> int:
         return 0
 
 
-def missing_files(model: ModelSpec, files: dict[str, int]) -> dict[str, int]:
-    """Return the files that are not in the local cache."""
+def missing_files(model: ModelSpec) -> dict[str, int]:
+    """Return the files of a model that are not in the local cache, with their sizes. Raises
+    InputError as ``remote_files``.
+    """
+    files = remote_files(model)
     return {name: size for name, size in files.items() if not _cached(model, name)}
 
 

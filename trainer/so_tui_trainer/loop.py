@@ -23,14 +23,13 @@ from so_tui.runs.records import CheckpointRecord, StepRecord
 from so_tui.runs.results import add_answers
 from so_tui.spec import InputError, TrainSpec
 from so_tui.units import plural, rate, significant, thousands
-from so_tui_trainer import checkpoint
 from so_tui_trainer.checkpoint import Saving
-from so_tui_trainer.checkpoint_folder import Manifest
-from so_tui_trainer.data.batches import Batches, MicroBatch, Prefetcher
+from so_tui_trainer.checkpoint_folder import Manifest, claim
+from so_tui_trainer.data.batches import Batches, Prefetcher
 from so_tui_trainer.evaluation import Evaluation
 from so_tui_trainer.failures import SUPERSEDED, NonFiniteError, TrainingError
+from so_tui_trainer.generation import Prompts
 from so_tui_trainer.metrics import Metrics, Step, StepClock
-from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
 from superoffload.errors import NonFiniteGradientError
@@ -46,7 +45,7 @@ class StoppedEarlyError(Exception):
     """A stop was requested before this attempt trained anything: there is nothing to save."""
 
 
-def refuse_if_superseded(run: RunDirectory, attempt: int) -> None:
+def _refuse_if_superseded(run: RunDirectory, attempt: int) -> None:
     """Refuse to go on once the run's state names a newer attempt: this one counted as lost and must
     write nothing more.
 
@@ -114,7 +113,7 @@ class Control:
         if self._ranks.first:
             if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
                 self._newer_checked_at = time.monotonic()
-                refuse_if_superseded(self._run, self._attempt)
+                _refuse_if_superseded(self._run, self._attempt)
             requested = run_state.pending(self._run)
             # A request for a checkpoint is broadcast once; one to stop stays until the run ends.
             self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * (
@@ -259,7 +258,8 @@ class Loop:
         """Continue after the step of a checkpoint. ``batches`` must have been resumed there."""
         self.step = self.saved_step = manifest.step
         self.saved, self.last_loss = path, manifest.last_loss
-        self.useful_tokens, self.trained_tokens = manifest.useful_tokens, manifest.trained_tokens
+        self.useful_tokens = manifest.useful_tokens
+        self.trained_tokens = manifest.trained_tokens
 
     def train(self, control: Control) -> Outcome:
         """Train to the last step, or until a stop is requested.
@@ -314,7 +314,7 @@ class Loop:
             summary=self.metrics.summary(),
         )
 
-    def train_step(self, micro_batches: Prefetcher[MicroBatch]) -> Step:
+    def train_step(self, micro_batches: Prefetcher) -> Step:
         """Run one optimizer step: forward and backward of every micro-batch, then the update. Does
         not wait for the GPU.
         """
@@ -324,7 +324,8 @@ class Loop:
         loss, router_loss = torch.zeros((), device=self.ranks.device), None
         self.clock.lap("other")
         for _ in range(self.spec.gradient_accumulation_steps):
-            counts, batch = next(micro_batches)
+            batch = next(micro_batches)
+            counts = batch.counts
             self.clock.lap("data")
             # DeepSpeed averages gradients over ranks and sums them over micro-batches. With these
             # scales the result is the gradient of the mean over all trained tokens of the step.
@@ -445,12 +446,10 @@ class Loop:
         )
         folder = checkpoints_folder(self.run, self.spec)
         if self.ranks.first:
-            checkpoint.claim(
-                self.run, self.spec
-            )  # again: somebody may have removed it since the start
+            claim(self.run, self.spec)  # again: somebody may have removed it since the start
         waited_since = due_step if due_step != self.step else None
         attempt = self.recorder.attempt
-        check = partial(refuse_if_superseded, self.run, attempt)
+        check = partial(_refuse_if_superseded, self.run, attempt)
         self._saving = Saving(
             self.engine,
             manifest,

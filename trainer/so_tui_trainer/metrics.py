@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -40,7 +41,7 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.older_versions import all_gather_single, reduce_scatter_single
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
-from superoffload.meter import OffloadStats
+from superoffload.transfers import Mark, OffloadStats, Transfers, transfers_for
 
 # Measure the parts of a step without waiting for the GPU: laps are CUDA events in the stream, read
 # when a record is due.
@@ -63,24 +64,22 @@ class _StepTimes(NamedTuple):
         return sum(self)
 
 
+@dataclass
 class _Laps:
     """The laps of one step."""
 
-    def __init__(self, start: torch.cuda.Event | float) -> None:
-        self._stamps: list[tuple[StepPart, torch.cuda.Event | float]] = []
-        self._start = start
-
-    def add(self, part: StepPart, stamp: torch.cuda.Event | float) -> None:
-        """Add a lap that ends at ``stamp`` and belongs to ``part``."""
-        self._stamps.append((part, stamp))
+    clock: Transfers
+    start: Mark
+    ends: list[tuple[StepPart, Mark]] = field(default_factory=list)
+    """The part that a lap belongs to, and when it ended."""
 
     def read(self) -> _StepTimes:
         """Return the seconds of each part. Waits until the GPU has passed the last lap."""
         seconds = dict.fromkeys(_StepTimes._fields, 0.0)
-        before = self._start
-        for part, stamp in self._stamps:
-            seconds[part] += _elapsed_s(before, stamp)
-            before = stamp
+        before = self.start
+        for part, end in self.ends:
+            seconds[part] += self.clock.seconds(before, end)
+            before = end
         return _StepTimes(**seconds)
 
 
@@ -90,39 +89,23 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._last = self._stamp()
-        self._laps = _Laps(self._last)
+        self._clock = transfers_for(device)
+        self.restart()
 
     def restart(self) -> None:
         """Exclude the time since the last lap (a checkpoint, an evaluation)."""
-        self._last = self._stamp()
-        self._laps = _Laps(self._last)
+        self._laps = _Laps(self._clock, self._clock.mark())
 
     def lap(self, part: StepPart) -> None:
         """Assign the time since the last lap to ``part``."""
-        self._last = self._stamp()
-        self._laps.add(part, self._last)
+        self._laps.ends.append((part, self._clock.mark()))
 
     def end_step(self) -> _Laps:
-        """Return the step's laps, and start the next step."""
-        laps, self._laps = self._laps, _Laps(self._last)
+        """Return the step's laps, and start the next step where the last one ended."""
+        laps = self._laps
+        _, end = laps.ends[-1]
+        self._laps = _Laps(self._clock, end)
         return laps
-
-    def _stamp(self) -> torch.cuda.Event | float:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-
-def _elapsed_s(start: Any, end: Any) -> float:
-    """Return the seconds between two stamps of one clock."""
-    if isinstance(end, float):
-        return float(end - start)
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 # How much host memory a rank has, measured beside training.
@@ -209,12 +192,8 @@ class Metrics:
             recorder: Writes the records.
             parameters: Number of parameters of the model.
         """
-        self._spec, self._ranks, self._recorder, self._parameters = (
-            spec,
-            ranks,
-            recorder,
-            parameters,
-        )
+        self._spec, self._ranks, self._recorder = spec, ranks, recorder
+        self._parameters = parameters
         self._shape: Architecture = architecture(spec.model.config)
         self._flops: Flops = flops_of(spec.model)
         self._peak = (
@@ -329,10 +308,8 @@ class Metrics:
         if not self._measured:
             return {}
         logged = [step for step in self._measured if step.number in self._engine_stats]
-        every, split = (
-            self._measured_rates(self._measured),
-            self._measured_rates(logged or self._measured),
-        )
+        every = self._measured_rates(self._measured)
+        split = self._measured_rates(logged or self._measured)
         medians = {name: statistics.median(rates[name] for rates in every) for name in every[0]}
         for name in ("forward_s", "exposed_optimizer_s"):
             medians[name] = statistics.median(rates[name] for rates in split)
@@ -357,7 +334,8 @@ class Metrics:
 
     def _rates(self, counts: StepCounts, times: _StepTimes) -> dict[str, Any]:
         """Return every field of a record that is a time or a quantity per time."""
-        checkpointing, lengths = self._spec.model.repeats_products, counts.document_lengths.tolist()
+        checkpointing = self._spec.model.repeats_products
+        lengths = counts.document_lengths.tolist()
         model = model_flops(self._flops, counts.useful_tokens, lengths)
         hardware = executed_flops(self._spec, self._flops, self._shape, counts)
         seed = seed_tflops_total(

@@ -160,7 +160,7 @@ def trackers_of(run: RunDirectory, spec: RunSpec) -> tuple[_Tracker, ...]:
     if spec.tracking.wandb:
         found.append(_WeightsAndBiases(run, spec))
     if spec.tracking.tensorboard:
-        found.append(TensorBoard(run.path / "tensorboard"))
+        found.append(_TensorBoard(run.path / "tensorboard"))
     return tuple(found)
 
 
@@ -168,7 +168,6 @@ class _Sidecar:
     """A tracker in its thread. ``offer`` and ``trouble`` never wait."""
 
     def __init__(self, tracker: _Tracker) -> None:
-        self.name = tracker.name
         self._tracker = tracker
         self._queue: queue.Queue[MetricRecord | None] = queue.Queue(QUEUE_RECORDS)
         self._trouble: str | None = None
@@ -185,12 +184,13 @@ class _Sidecar:
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self._given_up, self._trouble = True, f"has not answered for {QUEUE_RECORDS} records"
+            self._given_up = True
+            self._trouble = f"has not answered for {QUEUE_RECORDS} records"
 
     def trouble(self) -> str | None:
-        """Return what went wrong, once."""
+        """Return what went wrong, with the tracker's name, once."""
         found, self._trouble = self._trouble, None
-        return found
+        return found and f"{self._tracker.name} {found}"
 
     def close(self, timeout_s: float) -> bool:
         """Let the tracker finish.
@@ -207,7 +207,8 @@ class _Sidecar:
             return False
         self._thread.join(timeout_s)
         if self._thread.is_alive() and not self._given_up:
-            self._given_up, self._trouble = True, f"did not finish within {timeout_s:.0f} s"
+            self._given_up = True
+            self._trouble = f"did not finish within {timeout_s:.0f} s"
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -216,42 +217,13 @@ class _Sidecar:
             while (record := self._queue.get()) is not None:
                 self._tracker.write(record)
             self._tracker.close()
-        except Exception as error:  # noqa: BLE001 -- an error of other people's code or servers must not end the run
-            self._given_up, self._trouble = (
-                True,
-                f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}",
-            )
+        # An error of other people's code or servers must not end the run.
+        except Exception as error:  # noqa: BLE001
+            message = (str(error).strip().splitlines() or ["no message"])[0]
+            self._given_up, self._trouble = True, f"{type(error).__name__}: {message}"
 
 
-class _Sidecars:
-    """All trackers of a run."""
-
-    def __init__(self, trackers: tuple[_Tracker, ...] = ()) -> None:
-        self._sidecars = tuple(map(_Sidecar, trackers))
-        self.hanging = False
-        """One did not end: leaving the process the usual way might wait for it for ever."""
-
-    def offer(self, record: MetricRecord) -> None:
-        """Queue a record for every tracker."""
-        for sidecar in self._sidecars:
-            sidecar.offer(record)
-
-    def troubles(self) -> list[str]:
-        """Return what went wrong since the last call, with the trackers' names."""
-        return [
-            f"{sidecar.name} {trouble}"
-            for sidecar in self._sidecars
-            if (trouble := sidecar.trouble())
-        ]
-
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait at most ``timeout_s`` seconds for all trackers together. Safe to call twice."""
-        deadline = time.monotonic() + timeout_s
-        ended = [sidecar.close(max(0.1, deadline - time.monotonic())) for sidecar in self._sidecars]
-        self.hanging = not all(ended)
-
-
-class TensorBoard:
+class _TensorBoard:
     """Writes event files into the run's folder: ``tensorboard --logdir RUN/tensorboard``."""
 
     name = "TensorBoard"
@@ -343,7 +315,9 @@ class Recorder:
     ) -> None:
         """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
         self._writer = writer
-        self._sidecars = _Sidecars(trackers)
+        self._sidecars = tuple(map(_Sidecar, trackers))
+        self.hanging = False
+        """A tracker did not end: leaving the process the usual way might wait for it for ever."""
         self.attempt = attempt
         self._lost, self._lost_because = 0, ""
         """Of the thread that writes; of others only while nothing is pending."""
@@ -354,11 +328,6 @@ class Recorder:
             threading.Thread(
                 target=self._write_pending, args=(writer,), name="records", daemon=True
             ).start()
-
-    @property
-    def hanging(self) -> bool:
-        """Whether a tracker did not end."""
-        return self._sidecars.hanging
 
     def write(self, record: MetricRecord) -> None:
         """Write a record, soon. Records that a full disk does not take are lost, and counted in a
@@ -373,7 +342,8 @@ class Recorder:
             return
         if self._error is not None:
             raise self._error
-        self._sidecars.offer(record)
+        for sidecar in self._sidecars:
+            sidecar.offer(record)
         if isinstance(record, EndRecord):
             self.flush()
             self._append(self._writer, record)
@@ -399,7 +369,9 @@ class Recorder:
 
     def end_tracking(self) -> None:
         """Let the trackers send what they have; what they cannot send becomes a warning."""
-        self._sidecars.close()
+        deadline = time.monotonic() + CLOSE_S
+        ended = [sidecar.close(max(0.1, deadline - time.monotonic())) for sidecar in self._sidecars]
+        self.hanging = not all(ended)
         self._record_tracker_errors()
 
     def close(self) -> None:
@@ -445,12 +417,13 @@ class Recorder:
         writer.append(record)
 
     def _record_tracker_errors(self) -> None:
-        for trouble in self._sidecars.troubles():
-            self.warn(
-                "tracker-failed",
-                f"{trouble}; nothing more is sent there",
-                "The run's own records are complete; nothing else is lost",
-            )
+        for sidecar in self._sidecars:
+            if trouble := sidecar.trouble():
+                self.warn(
+                    "tracker-failed",
+                    f"{trouble}; nothing more is sent there",
+                    "The run's own records are complete; nothing else is lost",
+                )
 
     def _warning(self, code: str, message: str, suggestion: str) -> WarningRecord:
         return WarningRecord(

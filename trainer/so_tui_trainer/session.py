@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -39,6 +40,7 @@ from so_tui.spec import RunSpec
 from so_tui.spec.errors import reject
 from so_tui.units import memory_size, thousands
 from so_tui_trainer import binding, checkpoint, failures
+from so_tui_trainer.checkpoint_folder import Found
 from so_tui_trainer.data import documents as cache
 from so_tui_trainer.data import tokens
 from so_tui_trainer.data.batches import Batches
@@ -46,6 +48,7 @@ from so_tui_trainer.data.documents import Documents
 from so_tui_trainer.engine_settings import engine_settings
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import SUPERSEDED, Failure, TrainingError
+from so_tui_trainer.generation import Prompts
 from so_tui_trainer.loop import Control, Loop, Outcome, StoppedEarlyError
 from so_tui_trainer.metrics import Metrics, record_network_rate
 from so_tui_trainer.model.attention import takes_boundaries
@@ -53,7 +56,6 @@ from so_tui_trainer.model.build import build
 from so_tui_trainer.model.kernels import replace_slow_products
 from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
-from so_tui_trainer.prompts import Prompts
 from so_tui_trainer.ranks import Ranks, join
 from so_tui_trainer.recorder import Recorder, trackers_of
 from superoffload.settings import Settings
@@ -153,7 +155,7 @@ def _read_training_data(
             documents, spec, ranks.rank, members=documents.epoch(spec.train.seed, training), pin=pin
         ),
         fingerprint=trained_fingerprint(documents.fingerprint, spec),
-        evaluation=Evaluation(evaluated, members, spec, ranks.rank, pin=pin)
+        evaluation=Evaluation(Batches(evaluated, spec, ranks.rank, members=members, pin=pin))
         if len(members)
         else None,
     )
@@ -219,61 +221,51 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
 LoadStage = Literal["ranks", "data", "weights", "optimizer", "checkpoint"]
 
 
-def train(
-    run: RunDirectory,
-    attempt: int,
-    launch: Launch,
-    report: RankBindingReport,
-    writer: MetricsWriter | None,
-) -> int:
-    """Load, train, save, and write the end record.
-
-    Args:
-        run: The run.
-        attempt: The attempt.
-        launch: The attempt's plan, and how it was started.
-        report: This rank's binding.
-        writer: Writes the run's records; None on other ranks than the first.
-
-    Returns:
-        0 if the run did what was requested. After a failure the process exits with 1.
-    """
-    session = Session(run, attempt, launch, report, writer)
-    # USR1 requests a stop with a checkpoint; at TERM the record says why the run failed, if it did.
-    _install_handlers(session._request_stop, session._write_failure)
-    try:
-        session.finish(session.train())
-    except Exception as error:  # noqa: BLE001 -- every error of a rank becomes the run's last record, and its exit code
-        traceback.print_exc()
-        session.fail(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not by return: the destructors of NCCL and CUDA may wait for a lost rank. Adam workers die
-        # with this process.
-        os._exit(1)
-    if session.recorder.hanging:
-        os._exit(0)  # Not by return: an exit handler of the tracker would wait for its server.
-    return 0
-
-
+@dataclass(eq=False)
 class Session:
     """Everything that must be reported or closed, however the attempt ends."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        attempt: int,
-        launch: Launch,
-        report: RankBindingReport,
-        writer: MetricsWriter | None,
-    ) -> None:
-        self.run, self.attempt, self.launch, self.report = run, attempt, launch, report
-        self.plan = plan = launch.plan
-        self.spec: RunSpec = plan.spec
-        self.rank = report.rank
-        self.recorder = Recorder(writer, attempt, trackers_of(run, plan.spec) if writer else ())
-        self.engine: Any = None
-        self.loop: Loop | None = None
+    run: RunDirectory
+    attempt: int
+    launch: Launch
+    """The attempt's plan, and how it was started."""
+    report: RankBindingReport
+    """This rank's binding."""
+    writer: MetricsWriter | None
+    """Writes the run's records; None on other ranks than the first."""
+    engine: Any = None
+    loop: Loop | None = None
+
+    def __post_init__(self) -> None:
+        self.plan = self.launch.plan
+        self.spec: RunSpec = self.plan.spec
+        self.rank = self.report.rank
+        trackers = trackers_of(self.run, self.spec) if self.writer else ()
+        self.recorder = Recorder(self.writer, self.attempt, trackers)
+
+    def main(self) -> int:
+        """Load, train, save, and write the end record.
+
+        Returns:
+            0 if the run did what was requested. After a failure the process exits with 1.
+        """
+        # USR1 requests a stop with a checkpoint; at TERM the record says why the run failed, if it
+        # did.
+        _install_handlers(self._request_stop, self._write_failure)
+        try:
+            self.finish(self.train())
+        # Every error of a rank becomes the run's last record, and its exit code.
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            self.fail(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Not by return: the destructors of NCCL and CUDA may wait for a lost rank. Adam workers
+            # die with this process.
+            os._exit(1)
+        if self.recorder.hanging:
+            os._exit(0)  # Not by return: an exit handler of the tracker would wait for its server.
+        return 0
 
     def train(self) -> Outcome:
         """Run the attempt.
@@ -301,7 +293,7 @@ class Session:
             if ranks.first
             else None
         )
-        found = ranks.broadcast(newest, checkpoint.Found | None)
+        found = ranks.broadcast(newest, Found | None)
         control = Control(
             self.run, ranks, attempt=self.attempt, every_s=60 * self.spec.checkpoint.every_minutes
         )
@@ -379,7 +371,7 @@ class Session:
         except OSError as error:  # The supervisor and the other ranks receive the signal too.
             print(f"the stop request cannot be written: {error}", file=sys.stderr, flush=True)
 
-    def _load(self, ranks: Ranks, found: checkpoint.Found | None, control: Control) -> Loop:
+    def _load(self, ranks: Ranks, found: Found | None, control: Control) -> Loop:
         """Do everything that precedes the first step; with large models each part takes minutes.
 
         Raises:
@@ -404,7 +396,7 @@ class Session:
         if takes_boundaries(model.attention):
             data.batches.end_to_end = True
             if data.evaluation:
-                data.evaluation.end_to_end = True
+                data.evaluation.batches.end_to_end = True
         _check_sizes(model.causal.config, data.documents, self.spec, self.recorder.warn)
         parameters = parameter_count(model)
         control.stop_early()
@@ -456,10 +448,8 @@ class Session:
         planned = self.plan.optional
         because = "because this host has no more memory available"
         if settings.speculation_bytes < planned.second_states_bytes:
-            found, wanted = (
-                memory_size(settings.speculation_bytes),
-                memory_size(planned.second_states_bytes),
-            )
+            found = memory_size(settings.speculation_bytes)
+            wanted = memory_size(planned.second_states_bytes)
             self.recorder.warn(
                 "second-states-reduced",
                 f"clipping: second states get {found} of the planned {wanted}, {because}",
@@ -467,7 +457,8 @@ class Session:
                 "memory and resume, or go on as it is.",
             )
         if settings.copies_bytes < planned.copies_bytes:
-            found, wanted = memory_size(settings.copies_bytes), memory_size(planned.copies_bytes)
+            found = memory_size(settings.copies_bytes)
+            wanted = memory_size(planned.copies_bytes)
             self.recorder.warn(
                 "copies-reduced",
                 f"checkpoints: copies of states get {found} of the planned {wanted}, {because}",

@@ -14,23 +14,18 @@ if TYPE_CHECKING:
     from superoffload.api import (
         Save,
         begin_save,
-        close,
-        gradient_norm,
         initialize,
         leave_out_waits,
         load_state,
-        local_shard,
         replacing_optimizers,
         save_state,
-        set_learning_rate,
-        shard,
         skipped_step,
         stats,
         synchronize,
         uses_worker,
-        verify_state,
         worker_pid,
     )
+    from superoffload.checkpoint import saved_master_weights, verify_state
     from superoffload.conversion import (
         DeepSpeedStates,
         Progress,
@@ -38,7 +33,14 @@ if TYPE_CHECKING:
         write_states,
         write_universal,
     )
-    from superoffload.deepspeed_adapter.engine import join_process_group
+    from superoffload.deepspeed_adapter.engine import (
+        close,
+        gradient_norm,
+        join_process_group,
+        local_shard,
+        set_learning_rate,
+        shard,
+    )
     from superoffload.ds_config import Override, engine_config
     from superoffload.errors import (
         NonFiniteGradientError,
@@ -46,9 +48,8 @@ if TYPE_CHECKING:
         StateMismatchError,
         WorkerLostError,
     )
-    from superoffload.meter import OffloadStats
-    from superoffload.resharding import saved_master_weights
     from superoffload.settings import Settings
+    from superoffload.transfers import OffloadStats
 
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "checkpoint": ("saved_master_weights", "verify_state"),
     "conversion": (
         "DeepSpeedStates",
         "Progress",
@@ -95,12 +97,18 @@ _ELSEWHERE = {
         "write_states",
         "write_universal",
     ),
-    "deepspeed_adapter.engine": ("join_process_group",),
+    "deepspeed_adapter.engine": (
+        "close",
+        "gradient_norm",
+        "join_process_group",
+        "local_shard",
+        "set_learning_rate",
+        "shard",
+    ),
     "ds_config": ("Override", "engine_config"),
     "errors": ("NonFiniteGradientError", "OffloadError", "StateMismatchError", "WorkerLostError"),
-    "meter": ("OffloadStats",),
-    "resharding": ("saved_master_weights",),
     "settings": ("Settings",),
+    "transfers": ("OffloadStats",),
 }
 """Names that are not in ``api``, by module."""
 

@@ -1,4 +1,6 @@
-"""The functions of ``adam.cpp``, bound to shared memory.
+"""What the Adam worker computes with: the memory that it shares with the training process, commands
+and results, which are fixed-size packets on a socket, and the functions of ``adam.cpp`` that
+execute the commands. Tensors never move.
 
 Only the standard library is used, since the worker process imports this too.
 """
@@ -8,17 +10,312 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from typing import Any
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, NamedTuple
 
-from superoffload.commands import Command, GradientSource, Operation, StatesSet
-from superoffload.memory_layout import (
-    MemorySize,
-    Moments,
-    Segment,
-    StateOffsets,
-    layout,
-    weights_layout,
-)
+# The memory: which arrays each sub-group has, and where.
+
+
+REGION_ALIGNMENT = 65536
+"""Bytes. The largest page size in use (aarch64), so that a region can be pinned without its
+neighbours.
+"""
+SUB_GROUP_ALIGNMENT = 64
+"""Bytes. A cache line, so that threads working on adjacent sub-groups share none."""
+BLOCK = 128
+"""Elements of 8-bit moments that have one exponent, counted from the start of the whole parameter
+(``so_tui.model.sharding.MOMENT_BLOCK``, which the worker process cannot import).
+"""
+
+
+class Moments(IntEnum):
+    """Format of Adam's moments (``moments.h``)."""
+
+    FP32 = 0
+    BF16 = 1
+    INT8 = 2
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one moment; 8-bit moments have an exponent for each block besides."""
+        return (4, 2, 1)[self]
+
+
+class Segment(NamedTuple):
+    """This rank's shard of one parameter, in a sub-group."""
+
+    numel: int
+    place: int = 0
+    """Its first element, in the whole parameter."""
+    random: int = 0
+    """32 bits that select the random bits by which compact moments are rounded."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 8-bit moments that it has a part of."""
+        return (self.place + self.numel - 1) // BLOCK - self.place // BLOCK + 1 if self.numel else 0
+
+
+class MemorySize(NamedTuple):
+    """What decides the layout of the shared memory."""
+
+    sub_groups: tuple[tuple[Segment, ...], ...]
+    weight_bytes: int
+    """Of one weight: 2 for bf16, 4 for fp32."""
+    accumulate: bool
+    """Whether there is room for accumulated gradients."""
+    speculating: tuple[int, ...] = ()
+    """Positions of the sub-groups that have a second set of states."""
+    moments: Moments = Moments.FP32
+    copied: tuple[int, ...] = ()
+    """Positions of the sub-groups that have room for a copy of their states."""
+    host_weights: bool = False
+    """Whether the weights are in host memory, in a second shared memory (``region_layout``)."""
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each sub-group."""
+        return tuple(sum(segment.numel for segment in segments) for segments in self.sub_groups)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Exponents of each sub-group's first or second moments."""
+        if self.moments is not Moments.INT8:
+            return (0,) * len(self.sub_groups)
+        return tuple(sum(segment.blocks for segment in segments) for segments in self.sub_groups)
+
+
+class _StateOffsets(NamedTuple):
+    """Byte offsets of one set of states."""
+
+    master_weights: tuple[int, ...]
+    first_moment: tuple[int, ...]
+    second_moment: tuple[int, ...]
+    first_exponents: tuple[int, ...]
+    """One byte for each block of 8-bit moments; of no size in other formats."""
+    second_exponents: tuple[int, ...]
+
+
+class _MemoryLayout(NamedTuple):
+    """Byte offsets of each sub-group's arrays in the shared memory, whose first 8 bytes hold the
+    progress counter.
+    """
+
+    staging: tuple[int, ...]
+    new_weights: tuple[int, ...]
+    """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as
+    the second set of states, and where the weights are in host memory.
+    """
+    states: tuple[_StateOffsets, _StateOffsets, _StateOffsets]
+    """By ``StatesSet``; of no size where a sub-group lacks the set."""
+    accumulated: tuple[int, ...]
+    """Empty without gradient accumulation."""
+    staging_bytes: int
+    bytes: int
+    """Size of the whole memory."""
+
+
+def memory_size(values: Sequence[Any]) -> MemorySize:
+    """Return a size of which only plain lists are left, as after JSON."""
+    size = MemorySize(*values)
+    segments = tuple(tuple(Segment(*segment) for segment in group) for group in size.sub_groups)
+    return size._replace(sub_groups=segments, moments=Moments(size.moments))
+
+
+def layout(size: MemorySize) -> _MemoryLayout:
+    """Lay out the shared memory.
+
+    With bf16 weights it has 14 bytes a parameter, 10 with bf16 moments and 8 with 8-bit moments
+    (and 2 for every block); as many again for one that speculates, 4 with gradient accumulation,
+    and for one with a copy what its states take.
+    """
+    end = REGION_ALIGNMENT
+
+    def region(element_bytes: int, numels: Sequence[int]) -> tuple[int, ...]:
+        nonlocal end
+        offsets, end = region_layout(numels, element_bytes, end)
+        return offsets
+
+    numels = size.numels
+
+    def of(having: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(each if index in having else 0 for index, each in enumerate(sizes))
+
+    def states_of(having: tuple[int, ...]) -> _StateOffsets:
+        elements, blocks = of(having, numels), of(having, size.blocks)
+        moment = size.moments.element_bytes
+        return _StateOffsets(
+            region(4, elements),
+            region(moment, elements),
+            region(moment, elements),
+            region(1, blocks),
+            region(1, blocks),
+        )
+
+    second_buffers = () if size.host_weights else size.speculating
+    staging = region(size.weight_bytes, numels)
+    new_weights = region(size.weight_bytes, of(second_buffers, numels))
+    staging_bytes = end - REGION_ALIGNMENT
+    states = (
+        states_of(tuple(range(len(numels)))),
+        states_of(size.speculating),
+        states_of(size.copied),
+    )
+    accumulated = region(4, numels) if size.accumulate else ()
+    return _MemoryLayout(staging, new_weights, states, accumulated, staging_bytes, end)
+
+
+def region_layout(
+    numels: Sequence[int], element_bytes: int, start: int = 0
+) -> tuple[tuple[int, ...], int]:
+    """Return the byte offset of each sub-group's elements in a region, and the region's end. The
+    memory of the weights is one region.
+    """
+    offsets, end = [], start
+    for numel in numels:
+        offsets.append(end)
+        end += -(-numel * element_bytes // SUB_GROUP_ALIGNMENT) * SUB_GROUP_ALIGNMENT
+    return tuple(offsets), -(-end // REGION_ALIGNMENT) * REGION_ALIGNMENT
+
+
+# Commands and results.
+
+
+class Operation(IntEnum):
+    INITIALIZE = 0
+    """Copy the weights, in the staging buffer or in host memory, to the fp32 master weights, and
+    zero the moments.
+    """
+    ACCUMULATE = 1
+    """Add the gradient in the staging buffer to the accumulated gradient."""
+    STEP = 2
+    """Run AdamW in place and leave the new weights in the staging buffer, or in host memory where
+    the weights are.
+    """
+    SPECULATE = 3
+    """Run AdamW from the current set of states into the other one, and leave the new weights in the
+    second buffer, or as STEP does.
+    """
+    RESTORE = 4
+    """Leave the weights of the current set of states where STEP does."""
+    COPY = 5
+    """Copy the current set of states into another one, from which a checkpoint is written."""
+
+
+class StatesSet(IntEnum):
+    """The sets of states that a sub-group may have. The first two take turns in being current."""
+
+    FIRST = 0
+    SECOND = 1
+    """Of a sub-group that speculates."""
+    COPY = 2
+    """Of a sub-group with room for a copy of its states; never current."""
+
+
+class GradientSource(IntEnum):
+    """Where STEP finds the gradient."""
+
+    STAGING = 0
+    """In the staging buffer: there is only one micro-batch."""
+    ACCUMULATED = 1
+    """In the accumulated gradient, which includes every micro-batch."""
+    ACCUMULATED_AND_STAGING = 2
+    """The accumulated gradient of all earlier micro-batches, plus the last micro-batch's in the
+    staging buffer.
+    """
+
+
+class Command(NamedTuple):
+    operation: int
+    sub_group: int
+    """Position among the sub-groups of this worker."""
+    step: int = 0
+    first_micro_batch: int = 0
+    """ACCUMULATE: overwrite the accumulated gradient instead of adding to it."""
+    gradient: int = GradientSource.STAGING
+    """STEP, SPECULATE: a ``GradientSource``."""
+    states: int = 0
+    """STEP, SPECULATE, RESTORE, COPY: which set of states is current."""
+    into: int = 0
+    """COPY: the set that is overwritten."""
+    scale: float = 1.0
+    """STEP, SPECULATE: factor of the gradient, from clipping."""
+    learning_rate: float = 0.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    epsilon: float = 0.0
+    weight_decay: float = 0.0
+
+
+class Result(NamedTuple):
+    operation: int
+    sub_group: int
+    step: int
+    sum_of_squares: float
+    """Of the gradient before scaling; not finite if the gradient is not."""
+    seconds: float
+
+
+_COMMAND = struct.Struct("<iiqiiii6d")
+_RESULT = struct.Struct("<iiqdd")
+
+
+def send(channel: socket.socket, command: Command) -> None:
+    """Send a command to the worker. Raises OSError if it has ended."""
+    channel.send(_COMMAND.pack(*command))
+
+
+def receive(channel: socket.socket) -> Result | None:
+    """Return the worker's next result; None if it has closed its end."""
+    try:
+        packet = channel.recv(_RESULT.size)
+    except ConnectionError:
+        return None
+    return Result(*_RESULT.unpack(packet)) if packet else None
+
+
+def serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
+    """Execute commands in order until the other side closes the socket, which it may do at any
+    time.
+
+    Args:
+        channel: The worker's end.
+        run: Executes a command and returns the sum of squares of its gradient.
+    """
+    with suppress(ConnectionError):
+        while packet := channel.recv(_COMMAND.size):
+            command = Command(*_COMMAND.unpack(packet))
+            begin = time.monotonic()
+            squares = run(command)
+            result = Result(
+                command.operation,
+                command.sub_group,
+                command.step,
+                squares,
+                time.monotonic() - begin,
+            )
+            channel.send(_RESULT.pack(*result))
+
+
+def bytes_moved(
+    command: Command, numel: int, weight_bytes: int, moments: Moments = Moments.FP32
+) -> int:
+    """Return the host memory traffic of a command: what it must read and write of a sub-group of
+    ``numel`` parameters.
+    """
+    if command.operation == Operation.ACCUMULATE:
+        return numel * ((4 if command.first_micro_batch else 8) + weight_bytes)
+    if command.operation not in (Operation.STEP, Operation.SPECULATE):
+        return 0
+    gradient = {GradientSource.STAGING: weight_bytes, GradientSource.ACCUMULATED: 4}.get(
+        GradientSource(command.gradient), 4 + weight_bytes
+    )
+    return numel * (8 + 4 * moments.element_bytes + gradient + weight_bytes)
 
 
 class _AdamWScalars(ctypes.Structure):
@@ -66,7 +363,7 @@ class States(ctypes.Structure):
     exist.
     """
 
-    _fields_ = [(name, ctypes.c_void_p) for name in StateOffsets._fields]
+    _fields_ = [(name, ctypes.c_void_p) for name in _StateOffsets._fields]
 
 
 class _SegmentFields(ctypes.Structure):
@@ -106,17 +403,15 @@ class Kernel:
         self._memory = ctypes.c_char.from_buffer(memory)  # which keeps it mapped
         self._base = ctypes.addressof(self._memory)
         self._weights = None if weights is None else ctypes.c_char.from_buffer(weights)
-        self._weights_offsets, _ = weights_layout(size.numels, size.weight_bytes)
+        self._weights_offsets, _ = region_layout(size.numels, size.weight_bytes)
         self._sub_groups = [_fields_of(segments, size) for segments in size.sub_groups]
         functions = ctypes.CDLL(library)
         pointer, integer = ctypes.c_void_p, ctypes.c_int
 
         def bound(name: str, *arguments: Any, returns: Any = ctypes.c_double) -> Any:
             function = getattr(functions, f"superoffload_{name}")
-            function.argtypes, function.restype = (
-                [*arguments, pointer, *([pointer] if returns else [])],
-                returns,
-            )
+            function.argtypes = [*arguments, pointer, *([pointer] if returns else [])]
+            function.restype = returns
             return function
 
         self._initialize = bound("initialize", *[pointer] * 5)
@@ -132,20 +427,17 @@ class Kernel:
         """Execute a command and return the gradient's sum of squares; 0 if it has none."""
         index, offsets = command.sub_group, self._layout
         of_all = ctypes.byref(self._sub_groups[index]), self._base
-        current, other = (
-            self._states(command.states, index),
-            self._states(1 - command.states, index),
-        )
-        staging, new_weights = (
-            self._base + offsets.staging[index],
-            self._base + offsets.new_weights[index],
-        )
+        current = self._states(command.states, index)
+        other = self._states(1 - command.states, index)
+        staging = self._base + offsets.staging[index]
+        new_weights = self._base + offsets.new_weights[index]
         accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
         kept = (
             ctypes.addressof(self._weights) + self._weights_offsets[index]
             if self._weights is not None
             else None
         )
+        weights = kept or staging
         summed = None if command.gradient == GradientSource.STAGING else accumulated
         add_staging = int(command.gradient != GradientSource.ACCUMULATED)
         match command.operation:
@@ -155,35 +447,32 @@ class Kernel:
                     current,
                     summed,
                     staging,
-                    kept or staging,
+                    weights,
                     add_staging,
                     *of_all,
                 )
             case Operation.SPECULATE:
-                target = kept or new_weights
                 squares = self._speculate(
                     ctypes.byref(_adamw_scalars(command)),
                     current,
                     other,
                     summed,
                     staging,
-                    target,
+                    kept or new_weights,
                     add_staging,
                     *of_all,
                 )
             case Operation.ACCUMULATE:
                 squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
             case Operation.RESTORE:
-                squares = self._restore(current, kept or staging, *of_all)
+                squares = self._restore(current, weights, *of_all)
             case Operation.COPY:
                 squares = self._copy(current, self._states(command.into, index), *of_all)
             case _:
                 second = (
                     staging if kept else new_weights if index in self._size.speculating else None
                 )
-                squares = self._initialize(
-                    current, other, accumulated, kept or staging, second, *of_all
-                )
+                squares = self._initialize(current, other, accumulated, weights, second, *of_all)
         return float(squares)
 
     def decode(self, index: int, states: int, first: int, second: int) -> None:

@@ -7,7 +7,6 @@ main thread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -18,17 +17,15 @@ import deepspeed
 import torch
 from torch import Tensor
 
-from superoffload import checkpoint, resharding
-from superoffload.checkpoint import StatesFile
+from superoffload import checkpoint
+from superoffload.checkpoint import Rounded, StatesFile
 from superoffload.deepspeed_adapter import engine as adapter
-from superoffload.deepspeed_adapter.engine import load_cpu_adam
 from superoffload.deepspeed_adapter.stage3 import own_super_offload
 from superoffload.ds_config import accepting_config, check_clipping, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import StatesCopy, SubGroupState
-from superoffload.meter import OffloadStats
-from superoffload.resharding import Rounded
 from superoffload.settings import Settings
+from superoffload.transfers import OffloadStats
 
 # Parameter groups as scripts give them: what of them is trained, and which of their options our
 # AdamW has.
@@ -130,10 +127,6 @@ class Save:
         self._file.close()
         while self.copies:
             self.copies.popitem()[1].release()
-
-
-shard = adapter.shard
-local_shard = adapter.local_shard
 
 
 def initialize(
@@ -267,18 +260,6 @@ def worker_pid(engine: Any) -> int | None:
     return optimizer.worker_pid if optimizer else None
 
 
-def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """Set the learning rate of the step whose last backward begins next. Raises OffloadError
-    (``learning-rate``) if it is impossible.
-    """
-    if not (math.isfinite(learning_rate) and learning_rate >= 0):
-        raise OffloadError(
-            f"The learning rate is {learning_rate}. Use a finite number, at least 0.",
-            code="learning-rate",
-        )
-    adapter.set_learning_rate(engine, learning_rate)
-
-
 def save_state(engine: Any, folder: Path) -> int:
     """Write this rank's master weights, moments and step counts into ``folder`` and return their
     size in bytes.
@@ -354,32 +335,13 @@ def load_state(engine: Any, folder: Path) -> Rounded:
     """
     synchronize(engine)
     states = adapter.sub_group_states(engine)
-    rounded = resharding.read(Path(folder), _manifest(engine, states), states)
+    rounded = checkpoint.read(Path(folder), _manifest(engine, states), states)
     adapter.replay_bias_correction(engine)
     adapter.publish_weights(engine)
     settings: Settings = engine.superoffload_settings
     if settings.states == "fp32" or not settings.replaces_deepspeeds_optimizer:
         return rounded._replace(blocks=0, numel=0)
     return rounded if settings.states == "int8-moments" else rounded._replace(blocks=0)
-
-
-def verify_state(folder: Path) -> None:
-    """Check that all ranks' files of a saved state exist, have the right size and hold what was
-    written, by sampling a thousandth of it.
-
-    One process checks the files of all ranks. No engine is needed.
-
-    Raises:
-        OffloadError: If they do not.
-    """
-    checkpoint.verify(Path(folder))
-
-
-def gradient_norm(engine: Any) -> float | None:
-    """Return the norm of the last step's gradients over all ranks, before clipping; None before the
-    first step. May wait for the GPU.
-    """
-    return adapter.last_gradient_norm(engine)
 
 
 def skipped_step(engine: Any) -> NonFiniteGradientError | None:
@@ -398,8 +360,7 @@ def stats(engine: Any) -> OffloadStats:
 
 def leave_out_waits(engine: Any) -> None:
     """Leave waits since the last step (to save or to evaluate) out of the next step's ``stats``."""
-    optimizer = adapter.super_offload(engine)
-    if optimizer:
+    if optimizer := adapter.super_offload(engine):
         optimizer.leave_out_waits()
 
 
@@ -407,15 +368,8 @@ def synchronize(engine: Any) -> None:
     """Wait until the weights are those of the last step. Raises OffloadError if the state in memory
     is not sound.
     """
-    optimizer = adapter.super_offload(engine)
-    if optimizer:
+    if optimizer := adapter.super_offload(engine):
         optimizer.synchronize()
-
-
-def close(engine: Any) -> None:
-    """End the processes that the engine started and release its memory. Safe to call twice."""
-    adapter.end_deepspeed_worker(engine)
-    engine.destroy()
 
 
 def _hyperparameters(settings: Settings) -> dict[str, Any]:
@@ -438,8 +392,10 @@ def _deepspeed_optimizer(groups: Groups, settings: Settings) -> torch.optim.Opti
         )
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    load_cpu_adam()
-    return DeepSpeedCPUAdam(groups, **_hyperparameters(settings), adamw_mode=True)  # type: ignore[no-any-return]
+    adapter.load_cpu_adam()
+    return DeepSpeedCPUAdam(  # type: ignore[no-any-return]
+        groups, **_hyperparameters(settings), adamw_mode=True
+    )
 
 
 def _torch_adamw(groups: Groups, settings: Settings) -> torch.optim.Optimizer:

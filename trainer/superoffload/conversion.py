@@ -25,9 +25,14 @@ import torch
 from torch import Tensor
 
 from so_tui.model.sharding import partition_numel
-from superoffload.checkpoint import Manifest, StatesFile, SubGroupRecord, manifests
+from superoffload.checkpoint import (
+    Manifest,
+    StatesFile,
+    SubGroupRecord,
+    manifests,
+    saved_states,
+)
 from superoffload.errors import OffloadError
-from superoffload.resharding import saved_states
 
 _LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
 _NAME = re.compile(r"\w[\w.-]*")
@@ -375,7 +380,9 @@ def _load(path: Path) -> Any:
             # to read, 3.11.7 does not.
             known = [LossScaler, DynamicLossScaler, ZeroStageEnum, (_stage, "builtins.getattr")]
             with torch.serialization.safe_globals(known):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 -- with weights_only
+                return torch.load(  # noqa: TID251 -- with weights_only
+                    path, map_location="cpu", weights_only=True, mmap=True
+                )
         except pickle.UnpicklingError as error:
             raise OffloadError(
                 f"{path} holds more than tensors and plain values, and loading it could run code: "

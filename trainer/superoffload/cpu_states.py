@@ -37,16 +37,31 @@ from torch import Tensor
 
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel
-from superoffload.commands import Command, Operation, Result, StatesSet, bytes_moved
-from superoffload.errors import OffloadError
+from superoffload.adam import (
+    Command,
+    MemorySize,
+    Moments,
+    Operation,
+    Result,
+    Segment,
+    StatesSet,
+    bytes_moved,
+)
+from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import SubGroup, Tensors
-from superoffload.host_room import HostRoom
-from superoffload.memory_layout import MemorySize, Moments, Segment
-from superoffload.meter import LayerWait, Meter
-from superoffload.norm import non_finite
-from superoffload.settings import Settings
+from superoffload.settings import HostRoom, Settings
 from superoffload.shared_states import HostWeights, SharedStates
-from superoffload.transfers import CompletedEvent, Copy, Event, Mark, Stream, Transfer, Transfers
+from superoffload.transfers import (
+    CompletedEvent,
+    Copy,
+    Event,
+    LayerWait,
+    Mark,
+    Meter,
+    Stream,
+    Transfer,
+    Transfers,
+)
 from superoffload.worker_client import WorkerClient
 
 # New weights on their way from the Adam worker to the layers that use them: which have arrived,
@@ -205,8 +220,8 @@ class CpuStates:
         discarded.
         """
         self.lent: set[int] = set()
-        """Sub-groups that may not speculate, because a copy is in the set that is not current,
-        until ``release_copy``.
+        """Sub-groups that may not speculate, because a copy that may still be read is in the set
+        that is not current.
         """
         self.new_weights = _NewWeights(transfers, meter, self._wait)
         # None without CPU sub-groups, of which nothing asks for either.
@@ -338,12 +353,6 @@ class CpuStates:
         if self._pending[Operation.COPY]:
             self._wait(lambda: not self._pending[Operation.COPY])
 
-    def release_copy(self, index: int) -> None:
-        """Let a sub-group speculate again whose copy is no longer read. May be called from any
-        thread.
-        """
-        self.lent.discard(index)
-
     def _copied_states(self, index: int, which: int) -> Tensors:
         self._client.wait(lambda: index not in self._pending[Operation.COPY])
         return self._states.master_weights(self.slot[index], which), *self._states.moments(
@@ -392,7 +401,6 @@ class CpuStates:
         segments = tuple(
             _segments(self._sub_groups[index], settings.seed) for index in self.indices
         )
-        on_host = self._host_weights is not None
         size = MemorySize(
             segments,
             weights.dtype.itemsize,
@@ -400,14 +408,9 @@ class CpuStates:
             self._speculating,
             self._moments,
             self._copied,
-            on_host,
+            self._host_weights is not None,
         )
-        self._states = SharedStates(
-            size,
-            weights.dtype,
-            pin=self._device.type == "cuda",
-            available_bytes=settings.available_bytes,
-        )
+        self._states = SharedStates(size, weights.dtype, settings.available_bytes)
         self._states.load_kernel(library)
         self._client = WorkerClient(
             self._states,
@@ -419,9 +422,11 @@ class CpuStates:
             settings.watchdog_timeout_s,
         )
         self._initialize_all()  # so that the worker's many threads are the first to touch the pages
-        self._states.pin_staging()
+        if self._device.type == "cuda":
+            self._states.pin_staging()
         if self._host_weights:
-            self._host_weights.pin()
+            if self._device.type == "cuda":
+                self._host_weights.pin(0, self._host_weights.bytes)
         else:
             for index in self.indices:
                 self._staging(index).copy_(self._sub_groups[index].weights)
@@ -437,7 +442,8 @@ class CpuStates:
 
     def _on_result(self, command: Command, result: Result) -> None:
         """Handle a result, in the worker client's thread."""
-        index, pending = self.indices[result.sub_group], self._pending[result.operation]
+        index = self.indices[result.sub_group]
+        pending = self._pending[result.operation]
         if result.operation in (Operation.INITIALIZE, Operation.COPY):
             pending.discard(index)
             return
@@ -454,19 +460,24 @@ class CpuStates:
                 with self._deciding:
                     if index in pending:
                         pending.discard(index)
-                        self._on_new_weights(result, self._new_weights)
+                        self._on_new_weights(result, self._states.new_weights)
             case _:
                 pending.discard(index)
                 if not math.isfinite(result.sum_of_squares):
-                    raise non_finite(self._sub_groups, index, result.step, poisoned=True)
-                self._on_new_weights(result, self._staging)
+                    raise NonFiniteGradientError(
+                        self._sub_groups[index].names,
+                        step=result.step,
+                        sub_group=index,
+                        poisoned=True,
+                    )
+                self._on_new_weights(result, self._states.staging)
 
     def _on_new_weights(self, result: Result, source: Callable[[int], Tensor]) -> None:
         index = self.indices[result.sub_group]
         transfer = None
         if not self._host_weights:
             transfer = self._transfers.weights_to_gpu(
-                self._sub_groups[index].weights, source(index)
+                self._sub_groups[index].weights, source(result.sub_group)
             )
             self._meter.current.h2d.append(transfer)
         self.squares[index] = result.sum_of_squares
@@ -474,9 +485,6 @@ class CpuStates:
 
     def _staging(self, index: int) -> Tensor:
         return self._states.staging(self.slot[index])
-
-    def _new_weights(self, index: int) -> Tensor:
-        return self._states.new_weights(self.slot[index])
 
     def _send(self, command: Command, after: Event) -> None:
         """Send a command when it is ready: sums of gradients first, then the sub-group that the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -23,17 +24,24 @@ class NonFiniteGradientError(OffloadError):
     Attributes:
         step: Optimizer step in which the gradient was found, counted from 1.
         sub_group: Index of the first sub-group whose gradient is not finite.
-        parameter: Its first parameter.
+        parameter: Its first parameter, of those whose ``names`` are given.
         poisoned: Whether weights or moments in memory were already updated with it.
     """
 
-    def __init__(
-        self, message: str, *, step: int, sub_group: int, poisoned: bool, parameter: str = ""
-    ) -> None:
-        super().__init__(message, code="non-finite-gradient")
-        self.parameter = parameter
-        self.step = step
-        self.sub_group = sub_group
+    def __init__(self, names: Sequence[str], *, step: int, sub_group: int, poisoned: bool) -> None:
+        state = (
+            "Weights and moments in memory were updated with it and will not be saved; resume from "
+            "the last checkpoint"
+            if poisoned
+            else "No weights were updated with it; the last checkpoint is valid"
+        )
+        super().__init__(
+            f"Step {step}: the gradient of sub-group {sub_group} ({names[0]} ... {names[-1]}) is "
+            f"not finite. {state}. Usual causes: a learning rate that is too high, or a row of "
+            "data that overflows the loss.",
+            code="non-finite-gradient",
+        )
+        self.step, self.sub_group, self.parameter = step, sub_group, names[0]
         self.poisoned = poisoned
 
 

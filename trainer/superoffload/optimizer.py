@@ -27,9 +27,8 @@ when backward is over is needed late, so forward hides it.
 With several gradient accumulation steps the worker sums the gradients in fp32 on the host.
 ``step_policy`` decides how clipping and accumulation combine.
 
-This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``, the
-gradient norm in ``norm``. ``arrivals`` counts gradients, and ``cpu_steps`` has the worker step what
-is complete.
+This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``. The
+gradient norm is in ``steps``, which also has the worker step what is complete.
 """
 
 from __future__ import annotations
@@ -45,13 +44,17 @@ from torch import Tensor
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import GpuStates, Gradient, StatesCopy, SubGroup, check_dtypes
-from superoffload.host_room import host_room
-from superoffload.meter import Meter, OffloadStats
-from superoffload.norm import GradientNorm, clip_factor
-from superoffload.settings import Settings
+from superoffload.settings import Settings, host_room
 from superoffload.shared_states import HostWeights
-from superoffload.steps import CpuSteps, NormSource, StepTime, step_policy
-from superoffload.transfers import CompletedEvent, Copy, Event, transfers_for
+from superoffload.steps import CpuSteps, GradientNorm, StepTime, clip_factor, step_policy
+from superoffload.transfers import (
+    CompletedEvent,
+    Copy,
+    Event,
+    Meter,
+    OffloadStats,
+    transfers_for,
+)
 
 # Which gradients of the step in progress have arrived, micro-batch by micro-batch.
 
@@ -185,13 +188,12 @@ class SuperOffload:
         self._skipped_steps = self._skipped_in_a_row = 0
         self._policy = step_policy(gradient_accumulation_steps, clipping)
         """Of sub-groups that do not speculate."""
-        accumulates, on_host = self._policy.accumulates, host_weights is not None
         room = host_room(
             self.sub_groups,
             settings,
             clips=bool(clipping),
-            accumulates=accumulates,
-            host_weights=on_host,
+            accumulates=self._policy.accumulates,
+            host_weights=host_weights is not None,
         )
         self._copies_in_use: set[int] = set()
         """Sub-groups whose copy may still be read."""
@@ -217,7 +219,7 @@ class SuperOffload:
                 room,
                 device=device,
                 host_weights=host_weights,
-                accumulates=accumulates,
+                accumulates=self._policy.accumulates,
             )
         except BaseException:
             self._gpu.close()
@@ -259,7 +261,7 @@ class SuperOffload:
             else:
                 copies += self._cpu.stage_gradient(index, gradient.member, values)
                 after += self._cpu.new_weights.copied(index)
-        if boundary and self._policy.norm_source is NormSource.GPU:
+        if boundary and not self._policy.accumulates:
             self._norm.add(
                 [
                     gradient
@@ -403,7 +405,7 @@ class SuperOffload:
         step, factor = self.steps_taken + self._skipped_steps + 1, 1.0
         begin = self._transfers.mark()
         by_worker: Mapping[int, float] = {}
-        if self._policy.norm_source is NormSource.WORKER:
+        if self._policy.accumulates:
             self._cpu.wait_for_squares()
             by_worker = self._cpu.squares
         squares = self._norm.all_rank_squares(self._gpu.gradients(), by_worker)
@@ -474,7 +476,7 @@ class SuperOffload:
         }
 
     def _release_copy(self, index: int) -> None:
-        self._cpu.release_copy(index)
+        self._cpu.lent.discard(index)
         self._copies_in_use.discard(index)  # Last: then the next copy may be made.
 
     def attach(self) -> None:

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from superoffload import kernel
-from superoffload.adam import Kernel
+from superoffload.adam import Kernel, MemorySize, Moments, layout, region_layout
 from superoffload.errors import OffloadError
-from superoffload.memory_layout import MemorySize, Moments, layout, weights_layout
 
 # Host memory that the training process shares with its Adam worker.
 #
@@ -61,21 +60,29 @@ class _SharedMemory:
             ) from error
         prefer_huge_pages(self.mapping)
         self._all = torch.frombuffer(self.mapping, dtype=torch.uint8)
-
-    def range(self) -> tuple[int, int]:
-        """Return address and size."""
-        return self._all.data_ptr(), self.bytes
+        self._pinned = 0
+        """Address of what is pinned; 0 for nothing."""
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a part of it as a tensor, which keeps it mapped."""
         return self._all.narrow(0, offset, numel * dtype.itemsize).view(dtype)
 
+    def pin(self, offset: int, size_bytes: int) -> None:
+        """Pin a part of it, so that copies run at the full rate of the bus and concurrently with
+        computation. Call it once, after the pages were touched. Raises OffloadError (``pinning``).
+        """
+        address = self._all.data_ptr() + offset
+        pin(address, size_bytes)
+        self._pinned = address
+
     def close(self) -> None:
-        """Release this process's hold on the memory, which is freed with its last tensor and the
-        worker. Safe to call twice.
+        """Unpin the memory, which no copy may be using, and release this process's hold on it. It
+        is freed with its last tensor and the worker. Safe to call twice.
         """
         if self.descriptor < 0:
             return
+        if self._pinned:
+            unpin(self._pinned)
         os.close(self.descriptor)
         self.descriptor = -1
         # Unmapped when the last reference goes: a tensor that is still in use must not point to
@@ -148,67 +155,38 @@ def prefer_huge_pages(memory: mmap.mmap) -> None:
 WEIGHTS_MEMORY_NAME = "superoffload-weights"
 
 
-class HostWeights:
+class HostWeights(_SharedMemory):
     """The weights of one rank's CPU sub-groups, shared with its Adam worker. Pages are allocated as
     they are filled.
 
     Args:
         numels: Elements of each sub-group.
         dtype: Type of the weights.
-        pinned: Whether to pin them in ``pin``; False without a GPU.
 
     Raises:
         OffloadError: If the host refuses the memory (``host-memory-limit``).
     """
 
-    def __init__(self, numels: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> None:
-        self._numels, self._dtype, self._pinned = tuple(numels), dtype, pinned
-        self._offsets, size_bytes = weights_layout(self._numels, dtype.itemsize)
-        self._memory = _SharedMemory(WEIGHTS_MEMORY_NAME, size_bytes, "the weights of this rank")
-        self._address = 0
-        """Of the pinned memory; 0 while it is not pinned."""
-
-    @property
-    def descriptor(self) -> int:
-        return self._memory.descriptor
+    def __init__(self, numels: Sequence[int], dtype: torch.dtype) -> None:
+        self._numels, self._dtype = tuple(numels), dtype
+        self._offsets, size_bytes = region_layout(self._numels, dtype.itemsize)
+        super().__init__(WEIGHTS_MEMORY_NAME, size_bytes, "the weights of this rank")
 
     def weights(self, slot: int) -> Tensor:
         """Return the weights of a CPU sub-group, by its position among them."""
-        return self._memory.view(self._offsets[slot], self._numels[slot], self._dtype)
-
-    def pin(self) -> None:
-        """Pin the memory, so that layers are copied at the full rate of the bus. Call it once, when
-        it is filled.
-
-        Raises:
-            OffloadError: If CUDA refuses (``pinning``).
-        """
-        if self._pinned and not self._address:
-            address, size_bytes = self._memory.range()
-            pin(address, size_bytes)
-            self._address = address
-
-    def close(self) -> None:
-        """Unpin the memory and release this process's hold on it; no copy may be using it. Safe to
-        call twice.
-        """
-        if self._address:
-            unpin(self._address)
-            self._address = 0
-        self._memory.close()
+        return self.view(self._offsets[slot], self._numels[slot], self._dtype)
 
 
 STATES_MEMORY_NAME = "superoffload-states"
 """Shown in /proc for the memory's descriptor and mappings."""
 
 
-class SharedStates:
+class SharedStates(_SharedMemory):
     """The arrays of all CPU sub-groups of one rank.
 
     Args:
         size: What decides their layout.
         dtype: Type of the weights, and with them of the staging buffers.
-        pin: Whether ``pin_staging`` pins the staging buffers; False without a GPU.
         available_bytes: Returns how much memory this process can still allocate, None if unknown.
 
     Raises:
@@ -220,8 +198,6 @@ class SharedStates:
         self,
         size: MemorySize,
         dtype: torch.dtype,
-        *,
-        pin: bool,
         available_bytes: Callable[[], int | None] = host_available_bytes,
     ) -> None:
         self.size = size
@@ -238,26 +214,16 @@ class SharedStates:
                 "offload.ratio, use more GPUs, or train a smaller model.",
                 code="host-memory",
             )
-        self._memory = _SharedMemory(
+        super().__init__(
             STATES_MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank"
         )
         self._kernel: Kernel | None = None
         """Decodes and encodes compact moments in this process; None if they are fp32."""
-        self._pin = pin
-        self._is_pinned = False
-
-    @property
-    def bytes(self) -> int:
-        return self._layout.bytes
-
-    @property
-    def descriptor(self) -> int:
-        return self._memory.descriptor
 
     @property
     def progress(self) -> int:
         """A counter that grows while the worker computes."""
-        return int.from_bytes(self._memory.mapping[:8], "little")
+        return int.from_bytes(self.mapping[:8], "little")
 
     def staging(self, index: int) -> Tensor:
         return self._view(self._layout.staging, index, self._dtype)
@@ -278,7 +244,7 @@ class SharedStates:
         """
         if self.size.moments is not Moments.FP32:
             with kernel.opened(library) as descriptor:
-                self._kernel = Kernel(kernel.loadable(descriptor), self._memory.mapping, self.size)
+                self._kernel = Kernel(kernel.loadable(descriptor), self.mapping, self.size)
 
     def moments(self, index: int, which: int = 0) -> tuple[Tensor, Tensor]:
         """Return the first and second moment of one set, in fp32: the state itself, or copies of
@@ -289,7 +255,8 @@ class SharedStates:
             return self._view(regions.first_moment, index, torch.float32), self._view(
                 regions.second_moment, index, torch.float32
             )
-        first, second = torch.empty(self._numels[index]), torch.empty(self._numels[index])
+        first = torch.empty(self._numels[index])
+        second = torch.empty(self._numels[index])
         self._kernel.decode(index, which, first.data_ptr(), second.data_ptr())
         return first, second
 
@@ -306,32 +273,12 @@ class SharedStates:
         self._kernel.encode(index, which, first.data_ptr(), second.data_ptr())
 
     def pin_staging(self) -> None:
-        """Pin the staging buffers, so that copies run at the full rate of the bus and concurrently
-        with computation.
-
-        Call it once, after the worker has touched the pages.
-
-        Raises:
-            OffloadError: If CUDA refuses (``pinning``).
-        """
-        if not self._pin:
-            return
-        pin(*self._staging_range())
-        self._is_pinned = True
+        """Pin the staging buffers (``pin``)."""
+        self.pin(self._layout.staging[0], self._layout.staging_bytes)
 
     def close(self) -> None:
-        """Release this process's hold on the memory, which is freed with its last tensor and the
-        worker. Safe to call twice.
-        """
-        if self._is_pinned:
-            unpin(self._staging_range()[0])
-            self._is_pinned = False
         self._kernel = None  # which keeps the memory mapped
-        self._memory.close()
-
-    def _staging_range(self) -> tuple[int, int]:
-        address, _ = self._memory.range()
-        return address + self._layout.staging_start, self._layout.staging_bytes
+        super().close()
 
     def _view(self, offsets: tuple[int, ...], index: int, dtype: torch.dtype) -> Tensor:
-        return self._memory.view(offsets[index], self._numels[index], dtype)
+        return self.view(offsets[index], self._numels[index], dtype)

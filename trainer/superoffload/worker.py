@@ -40,9 +40,7 @@ def main() -> None:
         0, settings["cpus"]
     )  # before OpenMP is loaded, which creates its threads accordingly
     import_from(Path(__file__).parent)
-    from superoffload.adam import Kernel
-    from superoffload.commands import serve
-    from superoffload.memory_layout import memory_size
+    from superoffload.adam import Kernel, memory_size, serve
 
     size = memory_size(settings["size"])
     weights = mmap.mmap(settings["weights"], 0) if size.host_weights else None

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from superoffload import kernel, worker
-from superoffload.commands import Command, Operation, Result, receive, send
+from superoffload.adam import Command, Operation, Result, receive, send
 from superoffload.errors import OffloadError, WorkerLostError
 from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.transfers import Event
@@ -35,7 +35,7 @@ the most urgent overtakes.
 EVENT_POLL_S = 0.0005
 
 
-class Waiting(NamedTuple):
+class _Waiting(NamedTuple):
     """A command that has not been sent."""
 
     command: Command
@@ -78,7 +78,7 @@ class WorkerClient:
         self._on_start, self._on_result = on_start, on_result
         self._watchdog_timeout_s = watchdog_timeout_s
         self._changed = threading.Condition()
-        self._queue: list[Waiting] = []
+        self._queue: list[_Waiting] = []
         self._outstanding: deque[Command] = deque()
         self._failure: BaseException | None = None
         self._closing = False
@@ -104,7 +104,7 @@ class WorkerClient:
         Commands with the same priority are sent in the order of their submission.
         """
         with self._changed:
-            self._queue.append(Waiting(command, after, priority))
+            self._queue.append(_Waiting(command, after, priority))
         os.eventfd_write(self._wake, 1)
 
     def withdraw(self, operation: Operation) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from so_tui.model.shape import computed_tokens
 from so_tui.spec import ModelSpec, RunSpec
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import layer_kinds, recurrent_kinds
-from so_tui_trainer.data.documents import Documents, Int64s, Sequences, fill, row_widths
+from so_tui_trainer.data.documents import Documents, Int64s, fill, row_widths
 
 # Where packed documents are as rows of their own, for layers that carry a state from token to
 # token.
@@ -56,7 +56,8 @@ def _rows_apart(boundaries: npt.NDArray[np.int32]) -> tuple[Tensor, ...]:
         group the flattened tokens of its rows, [documents, tokens of the longest] int64; beyond a
         document's end its last token.
     """
-    lengths, starts = np.diff(boundaries).astype(np.int64), boundaries[:-1].astype(np.int64)
+    lengths = np.diff(boundaries).astype(np.int64)
+    starts = boundaries[:-1].astype(np.int64)
     places = np.empty(int(lengths.sum()), dtype=np.int64)
     groups: list[Int64s] = []
     before = 0
@@ -80,6 +81,22 @@ def _groups(lengths: Int64s) -> Iterator[Int64s]:
         count = int(np.count_nonzero(lengths[left] >= least))
         yield left[:count]
         left = left[count:]
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Token and document counts of a step, over all ranks and gradient accumulation steps."""
+
+    useful_tokens: int
+    trained_tokens: int
+    document_lengths: Int64s
+    """[documents]"""
+    computed_tokens: int
+    """Useful tokens and padding."""
+    sequences: int
+
+
+_TENSORS = ("input_ids", "position_ids", "real", "boundaries", "predictors", "targets")
 
 
 @dataclass(frozen=True)
@@ -118,19 +135,13 @@ class Batch:
     """
     start: int = 0
     """First token of a part, in the whole row."""
+    counts: StepCounts = StepCounts(0, 0, np.zeros(0, dtype=np.int64), 0, 0)
+    """Of the step that it belongs to, in training."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the batch."""
-        return (
-            self.input_ids,
-            self.position_ids,
-            self.real,
-            self.boundaries,
-            self.predictors,
-            self.targets,
-            *self.apart,
-        )
+        return *(getattr(self, name) for name in _TENSORS), *self.apart
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device, without waiting for the copy."""
@@ -155,15 +166,14 @@ class Batch:
             tensor[:, start : start + each].contiguous()
             for tensor in (self.input_ids, self.position_ids, self.real)
         )
-        predictors, targets = self.predictors[inside] - start, self.targets[inside]
-        return Batch(
-            ids,
-            positions,
-            real,
-            self.boundaries,
-            predictors,
-            targets,
-            self.longest,
+        return replace(
+            self,
+            input_ids=ids,
+            position_ids=positions,
+            real=real,
+            predictors=self.predictors[inside] - start,
+            targets=self.targets[inside],
+            apart=(),
             is_part=True,
             start=start,
         )
@@ -186,48 +196,8 @@ class Batch:
         return self._with(Tensor.pin_memory)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        ids, positions, real, boundaries, predictors, targets, *apart = map(change, self.tensors)
-        return Batch(
-            ids,
-            positions,
-            real,
-            boundaries,
-            predictors,
-            targets,
-            self.longest,
-            tuple(apart),
-            self.is_part,
-            self.start,
-        )
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """Token and document counts of a step, over all ranks and gradient accumulation steps."""
-
-    useful_tokens: int
-    trained_tokens: int
-    document_lengths: Int64s
-    """[documents]"""
-    computed_tokens: int
-    """Useful tokens and padding."""
-    sequences: int
-
-
-class MicroBatch(NamedTuple):
-    """A micro-batch of one rank, with the counts of the step it belongs to."""
-
-    counts: StepCounts
-    batch: Batch
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the batch."""
-        return self.batch.tensors
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """Copy the batch to a device, without waiting for the copy."""
-        return MicroBatch(self.counts, self.batch.to(device))
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in _TENSORS}
+        return replace(self, apart=tuple(map(change, self.apart)), **changed)
 
 
 class Batches:
@@ -242,7 +212,6 @@ class Batches:
         rank: int,
         *,
         members: Int64s | None = None,
-        padding_id: int = 0,
         pin: bool = False,
     ) -> None:
         """Pack the documents of an epoch.
@@ -252,7 +221,6 @@ class Batches:
             spec: The run's spec.
             rank: The rank whose micro-batches are made.
             members: Indices of an epoch's documents; by default ``documents.epoch``.
-            padding_id: Token id of padding.
             pin: Whether batches are made in pinned memory.
         """
         self._documents = documents
@@ -261,9 +229,12 @@ class Batches:
         self.sequences = fill(self._lengths, epoch, spec.data)
         self._useful = self.sequences.sums(self._lengths)
         self._trained = self.sequences.sums(documents.trained_lengths)
-        self._spec, self._padding_id, self._pin = spec, padding_id, pin
+        self.trained_tokens = int(self._trained.sum())
+        """Tokens that carry loss, in an epoch."""
+        self.spec, self._pin = spec, pin
         self._apart = needs_rows_apart(spec.model)
-        self._replica, self._part = divmod(rank, spec.train.sequence_parallel)
+        # Which of the groups of ranks that share sequences, and which part of them is this rank's.
+        self.replica, self._part = divmod(rank, spec.train.sequence_parallel)
         self.sequences_per_step = (
             spec.train.micro_batch * spec.gradient_accumulation_steps * spec.replicas
         )
@@ -294,7 +265,7 @@ class Batches:
         Raises:
             InputError: None of them is set.
         """
-        train, benchmark = self._spec.train, self._spec.benchmark
+        train, benchmark = self.spec.train, self.spec.benchmark
         if benchmark.measured_steps:
             return benchmark.warmup_steps + benchmark.measured_steps
         if train.steps:
@@ -319,7 +290,7 @@ class Batches:
     def counts(self, step: int) -> StepCounts:
         """Return the counts of step ``step`` (from 1)."""
         indices = self._indices(self.consumed(step - 1), self.sequences_per_step)
-        micro_batches = indices.reshape(-1, self._spec.train.micro_batch)
+        micro_batches = indices.reshape(-1, self.spec.train.micro_batch)
         return StepCounts(
             useful_tokens=int(self._useful[indices].sum()),
             trained_tokens=int(self._trained[indices].sum()),
@@ -327,33 +298,50 @@ class Batches:
                 [self._lengths[self.sequences.of(int(index))] for index in indices]
             ),
             computed_tokens=sum(
-                len(self._rows(micro_batch)) * self._width(micro_batch)
-                for micro_batch in micro_batches
+                len(rows) * width for rows, width in map(self._rows, micro_batches)
             ),
             sequences=len(indices),
         )
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
-        """Yield this rank's batches of step ``step`` (from 1), in host memory."""
-        micro_batch, replicas = self._spec.train.micro_batch, self._spec.replicas
-        for accumulation_step in range(self._spec.gradient_accumulation_steps):
-            first = (accumulation_step * replicas + self._replica) * micro_batch
-            indices = self._indices(self.consumed(step - 1) + first, micro_batch)
-            rows, width = self._rows(indices), self._width(indices)
-            batch = assemble(
-                self._documents, self.sequences, rows, width, self._padding_id, apart=self._apart
-            )
-            batch = batch.part(self._part, self._spec.train.sequence_parallel)
-            yield batch.pinned() if self._pin else batch
+        """Yield this rank's micro-batches of a step."""
+        size, replicas = self.spec.train.micro_batch, self.spec.replicas
+        for accumulation_step in range(self.spec.gradient_accumulation_steps):
+            first = (accumulation_step * replicas + self.replica) * size
+            yield self.batch(self._indices(self.consumed(step - 1) + first, size))
 
-    def iterate(self, first_step: int, last_step: int) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of steps ``first_step`` to ``last_step`` (inclusive) in
-        order.
-        """
+    def batch(self, indices: Int64s) -> Batch:
+        """Return this rank's part of a micro-batch of these sequences."""
+        rows, width = self._rows(indices)
+        documents = self._documents
+        parts = [
+            [
+                slice(documents.offsets[document], documents.offsets[document + 1])
+                for sequence in row
+                for document in self.sequences.of(int(sequence))
+            ]
+            for row in rows
+        ]
+        batch = lay_out(
+            [[documents.tokens[part] for part in row] for row in parts], width, apart=self._apart
+        )
+        trained = np.concatenate([documents.trained[part] for row in parts for part in row])
+        # A document's first token is never trained, so the token before a trained one is always in
+        # the same document.
+        predicted = np.flatnonzero(batch.real.numpy())[trained]
+        batch = replace(
+            batch,
+            predictors=torch.from_numpy(predicted - 1),
+            targets=torch.from_numpy(batch.input_ids.numpy().ravel()[predicted]),
+        ).part(self._part, self.spec.train.sequence_parallel)
+        return batch.pinned() if self._pin else batch
+
+    def iterate(self, first_step: int, last_step: int) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of several steps, with the steps' counts."""
         for step in range(first_step, last_step + 1):
             counts = self.counts(step)
             for batch in self.micro_batches(step):
-                yield MicroBatch(counts, batch)
+                yield replace(batch, counts=counts)
 
     def _indices(self, first: int, count: int) -> Int64s:
         """Return the indices of the next ``count`` sequences from position ``first`` of the
@@ -370,28 +358,22 @@ class Batches:
         )
 
     def _shuffled(self, epoch: int) -> Int64s:
-        return np.random.default_rng((self._spec.train.seed, epoch)).permutation(
-            len(self.sequences)
-        )
+        return np.random.default_rng((self.spec.train.seed, epoch)).permutation(len(self.sequences))
 
-    def _rows(self, indices: Int64s) -> Int64s:
-        return rows_of(indices, end_to_end=self.end_to_end)
-
-    def _width(self, indices: Int64s) -> int:
-        return width(self._useful[indices], self._spec, end_to_end=self.end_to_end)
+    def _rows(self, indices: Int64s) -> tuple[Int64s, int]:
+        """Return the sequences of each row of a micro-batch, [rows, sequences], and the rows'
+        width.
+        """
+        rows = indices[None] if self.end_to_end else indices[:, None]
+        return rows, _width(self._useful[indices], self.spec, end_to_end=self.end_to_end)
 
 
 def needs_rows_apart(model: ModelSpec) -> bool:
-    """Return whether a model has layers inside which documents must be rows of their own."""
+    """Return whether a model has layers that carry a state from token to token."""
     return bool(recurrent_kinds(layer_kinds(model.config)))
 
 
-def rows_of(indices: Int64s, *, end_to_end: bool) -> Int64s:
-    """Return the sequences of each row of a micro-batch, [rows, sequences of a row]."""
-    return indices[None] if end_to_end else indices[:, None]
-
-
-def width(lengths: Int64s, spec: RunSpec, *, end_to_end: bool) -> int:
+def _width(lengths: Int64s, spec: RunSpec, *, end_to_end: bool) -> int:
     """Return the columns of a micro-batch. Few different numbers spare the allocator new sizes.
 
     End to end, all useful tokens, rounded up. Otherwise packed sequences are nearly full and always
@@ -412,57 +394,15 @@ def width(lengths: Int64s, spec: RunSpec, *, end_to_end: bool) -> int:
     return int(row_widths(lengths.max(keepdims=True), length)[0])
 
 
-def assemble(
-    documents: Documents,
-    sequences: Sequences,
-    rows: Int64s,
-    width: int,
-    padding_id: int,
-    *,
-    apart: bool = False,
-) -> Batch:
-    """Make a micro-batch in host memory.
-
-    Args:
-        documents: The tokenised data.
-        sequences: All sequences.
-        rows: The sequences of each row, [rows, sequences of a row].
-        width: Columns.
-        padding_id: Token id of padding.
-        apart: Whether the model needs the documents as rows of their own, too.
-    """
-    chosen = [
-        np.concatenate([sequences.of(int(sequence)) for sequence in members]) for members in rows
-    ]
-    parts = [
-        [slice(documents.offsets[document], documents.offsets[document + 1]) for document in row]
-        for row in chosen
-    ]
-    batch = lay_out(
-        [[documents.tokens[part] for part in row] for row in parts], width, padding_id, apart=apart
-    )
-    trained = np.concatenate([documents.trained[part] for row in parts for part in row])
-    # A document's first token is never trained, so the token before a trained one is always in the
-    # same document.
-    predicted = np.flatnonzero(batch.real.numpy())[trained]
-    targets = batch.input_ids.numpy().ravel()[predicted]
-    return replace(
-        batch, predictors=torch.from_numpy(predicted - 1), targets=torch.from_numpy(targets)
-    )
-
-
-def lay_out(
-    rows: Sequence[Sequence[npt.ArrayLike]], width: int, padding_id: int = 0, *, apart: bool = False
-) -> Batch:
+def lay_out(rows: Sequence[Sequence[npt.ArrayLike]], width: int, *, apart: bool = False) -> Batch:
     """Make a micro-batch in which no token carries loss.
 
     Args:
         rows: The tokens of each document of each row.
         width: Columns.
-        padding_id: Token id of padding.
         apart: Whether the model needs the documents as rows of their own, too.
     """
-    ids = np.full((len(rows), width), padding_id, dtype=np.int64)
+    ids = np.zeros((len(rows), width), dtype=np.int64)
     positions, real = np.zeros_like(ids), np.zeros(ids.shape, dtype=np.bool_)
     lengths: list[int] = []
     for number, row in enumerate(rows):
@@ -502,59 +442,58 @@ make.
 _CLOSE_TIMEOUT_S = 10.0
 """How long ``close`` waits for the thread."""
 
-Item = TypeVar("Item", Batch, MicroBatch)
 
-
-class Prefetcher(Generic[Item]):
-    """Iterates over ``source`` in a thread of its own, and yields its items on ``device`` in the
+class Prefetcher:
+    """Iterates over ``source`` in a thread of its own, and yields its batches on ``device`` in the
     same order.
 
     On a GPU the copies run on a separate stream, and the compute stream waits for them; the host
-    never does. An exception in ``source`` is raised when its item would have been returned. Use as
-    a context manager, or call ``close``, unless all items are taken.
+    never does. An exception in ``source`` is raised when its batch would have been returned. Use as
+    a context manager, or call ``close``, unless all are taken.
     """
 
-    def __init__(self, source: Iterator[Item], device: torch.device) -> None:
-        self._source: Iterator[Item] = source
+    def __init__(self, source: Iterator[Batch], device: torch.device) -> None:
+        self._source = source
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._queue: queue.Queue[tuple[Item, torch.cuda.Event | None] | BaseException] = (
+        stream: Any = torch.cuda.Stream
+        self._stream = stream(device) if device.type == "cuda" else None
+        self._queue: queue.Queue[tuple[Batch, torch.cuda.Event | None] | BaseException] = (
             queue.Queue(PREFETCH_DEPTH)
         )
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="prefetcher", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Prefetcher[Item]:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, *unused: object) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> Item:
-        """Return the next item, ready for the current stream.
+    def __next__(self) -> Batch:
+        """Return the next batch, ready for the current stream.
 
         Raises:
-            StopIteration: There are no more items; raised again by later calls.
+            StopIteration: There are no more; raised again by later calls.
         """
         found = self._queue.get()
         if isinstance(found, BaseException):
             self._queue.put(found)
             raise found
-        item, copied = found
+        batch, copied = found
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             # Allocated on one stream, used on another: the allocator must not reuse it too early.
-            for tensor in item.tensors:
+            for tensor in batch.tensors:
                 tensor.record_stream(stream)
-        return item
+        return batch
 
     def close(self) -> None:
-        """Stop the thread and drop waiting items. Gives up on a thread that hangs while reading
+        """Stop the thread and drop waiting batches. Gives up on a thread that hangs while reading
         from disk. Safe to call twice.
         """
         self._closing.set()
@@ -568,23 +507,22 @@ class Prefetcher(Generic[Item]):
     def _fill(self) -> None:
         try:
             if self._stream is not None:
-                torch.cuda.set_device(
-                    self._device
-                )  # Each thread has a current device; pinning would open a context on GPU 0.
-            for item in self._source:
+                # Each thread has a current device; pinning would open a context on GPU 0.
+                torch.cuda.set_device(self._device)
+            for batch in self._source:
                 if self._closing.is_set():
                     return
-                self._queue.put(self._moved(item))
-        except Exception as error:  # noqa: BLE001 -- raised where the item is asked for
+                self._queue.put(self._moved(batch))
+        except Exception as error:  # noqa: BLE001 -- raised where the batch is asked for
             self._queue.put(error)
         else:
             self._queue.put(StopIteration())
 
-    def _moved(self, item: Item) -> tuple[Item, torch.cuda.Event | None]:
+    def _moved(self, batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
         if self._stream is None:
-            return item, None
+            return batch, None
         with torch.cuda.stream(self._stream):
-            moved = item.to(self._device)
+            moved = batch.to(self._device)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return moved, event

@@ -119,10 +119,12 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
         if not end:
             raise _no_stop_token("tokenizer-no-end-token", "has no end-of-text token", tokenizer)
         return plain
-    question, answer = Message("user", _placeholder(0)), Message("assistant", _placeholder(1))
+    question = Message("user", _placeholder(0))
+    answer = Message("assistant", _placeholder(1))
     try:
         closing = plain.render([question, answer]).partition(answer.content)[2]
-        asked, asking = plain.render([question]), plain.render([question], ask=True)
+        asked = plain.render([question])
+        asking = plain.render([question], ask=True)
     except TemplateError as error:
         raise _no_stop_token(
             "chat-template-unusable",

@@ -60,7 +60,7 @@ class Counts(Struct, frozen=True):
         )
 
 
-class SourcePart(Struct, frozen=True):
+class _SourcePart(Struct, frozen=True):
     """The documents of one source; they are contiguous."""
 
     source: str
@@ -82,13 +82,18 @@ class Documents(NamedTuple):
     counts: Counts
     fingerprint: str
     """Hash of the rows, the tokenizer and the options: equal data have an equal fingerprint."""
-    parts: tuple[SourcePart, ...] = ()
+    parts: tuple[_SourcePart, ...] = ()
     """The sources in order; empty for one source."""
     rows: Int64s | None = None
     """Number of each document's row in its source, from 1, [documents]; None if each row is a
     document.
     """
     warnings: tuple[str, ...] = ()
+
+    @property
+    def source_starts(self) -> Int64s:
+        """First document of each source, then the total, [sources + 1]."""
+        return np.cumsum([0, *(part.documents for part in self.parts)])
 
     @property
     def lengths(self) -> Int64s:
@@ -128,8 +133,7 @@ class Documents(NamedTuple):
         members = np.arange(len(self.offsets) - 1) if members is None else members
         if len(self.parts) < 2:
             return members
-        ends = np.cumsum([part.documents for part in self.parts])
-        source_members = np.split(members, np.searchsorted(members, ends[:-1]))
+        source_members = np.split(members, np.searchsorted(members, self.source_starts[1:-1]))
         self._check_weights([len(mine) for mine in source_members])
         return _mixture(source_members, [part.weight for part in self.parts], seed)
 
@@ -283,7 +287,7 @@ def read(folder: Path, data: DataSpec) -> Documents:
         np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items()
     )
     parts = tuple(
-        SourcePart(source.source, source.weight, tally.layout, tally.documents, tally.counts)
+        _SourcePart(source.source, source.weight, tally.layout, tally.documents, tally.counts)
         for source, tally in zip(data.sources, info.tallies, strict=True)
     )
     counts = sum((part.counts for part in parts), Counts(0, 0, 0))
@@ -451,10 +455,9 @@ def fill(lengths: Int64s, chosen: Int64s, spec: DataSpec) -> Sequences:
         chosen: Indices of the epoch's documents; they may repeat.
         spec: The data section.
     """
-    packed = (
-        _pack(lengths[chosen], spec.sequence_length) if spec.packing else _one_each(len(chosen))
-    )
-    return packed.holding(chosen)
+    if not spec.packing:
+        return Sequences(chosen, np.arange(len(chosen) + 1))
+    return _pack(lengths[chosen], spec.sequence_length).holding(chosen)
 
 
 def _pack(lengths: Int64s, capacity: int) -> Sequences:
@@ -488,20 +491,9 @@ def _pack(lengths: Int64s, capacity: int) -> Sequences:
             by_space[left] = []
             insort(spaces, left)
         by_space[left].append(target)
-    return _sequences(bins)
-
-
-def _one_each(documents: int) -> Sequences:
-    """Return one sequence for each document: no packing."""
-    return Sequences(np.arange(documents), np.arange(documents + 1))
-
-
-def _sequences(bins: Sequence[Sequence[int]]) -> Sequences:
     documents = np.fromiter((document for content in bins for document in content), dtype=np.int64)
-    return Sequences(
-        documents,
-        np.concatenate(([0], np.cumsum([len(content) for content in bins], dtype=np.int64))),
-    )
+    ends = np.cumsum([len(content) for content in bins], dtype=np.int64)
+    return Sequences(documents, np.concatenate(([0], ends)))
 
 
 def row_widths(longest: Int64s, sequence_length: int) -> Int64s:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from so_tui.spec import DataSource, InputError, Problem
+from so_tui.spec import DataSource, InputError
 from so_tui.spec.errors import reject
 from so_tui.units import thousands
 
@@ -289,22 +289,20 @@ def layout_of(columns: Sequence[str], source: DataSource) -> Layout:
     has = f"its rows have the columns {', '.join(columns) or '(none)'}"
     if source.format == "auto":
         known = "; ".join(f"{layout.name}: {', '.join(layout.columns)}" for layout in candidates)
-        problem = Problem(
-            code="data-columns-unknown",
-            field="data.source",
-            value=source.source,
-            message=f"{has}, which fit no known layout",
-            remedy=f"Rename the columns to those of a layout ({known}).",
+        raise reject(
+            "data-columns-unknown",
+            "data.source",
+            source.source,
+            f"{has}, which fit no known layout",
+            f"Rename the columns to those of a layout ({known}).",
         )
-    else:
-        problem = Problem(
-            code="data-columns-mismatch",
-            field="data.format",
-            value=f"{source.format} for {source.source}",
-            message=f"{has}, but this layout needs {', '.join(candidates[0].columns)}",
-            remedy="Rename the columns, or set `data.format=auto`, which tries every layout.",
-        )
-    raise InputError([problem])
+    raise reject(
+        "data-columns-mismatch",
+        "data.format",
+        f"{source.format} for {source.source}",
+        f"{has}, but this layout needs {', '.join(candidates[0].columns)}",
+        "Rename the columns, or set `data.format=auto`, which tries every layout.",
+    )
 
 
 def layout_of_row(row: Row, usual: Layout) -> Layout:

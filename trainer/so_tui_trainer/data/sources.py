@@ -171,7 +171,8 @@ def _deepest(text: bytes) -> int:
             text, dtype=np.uint8, count=min(_CHUNK_BYTES, len(text) - start), offset=start
         )
         levels = np.cumsum(_STEPS[chunk], dtype=np.int32)
-        deepest, level = max(deepest, level + int(levels.max())), level + int(levels[-1])
+        deepest = max(deepest, level + int(levels.max()))
+        level = level + int(levels[-1])
     return deepest
 
 
@@ -727,7 +728,9 @@ def _open(source: DataSource) -> Opened:
 def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     """Return the rows of a source and warnings about them."""
     import datasets
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # httpx's own, whichever httpx it is
+
+    # HTTPError is httpx's own, of whichever httpx it uses.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     name = resolve_source(source.source)
     path = Path(name).expanduser()

@@ -45,12 +45,7 @@ Progress = tuple[int, int]
 _NO_FILES = "Name one in `model.tokenizer`, or put the model's tokenizer files into that folder."
 
 
-def load_tokenizer(spec: RunSpec) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a spec, as ``tokenizer_of`` does."""
-    return tokenizer_of(spec.model)
-
-
-def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelSpec) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model.
 
     Raises:
@@ -148,7 +143,7 @@ def preparing(spec: RunSpec, cache_dir: Path | None = None) -> Generator[Progres
         InputError: Data or tokenizer cannot be read, a row is malformed, or a source has no trained
             token.
     """
-    tokenizer = load_tokenizer(spec)
+    tokenizer = load_tokenizer(spec.model)
     sources = open_sources(spec.data)
     folder = (cache_dir or cache_home() / "data") / cache.fingerprint(sources, tokenizer, spec)
     if not cache.intact(folder):

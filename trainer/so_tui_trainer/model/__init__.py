@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig
 
 
@@ -28,3 +29,9 @@ def same_in_all_layers(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return value[0] if value and all(one == value[0] for one in value) else None
+
+
+def apply(function: Any, *arguments: Any) -> Tensor:
+    """Call an autograd function with one result; torch leaves its ``apply`` without types."""
+    result: Tensor = function.apply(*arguments)
+    return result

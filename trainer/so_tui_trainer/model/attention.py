@@ -31,7 +31,7 @@ from so_tui.spec.attention import (
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, recurrent_kinds
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import checkpointing, kinds_of
+from so_tui_trainer.model import apply, checkpointing, kinds_of
 from so_tui_trainer.older_versions import cache_argument
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ Arguments = dict[str, Any]
 # computed, and their sum over the ranks is that of the whole sequence.
 
 
-class SequenceGroup(NamedTuple):
+class _SequenceGroup(NamedTuple):
     """The ranks that share sequences, in the order of their parts."""
 
     size: int
@@ -68,7 +68,7 @@ class SequenceGroup(NamedTuple):
         Returns:
             [all tokens, heads / ranks, size]
         """
-        return _Trade.apply(tensor, self, _tokens_for_heads, _heads_for_tokens)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(_Trade, tensor, self, _tokens_for_heads, _heads_for_tokens)
 
     def keys(self, tensor: Tensor) -> Tensor:
         """Do the same for keys or values, of which each rank gets at least one head: where there
@@ -96,10 +96,10 @@ class SequenceGroup(NamedTuple):
         Returns:
             [tokens, heads, size]
         """
-        return _Trade.apply(tensor, self, _heads_for_tokens, _tokens_for_heads)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(_Trade, tensor, self, _heads_for_tokens, _tokens_for_heads)
 
 
-def sequence_group(ranks_per_sequence: int) -> SequenceGroup | None:
+def sequence_group(ranks_per_sequence: int) -> _SequenceGroup | None:
     """Return this rank's group, of consecutive ranks; None where each rank has sequences of its
     own. All ranks must call it.
     """
@@ -108,14 +108,14 @@ def sequence_group(ranks_per_sequence: int) -> SequenceGroup | None:
     replica, position = divmod(dist.get_rank(), ranks_per_sequence)
     firsts = range(0, dist.get_world_size(), ranks_per_sequence)
     groups = [dist.new_group(list(range(first, first + ranks_per_sequence))) for first in firsts]
-    return SequenceGroup(ranks_per_sequence, position, groups[replica])
+    return _SequenceGroup(ranks_per_sequence, position, groups[replica])
 
 
 class _Trade(torch.autograd.Function):
     """A trade between the ranks, and the opposite one of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: SequenceGroup, there: Any, back: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, ranks: _SequenceGroup, there: Any, back: Any) -> Tensor:
         ctx.ranks, ctx.back = ranks, back
         result: Tensor = there(tensor, ranks)
         return result
@@ -125,17 +125,17 @@ class _Trade(torch.autograd.Function):
         return ctx.back(gradients[0], ctx.ranks), None, None, None
 
 
-def _tokens_for_heads(tensor: Tensor, ranks: SequenceGroup) -> Tensor:
+def _tokens_for_heads(tensor: Tensor, ranks: _SequenceGroup) -> Tensor:
     by_rank = tensor.reshape(len(tensor), ranks.size, -1, tensor.shape[-1]).transpose(0, 1)
     return _all_to_all(by_rank, ranks).flatten(0, 1)
 
 
-def _heads_for_tokens(tensor: Tensor, ranks: SequenceGroup) -> Tensor:
+def _heads_for_tokens(tensor: Tensor, ranks: _SequenceGroup) -> Tensor:
     by_rank = tensor.reshape(ranks.size, -1, *tensor.shape[1:])
     return _all_to_all(by_rank, ranks).transpose(0, 1).flatten(1, 2)
 
 
-def _all_to_all(by_rank: Tensor, ranks: SequenceGroup) -> Tensor:
+def _all_to_all(by_rank: Tensor, ranks: _SequenceGroup) -> Tensor:
     """Send part i of the first dimension to rank i, and return what the ranks sent, in their
     order.
     """
@@ -193,31 +193,13 @@ class Kernels(NamedTuple):
     """
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    documents: Documents,
-    kernels: Kernels,
-) -> Tensor:
-    """Compute attention within documents.
-
-    Args:
-        query: [tokens, heads, size]
-        key: [tokens, key heads, size]
-        value: [tokens, key heads, size]
-        sinks: [heads], or None for a model without sinks.
-        documents: Where documents start, and the scale.
-        kernels: The kernels to use.
-
-    Returns:
-        [tokens, heads, size]
-    """
-    return _Attention.apply(query, key, value, sinks, documents, kernels)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class _Attention(torch.autograd.Function):
+    """Attention within documents.
+
+    It takes the query [tokens, heads, size], key and value [tokens, key heads, size] and sinks
+    [heads], or None for a model without. It returns [tokens, heads, size].
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -272,7 +254,7 @@ def _forward(
     return out.mul_((without - normaliser).exp_().t()[..., None]), normaliser
 
 
-def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
+def register(kernels: Kernels, ranks: _SequenceGroup | None = None) -> str:
     """Register the kernels as an attention implementation of transformers.
 
     Args:
@@ -331,11 +313,11 @@ def register(kernels: Kernels, ranks: SequenceGroup | None = None) -> str:
         )
         documents = Documents(cu_seq_lens_q, max_length_q, scaling, sliding_window, softcap or 0.0)
         if ranks is None or not is_part:
-            mixed = _attend(flat_query, flat_key, flat_value, s_aux, documents, kernels)
+            mixed = apply(_Attention, flat_query, flat_key, flat_value, s_aux, documents, kernels)
         else:
             sinks = None if s_aux is None else ranks.sinks(s_aux)
             whole = (ranks.queries(flat_query), ranks.keys(flat_key), ranks.keys(flat_value))
-            mixed = ranks.results(_attend(*whole, sinks, documents, kernels))
+            mixed = ranks.results(apply(_Attention, *whole, sinks, documents, kernels))
         return mixed[..., :of_value].reshape(rows, width, heads, of_value).contiguous(), None
 
     AttentionInterface.register(NAME, attention)
@@ -593,7 +575,8 @@ def _decide(model: ModelSpec, needs: Needs, available: Present) -> Chosen:
     """
     if model.attention == "auto":
         return choose_backend(needs, available)
-    backend: AttentionBackend = FORMER_NAMES.get(model.attention) or model.attention  # type: ignore[assignment]
+    named: Any = model.attention  # one of the backends, or of their former names
+    backend: AttentionBackend = FORMER_NAMES.get(named) or named
     if (obstacle := obstacle_to(backend, needs, available)) is None:
         return Chosen(backend)
     raise reject(
@@ -702,21 +685,3 @@ def arguments(
         "sliding_attention": create_sliding_window_causal_mask,
     }
     return positions | {"attention_mask": {kind: makers[kind](**known) for kind in kinds}}
-
-
-__all__ = [
-    "NAME",
-    "Documents",
-    "Kernels",
-    "SequenceGroup",
-    "arguments",
-    "choose",
-    "has_sinks",
-    "kernels_of",
-    "needs_of",
-    "needs_rows",
-    "present",
-    "register",
-    "sequence_group",
-    "takes_boundaries",
-]

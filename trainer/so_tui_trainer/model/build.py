@@ -166,12 +166,10 @@ def _host_activations(
 ) -> HostActivations | None:
     if not offloads_inputs(spec.model) and not offloads_results(spec.model):
         return None
-    layers, tokens, inputs, results = (
-        len(checkpointing.checkpointed_layers(causal)),
-        spec.micro_batch_tokens,
-        None,
-        list[Room](),
-    )
+    layers = len(checkpointing.checkpointed_layers(causal))
+    tokens = spec.micro_batch_tokens
+    inputs = None
+    results = list[Room]()
     if offloads_inputs(spec.model):
         inputs = Room(
             layers, tokens * causal.config.get_text_config().hidden_size * causal.dtype.itemsize
@@ -206,7 +204,8 @@ def _causal(
             "Choose a causal language model.",
         ) from error
     meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
-    plain, sinks = bool(model_class._supports_sdpa), attention.has_sinks(meta)
+    plain = bool(model_class._supports_sdpa)
+    sinks = attention.has_sinks(meta)
     needs = attention.needs_of(
         config, supports_sdpa=plain, sinks=sinks, deterministic=run.train.deterministic
     )

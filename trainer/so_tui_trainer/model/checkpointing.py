@@ -31,6 +31,7 @@ from torch._C._nn import linear
 from torch.utils.checkpoint import checkpoint
 
 from so_tui_trainer.failures import TrainingError
+from so_tui_trainer.model import apply
 from so_tui_trainer.model.weights import decoder_of
 from superoffload.shared_states import pin, prefer_huge_pages, unpin
 
@@ -88,13 +89,10 @@ class HostActivations:
             OffloadError: The memory cannot be pinned (``pinning``).
         """
         # One stream for all copies: they keep their order.
-        copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        stream: Any = torch.cuda.Stream
+        copies = stream(device) if device.type == "cuda" else None
         self._inputs = None if inputs is None else _Slots(inputs, device, copies)
         self._results = [_Slots(room, device, copies) for room in results]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(slots.nbytes for slots in (self._inputs, *self._results) if slots)
 
     @property
     def keeps_results(self) -> bool:
@@ -124,29 +122,13 @@ class HostActivations:
 
         return checkpoint(run, *others)
 
-    def results(self) -> _LayerResults:
-        """Return what keeps the results of one layer's attention."""
-        return _LayerResults(self._results)
+    def keep_results(self, results: Results) -> list[_Kept]:
+        """Keep what attention of a layer computed. Raises TrainingError as ``checkpoint``."""
+        return [slots.keep(result) for slots, result in zip(self._results, results, strict=True)]
 
-
-class _LayerResults:
-    """The results of one layer's attention from its first pass until its recomputation."""
-
-    def __init__(self, slots: Sequence[_Slots]) -> None:
-        self._slots = slots
-        self._kept: deque[list[_Kept]] = deque()
-
-    def save(self, results: tuple[Tensor, ...]) -> None:
-        """Keep results. Raises TrainingError as ``HostActivations.checkpoint``."""
-        self._kept.append(
-            [slots.keep(result) for slots, result in zip(self._slots, results, strict=True)]
-        )
-
-    def reuse(self) -> tuple[Tensor, ...]:
-        """Return the results that were saved first, on the GPU, and let go of them."""
-        return tuple(
-            slots.take(kept) for slots, kept in zip(self._slots, self._kept.popleft(), strict=True)
-        )
+    def take_results(self, kept: Sequence[Any]) -> Results:
+        """Return what ``keep_results`` kept, on the device."""
+        return tuple(slots.take(one) for slots, one in zip(self._results, kept, strict=True))
 
 
 class _Slots:
@@ -173,10 +155,6 @@ class _Slots:
         self._free = list(range(room.tensors))
         self._kept: list[_Kept] = []
         """Oldest first."""
-
-    @property
-    def nbytes(self) -> int:
-        return self._slots.nbytes
 
     def keep(self, tensor: Tensor) -> _Kept:
         """Copy a tensor to the host; the one before it leaves the GPU."""
@@ -253,19 +231,6 @@ _SAVED: dict[Policy, frozenset[Operation]] = {
 }
 
 
-class _OnGpu:
-    """What one layer saves, where it was computed, as ``_LayerResults`` in host memory."""
-
-    def __init__(self) -> None:
-        self._results: deque[Results] = deque()
-
-    def save(self, results: Results) -> None:
-        self._results.append(results)
-
-    def reuse(self) -> Results:
-        return self._results.popleft()
-
-
 class _Local(threading.local):
     store: ResultStore | None = None
     """The store of the pass that this thread runs. Forward runs in the caller's thread, the
@@ -304,7 +269,7 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
         "determinism_check": "none",
     }
     options["context_fn"] = partial(
-        _contexts, _SAVED[policy], host.results if host and host.keeps_results else _OnGpu
+        _contexts, _SAVED[policy], host if host and host.keeps_results else None
     )
     for layer in checkpointed_layers(causal):
         inner, ending = _linear_layers(layer)
@@ -367,23 +332,27 @@ class _SavedLinear(torch.autograd.Function):
 
 
 def _contexts(
-    saved: frozenset[Operation], made: Callable[[], _LayerResults | _OnGpu]
+    saved: frozenset[Operation], host: HostActivations | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts around a layer's first pass and around its recomputation, which also mark
     the layer as checkpointed.
     """
-    results = made()
+    kept: deque[Any] = deque()
 
     def first(operation: Operation, compute: Callable[[], Results]) -> Results:
         computed = compute()
         if operation in saved:
             # Detached, since the returned tensors join the graph, which holds these contexts: a
             # reference cycle.
-            results.save(tuple(tensor.detach() for tensor in computed))
+            results = tuple(tensor.detach() for tensor in computed)
+            kept.append(host.keep_results(results) if host else results)
         return computed
 
     def again(operation: Operation, compute: Callable[[], Results]) -> Results:
-        return results.reuse() if operation in saved else compute()
+        if operation not in saved:
+            return compute()
+        results: Results = kept.popleft()
+        return host.take_results(results) if host else results
 
     return _with_store(first), _with_store(again)
 
@@ -435,7 +404,7 @@ def mixing_blocks(layer: nn.Module) -> tuple[str, ...]:
 
 
 def _saved_linear(module: nn.Linear, inputs: Tensor) -> Tensor:
-    return _SavedLinear.apply(inputs, module.weight, module.bias)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_SavedLinear, inputs, module.weight, module.bias)
 
 
 def _plain_linear(module: nn.Linear, inputs: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.spec.errors import reject
-from so_tui_trainer.model import same_in_all_layers
+from so_tui_trainer.model import apply, same_in_all_layers
 from so_tui_trainer.model.checkpointing import in_checkpointed_layer, save_or_reuse
 from so_tui_trainer.model.kernels import Gate
 from so_tui_trainer.model.weights import decoder_of
@@ -71,15 +71,15 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
     """
     # Reused when the layer is recomputed, since the saved products are in this order.
     routing = _Routing(*save_or_reuse("product", lambda: _route(chosen, len(weights.first))))
-    rows = _Spread.apply(hidden, routing)  # type: ignore[no-untyped-call]
-    products = _Product.apply(rows, weights.first, routing.ends, weights.inputs_first)  # type: ignore[no-untyped-call]
-    narrow = _gated(products, shares, weights.first_bias, routing, gate)
+    rows = apply(_Spread, hidden, routing)
+    products = apply(_Product, rows, weights.first, routing.ends, weights.inputs_first)
+    narrow = apply(_Gated, products, shares, weights.first_bias, routing, gate)
     shared_bias = None
     if weights.second_bias is not None:
         by_expert = shares.new_zeros(len(shares), len(weights.second)).scatter(1, chosen, shares)
         shared_bias = by_expert.to(weights.second_bias.dtype) @ weights.second_bias
     rows = _second_product(narrow, weights, routing.ends)
-    result: Tensor = _Collected.apply(rows, routing)  # type: ignore[no-untyped-call]
+    result = apply(_Collected, rows, routing)
     return result if shared_bias is None else result + shared_bias
 
 
@@ -92,7 +92,7 @@ def _second_product(narrow: Tensor, weights: Weights, ends: Tensor) -> Tensor:
             weights.second if weights.inputs_first else weights.second.transpose(-2, -1),
             offs=ends,
         )
-    return _Product.apply(narrow, weights.second, ends, weights.inputs_first)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_Product, narrow, weights.second, ends, weights.inputs_first)
 
 
 @torch.no_grad()
@@ -183,25 +183,13 @@ class _Product(torch.autograd.Function):
         return of_rows, grouped_mm(left.t(), right, offs=ends), None, None
 
 
-def _gated(
-    products: Tensor, shares: Tensor, bias: Tensor | None, routing: _Routing, gate: Gate
-) -> Tensor:
-    """Apply the gate and the routing weights.
-
-    Args:
-        products: [pairs, 2 width] in the order of the experts, without bias
-        shares: [tokens, k]
-        bias: [experts, 2 width], or None
-        routing: The order of the rows.
-        gate: The activation.
-
-    Returns:
-        [pairs, width]
-    """
-    return _Gated.apply(products, shares, bias, routing, gate)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class _Gated(torch.autograd.Function):
+    """The gate and the routing weights.
+
+    It takes products [pairs, 2 width] in the order of the experts, without bias, shares [tokens, k]
+    and the bias [experts, 2 width], or None. It returns [pairs, width].
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -370,7 +358,7 @@ class RouterLoss:
         for layer in logits:
             best = layer.detach().topk(self._experts_per_token, dim=-1).indices
             chosen.scatter_add_(0, best.flatten(), mask.repeat_interleave(self._experts_per_token))
-            probability = probability + _ProbabilitySum.apply(layer, mask)  # type: ignore[no-untyped-call]
+            probability = probability + apply(_ProbabilitySum, layer, mask)
         tokens, layers = mask.sum(), len(logits)
         return experts * (chosen * probability).sum() / (tokens * layers**2)
 
@@ -406,7 +394,8 @@ def _routers(causal: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     recorder = recorded.get("router_logits") or (
         getattr(decoder_of(causal), "_can_record_outputs", None) or {}
     ).get("router_logits")
-    kind, place = getattr(recorder, "target_class", None), getattr(recorder, "index", 0)
+    kind = getattr(recorder, "target_class", None)
+    place = getattr(recorder, "index", 0)
     return (
         []
         if kind is None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from so_tui_trainer.model import apply
 from so_tui_trainer.model.checkpointing import checkpointed_layers, mixing_blocks
 from so_tui_trainer.model.experts import Weights, mixture
 from so_tui_trainer.model.kernels import Gate, gated, rotate
@@ -181,7 +182,8 @@ def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
     stand_in._apply_gate = partial(getattr(kind, "_apply_gate", None) or nn.Identity(), stand_in)
     # Only experts 0, 1 and 3, since an expert may have no token. Grouped products do not support
     # float64.
-    hidden, chosen = 4 * _random(3, 8).float(), torch.tensor([[1, 0], [3, 1], [0, 3]], device="cpu")
+    hidden = 4 * _random(3, 8).float()
+    chosen = torch.tensor([[1, 0], [3, 1], [0, 3]], device="cpu")
     return _agree(
         kind.forward,
         _mixture,
@@ -349,9 +351,8 @@ def _tiled(
     if not torch.is_grad_enabled():
         return _forward(run, tile_tokens, rows).view_as(inputs)
     keeper: list[Any] = []
-    kept = _Keep.apply(rows, keeper)  # type: ignore[no-untyped-call]
-    result: Tensor = _Tiles.apply(kept, run, keeper[0], tile_tokens, *parameters)  # type: ignore[no-untyped-call]
-    return result.view_as(inputs)
+    kept = apply(_Keep, rows, keeper)
+    return apply(_Tiles, kept, run, keeper[0], tile_tokens, *parameters).view_as(inputs)
 
 
 class _Keep(torch.autograd.Function):
@@ -380,7 +381,10 @@ class _Tiles(torch.autograd.Function):
         tile_tokens: int,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        ctx.run, ctx.keeper, ctx.tile_tokens, ctx.parameters = run, keeper, tile_tokens, parameters
+        ctx.run = run
+        ctx.keeper = keeper
+        ctx.tile_tokens = tile_tokens
+        ctx.parameters = parameters
         return _forward(run, tile_tokens, inputs)
 
     @staticmethod

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from so_tui_trainer.model import apply
+
 # Gated activation, with its backward pass. Without a GPU, plain formulas compute it.
 
 
@@ -36,7 +38,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     Returns:
         [..., columns], contiguous
     """
-    return _Gated.apply(gate, up)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_Gated, gate, up)
 
 
 class _Gated(torch.autograd.Function):
@@ -76,7 +78,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         Like ``heads``; in memory it is [rows, width, heads, size], as the projection before it
         writes and the attention after it reads.
     """
-    return _Rotated.apply(heads, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(_Rotated, heads, cos, sin)
 
 
 class _Rotated(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.model.flops import block_columns, kept_blocks
+from so_tui_trainer.model import apply
 from so_tui_trainer.model.kernels import cross_entropy_gradient, log_sum_exp
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class HeadLoss(nn.Module):
         if not torch.is_grad_enabled():
             normaliser, score, _ = _normalise(chosen, self.weight, targets, self._cap, save=0)
             return (normaliser - score).sum() * scale
-        return _BlockedCrossEntropy.apply(chosen, self.weight, targets, scale, self._cap)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(_BlockedCrossEntropy, chosen, self.weight, targets, scale, self._cap)
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
@@ -178,19 +179,14 @@ def _normalise(
     saved_blocks: dict[int, Tensor] = {}
     for index, block in enumerate(_blocks(len(hidden), len(weight))):
         logits = _logits(hidden, weight[block], cap)
-        column, inside = _columns(targets - block.start, logits.shape[1])
+        column = targets - block.start  # of another block, where it is outside of this one
+        inside = (column >= 0) & (column < logits.shape[1])
+        column = column.clamp(0, logits.shape[1] - 1)
         score += logits.gather(-1, column[:, None])[:, 0] * inside
         normaliser = torch.logaddexp(normaliser, log_sum_exp(logits))
         if index < save:
             saved_blocks[block.start] = logits
     return normaliser, score, saved_blocks
-
-
-def _columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return targets as columns of a block, and which of them are in it; others are clamped. Does
-    not wait for the GPU.
-    """
-    return targets.clamp(0, width - 1), (targets >= 0) & (targets < width)
 
 
 def _blocks(tokens: int, vocabulary: int) -> Iterator[slice]:

@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +146,9 @@ def _of_torch_save(path: Path) -> dict[str, Stored]:
 
     try:
         with FakeTensorMode():
-            loaded = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251 -- with weights_only
+            loaded = torch.load(  # noqa: TID251 -- with weights_only
+                path, map_location="cpu", weights_only=True
+            )
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise _unreadable(path, first_line(error)) from error
     if not isinstance(loaded, dict) or not all(
@@ -346,18 +349,18 @@ def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
             experts, rows, blocks, _ = stored.shape
             shape = (experts, blocks * 32, rows)
             file[name.removesuffix(_BLOCKS)] = _Output(
-                torch.bfloat16,
-                shape,
-                lambda s=stored, c=scales: _experts(s, c),  # type: ignore[misc]
+                torch.bfloat16, shape, partial(_experts, stored, scales)
             )
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in index):
-            file[name] = _Output(stored.dtype, stored.shape, lambda s=stored: iter((s.read(),)))  # type: ignore[misc]
+            file[name] = _Output(stored.dtype, stored.shape, partial(map, Stored.read, (stored,)))
     return {name: tensors for name, tensors in files.items() if tensors}
 
 
 def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
     """Yield the experts' matrices."""
-    experts, of_blocks, of_scales = blocks.shape[0], prod(blocks.shape[1:]), prod(scales.shape[1:])
+    experts = blocks.shape[0]
+    of_blocks = prod(blocks.shape[1:])
+    of_scales = prod(scales.shape[1:])
     for expert in range(experts):
         packed = blocks.elements(expert * of_blocks, (expert + 1) * of_blocks).view(
             blocks.shape[1:]

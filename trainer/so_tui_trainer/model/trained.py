@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from so_tui.spec import RunSpec
 from so_tui.spec.run_spec import decays
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import attention, kinds_of
+from so_tui_trainer.model import apply, attention, kinds_of
 from so_tui_trainer.model.checkpointing import checkpointed_layers
 from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.loss import HeadLoss, logit_changes
@@ -172,7 +172,8 @@ def _each_alone(
     if not documents.rows:
         return run(hidden_states, *rest, **options)
     places, *groups = documents.rows
-    parts = _Spread.apply(hidden_states.flatten(0, 1), places, *groups)  # type: ignore[no-untyped-call]
+    spread: Any = _Spread
+    parts = spread.apply(hidden_states.flatten(0, 1), places, *groups)
     found = [run(part, **others) for part in parts]
     if isinstance(found[0], tuple):
         return _joined([part[0] for part in found], places, hidden_states), *found[0][1:]
@@ -180,7 +181,7 @@ def _each_alone(
 
 
 def _joined(parts: Sequence[Tensor], places: Tensor, like: Tensor) -> Tensor:
-    joined: Tensor = _Join.apply(places, *parts)  # type: ignore[no-untyped-call]
+    joined = apply(_Join, places, *parts)
     return joined.view(*like.shape[:-1], joined.shape[-1])
 
 
@@ -242,7 +243,7 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.causal = causal
         self.attention = implementation
-        head = _head(causal)
+        head: nn.Parameter = causal.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         self.loss = HeadLoss(head, *logit_changes(causal.config))
         self.dtype = head.dtype
         """Type of the weights, read once.
@@ -277,15 +278,12 @@ class TrainedModel(nn.Module):
         if logits:
             return self._of_hidden(batch, None)
         if self.router is None or not router_scale:
-            return self._language_loss(batch, scale)
+            return self._of_hidden(batch, batch.targets, scale)
         with self.router.watching() as router_logits:
-            loss = self._language_loss(batch, scale)
+            loss = self._of_hidden(batch, batch.targets, scale)
         balance = router_scale * self.router(router_logits, batch.real)
         self.last_router_loss = balance.detach()
         return loss + self.router.coefficient * balance
-
-    def _language_loss(self, batch: Batch, scale: float) -> Tensor:
-        return self._of_hidden(batch, batch.targets, scale)
 
     def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
         self._documents.rows = batch.apart
@@ -298,10 +296,6 @@ class TrainedModel(nn.Module):
         ).last_hidden_state
         result: Tensor = self.loss(hidden, batch.predictors, targets, scale)
         return result
-
-
-def _head(causal: PreTrainedModel) -> nn.Parameter:
-    return causal.get_output_embeddings().weight  # type: ignore[no-any-return, no-untyped-call]
 
 
 def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:

@@ -31,9 +31,15 @@ def main(request: dict[str, Any]) -> None:
     worker = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(worker)
     worker.import_from(Path(request["worker"]).parent)
-    from superoffload.adam import Kernel
-    from superoffload.commands import Command, Operation, bytes_moved
-    from superoffload.memory_layout import MemorySize, Segment, layout
+    from superoffload.adam import (
+        Command,
+        Kernel,
+        MemorySize,
+        Operation,
+        Segment,
+        bytes_moved,
+        layout,
+    )
 
     numel = request["parameters"]
     size = MemorySize(((Segment(numel),),), 2, True)

@@ -213,7 +213,7 @@ def _gpus(gpus: Sequence[Fields], device: str, scale: float) -> Iterator[Answer]
     first = gpus[0]
     request = {"device": device, "cpus": first["cpus"], "seconds": _SECONDS * scale, "scale": scale}
     alone = environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])}
-    rates = _answer(gpu_argv(request), alone)
+    rates = _finish(start(gpu_argv(request), alone))
     d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {
         "message": (
@@ -261,7 +261,7 @@ def _attention(request: Fields, environment: dict[str, str]) -> Iterator[Answer]
     not work.
     """
     try:
-        rates = _answer(gpu_argv(request | {"attention": True}), environment)
+        rates = _finish(start(gpu_argv(request | {"attention": True}), environment))
     except SoTuiError as error:
         yield {"message": f"attention: {error}"}
         return
@@ -286,10 +286,6 @@ def gpu_argv(request: Fields) -> list[str]:
         str(Path(__file__).with_name("gpu_rates.py")),
         json.dumps(request),
     ]
-
-
-def _answer(argv: Sequence[str], environment: dict[str, str]) -> Fields:
-    return _finish(start(argv, environment))
 
 
 def start(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from so_tui.spec import InputError, Problem, RunSpec, SoTuiError, check_tree
+from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
 from so_tui.spec.errors import reject
 from so_tui.units import thousands
 from superoffload.errors import OffloadError
@@ -74,15 +74,6 @@ def changed(
             result: Result = end.value
             return result
         yield change(item)
-
-
-def requested_spec(request: Answer) -> RunSpec:
-    """Return the spec of a request.
-
-    Raises:
-        InputError: It is not valid.
-    """
-    return check_tree(request["spec"])
 
 
 def problems_json(error: SoTuiError | OffloadError) -> list[Answer]:

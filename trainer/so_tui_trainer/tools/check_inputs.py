@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.spec import InputError, RunSpec, resolve_source
+from so_tui.spec import InputError, RunSpec, check_tree, resolve_source
 from so_tui.spec.errors import reject
 from so_tui.units import disk_size
-from so_tui_trainer.hub import missing_files, remote_files, stay_offline_when_cut_off
-from so_tui_trainer.tools.channel import Answer, problems_json, requested_spec, serve
+from so_tui_trainer.hub import missing_files, stay_offline_when_cut_off
+from so_tui_trainer.tools.channel import Answer, problems_json, serve
 
 _CHECKED_ROWS = 100
 """Rows of each source that are tokenised as a test."""
@@ -27,7 +27,7 @@ def _check(request: Answer) -> Iterator[Answer]:
         The problems and warnings.
     """
     stay_offline_when_cut_off()
-    spec = requested_spec(request)
+    spec = check_tree(request["spec"])
     problems: list[Answer] = []
     warnings: list[str] = []
     for check_one in (_tokenizer, _weights, _data, _evaluation):
@@ -44,7 +44,8 @@ def _tokenizer(spec: RunSpec) -> list[str]:
     from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.model.config import load_config
 
-    size, vocabulary = len(load_tokenizer(spec)), load_config(spec.model).vocab_size
+    size = len(load_tokenizer(spec.model))
+    vocabulary = load_config(spec.model).vocab_size
     if size > vocabulary:
         raise reject(
             "tokenizer-too-large",
@@ -65,7 +66,7 @@ def _weights(spec: RunSpec) -> list[str]:
     if spec.model.weights == "random":
         return []
     if not Path(resolve_source(spec.model.id)).expanduser().is_dir():
-        missing = missing_files(spec.model, remote_files(spec.model))
+        missing = missing_files(spec.model)
         if missing:
             size = disk_size(sum(missing.values()))
             return [
@@ -115,7 +116,9 @@ def _data(spec: RunSpec) -> list[str]:
     from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.evaluation import held_out_rows
 
-    encoder = Encoder(chat_of(load_tokenizer(spec)), spec.data.loss, spec.data.sequence_length)
+    encoder = Encoder(
+        chat_of(load_tokenizer(spec.model)), spec.data.loss, spec.data.sequence_length
+    )
     sources = open_sources(spec.data)
     held_out_rows(spec, sum(len(opened.rows) for opened in sources))
     for opened in sources:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from so_tui.spec import check_tree
 from so_tui.units import thousands
 from so_tui_trainer.hub import stay_offline_when_cut_off
-from so_tui_trainer.tools.channel import Answer, changed, requested_spec, serve
+from so_tui_trainer.tools.channel import Answer, changed, serve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,9 +49,10 @@ def _preview(request: Answer) -> Iterator[Answer]:
     from so_tui_trainer.data.tokens import load_tokenizer, preparing
     from so_tui_trainer.evaluation import divide
 
-    spec = requested_spec(request)
+    spec = check_tree(request["spec"])
     folder = yield from changed(preparing(spec), _progress)
-    documents, tokenizer = read(folder, spec.data), load_tokenizer(spec)
+    documents = read(folder, spec.data)
+    tokenizer = load_tokenizer(spec.model)
     parts, lengths = divide(documents, spec), documents.lengths
     epoch = documents.epoch(spec.train.seed, parts.training)
     sequences = fill(lengths, epoch, spec.data)
@@ -110,7 +112,7 @@ def _histogram(lengths: Int64s) -> list[Answer]:
 
 def _sources(documents: Documents, epoch: Int64s) -> list[Answer]:
     """Describe each source and its share of ``epoch``, the documents that an epoch trains on."""
-    firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
+    firsts = documents.source_starts
     met = np.bincount(
         np.searchsorted(firsts, epoch, side="right") - 1, minlength=len(documents.parts)
     )
@@ -151,15 +153,14 @@ def _sequence(documents: Documents, sequences: Sequences) -> Answer:
 
 def _in_turn(documents: Documents) -> Iterator[int]:
     """Return the indices of documents, one of each source in turn."""
-    firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
-    turns = zip_longest(*(range(first, last) for first, last in pairwise(firsts)))
+    starts = pairwise(documents.source_starts)
+    turns = zip_longest(*(range(first, last) for first, last in starts))
     return (index for index in chain.from_iterable(turns) if index is not None)
 
 
 def _origin(documents: Documents, index: int) -> Answer:
     """Return the source and the row of a document."""
-    firsts = np.cumsum([0, *(part.documents for part in documents.parts)])
-    part = int(np.searchsorted(firsts, index, side="right")) - 1
+    part = int(np.searchsorted(documents.source_starts, index, side="right")) - 1
     return {"source": documents.parts[part].source, "row": documents.row_of(index)}
 
 
@@ -167,7 +168,8 @@ def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int
     """Return a document as pieces of text, each with whether it is trained. They are exactly the
     model's tokens, with the special ones.
     """
-    start, stop = int(documents.offsets[index]), int(documents.offsets[index + 1])
+    start = int(documents.offsets[index])
+    stop = int(documents.offsets[index + 1])
     tokens = zip(
         documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist(), strict=True
     )

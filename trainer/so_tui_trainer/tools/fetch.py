@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from so_tui.spec import RunSpec, resolve_source
+from so_tui.spec import RunSpec, check_tree, resolve_source
 from so_tui.units import disk_size, thousands
-from so_tui_trainer.hub import download, missing_files, remote_files
-from so_tui_trainer.tools.channel import Answer, requested_spec, serve
+from so_tui_trainer.hub import download, missing_files
+from so_tui_trainer.tools.channel import Answer, serve
 
 
 def fetch(request: Answer) -> Iterator[Answer]:
@@ -31,7 +31,7 @@ def fetch(request: Answer) -> Iterator[Answer]:
     from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.evaluation import evaluation_spec
 
-    spec = requested_spec(request)
+    spec = check_tree(request["spec"])
     total = 0
     if (
         spec.model.weights == "pretrained"
@@ -40,7 +40,7 @@ def fetch(request: Answer) -> Iterator[Answer]:
         for answer in _model(spec):
             total = answer["done_bytes"]
             yield answer
-    load_tokenizer(spec)
+    load_tokenizer(spec.model)
     yield {"message": f"tokenizer of {spec.model.tokenizer or spec.model.id}: ready"}
     other = evaluation_spec(spec)
     for opened in (*open_sources(spec.data), *(open_sources(other.data) if other else ())):
@@ -51,7 +51,7 @@ def fetch(request: Answer) -> Iterator[Answer]:
 
 
 def _model(spec: RunSpec) -> Iterator[Answer]:
-    missing = missing_files(spec.model, remote_files(spec.model))
+    missing = missing_files(spec.model)
     total, done = sum(missing.values()), 0
     yield {
         "message": f"{spec.model.id}: {disk_size(total)} in {len(missing)} files to download",

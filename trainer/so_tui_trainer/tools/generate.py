@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Writers = dict[Side, "Writer"]
+_Tuned = Generator[Event, None, "tuple[PreTrainedModel, ModelSpec, str, int | None]"]
+"""Loads the trained model, and returns it, what it was trained from, its name and its step."""
 
 
 def _serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
@@ -56,7 +58,8 @@ def _serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
         InputError: The model cannot be loaded.
     """
     stay_offline_when_cut_off()
-    load = msgspec.json.decode(next(lines), type=LoadModel)  # noqa: TID251 -- what our own process sends
+    # What our own process sends, here and in ``_Requests``.
+    load = msgspec.json.decode(next(lines), type=LoadModel)  # noqa: TID251
     writers = yield from changed(_loading(load), msgspec.to_builtins)
     requests = _Requests(lines)
     for ask in requests:
@@ -85,7 +88,7 @@ class _Requests:
     def _read(self, lines: Iterator[str]) -> None:
         try:
             for line in lines:
-                request: Request = msgspec.json.decode(line, type=Request)  # noqa: TID251 -- what our own process sends
+                request: Request = msgspec.json.decode(line, type=Request)  # noqa: TID251
                 if isinstance(request, Cancel):
                     self._cancelled = request.number
                 elif isinstance(request, Ask):
@@ -134,26 +137,30 @@ def _loading(load: LoadModel) -> Generator[Event, None, Writers]:
 
     from so_tui_trainer import export
     from so_tui_trainer.data.chat import chat_of
-    from so_tui_trainer.data.tokens import tokenizer_of
+    from so_tui_trainer.data.tokens import load_tokenizer
     from so_tui_trainer.generation import Writer, stop_tokens
+    from so_tui_trainer.model import weights
 
-    tuned, model, facts = yield from (_of_run(load) if load.run else _of_folder(load))
+    tuned, model, name, step = yield from (_of_run(load) if load.run else _of_folder(load))
     models: dict[Side, PreTrainedModel] = {"tuned": tuned}
-    known = [facts]
+    known = [_facts("tuned", tuned, name, step)]
     if load.compare:
         base = _base_of(load, model)
-        models["base"], its = yield from _of_base(base)
-        known.append(its)
-    chat = chat_of(tokenizer_of(model if load.run else ModelSpec(id=load.folder)))
+        yield Progress(message=f"loading the base model, {base.id}")
+        for line in weights.prepare_weights(base):
+            yield Progress(message=line)
+        models["base"] = export.of_folder(weights.weights_folder(base), base)
+        known.append(_facts("base", models["base"], base.id, None))
+    chat = chat_of(load_tokenizer(model if load.run else ModelSpec(id=load.folder)))
     device = export.chosen_device(load.device, sum(each.parameters for each in known))
-    stop = stop_tokens(chat, tuned)
+    stop = stop_tokens(chat, tuned.generation_config)
     # Both are asked in the layout of the tuned model, and end their answers by its tokens: the base
     # model may know neither.
     writers: Writers = {
         side: Writer(export.placed(each, device), chat, stop) for side, each in models.items()
     }
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    yield Loaded(models=tuple(known), device=name, layout=chat.name)
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    yield Loaded(models=tuple(known), device=device_name, layout=chat.name)
     return writers
 
 
@@ -188,9 +195,7 @@ def _base_of(load: LoadModel, model: ModelSpec) -> ModelSpec:
     )
 
 
-def _of_run(
-    load: LoadModel,
-) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
+def _of_run(load: LoadModel) -> _Tuned:
     from so_tui.runs import RunDirectory, read_spec
     from so_tui_trainer import export
 
@@ -206,18 +211,10 @@ def _of_run(
     causal, step = yield from changed(
         steps, lambda answer: Progress(message=str(answer["message"]))
     )
-    return (
-        causal,
-        spec.model,
-        ModelFacts(
-            side="tuned", name=run.name, step=step, parameters=export.parameter_count(causal)
-        ),
-    )
+    return causal, spec.model, run.name, step
 
 
-def _of_folder(
-    load: LoadModel,
-) -> Generator[Event, None, tuple[PreTrainedModel, ModelSpec, ModelFacts]]:
+def _of_folder(load: LoadModel) -> _Tuned:
     """Load a model's folder.
 
     Yields:
@@ -225,39 +222,25 @@ def _of_folder(
 
     Returns:
         The model, the one that its training began with (with random weights if that is not known),
-        and facts about it.
+        its name and its step.
     """
     from so_tui_trainer import export
-    from so_tui_trainer.export import read_marker
 
     folder = Path(load.folder)
     yield Progress(message=f"loading {folder}")
     causal = export.of_folder(folder, ModelSpec(id=load.folder))
-    marker = read_marker(folder)
+    marker = export.read_marker(folder)
     base = ModelSpec(id=load.folder, weights="random")
     if (
         marker is not None and marker.base and distrust_of_folder(folder) is None
     ):  # another user's export does not say what is downloaded
         base = ModelSpec(id=marker.base, revision=marker.revision or "main")
-    step = marker.step if marker is not None else None
-    return (
-        causal,
-        base,
-        ModelFacts(
-            side="tuned", name=folder.name, step=step, parameters=export.parameter_count(causal)
-        ),
-    )
+    return causal, base, folder.name, marker.step if marker is not None else None
 
 
-def _of_base(model: ModelSpec) -> Generator[Event, None, tuple[PreTrainedModel, ModelFacts]]:
-    from so_tui_trainer import export
-    from so_tui_trainer.model import weights
-
-    yield Progress(message=f"loading the base model, {model.id}")
-    for line in weights.prepare_weights(model):
-        yield Progress(message=line)
-    causal = export.of_folder(weights.weights_folder(model), model)
-    return causal, ModelFacts(side="base", name=model.id, parameters=export.parameter_count(causal))
+def _facts(side: Side, causal: PreTrainedModel, name: str, step: int | None) -> ModelFacts:
+    parameters = sum(parameter.numel() for parameter in causal.parameters())
+    return ModelFacts(side=side, name=name, step=step, parameters=parameters)
 
 
 if __name__ == "__main__":

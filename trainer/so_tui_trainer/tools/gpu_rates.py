@@ -97,7 +97,8 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
     within = _seconds(lambda: near.copy_(other), device, limit_s)
     d2h = _seconds(lambda: host.copy_(near, non_blocking=True), device, limit_s)
     h2d = _seconds(lambda: near.copy_(host, non_blocking=True), device, limit_s)
-    streams = [torch.cuda.Stream(device) for _ in range(2)] if pinned else []  # type: ignore[no-untyped-call]
+    stream: Any = torch.cuda.Stream
+    streams = [stream(device) for _ in range(2)] if pinned else []
 
     def both() -> None:
         if not streams:
@@ -111,7 +112,8 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
 
     together = _seconds(both, device, limit_s)
     pageable = torch.zeros(size, dtype=torch.uint8)
-    masters, weights = pageable.view(torch.float32), near.view(torch.bfloat16)[: size // 4]
+    masters = pageable.view(torch.float32)
+    weights = near.view(torch.bfloat16)[: size // 4]
     return {
         "hbm_bytes_per_s": 2 * size / within,
         "down_bytes_per_s": size / d2h,

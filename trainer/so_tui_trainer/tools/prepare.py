@@ -13,10 +13,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from so_tui.spec import check_tree
 from so_tui.units import thousands
 from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools import build_ops
-from so_tui_trainer.tools.channel import Answer, requested_spec, serve
+from so_tui_trainer.tools.channel import Answer, serve
 from so_tui_trainer.tools.fetch import fetch
 
 
@@ -36,7 +37,7 @@ def _prepare(request: Answer) -> Iterator[Answer]:
     from so_tui_trainer.evaluation import divide, evaluation_spec
     from so_tui_trainer.model import weights
 
-    spec = requested_spec(request)
+    spec = check_tree(request["spec"])
     yield from (answer | {"done": False} for answer in fetch(request))
     if spec.model.weights == "pretrained":
         yield from ({"message": line} for line in weights.prepare_weights(spec.model))

@@ -56,12 +56,13 @@ def _rewritten(path: Path) -> tuple[str, int]:
     model = find_preset(str(path.resolve()), table=False).spec.model
     own = path.read_text(encoding="utf-8").partition(MARKER)[0].rstrip("\n")
     if re.search(r"^\s*\[\[\s*model\s*\.\s*parameters", own, re.MULTILINE):
-        raise _refusal(
+        raise reject(
             "table-not-generated",
             "model.parameters",
+            "",
             "is above the generated table",
             "Delete it; the generated one replaces it.",
-            path,
+            file=str(path),
         )
     config = _model_config(model)
     causal = meta_model(config)
@@ -78,33 +79,24 @@ def _with_keys(own: str, missing: dict[str, Any], path: Path) -> str:
     """
     if not missing:
         return own
-    header, given = _SHAPE_HEADER.search(own), tomllib.loads(own).get("model", {}).get("config")
+    header = _SHAPE_HEADER.search(own)
+    given = tomllib.loads(own).get("model", {}).get("config")
     if header and given:
         keys = tomli_w.dumps(missing).rstrip("\n")
         return f"{own[: header.end()]}\n{keys}{own[header.end() :]}"
     if header:  # An empty section: the whole shape, which has sections itself, goes to the end.
         own = own[: header.start()] + own[header.end() :]
     elif given is not None:
-        raise _refusal(
+        raise reject(
             "model-config-not-section",
             "model.config",
+            "",
             f"lacks {', '.join(missing)}",
             "Write it as a section: [model.config] and its keys below.",
-            path,
+            file=str(path),
         )
     section = tomli_w.dumps({"model": {"config": missing}}).rstrip("\n")
     return f"{own}\n\n{section}"
-
-
-def _refusal(code: str, field: str, message: str, remedy: str, path: Path) -> InputError:
-    return reject(
-        code,
-        field,
-        "",
-        message,
-        remedy,
-        file=str(path),
-    )
 
 
 def main() -> int:

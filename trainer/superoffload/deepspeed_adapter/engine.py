@@ -8,6 +8,7 @@ DeepSpeed's internals.
 from __future__ import annotations
 
 import fcntl
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cache, partial, wraps
@@ -177,10 +178,8 @@ def limit_run_ahead(engine: Engine, limit: int) -> None:
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     # Blocking events: a host that spins while it waits takes time from CPU Adam on the same core's
     # other thread.
-    limiter, fetch = (
-        RunAheadLimiter(limit, partial(accelerator.Event, blocking=True)),
-        coordinator.fetch_sub_module,
-    )
+    limiter = RunAheadLimiter(limit, partial(accelerator.Event, blocking=True))
+    fetch = coordinator.fetch_sub_module
     numels: dict[int, int] = {}
 
     def fetch_within_limit(module: Any, forward: bool) -> None:
@@ -284,7 +283,14 @@ def publish_weights(engine: Engine) -> None:
 
 
 def set_learning_rate(engine: Engine, learning_rate: float) -> None:
-    """Set the learning rate of all parameter groups, wherever they are stepped."""
+    """Set the learning rate of the step whose last backward begins next, of all parameter groups.
+    Raises OffloadError (``learning-rate``) if it is impossible.
+    """
+    if not (math.isfinite(learning_rate) and learning_rate >= 0):
+        raise OffloadError(
+            f"The learning rate is {learning_rate}. Use a finite number, at least 0.",
+            code="learning-rate",
+        )
     for group in engine.optimizer.optimizer.param_groups:
         group["lr"] = learning_rate
 
@@ -325,21 +331,20 @@ def replay_bias_correction(engine: Engine) -> None:
         )
 
 
-def last_gradient_norm(engine: Engine) -> float | None:
+def gradient_norm(engine: Engine) -> float | None:
     """Return the norm of the last step's gradients over all ranks, before clipping; None before the
-    first step.
+    first step. May wait for the GPU.
     """
-    optimizer = super_offload(engine)
-    if optimizer is not None:
+    if optimizer := super_offload(engine):
         return optimizer.gradient_norm()
     norm = engine.get_global_grad_norm()
     return None if norm is None else float(norm)
 
 
-def end_deepspeed_worker(engine: Engine) -> None:
-    """End the Adam worker of DeepSpeed's own SuperOffload, which DeepSpeed itself never ends.
-    Without effect in the other modes.
-    """
+def close(engine: Engine) -> None:
+    """End the processes that the engine started and release its memory. Safe to call twice."""
+    # DeepSpeed itself never ends the Adam worker of its own SuperOffload.
     worker = getattr(engine.optimizer, "superoffload_cpu_optimizer", None)
     if worker is not None:
         worker.close()
+    engine.destroy()

@@ -34,9 +34,8 @@ from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from superoffload.conversion import deepspeed_states
 from superoffload.errors import OffloadError
 from superoffload.gpu_states import Gradient, SubGroup
-from superoffload.host_room import within_share
 from superoffload.optimizer import SuperOffload
-from superoffload.settings import Settings
+from superoffload.settings import Settings, within_share
 from superoffload.shared_states import HostWeights
 
 # DeepSpeed's checkpoints: one rank's states as DeepSpeed's ZeRO-3 optimizer has them, and back.
@@ -61,7 +60,8 @@ def _load_state_dict(
     Raises:
         OffloadError: If the sub-groups differ (``other-sub-groups``).
     """
-    flat, optimizer_state = saved[FP32_FLAT_GROUPS], saved[OPTIMIZER_STATE_DICT]
+    flat = saved[FP32_FLAT_GROUPS]
+    optimizer_state = saved[OPTIMIZER_STATE_DICT]
     here = [group.weights.numel() for group in core.sub_groups]
     if [weights.numel() for weights in flat] != here:
         raise OffloadError(
@@ -189,11 +189,7 @@ def _place(
         no others.
     """
     dtype = groups[0][0].ds_tensor.dtype
-    host = (
-        HostWeights(numels[on_gpu:], dtype, pinned=device.type == "cuda")
-        if on_gpu < len(numels)
-        else None
-    )
+    host = HostWeights(numels[on_gpu:], dtype) if on_gpu < len(numels) else None
     found = []
     for index, (group, numel) in enumerate(zip(groups, numels, strict=True)):
         weights = (
@@ -211,25 +207,13 @@ def _place(
     return found, host
 
 
-def _gather(
-    all_gather: Callable[..., Any], parameters: Sequence[Any], *arguments: Any, **keywords: Any
-) -> Any:
-    """All-gather parameters, with their shards copied to the GPU on the current stream. The host
-    does not wait for the copies.
+@contextmanager
+def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
+    """Return a context in which the shards of parameters are on the GPU, copied on the current
+    stream. The host does not wait for the copies.
 
     One rank gathers nothing: there DeepSpeed's own copies are the weights.
     """
-    with _shards_on_gpu(parameters) as copies:
-        handle = all_gather(parameters, *arguments, **keywords)
-        if copies is not None and hasattr(handle, "wait"):
-            handle.shards = (
-                copies  # which the collective may still read, until the handle has been waited for
-            )
-        return handle
-
-
-@contextmanager
-def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
     on_host = [
         parameter
         for parameter in parameters
@@ -261,7 +245,7 @@ def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
 # objects.
 
 
-class Waits:
+class _Waits:
     """The functions that were replaced for one optimizer.
 
     Args:
@@ -282,7 +266,12 @@ class Waits:
             def all_gather(param_list: Any = None, *arguments: Any, **keywords: Any) -> Any:
                 parameters = [own] if param_list is None else list(param_list)
                 self._core.wait_for_weights(self._sub_groups(parameters))
-                return _gather(function, parameters, *arguments, **keywords)
+                with _shards_on_gpu(parameters) as copies:
+                    handle = function(parameters, *arguments, **keywords)
+                    if copies is not None and hasattr(handle, "wait"):
+                        # The collective may still read them until the handle has been waited for.
+                        handle.shards = copies
+                    return handle
 
             return all_gather
 
@@ -455,7 +444,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         # Other methods of the base class expect these attributes.
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor] = {}
-        self._waits = Waits(self.core, {ds_id: index for ds_id, (index, _) in self._member.items()})
+        self._waits = _Waits(
+            self.core, {ds_id: index for ds_id, (index, _) in self._member.items()}
+        )
         self._waits.before_all_gather(self.module)
         self._waits.before_layers(self.parameter_offload.get_param_coordinator())
         comm.barrier()
@@ -532,7 +523,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             not self.core.step()
         )  # The engine counts a step that was skipped and leaves its scheduler alone.
         self._refer_to_master_weights()
-        self._global_grad_norm = None  # ``last_gradient_norm`` reads it on demand
+        self._global_grad_norm = None  # ``gradient_norm`` reads it on demand
 
     def _refer_to_master_weights(self) -> None:
         """Tell the base class where the master weights are: after a speculative step, in the other
