@@ -19,7 +19,8 @@ from so_tui.plan import planner
 from so_tui.runs import RunDirectory, read_spec, read_state, state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
-from so_tui.spec import InputError, Refused, RunSpec
+from so_tui.spec import Refused, RunSpec
+from tests.support.problems import refused, rejected
 
 
 class Interrupted(_LocalExecutor):
@@ -102,9 +103,8 @@ def test_a_resume_needs_what_the_run_saved_or_the_wish_to_start_over(
 ) -> None:
     run = start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=Recording())
     write_state(run, msgspec.structs.replace(read_state(run), saved_step=11))
-    with pytest.raises(Refused) as caught:
+    with refused("checkpoint-missing"):
         prepare_resume(run, machine, force=True)
-    assert caught.value.codes == ("checkpoint-missing",)
     again = prepare_resume(run, machine, force=True, start_over=True)
     assert again.start_over
     assert resume(run, again, executor=Recording()) == 2
@@ -148,9 +148,8 @@ def test_a_start_whose_state_cannot_be_read_deletes_nothing(
     tmp_path: Path, two_ranks: RunSpec, machine: Machine
 ) -> None:
     executor = Unreadable()
-    with pytest.raises(InputError) as caught:
+    with rejected("unreadable-state"):
         start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=executor)
-    assert [problem.code for problem in caught.value.problems] == ["unreadable-state"]
     run = RunDirectory(next(tmp_path.glob("*/spec.json")).parent)
     run.state_path.write_bytes(executor.written)
     assert read_state(run).supervisor is not None

@@ -15,8 +15,8 @@ from so_tui.launch.launch import write_launch
 from so_tui.launch.supervisor import host_check
 from so_tui.runs import create_run, new_attempt, read_state
 from so_tui.runs.records import OutcomeCode
-from so_tui.spec import Refused
 from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
+from tests.support.problems import refused
 from tests.support.supervising import supervise_to_end
 
 ME = host_check.Holder(run="/runs/mine", pid=os.getpid())
@@ -131,7 +131,6 @@ def test_a_gpu_of_another_run_is_refused_before_anything_starts(
         host_check._gpu_lock_name(machine.gpus[1]),
         host_check.Holder(run="/runs/busy-one", pid=77),
     )
-    with pytest.raises(Refused) as caught:
+    with refused("gpu-in-use"):
         quick_checks(launch)
-    assert caught.value.codes == ("gpu-in-use",)
     lock.release()

@@ -13,8 +13,8 @@ from so_tui.model.sharding import (
     partition_numel,
     sub_group_slices,
 )
-from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import DataSpec, ModelSpec, OffloadSpec, ParameterBlock, RunSpec, Tensor
+from tests.support.problems import rejected
 
 CONFIG = {
     "hidden_size": 8,
@@ -153,9 +153,8 @@ def test_more_ratio_never_puts_more_on_the_gpu() -> None:
 
 def test_a_spec_without_a_table_is_an_input_error() -> None:
     bare = RunSpec(name="bare", model=ModelSpec(id="x"), data=DataSpec(source="x"))
-    with pytest.raises(InputError) as caught:
+    with rejected("missing-parameter-table"):
         profile_of(bare.model)
-    assert [problem.code for problem in caught.value.problems] == ["missing-parameter-table"]
 
 
 def test_a_profile_is_made_once_for_a_model_and_its_layouts_once() -> None:

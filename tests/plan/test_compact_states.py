@@ -24,18 +24,11 @@ TWO_BIG = superchips(2, node_mib=490_037, name="NVIDIA GH200 480GB")
 
 
 def test_moments_and_second_states_take_what_the_format_takes() -> None:
-    spec = spec_of("qwen3-4b-random", offload__mode="superoffload", offload__speculation="on")
+    given = {"offload__mode": "superoffload", "offload__speculation": "on"}
+    spec = spec_of("qwen3-4b-random", **given)
     numel = profile_of(spec.model).layout(1, spec.offload).cpu_numel
     for states, moments in zip(FORMATS, (8, 4, 2 + 2 / 128), strict=True):
-        plan = make_plan(
-            spec_of(
-                "qwen3-4b-random",
-                offload__mode="superoffload",
-                offload__speculation="on",
-                offload__states=states,
-            ),
-            BIG,
-        )
+        plan = make_plan(with_values(spec, {"offload.states": states}), BIG)
         found = {term.kind: term.bytes for term in plan.breakdown if term.location == "node"}
         assert found["moments"] == int(moments * numel)
         assert found["second-states"] == pytest.approx((6 + moments) * numel, rel=1e-6)
@@ -79,18 +72,17 @@ def test_the_most_exact_format_that_fits_is_offered_where_nothing_else_does() ->
     assert 'offload.states = "bf16-moments"' in offered.message
 
 
-def test_it_is_offered_beside_more_gpus_and_not_where_the_run_fits_or_could_not() -> None:
+def test_it_is_offered_beside_more_gpus() -> None:
+    """And not where the run fits or could not."""
     plan = recommend(spec_of("qwen3-14b", gpus="1"), QUAD, 1)
     assert only(plan.remedies, CompactStatesFit).states == "int8-moments"
     assert only(plan.remedies, MoreGpusFit).gpus == 2
-    assert not facts_of(
-        recommend(spec_of("llama-3.1-8b", gpus="1"), QUAD, 1).remedies, CompactStatesFit
-    )
-    assert not facts_of(
-        recommend(spec_of("llama-3.3-70b", gpus="4"), QUAD, 4).remedies, CompactStatesFit
-    )
-    theirs = spec_of("qwen3-14b", gpus="1", offload__mode="zerooffload")
-    assert not facts_of(make_plan(theirs, QUAD).remedies, CompactStatesFit)
+    for other in (
+        recommend(spec_of("llama-3.1-8b", gpus="1"), QUAD, 1),
+        recommend(spec_of("llama-3.3-70b", gpus="4"), QUAD, 4),
+        make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="zerooffload"), QUAD),
+    ):
+        assert not facts_of(other.remedies, CompactStatesFit)
 
 
 @pytest.mark.parametrize(

@@ -12,27 +12,19 @@ from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import FitsHere, SequencesNotShareable, SequencesShared
 from so_tui.plan.planner import make_plan, recommend
 from so_tui.plan.resources import exchanged_bytes, more_sharing
-from so_tui.spec import InputError, RunSpec, problems_in, spec_tree
+from so_tui.spec import RunSpec, problems_in, spec_tree
+from tests.support import planning
 from tests.support.machines import x86
-from tests.support.planning import CPU_ONLY, facts_of, only, spec_of
+from tests.support.planning import CPU_ONLY, facts_of, only, spec_of, step_of
+from tests.support.problems import rejected
 
 H200S = x86("NVIDIA H200", gpu_count=4, cores=64, memory_mib=512 * 1024)
 LONG = 1_048_576
 
 
 def long_spec(tokens: int, gpus: int = 2, **changes: str) -> RunSpec:
-    one = {
-        "gpus": str(gpus),
-        "train__micro_batch": "1",
-        "train__gradient_accumulation": "1",
-        "data__sequence_length": str(tokens),
-    }
-    return spec_of(
-        "qwen3-4b-random",
-        **one
-        | {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
-        | changes,
-    )
+    given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
+    return planning.long_spec(tokens, **given | {"gpus": str(gpus)} | changes)
 
 
 def test_activations_of_a_rank_are_those_of_its_part() -> None:
@@ -60,14 +52,14 @@ def test_activations_of_a_rank_are_those_of_its_part() -> None:
     assert found["nccl-buffers"] == 2 * expected["nccl-buffers"]
 
 
-def test_a_step_trains_half_the_sequences_and_waits_for_the_exchange() -> None:
+def test_a_step_trains_half_the_sequences_and_waits() -> None:
+    """For the exchange."""
     shared, whole = (
         make_plan(long_spec(65_536, train__sequence_parallel=ranks), H200S) for ranks in ("2", "1")
     )
     assert 2 * shared.tokens_per_step == whole.tokens_per_step
-    assert shared.step is not None
-    assert whole.step is not None
-    assert 0.5 * whole.step.total_s < shared.step.total_s < 0.7 * whole.step.total_s
+    whole_s = step_of(whole).total_s
+    assert 0.5 * whole_s < step_of(shared).total_s < 0.7 * whole_s
 
 
 def test_key_heads_are_sent_to_every_rank_where_there_are_fewer() -> None:
@@ -95,13 +87,9 @@ def test_sharing_is_a_remedy_with_the_tokens_of_a_step_unchanged() -> None:
 
 
 def test_only_ranks_that_divide_the_heads_are_tried() -> None:
-    assert [spec.train.sequence_parallel for spec in more_sharing(long_spec(LONG, gpus=12))] == [
-        2,
-        4,
-    ]
-    assert [spec.train.sequence_parallel for spec in more_sharing(spec_of("phi-4", gpus="8"))] == [
-        2
-    ]  # 40 heads, 10 key heads
+    phi = spec_of("phi-4", gpus="8")  # 40 heads, 10 key heads
+    for given, ranks in ((long_spec(LONG, gpus=12), [2, 4]), (phi, [2])):
+        assert [spec.train.sequence_parallel for spec in more_sharing(given)] == ranks
 
 
 @pytest.mark.parametrize(
@@ -163,6 +151,5 @@ def test_without_a_gpu_nothing_can_share() -> None:
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_its_key(changes: dict[str, str], code: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with rejected(code):
         spec_of("qwen3-30b-a3b", **{"train__sequence_parallel": "2"} | changes)
-    assert [problem.code for problem in caught.value.problems] == [code]
