@@ -15,6 +15,7 @@ from so_tui.launch import helper
 from so_tui.launch.checks import preflight, quick_checks
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import start
+from so_tui.machine import Machine
 from so_tui.machine.known import named_machine
 from so_tui.machine.types import Software
 from so_tui.plan.plan import Launch, Plan
@@ -71,8 +72,51 @@ def plan_with(plan: Plan, **changes: object) -> Plan:
     return msgspec.structs.replace(plan, **changes)
 
 
+CUDA = Software(torch="2.13.0+cu130", torch_cuda="13.0", deepspeed="0.19.8", transformers="5.23.0")
+ROCM = msgspec.structs.replace(CUDA, torch="2.13.0+rocm7.0", torch_cuda=None, torch_rocm="7.0")
+CPU = msgspec.structs.replace(CUDA, torch="2.13.0+cpu", torch_cuda=None)
+
+
+def without(name: str) -> Machine:
+    return cpu_machine(software=msgspec.structs.replace(SOFTWARE, **{name: None}))
+
+
+def apus(software: Software) -> Machine:
+    return msgspec.structs.replace(named_machine("mi300a-4"), software=software)
+
+
+def checked(machine: Machine | None = None, *, gpus: bool = False, **changes: object) -> Launch:
+    return launch_with(plan_of(embedded(**changes), gpus=gpus), machine, forced=True)
+
+
+@pytest.mark.parametrize(
+    ("launch", "code", "forceable"),
+    [
+        (checked(without("torch")), "software-missing", False),
+        (checked(without("deepspeed")), "software-missing", False),
+        (checked(without("transformers")), "software-missing", False),
+        (checked(nodes=2), "several-nodes-here", False),
+        (checked(quad_gh200(software=CPU), gpus=True), "torch-without-cuda", False),
+        (checked(apus(CUDA), gpus=True), "torch-without-rocm", False),
+        (launch_with(plan_of(embedded()), without("compiler")), "compiler-missing", True),
+        (
+            launch_with(plan_with(plan_of(embedded()), shm_bytes=2**60)),
+            "shared-memory-too-small",
+            True,
+        ),
+    ],
+)
+def test_what_is_missing_is_refused(
+    launch: Launch, code: str, forceable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no kernel has been compiled
+    with refused(code, forceable=forceable):
+        quick_checks(launch)
+
+
 def test_nothing_wrong() -> None:
     assert quick_checks(launch_with(plan_of(embedded()))) == ()
+    quick_checks(checked(apus(ROCM), gpus=True))
 
 
 def test_missing_files_are_all_named(tmp_path: Path) -> None:
@@ -89,55 +133,12 @@ def test_missing_files_are_all_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("missing", ["torch", "deepspeed", "transformers"])
-def test_missing_software(missing: str) -> None:
-    machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, **{missing: None}))
-    launch = launch_with(plan_of(embedded()), machine, forced=True)
-    assert checks_of(launch) == (("software-missing",), False)
-
-
-def test_several_nodes_need_a_partition() -> None:
-    assert checks_of(launch_with(plan_of(embedded(nodes=2)), forced=True)) == (
-        ("several-nodes-here",),
-        False,
-    )
-
-
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed here")
 def test_a_tracker_whose_package_is_missing() -> None:
     launch = launch_with(plan_of(embedded(tracking=TrackingSpec(wandb=True))), forced=True)
     assert checks_of(launch) == (("tracker-missing",), False)
     quick_checks(
         launch_with(plan_of(embedded(tracking=TrackingSpec(tensorboard=True))), forced=True)
-    )
-
-
-def test_torch_without_cuda_on_a_gpu_machine() -> None:
-    software = Software(
-        torch="2.13.0+cpu", torch_cuda=None, deepspeed="0.19.8", transformers="5.23.0"
-    )
-    launch = launch_with(plan_of(embedded(), gpus=True), quad_gh200(software=software), forced=True)
-    assert checks_of(launch) == (("torch-without-cuda",), False)
-
-
-def test_torch_for_amd_is_one_for_rocm() -> None:
-    software = Software(
-        torch="2.13.0+cu130", torch_cuda="13.0", deepspeed="0.19.8", transformers="5.23.0"
-    )
-    machine = msgspec.structs.replace(named_machine("mi300a-4"), software=software)
-    assert checks_of(launch_with(plan_of(embedded(), gpus=True), machine, forced=True)) == (
-        ("torch-without-rocm",),
-        False,
-    )
-    rocm = msgspec.structs.replace(
-        software, torch="2.13.0+rocm7.0", torch_cuda=None, torch_rocm="7.0"
-    )
-    quick_checks(
-        launch_with(
-            plan_of(embedded(), gpus=True),
-            msgspec.structs.replace(machine, software=rocm),
-            forced=True,
-        )
     )
 
 
@@ -148,12 +149,6 @@ def test_what_doctor_says_blocks_a_launch() -> None:
         preflight(launch)
     assert (set(caught.value.codes), caught.value.forceable) == ({"doctor-blocks"}, True)
     assert any("DeepSpeed 0.18.0" in reason for reason in caught.value.reasons)
-
-
-def test_a_compiler_for_cpu_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine = cpu_machine(software=msgspec.structs.replace(SOFTWARE, compiler=None))
-    assert checks_of(launch_with(plan_of(embedded()), machine)) == (("compiler-missing",), True)
 
 
 def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
@@ -208,13 +203,6 @@ def test_a_folder_that_cannot_be_written(folder: str) -> None:
         quick_checks(launch_with(plan_of(embedded())), runs_dir=folder)
     with rejected("not-writable", field="checkpoint.folder"):
         quick_checks(launch_with(plan_of(embedded(checkpoint=CheckpointSpec(folder=folder)))))
-
-
-def test_shared_memory() -> None:
-    assert checks_of(launch_with(plan_with(plan_of(embedded()), shm_bytes=2**60))) == (
-        ("shared-memory-too-small",),
-        True,
-    )
 
 
 def test_nothing_is_written_when_the_start_is_refused(tmp_path: Path) -> None:

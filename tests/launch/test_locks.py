@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.checks import quick_checks
-from so_tui.launch.launch import write_launch
 from so_tui.launch.supervisor import host_check
-from so_tui.runs import create_run, new_attempt, read_state
+from so_tui.machine.types import Gpu
+from so_tui.runs import read_state
 from so_tui.runs.records import OutcomeCode
 from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
 from tests.support.problems import refused
-from tests.support.supervising import supervise_to_end
+from tests.support.supervising import prepared_run, supervise_to_end
 
 ME = host_check.Holder(run="/runs/mine", pid=os.getpid())
 
@@ -95,6 +95,14 @@ def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+BUSY = host_check.Holder(run="/runs/busy-one", pid=77)
+
+
+def taken(gpu: Gpu) -> host_check.Lock:
+    name = host_check._gpu_lock_name(gpu)
+    return host_check.take(host_check.lock_folder(), name, BUSY)
+
+
 @pytest.mark.slow
 def test_the_supervisor_holds_the_gpus_or_the_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,15 +112,9 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(
     """
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     machine, plan = quad_gh200(hostname=socket.gethostname()), plan_of(spec_of(), gpus=True)
-    run = create_run(plan.spec, tmp_path / "runs")
-    attempt = new_attempt(run)
-    write_launch(run, attempt, launch_with(plan, machine))
-    lock = host_check.take(
-        host_check.lock_folder(),
-        host_check._gpu_lock_name(machine.gpus[0]),
-        host_check.Holder(run="/runs/busy-one", pid=77),
-    )
-    code = supervise_to_end(run, attempt)
+    run = prepared_run(launch_with(plan, machine), tmp_path / "runs")
+    lock = taken(machine.gpus[0])
+    code = supervise_to_end(run)
     lock.release()
     state = read_state(run)
     assert (code, state.state, state.code) == (1, "failed", OutcomeCode.GPU_IN_USE)
@@ -123,14 +125,9 @@ def test_a_gpu_of_another_run_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    machine = quad_gh200()
-    launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
+    launch = launch_with(plan_of(spec_of(), gpus=True), quad_gh200(), forced=True)
     quick_checks(launch)
-    lock = host_check.take(
-        host_check.lock_folder(),
-        host_check._gpu_lock_name(machine.gpus[1]),
-        host_check.Holder(run="/runs/busy-one", pid=77),
-    )
+    lock = taken(launch.machine.gpus[1])
     with refused("gpu-in-use"):
         quick_checks(launch)
     lock.release()

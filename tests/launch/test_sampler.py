@@ -224,38 +224,31 @@ def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path: 
     assert oom_kills(tmp_path) == 2
 
 
-def test_roles() -> None:
-    rank = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
-    assert (
-        _role_of(("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"), None)
-        == "runner"
-    )
-    assert (
-        _role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "runner")
-        == "launcher"
-    )
-    assert (
-        _role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "launcher")
-        == "other"
-    )
-    assert (
-        _role_of(("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner")
-        == "other"
-    )
-    assert _role_of(("dpkg", "-l", "numactl"), "launcher") == "other"
-    assert _role_of(rank, "launcher") == "rank"
-    assert _role_of(rank, None) == "rank"
-    assert _role_of(rank, "rank") == "other"
-    assert (
-        _role_of(
-            (
-                "python",
-                "-c",
-                "from multiprocessing.spawn import spawn_main",
-                "--multiprocessing-fork",
-            ),
-            "rank",
-        )
-        == "adam"
-    )
-    assert _role_of(("python", "-I", "-S", "/lib/superoffload/worker.py"), "rank") == "adam"
+RANK = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
+LAUNCHER = ("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer")
+SPAWNED = "from multiprocessing.spawn import spawn_main"
+
+
+@pytest.mark.parametrize(
+    ("argv", "parent", "role"),
+    [
+        (
+            ("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"),
+            None,
+            "runner",
+        ),
+        (("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner", "other"),
+        (LAUNCHER, "runner", "launcher"),
+        (LAUNCHER, "launcher", "other"),
+        (("dpkg", "-l", "numactl"), "launcher", "other"),
+        (RANK, "launcher", "rank"),
+        (RANK, None, "rank"),
+        (RANK, "rank", "other"),
+        (("python", "-c", SPAWNED, "--multiprocessing-fork"), "rank", "adam"),
+        (("python", "-I", "-S", "/lib/superoffload/worker.py"), "rank", "adam"),
+        (("python", "-P", "/lib/superoffload/worker.py", "3"), "rank", "adam"),
+        (("python", "-P", "/lib/superoffload/worker.py", "3"), "other", "other"),
+    ],
+)
+def test_roles(argv: tuple[str, ...], parent: str | None, role: str) -> None:
+    assert _role_of(argv, parent) == role

@@ -10,48 +10,29 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.executors import supervisor_log
-from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor import run as supervision
 from so_tui.launch.supervisor.run import supervise
-from so_tui.machine import Machine
-from so_tui.runs import create_run, new_attempt
+from so_tui.runs import RunDirectory
 from so_tui.runs.lock import RunLock
 from so_tui.runs.records import OutcomeCode
 from so_tui.settings_file import change_settings
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec.errors import reject
 from tests.support.fake_runs import Runs, ended, kill, process_of, roles, wait_for
 from tests.support.waiting import wait_until
 
 
-def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_cannot_be_given_back(
-    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+def test_the_command_that_tells_of_the_end_is_waited_for(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file server may be away just then. A job ends with its supervisor, and the command would
-    end with it.
+    """Although the lock cannot be given back: a file server may be away just then. A job ends with
+    its supervisor, and the command would end with it.
     """
     told = tmp_path / "told"
-    change_settings(
-        {
-            "alerts.command": ["/bin/sh", "-c", f"sleep 1; echo told > {told}"],
-            "alerts.command_timeout_s": 50,
-        }
-    )
-    launch = prepare(two_ranks, machine, force=True)
-    run = create_run(launch.spec, tmp_path / "runs")
-    write_launch(run, new_attempt(run), launch)
+    script = f"sleep 1; echo told > {told}"
+    change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
 
     def fail(*_: object) -> None:
-        raise InputError(
-            [
-                Problem(
-                    code="no-cpus",
-                    field="machine",
-                    value="/",
-                    message="has no CPUs",
-                    remedy="Mount /sys.",
-                )
-            ]
-        )
+        raise reject("no-cpus", "machine", "/", "has no CPUs", "Mount /sys.")
 
     def away(_: RunLock) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -205,14 +205,6 @@ def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs) -> None:
 
 
 @pytest.mark.trains
-def test_a_signal_to_the_supervisor_is_a_wish_to_stop(runs: Runs) -> None:
-    run, before = runs.training()
-    assert before.supervisor is not None
-    os.kill(before.supervisor.pid, signal.SIGTERM)
-    assert wait_for(run, ended, timeout_s=WITHIN_S).state == "stopped"
-
-
-@pytest.mark.trains
 def test_a_schedulers_warning_to_every_process_stops_the_run_and_kills_nothing(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
