@@ -46,6 +46,7 @@ def so_tui(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
+        umask=0,  # what is closed to others is closed by so-tui
     )
 
 
