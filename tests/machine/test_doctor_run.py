@@ -58,21 +58,16 @@ def test_a_memory_limit_against_what_the_run_needs(
 
 def test_memory_that_others_hold(tmp_path: Path) -> None:
     files = {"/proc/meminfo": f"MemAvailable: {20 * GIB // 1024} kB\n"}
-    machine = healthy()
-    finding = only(
-        found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB}))
-    )
+    machine, needs = healthy(), Needs(host_bytes_per_node={0: 30 * GIB})
+    finding = only(found(machine, files, tmp_path / "t", plan=needs))
     assert (finding.severity, finding.code) == ("warning", "memory-in-use")
     assert "available 20.0 GiB" in finding.evidence
-    assert (
-        found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 10 * GIB})) == ()
-    )
-    optional = Needs(host_bytes_per_node={0: 30 * GIB}, host_optional_bytes=15 * GIB)
-    assert found(machine, files, tmp_path / "t", plan=optional) == ()
-    growing = msgspec.structs.replace(machine, memory_grows=True)
-    assert (
-        found(growing, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB})) == ()
-    )
+    for other, less in (
+        (machine, Needs(host_bytes_per_node={0: 10 * GIB})),
+        (machine, Needs(host_bytes_per_node={0: 30 * GIB}, host_optional_bytes=15 * GIB)),
+        (msgspec.structs.replace(machine, memory_grows=True), needs),
+    ):
+        assert found(other, files, tmp_path / "t", plan=less) == ()
 
 
 def test_room_for_checkpoints(tmp_path: Path) -> None:

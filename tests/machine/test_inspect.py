@@ -20,6 +20,7 @@ from tests.support.sysroots import (
     ONE_GH200_HBM_ONLY,
     ONE_GH200_MIG,
     QUAD_GH200,
+    Host,
     build_sysroot,
     fake_numa,
 )
@@ -93,21 +94,19 @@ def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_pa
 @pytest.mark.parametrize(
     ("host", "node"), [(ONE_GH200_CDMM, None), (ONE_GH200_HBM_ONLY, 1), (fake_numa(4), 4)]
 )
-def test_other_maps_of_one_gh200(tmp_path: Path, host: object, node: int | None) -> None:
-    machine = host.inspected(tmp_path)  # type: ignore[attr-defined]
+def test_other_maps_of_one_gh200(tmp_path: Path, host: Host, node: int | None) -> None:
+    machine = host.inspected(tmp_path / "one")
     assert places(machine) == [(0, node)]
     assert machine.gpus[0].memory_total_bytes == 97280 * MIB, (
         "the published size, if no node has it"
     )
     assert any("memory" in note for note in machine.notes) == (node is None)
+    four = GB200_CDMM.inspected(tmp_path / "four")
+    assert places(four) == [(0, None), (0, None), (1, None), (1, None)]
 
 
 def test_memory_that_mig_cut_up_is_not_taken_for_the_whole_part(tmp_path: Path) -> None:
     assert [gpu.memory_total_bytes for gpu in ONE_GH200_MIG.inspected(tmp_path).gpus] == [None]
-
-
-def test_gb200_without_memory_nodes(tmp_path: Path) -> None:
-    assert places(GB200_CDMM.inspected(tmp_path)) == [(0, None), (0, None), (1, None), (1, None)]
 
 
 def test_x86_with_eight_gpus(tmp_path: Path) -> None:
@@ -217,6 +216,12 @@ MPAM_KERNEL = {
 MPAM_TABLE = {"/sys/firmware/acpi/tables/MPAM": ""}
 
 
+RESCTRL = {
+    "/proc/mounts": "resctrl /sys/fs/resctrl resctrl rw 0 0\n",
+    "/sys/fs/resctrl/info/MB/num_closids": "8\n",
+}
+
+
 @pytest.mark.parametrize(
     ("files", "state"),
     [
@@ -226,14 +231,7 @@ MPAM_TABLE = {"/sys/firmware/acpi/tables/MPAM": ""}
         ({"/proc/filesystems": "nodev\tresctrl\n"}, "kernel"),
         ({**MPAM_KERNEL, **MPAM_TABLE}, "firmware"),
         ({**MPAM_KERNEL, **MPAM_TABLE, "/proc/cmdline": "ro arm64.nompam"}, "off"),
-        (
-            {
-                **MPAM_KERNEL,
-                "/proc/mounts": "resctrl /sys/fs/resctrl resctrl rw 0 0\n",
-                "/sys/fs/resctrl/info/MB/num_closids": "8\n",
-            },
-            "mounted",
-        ),
+        ({**MPAM_KERNEL, **RESCTRL}, "mounted"),
     ],
 )
 def test_mpam_states(tmp_path: Path, files: dict[str, str], state: str) -> None:

@@ -73,17 +73,9 @@ def test_everything_that_nvml_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = inspect_with(monkeypatch)
     assert machine.software.nvidia_driver == "580.95.05"
     gpu = machine.gpus[1]
-    assert (gpu.index, gpu.name, gpu.pci_bus_id, gpu.uuid) == (
-        1,
-        "NVIDIA GH200 480GB",
-        "0000:3b:00.0",
-        "GPU-1a0b1c2d",
-    )
-    assert (gpu.memory_total_bytes, gpu.memory_used_bytes, gpu.compute_mode) == (
-        96 * GIB,
-        GIB,
-        "Exclusive_Process",
-    )
+    assert (gpu.index, gpu.name, gpu.pci_bus_id) == (1, "NVIDIA GH200 480GB", "0000:3b:00.0")
+    assert (gpu.uuid, gpu.compute_mode) == ("GPU-1a0b1c2d", "Exclusive_Process")
+    assert (gpu.memory_total_bytes, gpu.memory_used_bytes) == (96 * GIB, GIB)
     assert (gpu.c2c, gpu.mig, gpu.memory_node) == (True, False, None)
     if len(machine.cpu_nodes) == 1:
         assert gpu.numa_node == machine.cpu_nodes[0].id

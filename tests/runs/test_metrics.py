@@ -34,6 +34,7 @@ from so_tui.runs.records import (
     encode_line,
 )
 from so_tui.runs.segments import read_lines, segments
+from tests.support.records import step_record
 from tests.support.waiting import LIMIT_S
 
 Step = Callable[..., StepRecord]
@@ -187,14 +188,6 @@ def test_a_late_reader_draws_what_it_did_not_read(run: RunDirectory, step: Step)
     assert [record.step for record in reader.recent(1500)] == list(range(1500, 3000))
 
 
-def test_an_empty_run_has_no_steps(run: RunDirectory) -> None:
-    reader = RunReader(run)
-    assert read_all(reader) == []
-    assert reader.latest is None
-    assert rows(reader, "loss") == []
-    assert losses(reader) == []
-
-
 def test_segments_are_read_once_for_charts_and_other_records(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,9 +317,11 @@ def test_a_record_of_another_attempt_is_refused(run: RunDirectory, step: Step) -
         MetricsWriter(run, 1).append(step(0, attempt=2))
 
 
-def test_a_poll_is_bounded(run: RunDirectory, step: Step) -> None:
-    write(run, 1, [step(i) for i in range(300)])
+def test_a_poll_is_bounded_also_of_an_empty_run(run: RunDirectory, step: Step) -> None:
     reader = RunReader(run)
+    assert read_all(reader) == rows(reader, "loss") == losses(reader) == []
+    assert reader.latest is None
+    write(run, 1, [step(i) for i in range(300)])
     update = reader.poll(limit_records=100, limit_s=10)
     assert (len(update.records), update.more) == (100, True)
     assert len(reader.poll(limit_records=1000, limit_s=10).records) == 200
@@ -341,26 +336,17 @@ def test_writing_does_not_bring_a_deleted_run_back(run: RunDirectory) -> None:
     assert not run.path.exists()
 
 
-def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(
-    run: RunDirectory, step: Callable[..., StepRecord]
-) -> None:
-    first = MetricsWriter(run, 1)
-    for number in range(1, 200):
-        first.append(step(number))
+def test_half_a_record_is_cut_off_by_the_next_attempt(run: RunDirectory, step: Step) -> None:
+    write(run, 1, [step(number) for number in range(1, 200)], close=False)
     segment = next(iter(segments(run.metrics_dir).values()))
     whole = segment.read_bytes()
-    with segment.open("ab") as file:
-        file.write(
-            whole[: len(whole) // 2][-100_000:].replace(b"\n", b" ")
-        )  # as a full disk leaves it, longer than a block
+    with segment.open("ab") as file:  # as a full disk leaves it, longer than a block
+        file.write(whole[: len(whole) // 2][-100_000:].replace(b"\n", b" "))
     second = MetricsWriter(run, 2)
     assert segment.read_bytes() == whole
     second.append(step(200, attempt=2))
     second.close()
-    reader = MetricsReader(run)
-    while reader.poll(limit_records=10_000, limit_s=1.0).more:
-        pass
-    assert [record.step for record in reader.recent(300)] == list(range(1, 201))
+    assert [record.step for record in read_completely(run).recent(300)] == list(range(1, 201))
 
 
 def read_completely(run: RunDirectory) -> MetricsReader:
@@ -370,19 +356,21 @@ def read_completely(run: RunDirectory) -> MetricsReader:
     return reader
 
 
+def write_hundreds(run: RunDirectory, *attempts: int) -> None:
+    """Write the steps of some attempts: of the first those from 100 to 199, and so on."""
+    for attempt in attempts:
+        first = 100 * attempt
+        write(run, attempt, [step_record(s, attempt=attempt) for s in range(first, first + 100)])
+
+
 def loop(path: Path) -> None:
     """Make opening a file fail, also for root."""
     path.unlink()
     path.symlink_to(path)
 
 
-def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory, step: Step) -> None:
-    for attempt in (1, 2, 3):
-        write(
-            run,
-            attempt,
-            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
-        )
+def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory) -> None:
+    write_hundreds(run, 1, 2, 3)
     loop(segments(run.metrics_dir)[2])
     reader = read_completely(run)
     assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 200), *range(300, 400)]
@@ -390,15 +378,9 @@ def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory, s
     assert reader.unread_share == 0
 
 
-def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(
-    run: RunDirectory, step: Step
-) -> None:
-    for attempt in (1, 2):
-        write(
-            run,
-            attempt,
-            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
-        )
+def test_a_segment_that_appears_late_is_read(run: RunDirectory, step: Step) -> None:
+    """And the newest is still followed."""
+    write_hundreds(run, 1, 2)
     first, newest = segments(run.metrics_dir).values()
     late = first.rename(first.with_name("not-copied-yet"))
     reader = read_completely(run)
@@ -412,15 +394,9 @@ def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(
     assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 301)]
 
 
-def test_a_poll_says_whether_the_newest_records_or_only_earlier_ones_are_still_to_be_read(
-    run: RunDirectory, step: Step
-) -> None:
-    for attempt in (1, 2):
-        write(
-            run,
-            attempt,
-            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
-        )
+def test_a_poll_says_whether_it_is_behind(run: RunDirectory) -> None:
+    """Or whether only earlier records are still to be read."""
+    write_hundreds(run, 1, 2)
     reader = MetricsReader(run)
     progress = reader.poll(limit_records=50, limit_s=10.0)
     assert (len(progress.records), progress.more, progress.behind) == (50, True, True)
