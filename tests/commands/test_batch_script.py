@@ -30,15 +30,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     folder = tmp_path / "slurm"
     folder.mkdir()
+    refuses = f"touch {folder}/asked; echo '{REFUSED}' >&2; exit 1"
     for name, lines in (
         ("scontrol", "echo 'ClusterName = here'"),
-        (
-            "sbatch",
-            (
-                f"if [ -e {folder}/accepts ]; then echo 7; else touch {folder}/asked; echo "
-                f"'{REFUSED}' >&2; exit 1; fi"
-            ),
-        ),
+        ("sbatch", f"if [ -e {folder}/accepts ]; then echo 7; else {refuses}; fi"),
     ):
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(stat.S_IRWXU)
@@ -50,18 +45,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submitted(tmp_path: Path, *options: str) -> int:
-    return main(
-        [
-            "run",
-            "tiny",
-            "--partition",
-            "gh",
-            "--runs-dir",
-            str(tmp_path / "runs"),
-            "--detach",
-            *options,
-        ]
-    )
+    argv = ["run", "tiny", "--partition", "gh", "--runs-dir", str(tmp_path / "runs"), "--detach"]
+    return main([*argv, *options])
 
 
 def kept() -> list[Path]:
@@ -146,25 +131,11 @@ def test_nothing_is_edited_or_read_for_what_is_not_submitted(
     assert options[0] in capsys.readouterr().err
 
 
-def test_a_dry_run_warns_of_an_interpreter_that_the_nodes_cannot_execute(
-    slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(
-            [
-                "run",
-                "tiny",
-                "--partition",
-                "gh",
-                "--dry-run",
-                "--machine",
-                "gh200-480",
-                "--gpus",
-                "1",
-            ]
-        )
-        == 0
-    )
+@pytest.mark.usefixtures("slurm")
+def test_a_dry_run_warns_of_a_foreign_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
+    """That the nodes cannot execute."""
+    argv = ["run", "tiny", "--partition", "gh", "--dry-run", "--gpus", "1"]
+    assert main([*argv, "--machine", "gh200-480"]) == 0
     printed = capsys.readouterr()
     assert ("aarch64" in printed.err) == (platform.machine() != "aarch64")
     assert "so_tui_run=RUN" in printed.out

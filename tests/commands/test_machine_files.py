@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.machine import inspect_machine, load_machine
@@ -35,30 +36,10 @@ def test_a_machine_file_plans_as_the_machine_does(
     file = described(host, tmp_path, capsys)
     machine = inspect_machine(tmp_path / "root")
     assert load_machine(file) == machine
-    assert (
-        main(
-            [
-                "run",
-                "tiny",
-                "--gpus",
-                str(len(host.gpus)),
-                "--machine",
-                str(file),
-                "--dry-run",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    argv = ["run", "tiny", "--gpus", str(len(host.gpus)), "--dry-run", "--json"]
+    assert main([*argv, "--machine", str(file)]) == 0
     binding = json.loads(capsys.readouterr().out)["binding"]
-    spec = find_preset("tiny").spec
-    expected = make_plan(
-        type(spec)(
-            **{name: getattr(spec, name) for name in spec.__struct_fields__}
-            | {"gpus": len(host.gpus)}
-        ),
-        machine,
-    )
+    expected = make_plan(replace(find_preset("tiny").spec, gpus=len(host.gpus)), machine)
     assert [(rank["numa_node"], rank["cpus"]) for rank in binding] == [
         (rank.numa_node, list(rank.cpus)) for rank in expected.binding
     ]
