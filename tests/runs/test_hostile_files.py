@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.runs import MetricsWriter, RunDirectory, RunReader
+from so_tui.runs import MetricsWriter, RunDirectory, RunReader, read_spec
 from so_tui.runs import state as control
 from so_tui.runs.liveness import concluded
 from so_tui.runs.records import (
@@ -82,14 +82,18 @@ def test_a_hostile_segment_does_not_hold_up_a_reader(
     assert time.monotonic() - begun < LIMIT_S
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"name":"\xff"}', b"", b"{}", b"9" * 5000])
-def test_a_hostile_state_or_request_is_the_usual_error(content: bytes, run: RunDirectory) -> None:
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"name":"\xff"}', b"", b"{", b"{}", b"9" * 5000]
+)
+def test_a_hostile_file_of_a_run_is_the_usual_error(content: bytes, run: RunDirectory) -> None:
     run.state_path.write_bytes(content)
     with rejected("unreadable-state"):
         read_state(run)
-    run.control_dir.mkdir(exist_ok=True)
     (run.control_dir / "stop").write_bytes(content)
     assert control.details(run, "stop") is None
+    run.spec_path.write_bytes(content)
+    with rejected("unreadable-spec"):
+        read_spec(run)
 
 
 @pytest.mark.parametrize(

@@ -117,25 +117,21 @@ def test_a_run_that_may_live_elsewhere_is_final_only_by_the_users_word(
     assert not run.path.exists()
 
 
-def test_the_users_word_does_not_end_a_run_that_lives_here(run: RunDirectory) -> None:
-    recorded(run, "here", supervisor=identify(os.getpid()))
+@pytest.mark.parametrize("age_s", [0.0, OLD_S])
+def test_the_users_word_does_not_end_a_run_that_lives_here(age_s: float, run: RunDirectory) -> None:
+    """However silent its supervisor is."""
+    recorded(run, "here", age_s, supervisor=identify(os.getpid()))
     for action in (
         lambda: record_end(run),
         lambda: ended_state(run, assume_dead=True),
         lambda: delete_run(run, assume_dead=True),
     ):
         assert code_of(action) == "run-is-live"
-    assert read_state(run).state == "training"
-
-
-def test_the_users_word_takes_no_lock_from_a_silent_supervisor_that_lives_here(
-    run: RunDirectory,
-) -> None:
-    recorded(run, "here", OLD_S, supervisor=identify(os.getpid()))
     with run_lock(run) as held:
         assert held is not None
         assert code_of(lambda: record_end(run)) == "run-is-live"
         held.refresh()
+    assert read_state(run).state == "training"
 
 
 def test_a_living_supervisor_keeps_its_run_whatever_the_user_says(run: RunDirectory) -> None:
