@@ -102,7 +102,7 @@ def test_steps_of_the_original_last_from_line_to_line() -> None:
     )
 
 
-def test_useful_tokens_follow_the_order_of_deepspeeds_loader(
+def test_useful_tokens_follow_deepspeeds_loader(
     tmp_path: Path,
 ) -> None:
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader

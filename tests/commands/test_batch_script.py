@@ -53,7 +53,7 @@ def kept() -> list[Path]:
     return sorted((state_home() / "scripts").glob("*"))
 
 
-def test_an_edited_script_that_is_refused_is_kept_and_can_be_submitted_for_another_run(
+def test_refused_script_is_kept_and_submitted_again(
     slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submitted(tmp_path, "--edit") == 2
@@ -103,7 +103,7 @@ def test_a_refused_script_can_be_changed_again_at_once(
         assert (run / "attempts/001/job.sh").read_text().endswith("# mine\n# mine\n")
 
 
-def test_a_script_that_nobody_changed_is_not_kept(
+def test_unchanged_is_not_kept(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDITOR", "true")
@@ -112,9 +112,7 @@ def test_a_script_that_nobody_changed_is_not_kept(
 
 
 @pytest.mark.parametrize("content", [b"#!/bin/sh\ntrue\n", b"\xff\xfe", None])
-def test_what_is_no_script_of_a_run_is_refused(
-    content: bytes | None, slurm: Path, tmp_path: Path
-) -> None:
+def test_other_scripts_are_refused(content: bytes | None, slurm: Path, tmp_path: Path) -> None:
     (slurm / "accepts").touch()
     script = tmp_path / "script.sh"
     if content is not None:
@@ -124,9 +122,7 @@ def test_what_is_no_script_of_a_run_is_refused(
 
 
 @pytest.mark.parametrize("options", [["--edit"], ["--script", "job.sh"]])
-def test_nothing_is_edited_or_read_for_what_is_not_submitted(
-    options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_needs_submission(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny", "--partition", "gh", "--dry-run", *options]) == 2
     assert options[0] in capsys.readouterr().err
 

@@ -116,7 +116,7 @@ def test_a_problem_of_a_preset_names_its_table(
 
 
 @pytest.mark.parametrize("argv", [("doctor",), ("run", "tiny", "--dry-run")])
-def test_a_terminal_without_unicode_gets_question_marks_and_no_traceback(
+def test_terminal_without_unicode_gets_question_marks(
     argv: tuple[str, ...],
 ) -> None:
     done = command(*argv, PYTHONIOENCODING="ascii")
@@ -130,9 +130,7 @@ def test_export_into_a_folder_that_cannot_be_written(ended_run: RunDirectory) ->
     ]
 
 
-def test_stopping_a_run_that_has_ended(
-    ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stopping_an_ended_run(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", str(ended_run.path)]) == 0
     assert "has already ended: failed" in capsys.readouterr().out
 
@@ -153,9 +151,7 @@ def test_all_problems_with_set_are_reported_together() -> None:
     assert without == [("no-equals-sign", "--set", "a"), ("no-equals-sign", "--set", "b")]
 
 
-def test_a_dry_run_warns_of_files_that_are_not_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_warns_of_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     absent = str(tmp_path / "rows.jsonl")
     assert main(["run", "tiny", "--dry-run", "--set", f"data.source={absent}"]) == 0
     assert (
@@ -171,9 +167,7 @@ def test_a_dry_run_warns_of_files_that_are_not_here(
     assert capsys.readouterr().err == "", "another machine has other files"
 
 
-def test_a_machine_file_is_for_planning_before_or_after_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_machine_file_is_for_planning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(inspect_machine()).replace(b'"hostname":"', b'"hostname":"far-'))
     for argv in (
@@ -197,9 +191,7 @@ def test_a_machine_file_is_for_planning_before_or_after_the_command(
     assert os.times().children_user - computed_s < 5, "nothing is compiled for it"
 
 
-def test_a_damaged_run_hides_no_other_and_is_not_watched_for_ever(
-    ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_run_is_listed(ended_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ended_run.path.parent
     damaged = create_run(find_preset("tiny").spec, folder)
     damaged.state_path.write_text('{"v":1')
@@ -264,7 +256,7 @@ def test_a_preset_that_cannot_be_planned_is_left_out_by_name(
     assert "model.parameters" in capsys.readouterr().err
 
 
-def test_settings_that_a_plan_does_not_choose_leave_it_a_recommendation(
+def test_other_settings_stay_recommended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And the command that it prints carries them."""
@@ -292,9 +284,7 @@ def test_settings_that_a_plan_does_not_choose_leave_it_a_recommendation(
         ("plan", "tiny", "--set", "data.source=~nobody-of-this-name/rows"),
     ],
 )
-def test_what_cannot_be_a_path_is_reported(
-    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_path_is_reported(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word.format(300 * "x") for word in argv]) == 2
     assert capsys.readouterr().err.startswith("so-tui: ")
 
@@ -310,7 +300,7 @@ def test_an_invalid_number_of_gpus_is_reported(
     assert "$" not in printed, "no path in an internal structure"
 
 
-def test_the_command_for_another_number_of_gpus_plans_the_same_elsewhere(
+def test_offered_command_plans_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     changed = ("--machine", "gh200-quad-120", "--set", "data.sequence_length=128")
@@ -363,15 +353,11 @@ def test_an_invalid_machine_file_is_reported(
         (("presets", "add"), ("missing", "MODEL", "")),
     ],
 )
-def test_options_without_an_effect_are_refused(
-    argv: tuple[str, ...], problem: tuple[str, str, str]
-) -> None:
+def test_useless_options_are_refused(argv: tuple[str, ...], problem: tuple[str, str, str]) -> None:
     assert problems_of(*argv) == [problem]
 
 
-def test_a_problem_and_a_refusal_as_they_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_problem_and_refusal_in_print(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(superchips(1)))
     assert main(["presets", "tiny", "extra"]) == 2

@@ -46,9 +46,7 @@ def test_a_machine_file_plans_as_the_machine_does(
     assert main(["doctor", "--machine", str(file)]) == 0
 
 
-def test_a_file_without_a_name_is_called_what_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nameless_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = described(sysroots.QUAD_GH200, tmp_path, capsys)
     assert main(["run", "tiny", "--gpus", "5", "--machine", str(file), "--dry-run"]) == 3
     assert "this machine file has 4 GPUs" in capsys.readouterr().err
@@ -65,9 +63,7 @@ def test_it_can_be_given_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--sysroot" in capsys.readouterr().err
 
 
-def test_another_machine_is_inspected_by_name_or_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_machine_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = described(sysroots.QUAD_GH200, tmp_path, capsys)
     for given, machine in (("gh200-480", machine_of("gh200-480")), (str(file), load_machine(file))):
         assert main(["inspect", "--machine", given, "--json"]) == 0

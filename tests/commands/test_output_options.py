@@ -38,9 +38,7 @@ def test_quiet_leaves_the_result(capsys: pytest.CaptureFixture[str]) -> None:
         assert full.removeprefix(capsys.readouterr().out).startswith("\nto run it: so-tui run tiny")
 
 
-def test_quiet_progress_is_how_a_run_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_progress_is_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path, steps=3, state="failed")
     assert main(["watch", str(run.path), "--plain"]) == 1
     full = capsys.readouterr().out.splitlines()
@@ -98,7 +96,7 @@ def test_no_color_is_honoured(
         assert COLOUR.search(coloured)
 
 
-def test_what_a_dry_run_prints_to_be_copied_is_not_wrapped(
+def test_what_is_copied_is_not_wrapped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")

@@ -79,9 +79,7 @@ def test_a_step_is_printed_before_later_records(elsewhere: RunDirectory) -> None
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_containers_or_schedulers_signal_stops_the_run(
-    elsewhere: RunDirectory, signum: signal.Signals
-) -> None:
+def test_containers_signal_stops_the_run(elsewhere: RunDirectory, signum: signal.Signals) -> None:
     """And it is followed to its end."""
     follower = followed(elsewhere, "owner")
     follower.send_signal(signum)
@@ -95,7 +93,7 @@ def test_a_containers_or_schedulers_signal_stops_the_run(
 
 
 @pytest.mark.parametrize(("who", "signum"), [("owner", signal.SIGHUP), ("watcher", signal.SIGTERM)])
-def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(
+def test_lost_terminal_or_watcher_does_not_affect_the_run(
     elsewhere: RunDirectory, who: str, signum: signal.Signals
 ) -> None:
     follower = followed(elsewhere, who)
@@ -104,7 +102,7 @@ def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(
     assert not state.pending(elsewhere)
 
 
-def test_a_signal_that_cannot_be_passed_on_yet_is_passed_on_later(elsewhere: RunDirectory) -> None:
+def test_signal_is_passed_on_later(elsewhere: RunDirectory) -> None:
     elsewhere.control_dir.rmdir()
     elsewhere.control_dir.write_text("in the way")
     follower = followed(elsewhere, "owner")
@@ -118,7 +116,7 @@ def test_a_signal_that_cannot_be_passed_on_yet_is_passed_on_later(elsewhere: Run
     assert follower.wait(timeout=LIMIT_S) == 4
 
 
-def test_a_file_system_that_is_away_for_a_moment_does_not_end_the_follower(
+def test_follower_outlives_a_file_system_that_is_away(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a container or a batch script, what it ends with it is the run."""
@@ -139,7 +137,7 @@ def test_a_file_system_that_is_away_for_a_moment_does_not_end_the_follower(
     assert capsys.readouterr().out.count(os.strerror(errno.ESTALE)) == 1
 
 
-def test_a_run_that_cannot_be_read_at_all_is_not_followed(
+def test_unreadable_run_is_not_followed(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def closed(*_: object, **_limits: object) -> None:

@@ -72,7 +72,7 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_them(
     assert main(["compare", "one", "nothing"]) == 2
 
 
-def test_notes_and_tags_are_kept_with_the_run_and_filter_the_list(
+def test_notes_and_tags_are_kept_and_filter(
     two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, _ = two

@@ -47,7 +47,7 @@ def kinds(alerts: tuple[Alert, ...]) -> list[str]:
     return [alert.kind for alert in alerts]
 
 
-def test_each_event_is_noticed_once_and_again_after_it_has_passed() -> None:
+def test_each_event_is_noticed_once_until_it_passes() -> None:
     watch = _AlertWatch(1, 0.0)
     settings = AlertSettings(loss_above=3.0, stall_s=60)
     nan, high, good = (step_record(5, loss=loss) for loss in (float("nan"), 4.0, 2.0))
@@ -67,7 +67,7 @@ def test_each_event_is_noticed_once_and_again_after_it_has_passed() -> None:
     ) == ["not-finite"]
 
 
-def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing() -> None:
+def test_long_steps_and_other_phases_are_no_stall() -> None:
     watch = _AlertWatch(2, 0.0)
     settings = AlertSettings(stall_s=60)
     slow = msgspec.structs.replace(step_record(1), attempt=2, step_s=100.0)
@@ -83,7 +83,7 @@ def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing
     )  # of attempt 1
 
 
-def test_a_full_disk_and_the_end_are_noticed_and_what_is_not_wanted_is_not() -> None:
+def test_full_disk_and_end_are_noticed() -> None:
     watch = _AlertWatch(1, 0.0)
     settings = AlertSettings(disk_free_gb=10)
     assert kinds(watch.disks(TRAINING, {"/a": 10**11, "/b": 9 * 10**9}, settings, full=False)) == [
@@ -137,7 +137,7 @@ def ran(
     runner.finish()
 
 
-def test_the_command_gets_the_alert_and_no_name_becomes_part_of_a_script(tmp_path: Path) -> None:
+def test_command_gets_the_alert_and_no_script(tmp_path: Path) -> None:
     out = tmp_path / "out"
     script = (
         "import os, sys; open(sys.argv[1], 'w').write(repr((sys.argv[2:], "
@@ -190,7 +190,7 @@ def test_a_command_that_fails_is_logged_and_leaves_nothing(
     )
 
 
-def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_the_run(
+def test_command_under_way_is_not_taken_for_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = AlertCommand()
@@ -209,9 +209,7 @@ def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_th
     runner.finish()
 
 
-def test_a_command_without_its_environment_is_collected_where_it_was_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bare_command_is_collected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A supervisor sees a process of the run in it. Were it collected as such, no later command
     would be started.
     """
@@ -264,9 +262,7 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
     assert read_stat(first) is None
 
 
-def test_nothing_of_a_run_spec_or_preset_sets_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever somebody writes alerts and tokens into what others get: only the user's own file has
     them.
     """
@@ -294,7 +290,7 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(
     assert not any("command" in field for field in Alert.__struct_fields__)
 
 
-def test_settings_that_change_while_a_run_goes_on_take_effect(
+def test_changed_settings_take_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("so_tui.launch.supervisor.alerts._SETTINGS_S", 0.0)
@@ -325,7 +321,7 @@ def test_an_announcer_tells_of_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_supervisor_runs_the_command_without_a_screen_and_writes_figures(
+def test_real_supervisor_runs_the_command_and_writes_figures(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, figures = tmp_path / "told", tmp_path / "figures"
@@ -377,7 +373,7 @@ sys.exit(supervise(run, 1, ended=ended))
 
 
 @pytest.mark.slow
-def test_a_run_that_has_ended_is_continued_before_the_command_that_tells_of_it_has_ended(
+def test_run_continues_before_its_last_command_ends(
     runs: Runs, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job that continues a run is submitted in the last seconds of a job, in which a command

@@ -165,9 +165,7 @@ def test_disk_for_the_checkpoints(tmp_path: Path) -> None:
     )
 
 
-def test_a_resume_needs_room_for_the_checkpoints_that_are_still_to_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_needs_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "so_tui.launch.checks.shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=2**30)
     )
@@ -180,9 +178,7 @@ def test_a_resume_needs_room_for_the_checkpoints_that_are_still_to_come(
             quick_checks(launch, saved=saved)
 
 
-def test_nothing_starts_or_resumes_where_the_disk_of_its_records_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_records_disk_refuses_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = tmp_path / "full"
     full.mkdir()
 
@@ -311,9 +307,7 @@ class TestHelpers:
         process.close()
         process.send({"lines": []})
 
-    def test_a_helper_that_hangs_is_ended_with_the_processes_that_it_started(
-        self, tmp_path: Path
-    ) -> None:
+    def test_hanging_helper_is_ended_with_its_children(self, tmp_path: Path) -> None:
         (tmp_path / "so_tui_trainer" / "tools" / "hangs.py").write_text(
             "import json, signal, subprocess\n"
             "child = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
@@ -330,9 +324,7 @@ class TestHelpers:
         assert gone([answer["child"]])
 
 
-def test_a_helper_without_the_training_software_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_helper_without_torch_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = tmp_path / "so_tui_trainer" / "tools"
     tools.mkdir(parents=True)
     for folder in (tools.parent, tools):

@@ -33,7 +33,7 @@ def test_superoffload_with_our_engine() -> None:
     json.dumps(config)
 
 
-def test_the_file_names_what_our_engine_overrides_beside_the_users_values() -> None:
+def test_file_names_what_our_engine_overrides() -> None:
     plan = plan_of(spec_of(offload=OffloadSpec(ratio=0.7)))
     config = ds_config(plan)
     found = {override.key: (override.given, override.used) for override in overrides(config)}
@@ -56,9 +56,7 @@ def test_deepspeeds_own_engine_reads_the_users_values() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "micro_batch"), [(1, 4), (2, 2), (4, 1)])
-def test_as_published_deepspeed_reads_the_block_of_its_examples(
-    gpus: int, micro_batch: int
-) -> None:
+def test_as_published_reads_the_examples_block(gpus: int, micro_batch: int) -> None:
     spec = as_published(msgspec.structs.replace(find_preset("llama-3.1-8b").spec, gpus=gpus))
     plan = make_plan(spec, quad_gh200())
     assert plan.spec.train.micro_batch == micro_batch
@@ -83,9 +81,7 @@ def test_as_published_deepspeed_reads_the_block_of_its_examples(
 
 
 @pytest.mark.parametrize(("deepspeed", "clipping"), [("0.19.8", 1.0), ("0.19.7", 0.0), (None, 1.0)])
-def test_without_a_clipping_key_the_plan_has_deepspeeds_default(
-    deepspeed: str | None, clipping: float
-) -> None:
+def test_default_clipping_is_deepspeeds(deepspeed: str | None, clipping: float) -> None:
     machine = quad_gh200()
     machine = msgspec.structs.replace(
         machine, software=msgspec.structs.replace(machine.software, deepspeed=deepspeed)

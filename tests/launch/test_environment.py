@@ -92,7 +92,7 @@ def test_threads_are_the_adam_share_of_the_rank() -> None:
     assert command._rank_threads(plan_of(spec_of(), mode="zerooffload", cpus=(NODE,))) == 72
 
 
-def test_a_run_that_an_alert_command_starts_is_no_part_of_that_command() -> None:
+def test_run_of_an_alert_command_is_no_part_of_it() -> None:
     inherited = {"SO_TUI_ALERT_KIND": "failed", "HOME": "/home/me"}
     variables = command.variables(plan_of(spec_of(), cpus=(NODE,)), cpu_machine(), inherited)
     applied = command.apply(variables, inherited)

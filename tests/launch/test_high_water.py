@@ -65,7 +65,7 @@ def test_what_processes_share_counts_once(tmp_path: Path) -> None:
     assert highest == (2 * (5_000 + 10 + 50_000) + 1_000) << 20
 
 
-def test_what_was_shared_stays_counted_once_when_a_process_lets_go_of_it(tmp_path: Path) -> None:
+def test_shared_memory_stays_counted_once(tmp_path: Path) -> None:
     water, (rank, worker) = _HighWater(), (RANKS[0], WORKERS[0])
     status(tmp_path, rank.pid, resident_mb=9_000, files_mb=1_000, shared_mb=0)
     assert water.read([rank], tmp_path) == 9_000 << 20
@@ -77,7 +77,7 @@ def test_what_was_shared_stays_counted_once_when_a_process_lets_go_of_it(tmp_pat
     assert water.read([rank, worker], tmp_path) == while_training == (53_000 + 5) << 20
 
 
-def test_what_was_given_back_before_others_came_is_not_added_to_them(tmp_path: Path) -> None:
+def test_memory_given_back_is_not_added_to_others(tmp_path: Path) -> None:
     """The weights of a rank pass through its memory before the Adam worker touches its states."""
     water, (rank, worker) = _HighWater(), (RANKS[0], WORKERS[0])
     status(tmp_path, rank.pid, resident_mb=10_000, files_mb=1_000, shared_mb=0)
@@ -95,7 +95,7 @@ def test_what_was_given_back_before_others_came_is_not_added_to_them(tmp_path: P
         assert water.read([rank, worker], tmp_path) == 58_000 << 20
 
 
-def test_a_peak_between_two_looks_counts_with_what_others_have_then(tmp_path: Path) -> None:
+def test_peak_between_looks_counts(tmp_path: Path) -> None:
     water, (rank, other) = _HighWater(), RANKS
     for process in (rank, other):
         status(tmp_path, process.pid, resident_mb=2_000, files_mb=0, shared_mb=0)

@@ -98,7 +98,7 @@ def test_every_source_of_a_mixture_and_the_held_out_data_count(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("internet", [True, False])
-def test_a_run_is_submitted_only_if_nodes_without_internet_have_everything(
+def test_run_is_submitted_only_if_offline_nodes_have_everything(
     internet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "cluster_name", lambda: "ours")

@@ -98,9 +98,7 @@ def test_what_was_prepared_is_what_starts(
     assert read_spec(run) == again.spec
 
 
-def test_a_resume_needs_what_the_run_saved_or_the_wish_to_start_over(
-    tmp_path: Path, two_ranks: RunSpec, machine: Machine
-) -> None:
+def test_resume_needs_a_checkpoint(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
     run = start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=Recording())
     write_state(run, msgspec.structs.replace(read_state(run), saved_step=11))
     with refused("checkpoint-missing"):
@@ -113,7 +111,7 @@ def test_a_resume_needs_what_the_run_saved_or_the_wish_to_start_over(
     assert not prepare_resume(run, machine, force=True).start_over
 
 
-def test_a_resume_onto_a_full_disk_is_refused_and_leaves_no_attempt(
+def test_resume_onto_a_full_disk_leaves_no_attempt(
     tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=Recording())
@@ -131,9 +129,7 @@ def test_a_resume_onto_a_full_disk_is_refused_and_leaves_no_attempt(
     assert run.attempts() == (1,)
 
 
-def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(
-    tmp_path: Path, two_ranks: RunSpec, machine: Machine
-) -> None:
+def test_interrupted_start_is_undone(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
     launch = prepare(two_ranks, machine, force=True)
     for too_late, left in ((False, 0), (True, 1)):
         with pytest.raises(KeyboardInterrupt):
@@ -144,9 +140,7 @@ def test_an_interrupted_start_leaves_nothing_or_stops_what_lives_already(
     assert state.pending(run) == {"stop"}
 
 
-def test_a_start_whose_state_cannot_be_read_deletes_nothing(
-    tmp_path: Path, two_ranks: RunSpec, machine: Machine
-) -> None:
+def test_unreadable_start_is_kept(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> None:
     executor = Unreadable()
     with rejected("unreadable-state"):
         start(prepare(two_ranks, machine, force=True), runs_dir=tmp_path, executor=executor)

@@ -64,9 +64,7 @@ def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> N
     host_check.take(tmp_path, "gpu-1", ME).release()
 
 
-def test_a_lock_whose_file_is_replaced_while_it_is_taken_is_on_the_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_follows_a_replaced_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cleaner removes the file between open and flock, and another process makes it anew."""
     flock = fcntl.flock
     replaced: list[int] = []
@@ -104,9 +102,7 @@ def taken(gpu: Gpu) -> host_check.Lock:
 
 
 @pytest.mark.slow
-def test_the_supervisor_holds_the_gpus_or_the_run_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_holds_gpus_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check before the start may be too early: what counts is who has the lock when the
     processes are started.
     """
@@ -121,9 +117,7 @@ def test_the_supervisor_holds_the_gpus_or_the_run_fails(
     assert "GPU 0 is used by run busy-one (pid 77)" in state.reason
 
 
-def test_a_gpu_of_another_run_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_in_use_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     launch = launch_with(plan_of(spec_of(), gpus=True), quad_gh200(), forced=True)
     quick_checks(launch)

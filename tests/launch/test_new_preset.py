@@ -316,9 +316,7 @@ UNPACKED, CHANGED = "model-packing-unsupported", "model-logits-changed"
     ],
     ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_trained_is_refused(
-    tmp_path: Path, config: dict[str, Any], words: str
-) -> None:
+def test_untrainable_is_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     if "pad_token_id" in config and not known({config["model_type"]: {}}):
         pytest.skip("this transformers does not know it")
     with pytest.raises(InputError) as caught:
@@ -361,9 +359,7 @@ def test_names_come_from_the_model(model: str, name: str) -> None:
     assert _preset_name(model) == name
 
 
-def test_the_folder_one_stands_in_gives_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_gives_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Some-Model").mkdir()
     monkeypatch.chdir(tmp_path / "Some-Model")
     assert _preset_name(".") == _preset_name("../Some-Model/") == "some-model"

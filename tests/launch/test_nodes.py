@@ -87,7 +87,7 @@ def test_ranks_of_other_nodes_have_other_numbers() -> None:
     ]
 
 
-def test_only_ranks_of_one_host_are_kept_to_the_loopback_interface() -> None:
+def test_only_ranks_of_one_host_keep_to_loopback() -> None:
     names = [
         {
             change.name
@@ -102,7 +102,7 @@ def test_only_ranks_of_one_host_are_kept_to_the_loopback_interface() -> None:
     assert {"NCCL_DEBUG", command.NODE_MARKER} <= names[1]
 
 
-def test_what_is_compiled_while_training_stays_on_each_of_several_hosts() -> None:
+def test_compiled_code_stays_on_each_host() -> None:
     here = {
         change.name: change.value
         for change in command.variables(

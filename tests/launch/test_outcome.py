@@ -41,7 +41,7 @@ def end_record(**values: Any) -> EndRecord:
     return EndRecord(attempt=1, time=0.0, step=9, **values)
 
 
-def test_the_trainers_end_record_counts_whatever_the_exit_codes_are() -> None:
+def test_end_record_counts_whatever_the_exit_codes() -> None:
     finished = conclude(
         Evidence(end=end_record(state="finished"), runner_status=1, first_lost=LAUNCHER)
     )
@@ -141,9 +141,7 @@ def test_a_rank_that_was_ended_by_others_is_not_the_cause() -> None:
         ("[rank1]: ValueError: bad shape", OutcomeCode.UNEXPECTED, "ValueError: bad shape"),
     ],
 )
-def test_failures_of_other_software_are_recognised_in_the_log(
-    line: str, code: OutcomeCode, detail: str
-) -> None:
+def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail: str) -> None:
     log = ("Traceback (most recent call last):", line, "[launch.py] exits with return code = 1")
     outcome = failed(log=log, first_lost=RANK)
     assert (outcome.code, outcome.detail) == (code, detail)
@@ -177,9 +175,7 @@ def test_out_of_memory_gets_the_plans_advice() -> None:
         (40, "`so-tui resume r --set KEY=VALUE` continues from step 40"),
     ],
 )
-def test_a_failure_that_needs_other_settings_says_how_to_resume_with_them(
-    saved: int | None, resuming: str
-) -> None:
+def test_needed_settings_are_said_with_resume(saved: int | None, resuming: str) -> None:
     advice = "train.micro_batch 8 -> 4 needs 3 GiB less on each GPU (predicted)"
     failure = Failure(
         rank=1, code="gpu-out-of-memory", reason="the GPU ran out of memory", suggestion=advice

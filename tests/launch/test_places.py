@@ -38,9 +38,7 @@ from tests.support.problems import rejected
     ("site", "partition", "gpus"),
     [("vista", "gh", 1), ("alps", "normal", 4), ("jupiter", "any", 4)],
 )
-def test_on_a_login_node_a_site_profile_says_what_the_nodes_are(
-    site: str, partition: str, gpus: int
-) -> None:
+def test_profile_says_what_the_nodes_are(site: str, partition: str, gpus: int) -> None:
     spec = tiny(slurm__partition=partition, slurm__site=site)
     found = machine_of(spec, CPU_ONLY)
     assert [gpu.name for gpu in found.gpus] == gpus * ["NVIDIA GH200 120GB"]
@@ -72,7 +70,7 @@ def test_what_a_machine_is_known_from_is_told_apart(cluster: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [["plan"], ["plan", "tiny"]])
-def test_a_plan_says_what_its_machine_is_known_from(
+def test_plan_says_what_its_machine_is_known_from(
     plan: list[str], cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told, today = [], date.today()
@@ -154,7 +152,7 @@ def test_a_new_inspection_keeps_the_network_that_was_measured(cluster: str) -> N
     assert seen.machine.network.measured
 
 
-def test_clusters_that_share_a_home_keep_their_machines_apart(
+def test_clusters_that_share_a_home_are_kept_apart(
     cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = tiny(slurm__partition="normal")
@@ -167,14 +165,14 @@ def test_clusters_that_share_a_home_keep_their_machines_apart(
     assert machine_of(spec, QUAD) == CPU_ONLY
 
 
-def test_a_partition_of_which_nothing_is_known_is_planned_for_this_machine_and_says_so() -> None:
+def test_unknown_partition_is_planned_for_this_machine() -> None:
     spec = tiny(slurm__partition="gg", slurm__site="vista")
     assert replace(machine_of(spec, CPU_ONLY), network=None) == CPU_ONLY
     error = Refused([Refusal("no-room", "it does not fit")])
     assert with_remedy(error, spec, described=False).codes == ("no-room", "partition-unknown")
 
 
-def test_a_site_profile_says_how_fast_the_network_is_until_a_job_has_seen_it(cluster: str) -> None:
+def test_profile_says_how_fast_until_a_job_has_seen(cluster: str) -> None:
     """The adapters of a login node say nothing of the compute nodes'."""
     spec = tiny(slurm__partition="gg", slurm__site="vista")
     login = replace(QUAD, network=Network(gbit_per_s=25, source="eth0"))
@@ -187,7 +185,7 @@ def test_a_site_profile_says_how_fast_the_network_is_until_a_job_has_seen_it(clu
     assert machine_of(spec, login).network == seen.network
 
 
-def test_a_network_that_a_job_has_measured_counts_more_than_any_other(cluster: str) -> None:
+def test_measured_network_counts_most(cluster: str) -> None:
     spec = tiny(slurm__partition="gh", slurm__site="vista")
     remember(cluster, "gh", QUAD)
     keep_network(
@@ -228,9 +226,7 @@ def write_profile(name: str, content: str) -> None:
     (_user_sites() / f"{name}.toml").write_text(content)
 
 
-def test_a_wrong_profile_stops_no_plan_for_other_clusters(
-    cluster: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_profile_stops_no_plan(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_profile("a-wrong-one", "no toml")
     write_profile("b-wrong-one", 'title = "x"\nunknown = 1')
     spec = tiny(slurm__partition="normal")
@@ -264,7 +260,7 @@ def test_a_wrong_profile_stops_no_plan_for_other_clusters(
         ),  # in place of the built-in profile, which names that cluster
     ],
 )
-def test_a_wrong_profile_of_this_cluster_is_named(
+def test_wrong_profile_of_this_cluster_is_named(
     name: str, content: str, here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "cluster_name", lambda: here)

@@ -80,7 +80,7 @@ def test_a_machine_without_gpus_takes_a_number_of_ranks(tiny: RunSpec) -> None:
     assert launch.plan.mode != "gpu"
 
 
-def test_without_a_working_numactl_the_launcher_is_not_told_to_bind() -> None:
+def test_without_numactl_the_launcher_does_not_bind() -> None:
     launch = launch_with(plan_of(spec_of()))
     resolved = launch.resolved(
         {

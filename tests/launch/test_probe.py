@@ -122,7 +122,7 @@ def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
     assert (own.model.weights, own.data.source) == ("pretrained", plan.spec.data.source)
 
 
-def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
+def test_prediction_is_compared_figure_by_figure() -> None:
     workload = Workload(attended_tokens=160, trained_share=0.5, useful_share=0.97)
     plan, predicted = predicted_of(SPEC, h200(), workload)
     actual = Figures(
@@ -194,9 +194,7 @@ def test_probes_whose_steps_differ_are_kept_side_by_side(changes: dict[str, str]
     assert made[0].settings != made[1].settings == made[2].settings
 
 
-def test_a_probe_is_refused_for_another_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_probe_elsewhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", "--probe", "--machine", str(tmp_path / "node.json")]) == 2
     assert "--machine" in capsys.readouterr().err
 
@@ -219,9 +217,7 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("norms", ["within", "above", "mixed"])
-def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_prediction(
-    tmp_path: Path, norms: str
-) -> None:
+def test_steps_above_the_limit_have_their_own_prediction(tmp_path: Path, norms: str) -> None:
     """The engine counts the steps that it kept, from the start of the run. After four that it could
     not keep it does not try.
     """
@@ -261,7 +257,7 @@ def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_predicti
     assert probe.predicted.host_bytes == early.host_bytes
 
 
-def test_a_probe_that_fetches_weights_records_what_was_predicted_without_fetching(
+def test_fetching_probe_records_prediction_without(
     tmp_path: Path,
 ) -> None:
     machine = h200()

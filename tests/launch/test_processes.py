@@ -59,9 +59,7 @@ def wait_for_sleeper(pid: int) -> None:
     wait_until(lambda: b"deepspeed.launcher.launch" in cmdline.read_bytes().split(b"\0"))
 
 
-def test_what_was_seen_between_fork_and_exec_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_before_exec_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if nobody looks for long: a supervisor on a busy host may not run for seconds, and a
     launcher that it takes for something else is never missed.
     """
@@ -144,9 +142,7 @@ def test_a_process_of_another_user_is_none_of_ours(tmp_path: Path) -> None:
         assert not OwnProcesses().carry(markers(run))
 
 
-def test_a_refused_signal_is_reported_after_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A security module may refuse it; nothing else does for processes of one user."""
     run, environ, kill = RunDirectory(tmp_path), marked(tmp_path), os.kill
     with (
@@ -197,9 +193,7 @@ class Lost:
         ({0: None, 1: 128 + signal.SIGTERM}, 0),
     ],
 )
-def test_of_ranks_that_one_scan_found_gone_the_cause_is_not_one_that_the_launcher_ended(
-    codes: dict[int, int | None], cause: int
-) -> None:
+def test_cause_is_not_what_the_launcher_ended(codes: dict[int, int | None], cause: int) -> None:
     first = FirstLoss(cast(ProcessTree, Lost(codes)))
     first.update(
         [Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes],
@@ -209,15 +203,13 @@ def test_of_ranks_that_one_scan_found_gone_the_cause_is_not_one_that_the_launche
     assert first.process.rank == cause
 
 
-def test_a_process_that_has_the_pid_of_an_ended_rank_is_not_that_rank() -> None:
+def test_reused_pid_is_not_the_ended_rank() -> None:
     first = FirstLoss(cast(ProcessTree, Lost({0: 1})))
     assert first.update([Process(pid=100, start_time=2)], ending=False) == []
     assert first.process is None
 
 
-def test_a_process_with_the_pid_of_an_ended_one_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pids are reused, on a small host within minutes. Here the kernel is imitated: it says later
     that the process began later.
     """
@@ -243,9 +235,7 @@ def test_a_process_with_the_pid_of_an_ended_one_is_another(
         assert list(tree.gone) == [known, reused]
 
 
-def test_of_processes_that_come_and_go_for_days_only_the_last_are_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_processes_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_MOST_GONE", 3)
     environment = {**os.environ, RUN_MARKER: str(tmp_path)}
     tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
@@ -303,9 +293,7 @@ print(states())
 """
 
 
-def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_a_child_gets_its_exit_code() -> (  # noqa: E501
-    None
-):
+def test_orphans_are_reaped_and_children_are_not() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SUBREAPER],
         capture_output=True,

@@ -69,7 +69,7 @@ def test_nothing_trained_and_nothing_saved(tmp_path: Path) -> None:
     assert (state.step, state.saved_step) == (0, None)
 
 
-def test_a_failure_while_loading_does_not_undo_the_steps_before_it(tmp_path: Path) -> None:
+def test_failure_while_loading_undoes_no_steps(tmp_path: Path) -> None:
     assert state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="failed", step=0)).step == 7
 
 
@@ -97,9 +97,7 @@ def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("back_s", [0.0, 3600.0])
-def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(
-    back_s: float, tmp_path: Path
-) -> None:
+def test_clock_set_back_does_not_leave_loading(back_s: float, tmp_path: Path) -> None:
     loading = PhaseRecord(attempt=1, time=10_000.0, phase="loading")
     step = step_record(3, attempt=1, time=10_001.0 - back_s)
     saving = PhaseRecord(attempt=1, time=10_002.0 - 2 * back_s, phase="saving")
@@ -108,7 +106,7 @@ def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(
     assert state_after(tmp_path / "c", loading, step, saving).state == "saving"
 
 
-def test_what_is_written_while_a_run_trains_is_shown_until_it_is_written(tmp_path: Path) -> None:
+def test_detail_is_shown_until_it_is_written(tmp_path: Path) -> None:
     writing = PhaseRecord(
         attempt=2, time=20.0, phase="training", detail="writing the checkpoint of step 8"
     )

@@ -70,7 +70,7 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     assert _read_node_memory(tmp_path, 0, sole=True)["FilePages"] == 51200
 
 
-def test_the_memory_of_the_only_node_is_the_one_that_inspection_finds(tmp_path: Path) -> None:
+def test_memory_of_the_only_node_is_inspections(tmp_path: Path) -> None:
     """A node's own file is late on a virtual machine whose memory grows."""
     folder = tmp_path / "sys/devices/system/node/node0"
     folder.mkdir(parents=True)
@@ -213,7 +213,7 @@ def test_gpus_are_sampled() -> None:
         assert (sample.c2c_to_gpu_bytes_per_s is not None) == bool(gpu.c2c)
 
 
-def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path: Path) -> None:
+def test_oom_kills_are_of_the_cgroup_or_host(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/vmstat").write_text("nr_free 1\noom_kill 7\n")
     assert oom_kills(tmp_path) == 7

@@ -127,9 +127,7 @@ PLACED = RankPlacement(
         ("foreign-load", replace(PLACED, nice=19)),
     ],
 )
-def test_where_processes_are_comes_before_what_it_leads_to(
-    first: str, placement: RankPlacement
-) -> None:
+def test_placement_comes_before_its_effects(first: str, placement: RankPlacement) -> None:
     planned = replace(PLANNED, binding=BINDING)
     measured = replace(
         SLOW, placement=(placement,), foreign_share=0.5, adam_busy_s=2.8, adam_bytes_per_s=70e9
@@ -161,7 +159,7 @@ def sample(
     )
 
 
-def test_foreign_load_is_what_the_run_did_not_use_of_its_own_cores() -> None:
+def test_foreign_load_is_what_the_run_did_not_use() -> None:
     samples = [sample(0, busy=100, run_cpu_s=54.0), sample(1, busy=50, run_cpu_s=36.0)]
     assert _foreign_share(samples, MACHINE, set(range(72))) == pytest.approx(18 / 144)
     assert (
@@ -230,7 +228,7 @@ def lasting(*spans: tuple[float, float]) -> Iterator[tuple[float, float]]:
             yield now, step_s
 
 
-def test_a_slow_run_says_so_with_its_cause_and_stops_when_it_is_over() -> None:
+def test_slow_run_says_its_cause_and_stops() -> None:
     said = watch(lasting((600, 4.5)), run_cpu_s=30.0)
     last = said[-1]
     assert last is not None
@@ -293,7 +291,7 @@ def test_steps_that_were_redone_are_none() -> None:
         assert watching.found is None
 
 
-def test_long_steps_need_enough_of_them_and_an_unknown_plan_says_nothing() -> None:
+def test_long_steps_and_unknown_plans_say_nothing() -> None:
     said = watch(lasting((60 * 40, 60.0)))
     assert next(index for index, found in enumerate(said) if found) >= LEAST_STEPS
     unknown = SlowWatch(replace(plan(), step=None, step_s=None), MACHINE, attempt=1)

@@ -62,7 +62,7 @@ def test_an_attempt_is_started_once(run: RunDirectory) -> None:
     assert code_of(run, 1) == "attempt-already-started"
 
 
-def test_a_supervisor_attaches_only_here_and_only_to_living_processes(run: RunDirectory) -> None:
+def test_supervisor_attaches_only_here_to_the_living(run: RunDirectory) -> None:
     started(run, host="elsewhere")
     assert code_of(run, 1) == "not-this-host"
     started(run, processes=(identify(os.getpid(), "rank"),))

@@ -52,7 +52,7 @@ def test_the_command_that_tells_of_the_end_is_waited_for(
 
 @pytest.mark.slow
 @pytest.mark.trains
-def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_when_it_is_back(
+def test_moved_run_keeps_its_supervisor_until_back(
     runs: Runs,
 ) -> None:
     """Requests are not written through links, which could lead anywhere."""
@@ -70,7 +70,7 @@ def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_
 
 
 @pytest.mark.slow
-def test_the_end_of_a_rank_is_seen_although_the_starter_ignores_its_children(runs: Runs) -> None:
+def test_rank_end_is_seen_though_children_are_ignored(runs: Runs) -> None:
     """Such a program's descendants cannot tell how theirs ended, DeepSpeed's launcher among them,
     until one of them changes that.
     """

@@ -189,7 +189,7 @@ def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs) -> None:
 
 
 @pytest.mark.trains
-def test_a_schedulers_warning_to_every_process_stops_the_run_and_kills_nothing(runs: Runs) -> None:
+def test_schedulers_warning_stops_and_kills_nothing(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
     for process in (*before.processes, before.supervisor):
@@ -380,7 +380,7 @@ def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs) -> No
     assert stop(run, grace_s=30).state == "stopped"
 
 
-def test_a_supervisor_that_cannot_start_leaves_nothing(
+def test_failed_start_leaves_nothing(
     runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = prepare(runs.spec, machine, force=True)

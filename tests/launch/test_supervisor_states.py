@@ -69,9 +69,7 @@ def test_a_run_is_forced_if_its_launch_was(forced: bool, run: RunDirectory) -> N
     assert supervisor_of(run)._state.forced == forced
 
 
-def test_a_machine_that_cannot_be_inspected_fails_the_start(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uninspectable_machine_fails(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Machine:
         raise reject("no-cpus", "machine", "/", "has no CPUs", "Mount /sys.")
 
@@ -101,9 +99,7 @@ def test_the_last_lines_of_a_log_are_read_however_many(
     assert read_state(run).reason.endswith("RuntimeError: the loss is a teapot")
 
 
-def test_a_log_that_never_ends_does_not_keep_a_run_from_ending(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_log_ends_no_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that nobody could end may write faster than its lines are read."""
 
     class Endless(LogReader):
@@ -138,9 +134,7 @@ def test_the_final_state_does_not_depend_on_the_plans_advice(
     assert len(asked) == (code != OutcomeCode.RANK_LOST)
 
 
-def test_a_supervisor_that_takes_over_tells_only_what_is_new(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_takeover_tells_what_is_new(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     change_settings({"alerts.loss_above": 5.0, "alerts.on": ["loss", "not-finite"]})
     followed_by(monkeypatch, True, False)
     records = MetricsWriter(run, 1)

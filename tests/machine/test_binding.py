@@ -122,9 +122,7 @@ def test_gpus_of_unknown_node_are_spread() -> None:
         ),
     ],
 )
-def test_ranks_without_gpus_are_spread_over_the_cpu_nodes(
-    ranks: int, expected: list[tuple[int, str]]
-) -> None:
+def test_ranks_without_gpus_are_spread(ranks: int, expected: list[tuple[int, str]]) -> None:
     bindings = bind(dataclasses.replace(EIGHT_H100, gpus=()).machine(), ranks)
     assert [(one.numa_node, cpu_ranges(one.cpus)) for one in bindings] == expected
     assert all(one.gpu is None for one in bindings)
@@ -159,9 +157,7 @@ def test_shares_are_fair_and_everybody_gets_a_core(cpus: str, ranks: int) -> Non
         (2, 0.1, 1, 1),
     ],
 )
-def test_the_main_process_keeps_what_it_needs(
-    count: int, fraction: float, main: int, adam: int
-) -> None:
+def test_main_process_keeps_its_cores(count: int, fraction: float, main: int, adam: int) -> None:
     cpus = tuple(range(100, 100 + count))
     assert _split_cores(cpus, fraction) == (cpus[:main], cpus[count - adam :])
     assert main + adam == count

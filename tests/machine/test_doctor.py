@@ -95,9 +95,7 @@ CHANGES: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("part", "change", "severity", "code"), CHANGES)
-def test_traps_of_the_machine_itself(
-    part: str, change: dict[str, Any], severity: str, code: str
-) -> None:
+def test_traps_of_the_machine(part: str, change: dict[str, Any], severity: str, code: str) -> None:
     machine = healthy()
     changed = {
         "gpu": lambda: with_gpu(machine, **change),
@@ -119,9 +117,7 @@ def test_traps_of_the_machine_itself(
         ),
     ],
 )
-def test_an_apu_needs_a_build_of_torch_with_rocm(
-    build: dict[str, Any], expected: list[tuple[str, str]]
-) -> None:
+def test_apu_needs_torch_with_rocm(build: dict[str, Any], expected: list[tuple[str, str]]) -> None:
     machine = with_software(with_gpu(healthy(ONE_GH200), vendor="amd", memory_node=0), **build)
     assert sorted(kinds(found(machine))) == sorted(expected)
 
@@ -148,9 +144,7 @@ def test_environment(name: str, value: str, code: str | None) -> None:
         (100 * GIB, None),
     ],
 )
-def test_shared_memory_against_what_the_run_needs(
-    needs: int, severity: tuple[str, str] | None
-) -> None:
+def test_shared_memory_for_the_run(needs: int, severity: tuple[str, str] | None) -> None:
     results = found(healthy(), plan=Needs(shm_bytes=needs))
     assert kinds(results) == ([severity] if severity else [])
 
@@ -252,9 +246,7 @@ USER = pwd.getpwuid(os.getuid()).pw_name
         ({f"{LOGIND}.d/kill.conf": f"{KILLS}KillExcludeUsers=root {USER}\n"}, 0),
     ],
 )
-def test_sessions_that_are_killed_at_logout(
-    tmp_path: Path, files: dict[str, str], expected: int
-) -> None:
+def test_sessions_killed_at_logout(tmp_path: Path, files: dict[str, str], expected: int) -> None:
     excluding_nobody = {"/usr/lib/systemd/logind.conf.d/0.conf": "KillExcludeUsers=\n"}
     results = found(healthy(), {**excluding_nobody, **LOGIN_SESSION, **files}, tmp_path / "t")
     assert kinds(results) == [("warning", "killed-at-logout")] * expected
@@ -304,9 +296,7 @@ def test_the_worst_comes_first() -> None:
         ({"/proc/driver/nvidia/version": "NVRM version: 580.95.05\n"}, "gpus-not-granted"),
     ],
 )
-def test_gpus_on_the_bus_that_cannot_be_used(
-    tmp_path: Path, files: dict[str, str], code: str
-) -> None:
+def test_gpus_that_cannot_be_used(tmp_path: Path, files: dict[str, str], code: str) -> None:
     machine = msgspec.structs.replace(healthy(EIGHT_H100), gpus=())
     finding = only(found(machine, files, build_sysroot(EIGHT_H100.listing(), tmp_path)))
     assert (finding.severity, finding.code) == ("warning", code)

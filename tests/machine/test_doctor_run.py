@@ -41,9 +41,7 @@ def test_a_plan_that_does_not_fit_blocks() -> None:
     ("share", "kind"),
     [(0.5, None), (0.95, ("warning", "memory-limit")), (1.5, ("blocks", "memory-limit-exceeded"))],
 )
-def test_a_memory_limit_against_what_the_run_needs(
-    share: float, kind: tuple[str, str] | None
-) -> None:
+def test_memory_limit_for_the_run(share: float, kind: tuple[str, str] | None) -> None:
     machine = healthy(memory_limit_bytes=100 * GIB)
     results = found(
         machine,
@@ -96,7 +94,7 @@ def test_checkpoints_in_a_folder_that_is_host_memory(tmp_path: Path) -> None:
     assert found(machine, plan=needs, checkpoints=Path("/usr/runs")) == ()
 
 
-def test_the_largest_processes_are_named_where_memory_lacks(
+def test_largest_processes_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run, "_LARGE_BYTES", 0)
@@ -122,7 +120,7 @@ ENGINE_TRAPS: list[tuple[dict[str, str], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "changes", "code"), ENGINE_TRAPS)
-def test_traps_of_deepspeeds_engine_that_ours_does_not_have(
+def test_traps_of_deepspeeds_engine_alone(
     settings: dict[str, str], changes: dict[str, Any], code: str
 ) -> None:
     def codes(engine: str) -> list[str]:

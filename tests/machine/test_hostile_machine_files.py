@@ -72,9 +72,7 @@ def test_a_pipe_and_a_device_are_not_read(tmp_path: Path) -> None:
         ({"numa_nodes": [], "gpus": []}, "no-cpu-node"),
     ],
 )
-def test_an_impossible_machine_is_a_problem(
-    change: dict[str, Any], code: str, tmp_path: Path
-) -> None:
+def test_bad_machine_is_a_problem(change: dict[str, Any], code: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_bytes(msgspec.json.encode(VALID))
     assert load_machine(path) == superchips(1)

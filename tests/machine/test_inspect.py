@@ -82,7 +82,7 @@ def test_memory_nodes_follow_the_distances_and_not_the_pci_order(tmp_path: Path)
     assert places(swapped.inspected(tmp_path / "b")) == [(1, 10), (0, 2)]
 
 
-def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_path: Path) -> None:
+def test_memory_that_is_offline_goes_to_no_other_gpu(tmp_path: Path) -> None:
     host = dataclasses.replace(
         GB200,
         hbm={node: memory for node, memory in GB200.hbm.items() if node != 2},
@@ -140,16 +140,12 @@ def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
     ("allowed", "said"),
     [(None, ""), ((0, 1, 2, 3, 4, 12, 20, 28), ""), ((0, 2), "0,2 of 0-3"), ((4,), "none of 0-3")],
 )
-def test_memory_out_of_reach_is_noted(
-    tmp_path: Path, allowed: tuple[int, ...] | None, said: str
-) -> None:
+def test_memory_out_of_reach(tmp_path: Path, allowed: tuple[int, ...] | None, said: str) -> None:
     notes = memory_allowance_notes(QUAD_GH200.inspected(tmp_path).numa_nodes, allowed)
     assert [said in note for note in notes] == ([True] if said else [])
 
 
-def test_a_copied_tree_is_inspected_without_live_queries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copied_tree_is_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     machine = QUAD_GH200.inspected(tmp_path)
     assert not machine.live
@@ -183,7 +179,7 @@ def test_no_numa_directory_is_one_node(tmp_path: Path) -> None:
     assert machine.numa_nodes[0].file_cache_bytes == 2 * MIB
 
 
-def test_total_memory_that_includes_gpu_memory_is_noted_and_not_counted(tmp_path: Path) -> None:
+def test_total_that_includes_gpu_memory_is_noted(tmp_path: Path) -> None:
     host = dataclasses.replace(
         ONE_GH200, extra={"/proc/meminfo": f"MemTotal: {(490037 + 97280) * 1024} kB\n"}
     )
@@ -192,7 +188,7 @@ def test_total_memory_that_includes_gpu_memory_is_noted_and_not_counted(tmp_path
     assert any("includes GPU memory" in note for note in machine.notes)
 
 
-def test_node_accounting_that_lags_behind_is_corrected_where_there_is_one_node(
+def test_lagging_node_accounting_is_corrected(
     tmp_path: Path,
 ) -> None:
     host = dataclasses.replace(

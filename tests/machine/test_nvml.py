@@ -93,7 +93,7 @@ def test_everything_that_nvml_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nvmlDeviceGetNumaNodeId", "memory_node"),
     ],
 )
-def test_a_refused_call_leaves_only_its_own_field_unknown(
+def test_refused_call_is_unknown(
     monkeypatch: pytest.MonkeyPatch, function: str, field: str
 ) -> None:
     machine = inspect_with(monkeypatch, {function: pynvml.NVML_ERROR_NOT_SUPPORTED})
@@ -108,7 +108,7 @@ def test_an_unexpected_error_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert ["nvmlDeviceGetComputeMode" in error for error in machine.nvml_errors] == [True]
 
 
-def test_a_gpu_that_fell_off_the_bus_is_left_out_and_reported(
+def test_gpu_off_the_bus_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = inspect_with(
@@ -139,7 +139,7 @@ def test_a_driver_that_does_not_match_is_noted(monkeypatch: pytest.MonkeyPatch) 
         ("NoDevFiles", []),
     ],
 )
-def test_visible_devices_keep_the_hosts_indices(
+def test_visible_devices_keep_indices(
     monkeypatch: pytest.MonkeyPatch, variable: str, shown: list[int]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)

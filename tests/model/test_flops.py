@@ -33,7 +33,7 @@ DENSE = Flops(
 )
 
 
-def test_a_dense_model_costs_six_per_parameter_and_token_plus_causal_attention() -> None:
+def test_dense_model_costs_six_and_attention() -> None:
     # 6 N T; attention: 2 layers x 4 x 64 x (8^2 + 4^2) / 2 forward, three times that with backward.
     assert model_flops(DENSE, 12, [8, 4]) == 6 * 1000 * 12 + 3 * 2 * 4 * 64 * (64 + 16) / 2
 
@@ -52,7 +52,7 @@ def test_recompute_counts_as_executed_but_not_as_the_models() -> None:
     )
 
 
-def test_the_last_product_of_a_block_is_not_executed_again_unless_a_norm_or_tiles_need_it() -> None:
+def test_last_product_is_repeated_only_where_needed() -> None:
     shape = PRESETS["llama-3.1-8b"].spec.model
     dense = flops_of(shape)
     last = 32 * 4096 * 14336
@@ -115,9 +115,7 @@ SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "v
         ),
     ],
 )
-def test_the_last_product_is_as_large_as_the_models_own(
-    tensors: dict[str, tuple[int, ...]], product: int
-) -> None:
+def test_last_product_is_the_models_own(tensors: dict[str, tuple[int, ...]], product: int) -> None:
     """Not as ``intermediate_size`` says, of which LFM2 takes two thirds, nor in layers without a
     feed-forward block beside another one.
     """
@@ -226,7 +224,7 @@ def test_a_config_without_a_shape_names_every_missing_key() -> None:
     )
 
 
-def test_the_published_formula_counts_padding_recompute_and_full_attention() -> None:
+def test_published_formula_counts_padding() -> None:
     # 2 c P L + 4 c layers hidden L^2, c = 4
     assert (
         _seed_flops_per_sequence(10**9, 32, 4096, 4096, checkpointing=True)

@@ -74,9 +74,7 @@ def test_sub_groups_cover_the_list_in_order_and_reach_the_size() -> None:
 @pytest.mark.parametrize(
     "numels", [[1] * 10, [3, 1, 4, 1, 5, 9, 2, 6], [400_000_000] * 32 + [700_000]]
 )
-def test_the_gpu_keeps_as_much_as_the_ratio_allows_and_no_more(
-    numels: list[int], ratio: float
-) -> None:
+def test_gpu_keeps_what_the_ratio_allows(numels: list[int], ratio: float) -> None:
     kept = gpu_sub_groups(numels, ratio)
     allowed = (1 - ratio) * sum(numels)
     assert sum(numels[:kept]) <= allowed + 1e-6 * sum(numels)
@@ -183,7 +181,7 @@ def test_a_profile_knows_the_largest_layer_and_the_tied_head() -> None:
     assert profile.small_parameters == profile.parameters == 800 + 3 * (8 + 264)
 
 
-def test_a_forward_pass_uses_sub_groups_by_the_products_before_them() -> None:
+def test_forward_uses_sub_groups_by_products() -> None:
     profile = profile_of(spec(sub_group_size=1).model)
     spans = profile.compute_spans(1, 1)
     assert spans[0] == (0.0, 0.0), "the embedding takes no time"

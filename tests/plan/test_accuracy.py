@@ -50,7 +50,7 @@ def test_the_errors_are_those_that_were_measured() -> None:
     assert {row.gpu for row in measured_rows()} == set(rates.CHECKED_GPUS)
 
 
-def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_others_is_not() -> None:
+def test_order_of_settings_about_as_fast_is_chance() -> None:
     found = [pair for group in pairs(measured_rows()) for pair in group if pair.predicted]
     closer = [pair.measured > 0 for pair in found if pair.predicted < rates.ALIKE]
     further = [pair.measured > 0 for pair in found if pair.predicted >= rates.ALIKE]
@@ -59,7 +59,7 @@ def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_othe
     assert sum(further) / len(further) > 0.9
 
 
-def test_a_difference_is_sure_from_where_the_faster_one_is_faster_in_nine_of_ten_pairs() -> None:
+def test_difference_is_sure_where_nine_of_ten_pairs_agree() -> None:
     found = [pair for group in pairs(measured_rows()) for pair in group]
     sure = [pair.measured > 0 for pair in found if rates.SURE <= pair.predicted < 2 * rates.SURE]
     less = [pair.measured > 0 for pair in found if rates.ALIKE <= pair.predicted < rates.SURE]
@@ -100,7 +100,7 @@ def test_an_error_is_a_share_of_the_prediction() -> None:
     assert found == [3.0, 4.0, 5.0]
 
 
-def test_ratios_are_of_different_settings_of_one_model_on_one_machine() -> None:
+def test_ratios_are_of_one_model_on_one_machine() -> None:
     """What all of them are off by does not count, and a machine on which many were measured counts
     as one.
     """
@@ -130,7 +130,7 @@ def test_the_error_of_a_step_depends_on_its_rates() -> None:
     assert not step_error(own, "another", 1).checked
 
 
-def test_speeds_are_about_as_fast_where_they_differ_by_less_than_ratios_are_off() -> None:
+def test_speeds_are_alike_within_what_ratios_are_off() -> None:
     assert about_as_fast(100.0, 100.0 * (1 - 0.9 * rates.ALIKE))
     assert about_as_fast(100.0 * (1 - 0.9 * rates.ALIKE), 100.0)
     assert not about_as_fast(100.0, 100.0 * (1 - 1.1 * rates.ALIKE))

@@ -34,9 +34,7 @@ def saving_of(changes: tuple[Change, ...], savings: tuple[MemorySaving, ...]) ->
         ),
     ],
 )
-def test_promised_savings_are_those_of_the_plan(
-    changes: tuple[Change, ...], values: dict[str, str]
-) -> None:
+def test_savings_are_those_of_the_plan(changes: tuple[Change, ...], values: dict[str, str]) -> None:
     given = {
         "offload__mode": "superoffload",
         "offload__ratio": "0.6",
@@ -108,7 +106,7 @@ def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
     assert _memory_advice(spec, "gpu", given) == _memory_advice(spec, "gpu")
 
 
-def test_where_there_is_one_memory_no_more_offloading_is_proposed() -> None:
+def test_one_memory_gets_no_more_offloading() -> None:
     """Whichever side asked in vain: what helps either helps both, and a larger ratio frees
     nothing.
     """
@@ -150,7 +148,7 @@ def test_offloading_is_proposed_with_its_ratio() -> None:
     assert "offload.mode gpu -> superoffload at offload.ratio 0.9 needs" in advice.message
 
 
-def test_where_nothing_helps_or_nothing_is_known_a_larger_machine_does() -> None:
+def test_where_nothing_helps_a_larger_machine_does() -> None:
     assert _memory_advice(spec_of("qwen3-14b", offload__mode="gpu"), "node").savings == ()
     unknown = with_values(
         CATALOG.presets["tiny"].spec,

@@ -80,7 +80,7 @@ def test_rates_of_a_gpu_that_nothing_is_published_of_are_enough() -> None:
     assert make_plan(SPEC, machine).step is None, "how fast its CPU Adam is, nobody knows"
 
 
-def test_a_node_like_the_measured_one_borrows_its_rates_and_another_kind_does_not() -> None:
+def test_twin_borrows_rates_and_another_kind_does_not() -> None:
     store(H200, rates=RATES)
     twin = replace(H200, hostname="node7")
     assert source_of(make_plan(SPEC, twin)).calibrated == Calibrated(
@@ -213,9 +213,7 @@ def memory_of(plan: Plan, kind: TermKind) -> int:
     return sum(term.bytes for term in plan.breakdown if term.kind == kind)
 
 
-def test_memory_that_every_probed_mode_took_beyond_the_formulas_is_taken_by_the_others_too() -> (
-    None
-):
+def test_memory_beyond_the_formulas_is_shared_by_modes() -> None:
     """Otherwise a mode that was not probed would seem to fit where the probed one just does."""
     gpu = with_values(SPEC, {"offload.mode": "gpu"})
     before = make_plan(gpu, H200, workload=probe_of(1.0, 0.0).workload)
@@ -231,7 +229,7 @@ def test_memory_that_every_probed_mode_took_beyond_the_formulas_is_taken_by_the_
     )
 
 
-def test_less_memory_than_the_formulas_say_is_promised_to_no_other_mode() -> None:
+def test_less_memory_is_promised_to_no_other_mode() -> None:
     gpu = with_values(SPEC, {"offload.mode": "gpu"})
     before = make_plan(gpu, H200, workload=probe_of(1.0, 0.0).workload)
     store(H200, probe=probe_of(1.0, -1.0))
@@ -249,7 +247,7 @@ def test_a_plan_says_what_another_modes_probe_corrected() -> None:
     assert "superoffload" not in _speed_source_text(own, "superoffload")
 
 
-def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:
+def test_probe_takes_the_slack_away_at_most() -> None:
     store(H200, probe=probe_of(1.0, -30.0))
     plan = make_plan(SPEC, H200)
     assert [term.bytes for term in plan.breakdown if term.kind == "allocator-slack"] == [0]

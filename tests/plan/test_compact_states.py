@@ -63,7 +63,7 @@ def test_what_fits_on_grace_hopper_parts(
     assert tuple(plan.verdict for plan in found) == verdicts
 
 
-def test_the_most_exact_format_that_fits_is_offered_where_nothing_else_does() -> None:
+def test_most_exact_format_that_fits_is_offered() -> None:
     plan = recommend(spec_of("seed-oss-36b", gpus="1"), BIG, 1)
     assert plan.verdict == "does not fit"
     offered = only(plan.remedies, CompactStatesFit)
@@ -88,9 +88,7 @@ def test_it_is_offered_beside_more_gpus() -> None:
 @pytest.mark.parametrize(
     ("model", "seconds"), [("phi-4", (4.69, 3.61)), ("qwen3-14b", (4.72, 3.63))]
 )
-def test_they_are_offered_where_they_make_steps_faster_by_more_than_a_plan_is_off(
-    model: str, seconds: tuple[float, float]
-) -> None:
+def test_faster_states_are_offered(model: str, seconds: tuple[float, float]) -> None:
     """The seconds in docs/offload.md."""
     plan = recommend(spec_of(model, gpus="1"), SHORTER, 1)
     assert plan.spec.offload.states == "fp32"
@@ -105,7 +103,7 @@ def test_they_are_offered_where_they_make_steps_faster_by_more_than_a_plan_is_of
     assert f'offload.states = "{faster.states}"' in faster.message
 
 
-def test_the_most_exact_of_formats_that_are_about_as_fast_is_offered() -> None:
+def test_most_exact_of_formats_about_as_fast_is_offered() -> None:
     plan = recommend(spec_of("phi-4", gpus="1"), SHORTER, 1)
     bf16, int8 = (
         make_plan(with_values(plan.spec, {"offload.states": states}), SHORTER).step_s or 0.0
@@ -125,8 +123,6 @@ def test_the_most_exact_of_formats_that_are_about_as_fast_is_offered() -> None:
         ("seed-oss-36b", {}),  # does not fit as it is: see the remedies
     ],
 )
-def test_they_are_not_offered_for_speed_where_they_make_no_step_much_faster(
-    model: str, changes: dict[str, str]
-) -> None:
+def test_states_are_not_offered_without_speed(model: str, changes: dict[str, str]) -> None:
     plan = recommend(spec_of(model, gpus="1", **changes), SHORT, 1)
     assert not facts_of(plan.warnings, FasterStates)

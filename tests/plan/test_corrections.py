@@ -112,7 +112,7 @@ def probe_of(
     )
 
 
-def test_fetching_is_hidden_or_not_as_the_other_tests_take_it_to_be() -> None:
+def test_fetching_is_hidden_as_other_tests_assume() -> None:
     assert step_of(on_host(LONG)).forward_s == computing(on_host(LONG)).forward_s
     assert step_of(on_host(SHORT)).forward_s > 1.2 * computing(on_host(SHORT)).forward_s
     assert step_of(on_host(SHORT)).backward_s == computing(on_host(SHORT)).backward_s
@@ -131,7 +131,7 @@ def test_a_probe_that_hid_fetching_corrects_by_the_lower_error() -> None:
     assert adam == pytest.approx(predicted + more)
 
 
-def test_memory_of_a_probe_that_fetched_weights_says_nothing_of_a_gpu_that_has_them() -> None:
+def test_memory_of_a_fetching_probe_is_its_own() -> None:
     store(H200, probe=probe_of(on_host(LONG), 1.0, 1.0, more_gb=2.0))
     for spec, more in ((LONG, 0), (on_host(LONG), 2_000_000_000)):
         probed, unprobed = (
@@ -170,7 +170,7 @@ def test_a_probe_of_two_waits_says_nothing_of_computation() -> None:
 
 
 @pytest.mark.parametrize("error", [0.2, 1.1, 3.0])
-def test_a_probe_whose_gpu_had_the_weights_corrects_what_is_computed_beside_fetching(
+def test_probe_with_weights_corrects_what_is_computed(
     error: float,
 ) -> None:
     """How long fetching takes is as predicted."""
@@ -190,7 +190,7 @@ def test_each_plan_is_corrected_by_its_own_kind_of_probe() -> None:
     assert corrected(on_host(LONG))[0] == pytest.approx(1.5)
 
 
-def test_a_probe_that_does_not_tell_fetching_apart_corrects_nothing() -> None:
+def test_probe_that_hides_fetching_corrects_nothing() -> None:
     """Older ones do not."""
     store(H200, probe=replace(probe_of(on_host(LONG), 1.5, 1.5, more_gb=1.0), computing=None))
     for spec in (LONG, on_host(LONG)):
@@ -202,7 +202,7 @@ def test_a_probe_that_does_not_tell_fetching_apart_corrects_nothing() -> None:
 @pytest.mark.parametrize(
     ("probed", "planned", "where"), [(on_host(LONG), LONG, "host"), (LONG, on_host(LONG), "gpu")]
 )
-def test_a_plan_says_that_the_probe_kept_weights_elsewhere(
+def test_plan_says_where_the_probe_had_weights(
     probed: RunSpec, planned: RunSpec, where: str
 ) -> None:
     store(H200, probe=probe_of(probed, 1.2, 1.2))

@@ -95,7 +95,7 @@ def chosen(plan: Plan) -> tuple[str, str, str]:
     return plan.verdict, model.activation_checkpointing, model.activation_offload
 
 
-def test_they_are_recommended_instead_of_computing_attention_again() -> None:
+def test_results_are_moved_instead_of_computed_again() -> None:
     """256k tokens of the 4B shape: layer inputs and results together are more than the host has
     beside the states.
     """
@@ -168,7 +168,7 @@ def test_they_are_proposed_where_only_they_make_a_length_fit() -> None:
 @pytest.mark.parametrize(
     "changes", [{"model__activation_offload": "off"}, {"model__activation_checkpointing": "none"}]
 )
-def test_they_are_not_where_they_are_off_or_nothing_is_recomputed(changes: dict[str, str]) -> None:
+def test_inputs_stay_where_off_or_nothing_is_recomputed(changes: dict[str, str]) -> None:
     plan = recommend(long_spec(LONG, **changes), H200)
     assert not plan.fits
     assert plan.spec.model.activation_offload == changes.get("model__activation_offload", "auto")

@@ -31,7 +31,7 @@ def test_no_other_interval_costs_noticeably_less(cost_s: float, failure_s: float
     assert best <= min(others) * 1.001
 
 
-def test_a_checkpoint_that_costs_more_than_a_failure_is_saved_once_in_a_failure() -> None:
+def test_costly_checkpoint_is_saved_once_in_a_failure() -> None:
     assert _best_interval_s(3 * DAY, DAY) == DAY
 
 

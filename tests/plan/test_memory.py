@@ -101,7 +101,7 @@ def test_states_under_deepspeed_are_what_its_own_partition_gives(
     assert exact == states
 
 
-def test_our_engine_needs_fourteen_bytes_where_deepspeeds_needs_sixteen() -> None:
+def test_our_engine_needs_fourteen_bytes() -> None:
     ours = spec_of("qwen3-14b", mode="superoffload", ratio=1.0)
     theirs = spec_of("qwen3-14b", mode="superoffload", ratio=1.0, engine="deepspeed")
     parameters = state_layout(ours, 1).numel
@@ -145,7 +145,7 @@ def test_more_ranks_never_need_more_of_each(name: str) -> None:
     )
 
 
-def test_larger_batches_need_more_activations_and_the_same_states() -> None:
+def test_larger_batches_need_more_activations_only() -> None:
     small = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "1"}), 1)
     large = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "8"}), 1)
     assert total(large, "gpu") > total(small, "gpu")
@@ -164,7 +164,7 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
     ) + total(terms_of(spec, 2), "gpu")
 
 
-def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
+def test_checkpoint_is_twelve_bytes_and_export_two() -> None:
     spec = spec_of("qwen3-14b", mode="gpu")
     once = {"checkpoint.export": "false", "checkpoint.every_steps": "0"}
     plan = make_plan(with_values(spec, once), superchips(4))
@@ -190,9 +190,7 @@ def test_a_checkpoint_is_twelve_bytes_a_parameter_and_an_export_two() -> None:
         ),
     ],
 )
-def test_whatever_makes_a_run_save_takes_disk_and_host_memory(
-    changes: dict[str, str], copies: int
-) -> None:
+def test_saving_takes_disk_and_host_memory(changes: dict[str, str], copies: int) -> None:
     plan = make_plan(
         with_values(spec_of("qwen3-14b", mode="superoffload", ratio=0.5), changes), superchips(4)
     )
@@ -221,7 +219,7 @@ def test_measured_host_memory_is_met(mode: str, host_gb: float) -> None:
     assert plan.host_bytes_per_node[0] / 1e9 == pytest.approx(host_gb, rel=0.02)
 
 
-def test_the_norm_of_deepspeeds_cpu_optimizer_takes_room_for_a_chunk_in_double_precision() -> None:
+def test_norm_of_deepspeeds_optimizer_takes_a_chunk() -> None:
     """On one H200 torch's memory history shows 2.79 GB on the stream of the reductions: 2 B x 400
     M, and 8 B x 250 M.
     """
@@ -336,7 +334,7 @@ def beside_mb(numels: list[int], on_gpu: int, partition: int, *, rounded: bool =
     return blocks_of(numels, on_gpu, partition, rounded=rounded).allocating / 1e6
 
 
-def test_making_deepspeeds_gradients_takes_two_ordinary_buffers_or_their_partition_twice() -> None:
+def test_making_deepspeeds_gradients_takes_two_buffers() -> None:
     """In MB: sub-groups of 4, in pinned blocks of 4.19."""
     assert beside_mb([GRADIENTS], 0, 2_000_000, rounded=False) == pytest.approx(
         4 + 4 - 2
@@ -361,13 +359,13 @@ def test_a_block_stays_pinned_where_no_other_of_its_size_follows() -> None:
     )
 
 
-def test_every_rank_of_deepspeeds_engine_has_a_worker_with_a_context() -> None:
+def test_deepspeeds_ranks_have_workers_with_contexts() -> None:
     spec = spec_of("qwen3-4b-random", mode="superoffload", engine="deepspeed")
     sizes = [only(terms_of(spec, ranks), "worker-context").bytes for ranks in (1, 4)]
     assert sizes[1] == 4 * sizes[0] > 0
 
 
-def test_weights_pass_through_the_host_only_where_the_states_do_not_hide_it() -> None:
+def test_weights_pass_through_the_host_unless_hidden() -> None:
     spec = with_values(PRESETS["llama-3.1-8b"].spec, {"offload.mode": "gpu", "gpus": "4"})
     plan = make_plan(spec, superchips(4))
     assert len({plan.host_bytes_per_node[node] for node in (1, 2, 3)}) == 1

@@ -114,9 +114,7 @@ def test_plans_say_that_nothing_was_run() -> None:
     only(theirs.warnings, DeepSpeedNvidiaOnly)
 
 
-def test_from_the_system_files_to_the_binding_by_commands_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_system_files_to_binding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = build_sysroot(QUAD_MI300A.listing(), tmp_path / "root")
     assert main(["inspect", "--sysroot", str(root), "--json"]) == 0
     file = tmp_path / "machine.json"

@@ -43,7 +43,7 @@ FOUR_H100 = x86(
 )
 
 
-def test_the_recommended_ratio_is_the_smallest_that_keeps_the_margin() -> None:
+def test_ratio_is_the_smallest_that_keeps_the_margin() -> None:
     """Or a larger one that is faster, because Adam on the host is hidden."""
     plan = recommend(spec_of("qwen3-14b"), BIG, 1)
     assert plan.verdict == "fits"
@@ -96,7 +96,7 @@ def steps_by_ratio(plan: Plan, machine: Machine) -> dict[float, float]:
     ("preset", "machine", "micro_batch"),
     [("qwen3-14b", "h200-8", "2"), ("phi-4", "gh200-480", "4"), ("llama-3.1-8b", "h200-8", "8")],
 )
-def test_the_recommended_ratio_is_the_fastest_or_leaves_adam_time(
+def test_ratio_is_the_fastest_or_leaves_adam_time(
     preset: str, machine: str, micro_batch: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too small, and the GPU steps more itself; too large, and backward no longer hides Adam."""
@@ -114,7 +114,7 @@ def test_the_recommended_ratio_is_the_fastest_or_leaves_adam_time(
     assert measured or plan.ratio <= min(steps, key=lambda ratio: steps[ratio])
 
 
-def test_a_batch_too_large_is_cut_without_changing_the_tokens_of_a_step() -> None:
+def test_large_batch_is_cut_without_changing_tokens() -> None:
     given = spec_of("llama-3.1-8b", train__micro_batch="64", gpus="4")
     plan = recommend(given, QUAD)
     assert plan.fits
@@ -151,7 +151,7 @@ def test_nothing_is_recommended_that_the_margin_cannot_hold(name: str, machine: 
 
 @pytest.mark.parametrize("name", list(CATALOG.presets))
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_what_is_recommended_is_as_fast_as_the_preset_as_published(name: str, gpus: int) -> None:
+def test_recommended_is_as_fast_as_published(name: str, gpus: int) -> None:
     published = {
         "offload__mode": "superoffload",
         "model__activation_checkpointing": "full",
@@ -183,16 +183,14 @@ def figures_of(plan: Plan) -> tuple[int, float | None, int]:
 
 
 @pytest.mark.parametrize(("gpus", "words"), [((2, 3), "2,3"), ((2,), "2,"), (2, "2")])
-def test_the_command_names_the_gpus_that_were_planned_for(
-    gpus: int | tuple[int, ...], words: str
-) -> None:
+def test_command_names_the_planned_gpus(gpus: int | tuple[int, ...], words: str) -> None:
     """Other people may train on those that a mere count would take."""
     given = spec_of("llama-3.1-8b")
     plan = recommend(replace(given, gpus=gpus), QUAD)
     assert f"llama-3.1-8b --gpus {words} --set" in command_of(plan, given, "llama-3.1-8b", gpus)
 
 
-def test_a_target_of_tokens_decides_the_accumulation_of_the_command_too() -> None:
+def test_target_of_tokens_decides_the_accumulation() -> None:
     given = spec_of("llama-3.1-8b")
     plan = recommend(with_values(given, {"train.tokens_per_step": "100000"}), QUAD)
     assert plan.spec.gradient_accumulation_steps > 1
@@ -261,7 +259,7 @@ def test_what_is_recommended_is_about_as_fast_as_the_fastest(name: str, machine:
         ("llama-3.1-8b", FOUR_H100, 4, "2", "memory"),
     ],
 )
-def test_a_recommendation_that_is_about_as_fast_as_another_says_what_it_is_preferred_for(
+def test_preference_among_alike_is_said(
     preset: str, machine: Machine, gpus: int, micro_batch: str, why: Preference
 ) -> None:
     plan = recommend(spec_of(preset, train__micro_batch=micro_batch), machine, gpus)
@@ -276,7 +274,7 @@ def test_a_recommendation_that_is_about_as_fast_as_another_says_what_it_is_prefe
         assert other.more_gpu_bytes > 0.08 * (plan.gpu_capacity_bytes or 0)
 
 
-def test_of_numbers_of_gpus_that_train_about_as_much_on_each_the_smallest_is_marked() -> None:
+def test_smallest_of_numbers_of_gpus_is_marked() -> None:
     cells = plan_table([CATALOG.presets["llama-3.1-8b"]], named_machine("gb200-4"), (1, 2))[0].cells
     one, two = ((cells[count].useful_tokens_per_s_total or 0) / count for count in (1, 2))
     assert one < two
@@ -307,7 +305,7 @@ def test_a_larger_micro_batch_is_tried_for_summed_gradients() -> None:
     assert (again.useful_tokens_per_s_total or 0) > 0.97 * (roomy.useful_tokens_per_s_total or 0)
 
 
-def test_where_nothing_is_offloaded_nothing_is_said_of_offloading() -> None:
+def test_nothing_is_said_of_offloading_without_it() -> None:
     plan = make_plan(
         spec_of("tiny", gpus="1", offload__mode="superoffload", offload__ratio="0"),
         x86("NVIDIA H200"),

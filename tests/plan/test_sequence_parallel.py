@@ -70,7 +70,7 @@ def test_key_heads_are_sent_to_every_rank_where_there_are_fewer() -> None:
     assert exchanged_bytes(shape, 16) == 4 * (4096 + 2048) * 15 / 16
 
 
-def test_sharing_is_recommended_where_only_that_makes_a_length_fit() -> None:
+def test_sharing_is_recommended_where_only_it_fits() -> None:
     plan = recommend(long_spec(LONG, gpus=4), H200S, 4)
     assert (plan.fits, plan.tokens_per_step) == (True, 4 * LONG)
     shared = only(plan.reasons, SequencesShared)
@@ -99,9 +99,7 @@ def test_only_ranks_that_divide_the_heads_are_tried() -> None:
         ("qwen3-4b-random", {"model__attention": "sdpa"}),
     ],
 )
-def test_heads_and_backends_that_cannot_share_are_refused(
-    name: str, changes: dict[str, str]
-) -> None:
+def test_what_cannot_share_is_refused(name: str, changes: dict[str, str]) -> None:
     plan = make_plan(
         spec_of(name, **{"gpus": "4", "train__sequence_parallel": "2"} | changes), H200S
     )
@@ -110,7 +108,7 @@ def test_heads_and_backends_that_cannot_share_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "conv"])
-def test_layers_that_would_see_only_a_part_are_refused_and_never_tried(kind: str) -> None:
+def test_layers_that_see_a_part_are_refused(kind: str) -> None:
     """Recurrences and convolutions carry state from token to token, chunks are counted from the
     start of a row.
     """

@@ -31,7 +31,7 @@ def block_bytes(tokens: int, tiled: str, **changes: str) -> int:
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forward(
+def test_block_grows_with_the_tile(
     policy: str,
 ) -> None:
     given = {"model__activation_checkpointing": policy}
@@ -44,7 +44,7 @@ def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forwa
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_norms_of_several_kernels_cost_no_more_than_fused_ones_outside_their_tile(
+def test_norms_cost_no_more_outside_their_tile(
     policy: str,
 ) -> None:
     """A tile of them holds less than one of the feed-forward block, which takes 12 f instead of 10
@@ -60,7 +60,7 @@ def test_norms_of_several_kernels_cost_no_more_than_fused_ones_outside_their_til
     assert tiled == MLP_TILE_TOKENS * 2 * FEED_FORWARD
 
 
-def test_a_tile_of_norms_counts_where_it_is_larger_than_that_of_the_feed_forward_block() -> None:
+def test_larger_tile_of_norms_counts() -> None:
     config = spec_of("qwen3-4b-random").model.config
     shape = architecture(config | {"intermediate_size": HIDDEN})
     assert tile_bytes(shape, fused=False) == 28 * HIDDEN
@@ -117,9 +117,7 @@ def test_they_are_proposed_where_only_they_make_a_length_fit() -> None:
     ("preset", "changes"),
     [("qwen3-30b-a3b", {}), ("qwen3-4b-random", {"model__activation_checkpointing": "selective"})],
 )
-def test_without_a_dense_block_that_is_recomputed_there_is_nothing_to_cut(
-    preset: str, changes: dict[str, str]
-) -> None:
+def test_nothing_to_cut_without_a_dense_block(preset: str, changes: dict[str, str]) -> None:
     with rejected("nothing-to-tile"):
         long_spec(LONG, preset, model__tiled_mlp="on", **changes)
     assert recommend(long_spec(1_048_576, preset, **changes), H200).spec.model.tiled_mlp == "auto"

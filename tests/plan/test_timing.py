@@ -284,7 +284,7 @@ def test_what_is_computed_anew_is_launched_anew() -> None:
     assert full == selective == pytest.approx(none + forward_s)
 
 
-def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python() -> None:
+def test_gathering_takes_from_what_computes() -> None:
     use = constants().step
 
     def pass_of(sequence_length: str, gather_s: float) -> Pass:
@@ -495,7 +495,7 @@ def test_memory_and_steps_of_long_sequences_are_planned(row: dict[str, Any]) -> 
     assert {name: error for name, error in parts.items() if abs(error) > most_s} == {}
 
 
-def test_keeping_attention_is_chosen_where_documents_are_long_and_it_fits() -> None:
+def test_keeping_attention_is_chosen_for_long_documents() -> None:
     assert long(65_536).spec.model.activation_checkpointing == "attention"
 
 

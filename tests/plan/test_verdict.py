@@ -37,7 +37,7 @@ from tests.support.planning import BIG, CATALOG, CPU_ONLY, QUAD, facts_of, long_
 from tests.support.problems import rejected
 
 
-def test_llama_70b_does_not_fit_a_quad_node_with_small_parts_and_the_plan_says_what_would() -> None:
+def test_llama_70b_does_not_fit_small_parts() -> None:
     plan = recommend(spec_of("llama-3.3-70b"), QUAD, 4)
     assert (plan.fits, plan.verdict, plan.recommended) == (False, "does not fit", False)
     assert plan.possible
@@ -82,7 +82,7 @@ def test_several_nodes_share_a_model() -> None:
     assert plan.host_bytes_per_node[0] < 0.6 * alone.host_bytes_per_node[0]
 
 
-def test_too_little_host_memory_names_the_node_the_figures_and_the_remedy() -> None:
+def test_too_little_host_memory_is_named() -> None:
     plan = recommend(spec_of("qwen3-14b"), QUAD, 1)
     assert not plan.fits
     assert plan.reasons[0] == plan.shortage
@@ -141,9 +141,7 @@ def test_tiny_fits_without_a_gpu() -> None:
         ({"gpus": "1"}, x86("AMD Instinct MI300A"), AmdGpu(gpu=0, name="AMD Instinct MI300A")),
     ],
 )
-def test_a_plan_that_cannot_run_here_has_the_blocker(
-    changes: dict[str, str], machine: Machine, blocker: Fact
-) -> None:
+def test_blocked_plan_says_why(changes: dict[str, str], machine: Machine, blocker: Fact) -> None:
     plan = make_plan(with_values(CATALOG.presets["tiny"].spec, changes), machine)
     assert (plan.fits, plan.possible, plan.verdict, plan.step_s) == (
         False,
@@ -154,7 +152,7 @@ def test_a_plan_that_cannot_run_here_has_the_blocker(
     assert plan.reasons[0] == blocker
 
 
-def test_more_gpus_than_there_are_is_a_recommendation_that_says_so() -> None:
+def test_more_gpus_than_there_are_is_said() -> None:
     for name in CATALOG.presets:
         plan = recommend(spec_of(name), QUAD, 8)
         assert (plan.possible, plan.recommended, plan.step_s) == (False, False, None)
@@ -200,7 +198,7 @@ def test_recomputing_is_chosen_and_can_be_a_remedy() -> None:
     )
 
 
-def test_all_gpus_of_a_machine_are_a_remedy_whatever_their_number() -> None:
+def test_all_gpus_of_a_machine_are_a_remedy() -> None:
     three = x86("NVIDIA A100", gpu_count=3, cores=48, memory_mib=384 * 1024, gpu_mib=17_920)
     spec = spec_of("llama-3.1-8b", gpus="1", offload__parameters="none")
     assert [recommend(spec, three, gpus).fits for gpus in (2, 3)] == [False, True]
@@ -240,7 +238,7 @@ def test_memory_of_nodes_that_a_cpuset_leaves_out_does_not_count() -> None:
     assert part.shortage.nodes == (1,)
 
 
-def test_a_rank_takes_memory_from_the_nearest_node_that_it_may_use() -> None:
+def test_rank_takes_memory_from_the_nearest_node() -> None:
     distances = ((10, 40, 20, 40), (40, 10, 40, 20), (20, 40, 10, 40), (40, 20, 40, 10))
     nodes = tuple(
         replace(node, distances=row) for node, row in zip(QUAD.cpu_nodes, distances, strict=True)
@@ -311,7 +309,7 @@ def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
     )
 
 
-def test_what_fits_barely_without_offload_is_planned_where_nothing_fits_well() -> None:
+def test_tight_without_offload_is_planned_at_last() -> None:
     """Between the two margins of the GPU, with a host too small for the states: closer than any
     offload.
     """
@@ -344,9 +342,7 @@ def test_what_padding_costs_is_said_with_the_reason_for_it() -> None:
 
 
 @pytest.mark.parametrize(("length", "warned"), [(40_960, False), (65_536, True)])
-def test_sequences_beyond_the_positions_of_the_model_are_pointed_out(
-    length: int, warned: bool
-) -> None:
+def test_sequences_beyond_positions_are_pointed_out(length: int, warned: bool) -> None:
     spec = with_values(
         spec_of("qwen3-14b"), {"data.sequence_length": str(length), "train.micro_batch": "1"}
     )

@@ -69,7 +69,7 @@ def test_weights_leave_the_gpu_for_the_host_with_their_states(ratio: str) -> Non
     assert after.demand.node_bytes[0] - before.demand.node_bytes[0] == 2 * layout.cpu_numel
 
 
-def test_a_second_set_of_states_needs_no_second_buffer_for_weights() -> None:
+def test_second_states_need_no_second_buffer() -> None:
     before, after = (
         assessed(offload__parameters=where, offload__speculation="on", train__gradient_clipping="1")
         for where in ("none", "cpu")
@@ -164,7 +164,7 @@ def test_a_run_out_of_memory_is_told_of_them_if_it_offloads(mode: str, proposed:
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])
-def test_deepspeed_is_told_where_they_are_and_how_many_to_fetch_ahead(gpus: str) -> None:
+def test_deepspeed_is_told_where_weights_are(gpus: str) -> None:
     machine = x86("NVIDIA H200", gpu_count=2)
     plan = make_plan(
         run(gpus=gpus, offload__mode="superoffload", offload__parameters="cpu"), machine

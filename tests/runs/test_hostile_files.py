@@ -60,7 +60,7 @@ def _write(run: RunDirectory, step: Step) -> None:
 
 
 @pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_a_hostile_segment_does_not_hold_up_a_reader(
+def test_hostile_segment_holds_up_no_reader(
     make: Callable[[Path], None], run: RunDirectory, step: Step
 ) -> None:
     _write(run, step)
@@ -99,9 +99,7 @@ def test_a_hostile_file_of_a_run_is_the_usual_error(content: bytes, run: RunDire
 @pytest.mark.parametrize(
     "change", [{"started": 1e300}, {"ended": -1.0}, {"step": -5}, {"total_steps": 2**63}]
 )
-def test_a_state_with_an_impossible_number_is_the_usual_error(
-    change: dict[str, object], run: RunDirectory
-) -> None:
+def test_impossible_number_in_a_state(change: dict[str, object], run: RunDirectory) -> None:
     state = msgspec.json.decode(run.state_path.read_bytes())
     run.state_path.write_bytes(msgspec.json.encode({**state, **change}))
     with pytest.raises(InputError):
@@ -109,7 +107,7 @@ def test_a_state_with_an_impossible_number_is_the_usual_error(
 
 
 @pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_a_state_that_is_no_small_regular_file_is_the_usual_error(
+def test_state_that_is_no_small_file_is_an_error(
     make: Callable[[Path], None], run: RunDirectory
 ) -> None:
     run.state_path.unlink(missing_ok=True)

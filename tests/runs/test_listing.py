@@ -37,7 +37,7 @@ from tests.support.problems import refusal, rejected
 
 
 @pytest.mark.parametrize("failure", [errno.ESTALE, errno.EIO, errno.EACCES])
-def test_a_folder_whose_file_system_fails_does_not_hide_the_other_runs(
+def test_unreadable_run_hides_no_other(
     spec: RunSpec, failure: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad = create_run(spec), create_run(spec)
@@ -128,9 +128,7 @@ def test_attempts_are_numbered(run: RunDirectory) -> None:
     assert run.logs(2) == {"node-1.site": run.attempt_dir(2) / "output.node-1.site.log"}
 
 
-def test_runs_are_listed_newest_first_wherever_they_were_made(
-    spec: RunSpec, tmp_path: Path
-) -> None:
+def test_runs_are_listed_newest_first(spec: RunSpec, tmp_path: Path) -> None:
     runs = [
         create_run(spec, folder)
         for folder in (None, tmp_path / "scratch", None, tmp_path / "scratch", tmp_path / "project")
@@ -160,7 +158,7 @@ def test_missing_folders_are_skipped(spec: RunSpec, tmp_path: Path) -> None:
     assert list_runs() == (run,)
 
 
-def test_the_environment_may_name_the_folder(
+def test_environment_may_name_the_folder(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SO_TUI_RUNS_DIR", str(tmp_path / "elsewhere"))
@@ -177,9 +175,7 @@ def test_the_environment_may_name_the_folder(
         ("nosuch", "unknown-run", ""),
     ],
 )
-def test_an_unknown_run_is_reported_with_the_nearest(
-    spec: RunSpec, asked: str, code: str, remedy: str
-) -> None:
+def test_unknown_run_gets_the_nearest(spec: RunSpec, asked: str, code: str, remedy: str) -> None:
     for name in ("tiny-one", "alpaca-wsd-1125-a3f09c"):
         create_run(spec, name=name)
     with rejected(code) as caught:

@@ -100,7 +100,7 @@ def test_a_run_without_a_supervisor_yet_is_not_lost(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(("ended", "code"), [("finished", 0), ("stopped", 4), ("failed", 1)])
-def test_the_trainers_end_record_counts_if_the_supervisor_could_not_write_the_state(
+def test_end_record_counts_without_a_supervisor(
     run: RunDirectory, step: Callable[..., StepRecord], ended: str, code: int
 ) -> None:
     recorded(run)

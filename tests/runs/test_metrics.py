@@ -118,9 +118,7 @@ def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(
-    run: RunDirectory, step: Step, loss: float
-) -> None:
+def test_diverged_loss_is_a_gap(run: RunDirectory, step: Step, loss: float) -> None:
     write(run, 1, [step(0, loss=2.0), step(1, loss=loss, gradient_norm=None), step(2, loss=1.0)])
     reader = RunReader(run)
     records = read_all(reader)
@@ -131,9 +129,7 @@ def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(
     assert rows(reader, "gradient_norm") == [(0, 1.5), (1, None), (2, 1.5)]
 
 
-def test_unknown_kinds_and_fields_and_broken_lines_are_skipped(
-    run: RunDirectory, step: Step
-) -> None:
+def test_unknown_kinds_and_fields_are_skipped(run: RunDirectory, step: Step) -> None:
     write(run, 1, [step(0), step(1)])
     path = segments(run.metrics_dir)[1]
     newer = msgspec.json.decode(msgspec.json.encode(step(2)))
@@ -188,7 +184,7 @@ def test_a_late_reader_draws_what_it_did_not_read(run: RunDirectory, step: Step)
     assert [record.step for record in reader.recent(1500)] == list(range(1500, 3000))
 
 
-def test_segments_are_read_once_for_charts_and_other_records(
+def test_segments_are_read_once_for_charts_and_records(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = CheckpointRecord(attempt=1, time=1.0, step=700, path="p", bytes=1, seconds=1.0)
@@ -216,9 +212,7 @@ def test_segments_are_read_once_for_charts_and_other_records(
 
 @pytest.mark.parametrize("resumed", [150, 167, 0])
 @pytest.mark.parametrize("late", [False, True], ids=["live", "late"])
-def test_a_resume_supersedes_later_steps(
-    run: RunDirectory, step: Step, resumed: int, late: bool
-) -> None:
+def test_resume_supersedes_steps(run: RunDirectory, step: Step, resumed: int, late: bool) -> None:
     reader = RunReader(run)
     saved = [
         CheckpointRecord(attempt=1, time=1.0, step=s, path=str(s), bytes=1, seconds=1.0)
@@ -259,9 +253,7 @@ def test_a_resume_supersedes_later_steps(
     assert rows(fresh, "loss") == drawn
 
 
-def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
-    run: RunDirectory, step: Step
-) -> None:
+def test_killed_writer_leaves_whole_records(run: RunDirectory, step: Step) -> None:
     reader = RunReader(run)
     steps: list[int] = []
     for attempt in range(1, 6):
@@ -293,9 +285,7 @@ def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
         assert losses(each) == [float(i) for i in range(each.latest.step + 1)]
 
 
-def test_a_full_disk_is_reported_and_does_not_damage_the_next_record(
-    run: RunDirectory, step: Step
-) -> None:
+def test_full_disk_does_not_damage_the_next_record(run: RunDirectory, step: Step) -> None:
     writer = write(run, 1, [step(0)], close=False)
     size = segments(run.metrics_dir)[1].stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -406,7 +396,7 @@ def test_a_poll_says_whether_it_is_behind(run: RunDirectory) -> None:
     assert reader.unread_share > 0
 
 
-def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
+def test_work_for_a_record_does_not_grow_with_events(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
@@ -430,9 +420,7 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
     assert len(passes) < 10
 
 
-def test_only_the_newest_warnings_are_kept(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newest_warnings_are_kept(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_MOST_WARNINGS", 10)
     for attempt in (1, 2):
         warnings = [WarningRecord(attempt=attempt, time=1e9, message=str(at)) for at in range(25)]
@@ -442,7 +430,7 @@ def test_only_the_newest_warnings_are_kept(
     assert reader.start == start(2)
 
 
-def test_a_segment_that_fails_to_close_costs_no_later_record(
+def test_segment_that_fails_to_close_costs_no_record(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network file system may say only then that a quota is used up; the descriptor is free all

@@ -95,9 +95,7 @@ def test_throughput_is_that_of_the_steps_together(run: RunDirectory, step: Step)
     assert found.mfu == pytest.approx((0.9 + 1.5) / 12)
 
 
-def test_recent_results_of_a_short_attempt_take_steps_before_it_that_still_count(
-    run: RunDirectory, step: Step
-) -> None:
+def test_results_take_steps_before_a_short_attempt(run: RunDirectory, step: Step) -> None:
     write(run, step, 1, range(1, 100))
     write(run, step, 2, range(90, 95))
     found = recent_results(run, SPEC, 300)

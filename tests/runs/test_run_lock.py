@@ -96,9 +96,7 @@ def owned(run: RunDirectory, host: HostIdentity, process: Process, age_s: float 
 
 
 @pytest.mark.parametrize("how", ["as they are", "fail", "lock nothing"])
-def test_of_several_that_race_one_gets_the_lock(
-    run: RunDirectory, tmp_path: Path, how: str
-) -> None:
+def test_one_of_several_gets_the_lock(run: RunDirectory, tmp_path: Path, how: str) -> None:
     """And its death frees it."""
     environment = faults_of(tmp_path, how)
     with racing(run, environment) as takers:
@@ -125,9 +123,7 @@ def racing(run: RunDirectory, environment: dict[str, str]) -> Iterator[dict[str,
             taker.end()
 
 
-def test_of_several_that_race_for_a_dead_owners_place_one_wins(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_one_takes_a_dead_owners_place(run: RunDirectory, tmp_path: Path) -> None:
     environment = faults_of(tmp_path, "lock nothing")
     for _ in range(5):
         owned(run, this_host(), DEAD)
@@ -193,9 +189,7 @@ def test_a_replaced_holder_leaves_the_new_one_alone(run: RunDirectory) -> None:
 
 
 @unlocked
-def test_a_holder_lets_go_on_a_full_disk(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_frees_the_lock(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most runs whose disk is full end for that reason."""
 
     def half(path: Path, content: bytes) -> int:
@@ -216,7 +210,7 @@ def test_a_holder_lets_go_on_a_full_disk(
     [(STALE_S - 10, False), (STALE_S + 10, True)],
     ids=["a moment ago", "a minute ago"],
 )
-def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(
+def test_users_word_frees_an_owner_after_a_minute(
     age_s: float, taken: bool, run: RunDirectory
 ) -> None:
     owned(run, ELSEWHERE, DEAD, age_s)
@@ -226,7 +220,7 @@ def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(
         assert (lock is not None) == taken
 
 
-def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(
+def test_taken_lock_is_kept_when_the_other_lets_go(
     run: RunDirectory,
 ) -> None:
     """A file server may give up the lock of a host that is gone while another one supervises the
@@ -243,7 +237,7 @@ def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(
         assert again is not None
 
 
-def test_the_lock_is_held_after_the_server_gave_up_the_one_of_a_host_that_is_gone(
+def test_lock_is_held_after_the_server_gave_one_up(
     run: RunDirectory,
 ) -> None:
     os.utime(run.state_path, (1.0, 1.0))

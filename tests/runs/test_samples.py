@@ -150,7 +150,7 @@ def test_the_size_limits_cover_hours_and_weeks() -> None:
     assert RESOLUTIONS[-1].cap_bytes / len(encode_line(_single(big))) * 600 > 3 * 7 * 86400
 
 
-def test_a_rollup_names_every_reason_for_throttling_and_the_busiest_foreign_processes() -> None:
+def test_rollup_names_throttling_and_foreign_loads() -> None:
     def at(second: int, reasons: tuple[str, ...], **cores: float) -> Rollup:
         gpu = GpuSample(index=0, clock_mhz=1000 + second, throttling=reasons)
         foreign = tuple(
@@ -217,7 +217,7 @@ def test_no_samples_is_no_history(run: RunDirectory) -> None:
     assert not list(RunReader(run).sample_history("nowhere", BEGIN, BEGIN + 10, 10))
 
 
-def test_a_moment_is_read_again_without_decoding_all_of_its_segment(
+def test_moment_is_read_without_decoding_all_of_its_segment(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = SampleWriter(run, "node1")

@@ -78,7 +78,7 @@ def test_a_file_may_have_the_name_of_the_preset_that_it_extends(tmp_path: Path) 
     assert found.spec.model == find_preset("tiny").spec.model
 
 
-def test_a_base_may_extend_another_and_lengths_replace_each_other(tmp_path: Path) -> None:
+def test_base_may_extend_another(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "qwen3-14b"\n[train]\nsteps = 5\n')
     (tmp_path / "b.toml").write_text('extends = "a"\n[train]\ntokens = 100\n')
     presets = load_catalog(tmp_path).presets
@@ -121,9 +121,7 @@ def test_a_path_is_a_preset(tmp_path: Path) -> None:
         ("", {"missing", "no-length"}),
     ],
 )
-def test_a_missing_or_malformed_file_is_a_problem(
-    tmp_path: Path, text: str | None, expected: set[str]
-) -> None:
+def test_malformed_file_is_a_problem(tmp_path: Path, text: str | None, expected: set[str]) -> None:
     path = tmp_path / "trial.toml"
     if text is not None:
         path.write_text(text)
@@ -173,9 +171,7 @@ def test_a_file_or_folder_that_is_not_a_preset(
         ('["a", [4], true, "linear", "b"]', "table-unknown-tie", "a"),
     ],
 )
-def test_an_impossible_table_is_a_problem_of_its_preset(
-    tmp_path: Path, tensors: str, code: str, tensor: str
-) -> None:
+def test_bad_table_is_a_problem(tmp_path: Path, tensors: str, code: str, tensor: str) -> None:
     (tmp_path / "trial.toml").write_text(f"{GOOD}\n[[model.parameters]]\ntensors = [{tensors}]\n")
     catalog = load_catalog(tmp_path)
     (problem,) = catalog.problems
@@ -308,9 +304,7 @@ def test_a_preset_has_a_variant_as_published() -> None:
         with_values(find_preset("qwen3-14b").spec, {"offload.config": "published"})
 
 
-def test_a_saved_preset_finds_its_data_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_preset_finds_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     for folder in (work, elsewhere):
         folder.mkdir()

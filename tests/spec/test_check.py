@@ -94,9 +94,7 @@ BAD: list[tuple[str, Any, str, str, str]] = [
     BAD,
     ids=[f"{key}-{index}" for index, (key, *_) in enumerate(BAD)],
 )
-def test_a_wrong_value_has_a_code_and_a_remedy(
-    key: str, value: Any, field: str, code: str, remedy: str
-) -> None:
+def test_wrong_value_has_a_remedy(key: str, value: Any, field: str, code: str, remedy: str) -> None:
     section, _, name = key.partition(".")
     (problem,) = problems_in(smallest(**{section: {name: value} if name else value}))
     assert problem.code == code

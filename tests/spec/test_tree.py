@@ -48,9 +48,7 @@ def spec() -> RunSpec:
         ("model.leaf_modules", "A,B", ("A", "B")),
     ],
 )
-def test_values_are_toml_and_bare_words_are_text(
-    spec: RunSpec, key: str, text: str, value: object
-) -> None:
+def test_values_are_toml_or_text(spec: RunSpec, key: str, text: str, value: object) -> None:
     section, _, name = key.rpartition(".")
     changed = with_values(spec, {key: text})
     assert getattr(getattr(changed, section) if section else changed, name) == value
@@ -172,7 +170,7 @@ def test_a_tree_goes_back_to_the_same_spec() -> None:
         assert check_tree(spec_tree(spec)) == spec
 
 
-def test_a_tree_for_people_leaves_out_defaults_and_the_architecture(spec: RunSpec) -> None:
+def test_tree_for_people_leaves_out_defaults(spec: RunSpec) -> None:
     assert spec_tree(spec) == smallest()
     tiny = spec_tree(find_preset("tiny").spec, full=False)
     assert "config" not in tiny["model"]
@@ -198,7 +196,7 @@ def test_tokens_per_step_choose_the_nearest_accumulation(
     assert with_values(spec, changes).gradient_accumulation_steps == steps
 
 
-def test_a_target_of_tokens_and_an_accumulation_replace_each_other_and_are_refused_together(
+def test_target_of_tokens_replaces_accumulation(
     spec: RunSpec,
 ) -> None:
     accumulating = with_values(spec, {"train.gradient_accumulation": "4"})

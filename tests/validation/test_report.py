@@ -98,7 +98,7 @@ REPORT = replace(
 )
 
 
-def test_losses_are_compared_step_by_step_with_those_of_the_same_clipping(tmp_path: Path) -> None:
+def test_losses_are_compared_within_a_clipping(tmp_path: Path) -> None:
     report = EMPTY
     for outcome in REPORT.outcomes:
         report = replace(report, outcomes=(*report.outcomes, outcome)).with_outcome(outcome)
@@ -115,9 +115,7 @@ def test_losses_are_compared_step_by_step_with_those_of_the_same_clipping(tmp_pa
     ("clipping", "engine", "shown"),
     [(1.0, "so-tui", True), (0.0, "so-tui", False), (1.0, "deepspeed", False)],
 )
-def test_steps_that_waited_for_the_norm_are_told_where_our_engine_clips(
-    clipping: float, engine: str, shown: bool
-) -> None:
+def test_waits_for_the_norm_are_told(clipping: float, engine: str, shown: bool) -> None:
     outcome = trained("clipped", (8.0, 7.0), clipping)
     assert isinstance(outcome.result, TrainingFound)
     found = replace(outcome.result, settings={"offload.engine": engine}, held_back_steps=3)
@@ -308,7 +306,7 @@ LENGTHS = {
 }
 
 
-def test_every_second_from_planning_to_the_end_belongs_to_a_phase() -> None:
+def test_every_second_belongs_to_a_phase() -> None:
     found: dict[str, Any] = msgspec.structs.asdict(
         _phase_seconds(RECORDS, begun=0.0, started=1.0, ended=20.0, over=20.5)
     )

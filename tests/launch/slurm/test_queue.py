@@ -100,9 +100,7 @@ def test_the_ends_of_a_job_are_told_apart_and_recorded(
     assert read_state(run) == found
 
 
-def test_why_a_job_failed_is_said_however_much_it_wrote(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_a_job_failed_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of ``setup`` may write anything, and a job that Slurm starts again appends to what it
     wrote before.
     """
@@ -136,9 +134,7 @@ def test_a_job_that_may_still_run_ends_nothing(
     assert read_state(run) == before
 
 
-def test_a_run_whose_job_is_suspended_is_not_lost(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suspended_run_is_not_lost(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor is stopped with it, so its heartbeat stands still."""
     before = trains(run)
     os.utime(run.state_path, (0, 0))
@@ -146,9 +142,7 @@ def test_a_run_whose_job_is_suspended_is_not_lost(
     assert current_state(run) == before
 
 
-def test_the_heartbeat_decides_while_slurm_is_silent(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heartbeat_decides_in_silence(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_submission(run, 1, msgspec.structs.replace(SUBMITTED, poll_s=1))
     answer(monkeypatch, job_of(run, "RUNNING"))
     assert current_state(run).state == "queued"
@@ -160,18 +154,14 @@ def test_the_heartbeat_decides_while_slurm_is_silent(
     assert current_state(run).state == "lost"
 
 
-def test_a_waiting_job_changes_nothing_that_is_recorded(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_job_changes_nothing(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     before = read_state(run)
     answer(monkeypatch, job_of(run, "PENDING", "Priority"))
     assert current_state(run) == msgspec.structs.replace(before, detail=current_state(run).detail)
     assert read_state(run) == before
 
 
-def test_a_forgotten_job_ends_a_queued_run_only(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forgotten_job_ends_queued_runs(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch)
     queued = read_state(run)
     trains(run)
@@ -183,9 +173,7 @@ def test_a_forgotten_job_ends_a_queued_run_only(
 @pytest.mark.parametrize(
     "change", [{"job_id": "7 --signal=KILL"}, {"job_id": "-a"}, {"poll_s": 0.0}]
 )
-def test_a_submission_that_so_tui_would_not_write_is_none(
-    change: dict[str, object], run: RunDirectory
-) -> None:
+def test_foreign_submission_is_none(change: dict[str, object], run: RunDirectory) -> None:
     run.submission_path(1).write_bytes(
         msgspec.json.encode({**msgspec.to_builtins(SUBMITTED), **change})
     )
@@ -193,9 +181,7 @@ def test_a_submission_that_so_tui_would_not_write_is_none(
     assert SlurmExecutor().cancel(run, 1) is False
 
 
-def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_asked_for_others(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A colleague's job is not among one's own, which says nothing; and a forged ``poll_s`` must
     not decide how often Slurm is asked.
     """
@@ -213,7 +199,7 @@ def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(
     assert asked == []
 
 
-def test_the_job_of_another_run_is_neither_believed_nor_cancelled(
+def test_job_of_another_run_is_neither_believed_nor_cancelled(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copied folder carries the number of the original's job, and may have the original's
@@ -230,7 +216,7 @@ def test_the_job_of_another_run_is_neither_believed_nor_cancelled(
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_job_whose_number_was_not_written_is_found_by_its_folder(
+def test_job_without_number_is_found_by_its_folder(
     linked: bool, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program that submitted it was killed before Slurm's answer was written."""
@@ -249,9 +235,7 @@ def test_a_job_whose_number_was_not_written_is_found_by_its_folder(
     assert cancelled == ["9"]
 
 
-def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsubmitted_run_is_lost(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     now = msgspec.structs.replace(SUBMITTED, job_id="", submitted=time.time())
     _write_submission(run, 1, now)
     answer(monkeypatch)
@@ -260,9 +244,7 @@ def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(
     assert (current_state(run).state, read_state(run).code) == ("lost", OutcomeCode.JOB_FORGOTTEN)
 
 
-def test_a_queued_run_without_a_scheduler_ends_by_the_users_word(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_without_scheduler_ends(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should its job start all the same, it is refused."""
     monkeypatch.setattr(client, "cluster_name", away)
     with rejected("run-may-be-live"):

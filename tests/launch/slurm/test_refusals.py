@@ -73,7 +73,7 @@ GRES = "sbatch: error: Invalid generic resource (gres) specification"
         (GRES, "slurm-nodes", "gpus", "2"),  # by 24.11.5
     ],
 )
-def test_a_refusal_names_the_key_that_caused_it(
+def test_refusal_names_its_key(
     printed: str, code: str, field: str, value: str, slurm: Path
 ) -> None:
     problem = problem_of(refused(slurm, f"{printed}\n"))

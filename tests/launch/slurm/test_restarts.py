@@ -75,9 +75,7 @@ def test_slurm_counts_the_starts_of_a_job(count: str | None, again: int) -> None
     ("allowed", "nodes", "option"),
     [(True, 1, "--requeue"), (True, 2, "--requeue"), (False, 2, "--no-requeue")],
 )
-def test_jobs_start_again_only_where_the_profile_allows_it(
-    allowed: bool, nodes: int, option: str
-) -> None:
+def test_jobs_restart_where_the_profile_allows(allowed: bool, nodes: int, option: str) -> None:
     spec = tiny(slurm__partition="gh", nodes=str(nodes))
     script = batch_script(
         spec,
@@ -121,7 +119,7 @@ def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirector
     assert made == [2, 3]
 
 
-def test_the_other_nodes_are_told_that_their_job_does_not_continue(run: RunDirectory) -> None:
+def test_other_nodes_are_told_of_the_end(run: RunDirectory) -> None:
     write_state(run, replace(read_state(run), state="finished", code=OutcomeCode.FINISHED))
     waiting = told_soon(run, 1)
     with pytest.raises(InputError):
@@ -130,7 +128,7 @@ def test_the_other_nodes_are_told_that_their_job_does_not_continue(run: RunDirec
         waiting.result(10)
 
 
-def test_a_first_node_that_says_nothing_is_not_waited_for_without_end(run: RunDirectory) -> None:
+def test_silent_first_node_is_not_waited_for(run: RunDirectory) -> None:
     now = iter((0.0, 1e6))
     with rejected("first-node-silent"):
         _told_attempt(run, 1, 1, lambda: next(now))
@@ -199,9 +197,7 @@ def test_a_job_that_waits_again_is_shown_and_can_be_cancelled(
     assert (cancelled, read_state(run).state) == (["7"], "stopped")
 
 
-def test_a_job_whose_run_a_person_took_out_of_the_queue_does_not_continue_it(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dequeued_run_is_not_continued(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm was away when the person stopped the run, and starts its job again all the same."""
 
     def away() -> tuple[Job, ...]:
@@ -237,9 +233,7 @@ def test_a_job_near_its_time_limit_is_put_back(
     assert read_state(run).saved_step == 4
 
 
-def test_a_job_is_put_back_although_its_number_could_not_be_recorded(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_without_number_is_put_back(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     put: list[str] = []
     monkeypatch.setattr(client, "requeue", put.append)
     submission = read_submission(run, 1)
@@ -252,7 +246,7 @@ def test_a_job_is_put_back_although_its_number_could_not_be_recorded(
     assert put == ["7"]
 
 
-def test_a_run_that_no_other_job_continues_may_be_deleted_while_its_job_ends(
+def test_run_without_successor_may_be_deleted_at_its_end(
     tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deleted_meanwhile(of: RunDirectory, *_: object) -> int:

@@ -66,7 +66,7 @@ def test_the_spec_and_the_profile_become_options() -> None:
     assert "--exclusive" in options(script())
 
 
-def test_each_node_of_several_gets_a_supervisor_and_the_sites_network() -> None:
+def test_each_node_gets_a_supervisor_and_the_network() -> None:
     text = script(
         msgspec.structs.replace(SITE, interface="hsn0", network="AWS Libfabric"), nodes="3"
     )
@@ -93,7 +93,7 @@ def executed(text: str, uname: str, tmp_path: Path) -> subprocess.CompletedProce
     )
 
 
-def test_a_job_ends_at_once_on_a_node_that_cannot_execute_its_interpreter(tmp_path: Path) -> None:
+def test_job_ends_on_a_node_that_cannot_execute_it(tmp_path: Path) -> None:
     spec = tiny(slurm__partition="gh")
     text = batch_script(
         spec,
@@ -119,7 +119,7 @@ def test_braces_of_a_gpu_option_are_no_python() -> None:
     assert "--gres=gpu:{type}:4{gpus.real}{0}" in options(script(site))
 
 
-def test_a_partition_of_the_profile_limits_the_time_unless_the_spec_does() -> None:
+def test_partition_limits_the_time_unless_given() -> None:
     assert "--time=48:00:00" in options(script(load_site("vista")))
     assert "--time=30" in options(script(load_site("vista"), slurm__time_limit="30"))
 
@@ -200,9 +200,7 @@ def test_environment_and_setup_come_before_the_start() -> None:
         ("generic", {"slurm__time_limit": "10"}, "time-limit-too-short"),
     ],
 )
-def test_what_a_site_would_refuse_is_refused_before(
-    site: str, changes: dict[str, str], code: str
-) -> None:
+def test_site_refusals_come_before(site: str, changes: dict[str, str], code: str) -> None:
     with rejected(code):
         batch_script(
             tiny(slurm__partition="gh", **changes),

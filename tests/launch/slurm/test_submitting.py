@@ -48,9 +48,7 @@ def stopped(submitted: list[str], tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_of_two_resumes_at_once_one_submits_a_job(
-    stopped: RunDirectory, submitted: list[str]
-) -> None:
+def test_of_two_resumes_one_submits(stopped: RunDirectory, submitted: list[str]) -> None:
     launches = [
         prepare_resume(stopped, inspect_machine(), values={"train.steps": steps})
         for steps in ("30", "40")
@@ -78,9 +76,7 @@ def test_of_two_resumes_at_once_one_submits_a_job(
     assert plan["spec"]["train"]["steps"] == read_spec(stopped).train.steps
 
 
-def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(
-    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_job_keeps_its_run(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
         write_state(
             stopped,
@@ -94,9 +90,7 @@ def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(
     assert (read_state(stopped).state, stopped.attempts()) == ("starting", (1, 2))
 
 
-def test_what_slurm_refuses_leaves_a_run_as_it_was(
-    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusal_changes_nothing(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
         raise SlurmError("sbatch refused: invalid account")
 
@@ -133,9 +127,7 @@ def test_a_script_is_submitted_as_it_was_edited(submitted: list[str], tmp_path: 
     assert (run.attempt_dir(1) / "job.sh").read_text().endswith("# edited\n")
 
 
-def test_a_start_whose_editing_is_given_up_leaves_nothing(
-    submitted: list[str], tmp_path: Path
-) -> None:
+def test_abandoned_edit_leaves_nothing(submitted: list[str], tmp_path: Path) -> None:
     def given_up(_script: str) -> str:
         raise SoTuiError("the editor ended with code 1")
 
