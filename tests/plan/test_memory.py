@@ -52,34 +52,16 @@ def total(terms: tuple[MemoryTerm, ...], location: str) -> int:
 
 
 @pytest.mark.parametrize(
-    (
-        "name",
-        "ranks",
-        "ratio",
-        "sub_groups",
-        "on_gpu",
-        "host_gb",
-        "shm_gb",
-        "weights_gb",
-        "gpu_states_gb",
-    ),
-    [
-        ("llama-3.1-8b", 1, 0.8, 18, 3, 124, 53, 16.1, 22.4),
-        ("qwen3-14b", 1, 0.9, 32, 3, 242, 105, 29.5, 26.9),
-        ("gpt-oss-20b", 1, 0.9, 25, 2, 350, 152, 41.8, 31.4),
-        ("qwen3-30b-a3b", 2, 0.9, 33, 3, 254, 111, 30.5, 22.4),
+    ("name", "ranks", "ratio", "sub_groups", "on_gpu", "gb"),
+    [  # GB of the host, of shared memory, of weights, of the GPU's states
+        ("llama-3.1-8b", 1, 0.8, 18, 3, (124, 53, 16.1, 22.4)),
+        ("qwen3-14b", 1, 0.9, 32, 3, (242, 105, 29.5, 26.9)),
+        ("gpt-oss-20b", 1, 0.9, 25, 2, (350, 152, 41.8, 31.4)),
+        ("qwen3-30b-a3b", 2, 0.9, 33, 3, (254, 111, 30.5, 22.4)),
     ],
 )
 def test_states_under_deepspeed_are_what_its_own_partition_gives(
-    name: str,
-    ranks: int,
-    ratio: float,
-    sub_groups: int,
-    on_gpu: int,
-    host_gb: float,
-    shm_gb: float,
-    weights_gb: float,
-    gpu_states_gb: float,
+    name: str, ranks: int, ratio: float, sub_groups: int, on_gpu: int, gb: tuple[float, ...]
 ) -> None:
     """Figures worked out from parameter lists built on meta tensors, in one parameter group."""
     size = 800_000_000 if name == "gpt-oss-20b" else 400_000_000
@@ -89,16 +71,16 @@ def test_states_under_deepspeed_are_what_its_own_partition_gives(
     assert len(layout.sub_groups) == pytest.approx(sub_groups, abs=1)
     assert layout.gpu_sub_groups == on_gpu
     states = 16 * layout.cpu_numel + 2 * layout.numel + 4 * layout.largest_sub_group
-    assert states / 1e9 == pytest.approx(host_gb, rel=0.01)
-    assert 8 * layout.cpu_numel / 1e9 == pytest.approx(shm_gb, rel=0.01)
-    assert layout.weights_bytes / 1e9 == pytest.approx(weights_gb, rel=0.01)
-    assert 16 * layout.gpu_numel / 1e9 == pytest.approx(gpu_states_gb, rel=0.02)
-    exact = sum(
-        term.bytes
-        for term in terms_of(spec, ranks)
-        if term.location == "node" and term.confidence == "exact"
+    found = (states, 8 * layout.cpu_numel, layout.weights_bytes)
+    assert [size / 1e9 for size in found] == pytest.approx(gb[:3], rel=0.01)
+    assert 16 * layout.gpu_numel / 1e9 == pytest.approx(gb[3], rel=0.02)
+    assert exact_host_bytes(terms_of(spec, ranks)) == states
+
+
+def exact_host_bytes(terms: tuple[MemoryTerm, ...]) -> int:
+    return sum(
+        term.bytes for term in terms if term.location == "node" and term.confidence == "exact"
     )
-    assert exact == states
 
 
 def test_our_engine_needs_fourteen_bytes() -> None:
@@ -138,16 +120,15 @@ def test_more_ratio_moves_bytes_from_the_gpu_to_the_host(engine: str, ranks: int
 def test_more_ranks_never_need_more_of_each(name: str) -> None:
     one, four = (state_layout(spec_of(name, mode="gpu"), ranks) for ranks in (1, 4))
     assert four.weights_bytes < one.weights_bytes
-    assert (
-        0
-        <= 4 * four.numel - one.numel
-        < 4 * sum(len(sub_group.names) for sub_group in one.sub_groups)
-    )
+    tensors = sum(len(sub_group.names) for sub_group in one.sub_groups)
+    assert 0 <= 4 * four.numel - one.numel < 4 * tensors
 
 
 def test_larger_batches_need_more_activations_only() -> None:
-    small = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "1"}), 1)
-    large = terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": "8"}), 1)
+    small, large = (
+        terms_of(with_values(spec_of("phi-4", mode="gpu"), {"train.micro_batch": size}), 1)
+        for size in ("1", "8")
+    )
     assert total(large, "gpu") > total(small, "gpu")
     exact = [
         [term.bytes for term in terms if term.kind in ("weights", "master-weights", "moments")]
@@ -165,18 +146,13 @@ def test_without_a_gpu_everything_is_on_the_host() -> None:
 
 
 def test_checkpoint_is_twelve_bytes_and_export_two() -> None:
-    spec = spec_of("qwen3-14b", mode="gpu")
+    """A parameter."""
     once = {"checkpoint.export": "false", "checkpoint.every_steps": "0"}
-    plan = make_plan(with_values(spec, once), superchips(4))
-    assert (plan.disk_bytes, plan.disk_peak_bytes) == (12 * 14_768_307_200, 12 * 14_768_307_200)
-    kept = make_plan(
-        with_values(
-            spec,
-            {"checkpoint.export": "true", "checkpoint.every_steps": "10", "checkpoint.keep": "2"},
-        ),
-        superchips(4),
-    )
-    assert (kept.disk_bytes, kept.disk_peak_bytes) == (14 * 14_768_307_200, 3 * 14 * 14_768_307_200)
+    kept = {"checkpoint.export": "true", "checkpoint.every_steps": "10", "checkpoint.keep": "2"}
+    for changes, each, copies in ((once, 12, 1), (kept, 14, 3)):
+        plan = make_plan(with_values(spec_of("qwen3-14b", mode="gpu"), changes), superchips(4))
+        assert plan.disk_bytes == each * 14_768_307_200
+        assert plan.disk_peak_bytes == copies * plan.disk_bytes
 
 
 @pytest.mark.parametrize(
@@ -239,12 +215,7 @@ def test_newer_torch_rounds_no_pinned_memory() -> None:
     )
     assert old.host_bytes_per_node[0] > new.host_bytes_per_node[0]
     layout = state_layout(new.spec, 1)
-    exact = sum(
-        term.bytes
-        for term in new.breakdown
-        if term.location == "node" and term.confidence == "exact"
-    )
-    assert exact == 16 * layout.cpu_numel + 2 * layout.numel
+    assert exact_host_bytes(new.breakdown) == 16 * layout.cpu_numel + 2 * layout.numel
 
 
 @pytest.mark.parametrize(
@@ -294,22 +265,14 @@ def test_the_rows_of_experts_are_counted_as_torch_holds_them(name: str, width: i
     transformers' grouped path, forward and backward, and of the trainer's forward.
     """
     shape = architecture(PRESETS[name].spec.model.config)
-    rows, f, router = (
-        shape.experts_per_token * shape.hidden,
-        shape.active_intermediate,
-        8 * shape.experts,
-    )
-    assert _expert_stored_bytes(shape, fused=False) == 4 * rows + width * f + router
-    assert (
-        _expert_peak_bytes(shape, fused=False)
-        == _expert_stored_bytes(shape, fused=False) + 6 * rows
-    )
-    assert _expert_stored_bytes(shape, fused=True) == 2 * rows + 6 * f + router
-    assert (
-        _expert_stored_bytes(shape, fused=True)
-        < _expert_peak_bytes(shape, fused=True)
-        < _expert_peak_bytes(shape, fused=False)
-    )
+    rows, f = shape.experts_per_token * shape.hidden, shape.active_intermediate
+    router = 8 * shape.experts
+    plain, fused = (_expert_stored_bytes(shape, fused=fused) for fused in (False, True))
+    plain_peak, fused_peak = (_expert_peak_bytes(shape, fused=fused) for fused in (False, True))
+    assert plain == 4 * rows + width * f + router
+    assert plain_peak == plain + 6 * rows
+    assert fused == 2 * rows + 6 * f + router
+    assert fused < fused_peak < plain_peak
     # Backward of a layer holds what the layer keeps, and more.
     assert _block_bytes(shape, fused=True) > _stored_bytes(shape, "none", fused=True)
 
@@ -376,11 +339,8 @@ def test_weights_pass_through_the_host_unless_hidden() -> None:
 
 
 def test_terms_add_up_to_the_plan() -> None:
-    plan = make_plan(
-        with_values(PRESETS["qwen3-14b"].spec, {"gpus": "2", "offload.ratio": "0.6"}), superchips(4)
-    )
-    assert sum(term.bytes for term in plan.breakdown if term.location == "gpu") == plan.gpu_bytes
-    assert (
-        sum(term.bytes for term in plan.breakdown if term.location == "node" and term.rank is None)
-        == plan.host_bytes_per_node[1]
-    )
+    spec = with_values(PRESETS["qwen3-14b"].spec, {"gpus": "2", "offload.ratio": "0.6"})
+    plan = make_plan(spec, superchips(4))
+    assert total(plan.breakdown, "gpu") == plan.gpu_bytes
+    every_rank = tuple(term for term in plan.breakdown if term.rank is None)
+    assert total(every_rank, "node") == plan.host_bytes_per_node[1]
