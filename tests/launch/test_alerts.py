@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from so_tui.folders import settings_file
 from so_tui.launch.command import AlertCommand
-from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.launch import prepare
 from so_tui.launch.supervisor.alerts import (
     KEPT,
     Announcer,
@@ -30,7 +31,7 @@ from so_tui.launch.supervisor.alerts import (
 )
 from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.machine import Machine
-from so_tui.runs import RunDirectory, create_run, new_attempt
+from so_tui.runs import RunDirectory
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import Alert, RunState
 from so_tui.settings import AlertSettings
@@ -38,6 +39,7 @@ from so_tui.settings_file import change_settings
 from so_tui.spec import InputError, find_preset, load_catalog
 from tests.support.fake_runs import Runs, ended, release, wait_for
 from tests.support.records import step_record
+from tests.support.supervising import prepared_run
 from tests.support.waiting import running, wait_until
 
 TRAINING = RunState(name="r", state="training", attempt=1, step=5)
@@ -83,34 +85,28 @@ def test_long_steps_and_other_phases_are_no_stall() -> None:
     )  # of attempt 1
 
 
-def test_full_disk_and_end_are_noticed() -> None:
-    watch = _AlertWatch(1, 0.0)
+def test_full_disk_and_end_are_noticed(tmp_path: Path) -> None:
+    watch, gb = _AlertWatch(1, 0.0), 10**9
     settings = AlertSettings(disk_free_gb=10)
-    assert kinds(watch.disks(TRAINING, {"/a": 10**11, "/b": 9 * 10**9}, settings, full=False)) == [
-        "disk"
-    ]
-    assert watch.disks(TRAINING, {"/a": 10.5 * 10**9}, settings, full=False) == ()  # type: ignore[dict-item]
-    assert watch.disks(TRAINING, {"/a": 12 * 10**9}, settings, full=False) == ()
-    assert kinds(watch.disks(TRAINING, {}, settings, full=True)) == ["disk"]
-    for state, kind in (
-        ("finished", "ended"),
-        ("stopped", "ended"),
-        ("failed", "failed"),
-        ("lost", "failed"),
+    for free, full, noticed in (
+        ({"/a": 100 * gb, "/b": 9 * gb}, False, ["disk"]),
+        ({"/a": 21 * gb // 2}, False, []),
+        ({"/a": 12 * gb}, False, []),
+        ({}, True, ["disk"]),
     ):
-        assert kinds(watch.end(RunState(name="r", state=state), settings)) == [kind]  # type: ignore[arg-type]
+        assert kinds(watch.disks(TRAINING, free, settings, full=full)) == noticed
+    found = _free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
+    assert len(found) == 2
+    assert found[str(tmp_path)] > 0
+    ends: dict[Any, str] = {"finished": "ended", "stopped": "ended", "failed": "failed"}
+    for state, kind in (ends | {"lost": "failed"}).items():
+        assert kinds(watch.end(RunState(name="r", state=state), settings)) == [kind]
     none = AlertSettings(on=())
     assert watch.end(RunState(name="r", state="failed"), none) == ()
     assert watch.observe(TRAINING, [step_record(5, loss=float("nan"))], 1, none) == ()
     many = tuple(Alert(kind="loss", attempt=1, time=0, step=step) for step in range(3 * KEPT))
     assert remembered((), many)[-1].step == 3 * KEPT - 1
     assert len(remembered(many, many)) == KEPT
-
-
-def test_space_is_that_of_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
-    found = _free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
-    assert found[str(tmp_path)] > 0
-    assert len(found) == 2
 
 
 @pytest.mark.parametrize("kind", ["ended", "failed", "not-finite", "stall", "loss", "disk"])
@@ -122,18 +118,18 @@ def test_sentences_hold_nothing_that_acts_on_a_terminal(kind: str) -> None:
     assert text.isprintable()
     assert ";" not in text
     assert len(text) < 200
-
-
-def test_an_unknown_kind_has_no_sentence() -> None:
     assert known(Alert(kind="\x1b[2J", attempt=1, time=0, step=1)) is None
     assert alert_text(Alert(kind="newer", attempt=1, time=0, step=1), "r", TRAINING) == ""
+
+
+LOSS = {"SO_TUI_ALERT_KIND": "loss"}
 
 
 def ran(
     command: list[str], text: str = "so-tui: it", timeout_s: float = 20.0, **about: str
 ) -> None:
     runner = AlertCommand()
-    runner.request(command, {"SO_TUI_ALERT_KIND": "loss", **about}, text, timeout_s)
+    runner.request(command, {**LOSS, **about}, text, timeout_s)
     runner.finish()
 
 
@@ -159,11 +155,7 @@ SLEEP = f"sleep 98765.{os.getpid()}"
     ("command", "said", "timeout_s"),
     [
         (["/nowhere/at-all"], "was not started", 60.0),
-        (
-            ["/bin/sh", "-c", "echo no network >&2; exit 3"],
-            "ended with exit code 3: no network",
-            60.0,
-        ),
+        (["sh", "-c", "echo no net >&2; exit 3"], "ended with exit code 3: no net", 60.0),
         (["/bin/sh", "-c", f"{SLEEP} & {SLEEP}"], "took too long", 0.3),
         (["/bin/sh", "-c", "yes"], "took too long", 0.3),
         (["/bin/sh", "-c", "kill -9 $$"], "exit code -9", 60.0),
@@ -181,13 +173,8 @@ def test_a_command_that_fails_is_logged_and_leaves_nothing(
     assert said in log
     assert len(log) < 2500
     # What is killed goes on until the kernel has got round to it.
-    wait_until(
-        lambda: (
-            not subprocess.run(
-                ["pgrep", "-f", f"^{SLEEP}"], capture_output=True, check=False
-            ).stdout
-        )
-    )
+    left = ["pgrep", "-f", f"^{SLEEP}"]
+    wait_until(lambda: not subprocess.run(left, capture_output=True, check=False).stdout)
 
 
 def test_command_under_way_is_not_taken_for_the_runs(
@@ -376,23 +363,15 @@ sys.exit(supervise(run, 1, ended=ended))
 def test_run_continues_before_its_last_command_ends(
     runs: Runs, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job that continues a run is submitted in the last seconds of a job, in which a command
-    may hang.
+    """The job that continues a run is submitted in the last seconds of a job, in which the command
+    that tells of the end may hang.
     """
     continued, told = tmp_path / "continued", tmp_path / "told"
     script = f"until test -e {continued}; do sleep 0.05; done; mv {continued} {told}"
     change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
     monkeypatch.setenv("FAKE_TRAINER", "steps=1")
-    launch = prepare(runs.spec, machine, force=True)
-    run = create_run(launch.spec, runs.folder)
+    run = prepared_run(prepare(runs.spec, machine, force=True), runs.folder)
     runs.adopt(run)
-    write_launch(run, new_attempt(run), launch)
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", SUPERVISED, str(run.path), str(continued)],
-            timeout=100,
-            check=False,
-        ).returncode
-        == 0
-    )
+    argv = [sys.executable, "-c", SUPERVISED, str(run.path), str(continued)]
+    assert subprocess.run(argv, timeout=100, check=False).returncode == 0
     assert told.read_text() == "finished free"

@@ -4,9 +4,9 @@ tests/slurm has the real one.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import SlurmError
 from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.machine import inspect_machine
+from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, read_spec, read_state, write_state
 from so_tui.spec import SoTuiError
 from tests.support.launching import tiny
@@ -53,20 +54,17 @@ def test_of_two_resumes_one_submits(stopped: RunDirectory, submitted: list[str])
         prepare_resume(stopped, inspect_machine(), values={"train.steps": steps})
         for steps in ("30", "40")
     ]
-    refused: list[SoTuiError] = []
 
-    def resumed(index: int) -> None:
+    def refused(launch: Launch) -> bool:
         try:
-            resume(stopped, launches[index])
-        except SoTuiError as error:
-            refused.append(error)
+            resume(stopped, launch)
+        except SoTuiError:
+            return True
+        return False
 
-    threads = [threading.Thread(target=resumed, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(submitted), len(refused)) == (1, 1)
+    with ThreadPoolExecutor() as pool:
+        assert sorted(pool.map(refused, launches)) == [False, True]
+    assert len(submitted) == 1
     state = read_state(stopped)
     assert state.state == "queued"
     attempt = newest_attempt(stopped, state)
