@@ -52,7 +52,7 @@ def steps(workflow: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.repository
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_install_debian_packages_and_make_what_ci_run_makes(workflow: Path) -> None:
+def test_workflows_make_what_ci_makes(workflow: Path) -> None:
     commands = [step["run"].strip() for step in steps(workflow) if "run" in step]
     made = [MAKE.fullmatch(command) for command in commands if not command.startswith(APT)]
     assert made
@@ -63,7 +63,7 @@ def test_workflows_install_debian_packages_and_make_what_ci_run_makes(workflow: 
 
 @pytest.mark.repository
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_name_actions_by_commit_and_keep_no_credentials(workflow: Path) -> None:
+def test_workflows_name_commits_without_credentials(workflow: Path) -> None:
     used = [step for step in steps(workflow) if "uses" in step]
     assert all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", step["uses"]) for step in used)
     assert all(

@@ -102,7 +102,7 @@ def test_steps_of_the_original_last_from_line_to_line() -> None:
     )
 
 
-def test_useful_tokens_follow_the_order_of_deepspeeds_loader(
+def test_useful_tokens_follow_deepspeeds_loader(
     tmp_path: Path,
 ) -> None:
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -166,38 +166,25 @@ def test_the_published_configuration_is_taken_as_it_is_written() -> None:
 def test_a_part_is_measured_once_and_shown_in_the_table(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
     (tmp_path / original.SHELL).write_text(SHELL)
-    out = tmp_path / "out.json"
-    compare = [
-        sys.executable,
-        str(Path(figures.__file__).parents[1] / "compare.py"),
-        "--out",
-        str(out),
-        "--shape",
-        "tiny",
-    ]
-    measure = [
-        str(tmp_path / "rows.json"),
-        "--original",
-        str(tmp_path / "finetune_zero3.py"),
-        "--work",
-        str(tmp_path / "work"),
-    ]
+    out, program = tmp_path / "out.json", Path(figures.__file__).parents[1] / "compare.py"
+    compare = [sys.executable, str(program), "--out", str(out), "--shape", "tiny"]
+    part = BY_NAME["original-packed"]
+    script, work = tmp_path / "finetune_zero3.py", tmp_path / "work"
+    measure = [str(tmp_path / "rows.json"), "--original", str(script), "--work", str(work)]
+    measure += ["--only", part.name]
 
     def told(*arguments: str) -> str:
         return subprocess.run(
             [*compare, *arguments], capture_output=True, text=True, check=True
         ).stdout
 
-    part = BY_NAME["original-packed"]
-    printed = told(*measure, "--only", part.name)
+    printed = told(*measure)
     (row,) = json.loads(out.read_text())
     assert len(row["steps"]) == len(row["losses"]) == part.steps
     assert row["losses"][-1] < row["losses"][0]
-    assert (
-        row["useful_tokens_per_s"]
-        == figures.measured(row["steps"], part.warmup)["useful_tokens_per_s"]
-    )
+    shown = figures.measured(row["steps"], part.warmup)
+    assert row["useful_tokens_per_s"] == shown["useful_tokens_per_s"]
     assert told("--table") == figures.table([row], "tiny") + "\n"
     assert part.title in printed
-    assert "already measured" in told(*measure, "--only", part.name)
+    assert "already measured" in told(*measure)
     assert json.loads(out.read_text()) == [row]

@@ -132,7 +132,7 @@ def test_published_figures_are_current() -> None:
     )
 
 
-def test_every_outcome_and_every_check_of_doctor_has_its_code_in_the_reference() -> None:
+def test_outcomes_and_checks_have_codes() -> None:
     written = set(re.findall(r"^\| `([a-z0-9-]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     listed = {code for module in DOCTOR.glob("*.py") for code in listed_codes(module.read_text())}
     assert len(listed) > 50
@@ -166,7 +166,7 @@ def planned(home: Path, *arguments: str, columns: int = 80) -> str:
     return done.stdout
 
 
-def test_the_table_of_plans_that_is_explained_is_what_so_tui_prints(tmp_path: Path) -> None:
+def test_explained_table_is_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "choose.md").read_text()
     rows = re.findall(r"^[a-z0-9.-]+ +[★✗ ].*/s.*$|^[a-z0-9.-]+ +✗.*$", page, re.MULTILINE)
     assert len(rows) == 6
@@ -178,7 +178,7 @@ def test_the_table_of_plans_that_is_explained_is_what_so_tui_prints(tmp_path: Pa
         assert [row for row in explained if row.split() not in printed] == []
 
 
-def test_the_plan_that_is_explained_line_by_line_is_what_so_tui_prints(tmp_path: Path) -> None:
+def test_explained_plan_is_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "planner.md").read_text()
     ((arguments, shown),) = re.findall(
         r"^Some lines of `so-tui plan (.*)`:\n\n```\n(.*?)```$", page, re.MULTILINE | re.DOTALL
@@ -252,7 +252,7 @@ def test_every_exit_code_is_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("page", "least"), [("SECURITY.md", 20), ("docs/monitors.md", 26)])
-def test_each_guarantee_and_each_feature_names_a_test_that_exists(page: str, least: int) -> None:
+def test_guarantees_name_existing_tests(page: str, least: int) -> None:
     rows = [
         line
         for line in (ROOT / page).read_text().splitlines()

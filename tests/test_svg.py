@@ -10,7 +10,7 @@ from so_tui.svg import Curve, curves
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite_leaves_a_gap_and_spoils_no_other(bad: float) -> None:
+def test_value_that_is_not_finite_leaves_a_gap(bad: float) -> None:
     text = curves("loss", [Curve("one", ((1, 3.0), (2, 2.0), (3, bad), (4, 2.5), (5, 1.0)))])
     drawn = [
         element

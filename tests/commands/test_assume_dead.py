@@ -27,7 +27,7 @@ def elsewhere() -> RunDirectory:
     return run
 
 
-def test_stop_waits_for_another_host_and_then_says_that_it_cannot_know(
+def test_stop_waits_and_says_it_cannot_know(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lifecycle, "_AFTER_KILL_S", 0.5)
@@ -39,9 +39,7 @@ def test_stop_waits_for_another_host_and_then_says_that_it_cannot_know(
     assert read_state(elsewhere).state == "training"
 
 
-def test_a_host_that_was_silent_while_stop_waited_is_gone_for_everybody(
-    elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_host_is_gone(elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.runs.liveness.STALE_S", 0.3)
     assert _call(build_parser().parse_args(["stop", elsewhere.name])) == 1
     assert read_state(elsewhere).state == "lost"

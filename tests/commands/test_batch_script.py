@@ -30,15 +30,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     folder = tmp_path / "slurm"
     folder.mkdir()
+    refuses = f"touch {folder}/asked; echo '{REFUSED}' >&2; exit 1"
     for name, lines in (
         ("scontrol", "echo 'ClusterName = here'"),
-        (
-            "sbatch",
-            (
-                f"if [ -e {folder}/accepts ]; then echo 7; else touch {folder}/asked; echo "
-                f"'{REFUSED}' >&2; exit 1; fi"
-            ),
-        ),
+        ("sbatch", f"if [ -e {folder}/accepts ]; then echo 7; else {refuses}; fi"),
     ):
         (folder / name).write_text(f"#!/bin/sh\n{lines}\n")
         (folder / name).chmod(stat.S_IRWXU)
@@ -50,25 +45,15 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submitted(tmp_path: Path, *options: str) -> int:
-    return main(
-        [
-            "run",
-            "tiny",
-            "--partition",
-            "gh",
-            "--runs-dir",
-            str(tmp_path / "runs"),
-            "--detach",
-            *options,
-        ]
-    )
+    argv = ["run", "tiny", "--partition", "gh", "--runs-dir", str(tmp_path / "runs"), "--detach"]
+    return main([*argv, *options])
 
 
 def kept() -> list[Path]:
     return sorted((state_home() / "scripts").glob("*"))
 
 
-def test_an_edited_script_that_is_refused_is_kept_and_can_be_submitted_for_another_run(
+def test_refused_script_is_kept_and_submitted_again(
     slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submitted(tmp_path, "--edit") == 2
@@ -118,7 +103,7 @@ def test_a_refused_script_can_be_changed_again_at_once(
         assert (run / "attempts/001/job.sh").read_text().endswith("# mine\n# mine\n")
 
 
-def test_a_script_that_nobody_changed_is_not_kept(
+def test_unchanged_is_not_kept(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDITOR", "true")
@@ -127,9 +112,7 @@ def test_a_script_that_nobody_changed_is_not_kept(
 
 
 @pytest.mark.parametrize("content", [b"#!/bin/sh\ntrue\n", b"\xff\xfe", None])
-def test_what_is_no_script_of_a_run_is_refused(
-    content: bytes | None, slurm: Path, tmp_path: Path
-) -> None:
+def test_other_scripts_are_refused(content: bytes | None, slurm: Path, tmp_path: Path) -> None:
     (slurm / "accepts").touch()
     script = tmp_path / "script.sh"
     if content is not None:
@@ -139,32 +122,16 @@ def test_what_is_no_script_of_a_run_is_refused(
 
 
 @pytest.mark.parametrize("options", [["--edit"], ["--script", "job.sh"]])
-def test_nothing_is_edited_or_read_for_what_is_not_submitted(
-    options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_needs_submission(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny", "--partition", "gh", "--dry-run", *options]) == 2
     assert options[0] in capsys.readouterr().err
 
 
-def test_a_dry_run_warns_of_an_interpreter_that_the_nodes_cannot_execute(
-    slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(
-            [
-                "run",
-                "tiny",
-                "--partition",
-                "gh",
-                "--dry-run",
-                "--machine",
-                "gh200-480",
-                "--gpus",
-                "1",
-            ]
-        )
-        == 0
-    )
+@pytest.mark.usefixtures("slurm")
+def test_a_dry_run_warns_of_a_foreign_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
+    """That the nodes cannot execute."""
+    argv = ["run", "tiny", "--partition", "gh", "--dry-run", "--gpus", "1"]
+    assert main([*argv, "--machine", "gh200-480"]) == 0
     printed = capsys.readouterr()
     assert ("aarch64" in printed.err) == (platform.machine() != "aarch64")
     assert "so_tui_run=RUN" in printed.out

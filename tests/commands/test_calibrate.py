@@ -42,7 +42,7 @@ def test_this_machine_is_measured_and_remembered(capsys: pytest.CaptureFixture[s
     assert rates["node_bytes_per_s"]
 
 
-def test_a_nodes_bandwidth_is_the_best_that_its_cores_reached(
+def test_bandwidth_is_the_best_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a host whose cores others use too all of them may move less than half of them, which no
@@ -107,7 +107,7 @@ def test_a_rank_that_fails_is_not_waited_for_by_the_others() -> None:
     assert time.monotonic() - started < 58
 
 
-def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None:
+def test_ranks_of_the_first_node_are_measured_at_once() -> None:
     nodes = [{"id": 0, "cpus": list(range(16))}, {"id": 1, "cpus": list(range(16, 32))}]
     gpus = [{"index": index, "cpus": nodes[index // 3]["cpus"]} for index in range(6)]
     assert _rank_counts(nodes, gpus) == (2, 3)
@@ -116,7 +116,7 @@ def test_as_many_ranks_are_measured_at_once_as_stand_at_the_first_node() -> None
     assert _rank_counts([], gpus) == ()
 
 
-def test_ranks_are_measured_together_on_the_cores_they_would_have() -> None:
+def test_ranks_are_measured_on_their_cores() -> None:
     """Two GPUs at eight cores whose second threads have numbers of their own: no two ranks share a
     physical core, and the first cores that Adam is measured on have both threads.
     """

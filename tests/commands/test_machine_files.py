@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.machine import inspect_machine, load_machine
@@ -35,39 +36,17 @@ def test_a_machine_file_plans_as_the_machine_does(
     file = described(host, tmp_path, capsys)
     machine = inspect_machine(tmp_path / "root")
     assert load_machine(file) == machine
-    assert (
-        main(
-            [
-                "run",
-                "tiny",
-                "--gpus",
-                str(len(host.gpus)),
-                "--machine",
-                str(file),
-                "--dry-run",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    argv = ["run", "tiny", "--gpus", str(len(host.gpus)), "--dry-run", "--json"]
+    assert main([*argv, "--machine", str(file)]) == 0
     binding = json.loads(capsys.readouterr().out)["binding"]
-    spec = find_preset("tiny").spec
-    expected = make_plan(
-        type(spec)(
-            **{name: getattr(spec, name) for name in spec.__struct_fields__}
-            | {"gpus": len(host.gpus)}
-        ),
-        machine,
-    )
+    expected = make_plan(replace(find_preset("tiny").spec, gpus=len(host.gpus)), machine)
     assert [(rank["numa_node"], rank["cpus"]) for rank in binding] == [
         (rank.numa_node, list(rank.cpus)) for rank in expected.binding
     ]
     assert main(["doctor", "--machine", str(file)]) == 0
 
 
-def test_a_file_without_a_name_is_called_what_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nameless_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = described(sysroots.QUAD_GH200, tmp_path, capsys)
     assert main(["run", "tiny", "--gpus", "5", "--machine", str(file), "--dry-run"]) == 3
     assert "this machine file has 4 GPUs" in capsys.readouterr().err
@@ -84,9 +63,7 @@ def test_it_can_be_given_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--sysroot" in capsys.readouterr().err
 
 
-def test_another_machine_is_inspected_by_name_or_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_machine_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = described(sysroots.QUAD_GH200, tmp_path, capsys)
     for given, machine in (("gh200-480", machine_of("gh200-480")), (str(file), load_machine(file))):
         assert main(["inspect", "--machine", given, "--json"]) == 0

@@ -38,9 +38,7 @@ def test_quiet_leaves_the_result(capsys: pytest.CaptureFixture[str]) -> None:
         assert full.removeprefix(capsys.readouterr().out).startswith("\nto run it: so-tui run tiny")
 
 
-def test_quiet_progress_is_how_a_run_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_progress_is_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path, steps=3, state="failed")
     assert main(["watch", str(run.path), "--plain"]) == 1
     full = capsys.readouterr().out.splitlines()
@@ -76,20 +74,10 @@ def test_verbose_tells_on_stderr_what_is_decided_and_called(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["plan"],
-        ["plan", "tiny"],
-        ["run", "tiny", "--dry-run"],
-        ["doctor"],
-        ["inspect"],
-        ["presets"],
-        ["runs"],
-    ],
-    ids=" ".join,
+    "command", ["plan", "plan tiny", "run tiny --dry-run", "doctor", "inspect", "presets", "runs"]
 )
 def test_no_color_is_honoured(
-    argv: list[str],
+    command: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -97,18 +85,18 @@ def test_no_color_is_honoured(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("SO_TUI_RUNS_DIR", str(tmp_path))
     write_run(tmp_path, steps=3, state="failed")
-    main(argv)
+    main(command.split())
     coloured = capsys.readouterr().out
     monkeypatch.setenv("NO_COLOR", "1")
-    main(argv)
+    main(command.split())
     plain = capsys.readouterr().out
     assert plain
     assert not COLOUR.search(plain)
-    if argv[0] in ("plan", "run"):
+    if command.startswith(("plan", "run ")):
         assert COLOUR.search(coloured)
 
 
-def test_what_a_dry_run_prints_to_be_copied_is_not_wrapped(
+def test_what_is_copied_is_not_wrapped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -126,32 +114,16 @@ def test_checks_are_said_as_they_begin_beside_what_scripts_read(
     quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = []
+    gated = {"code": "gated", "field": "model.id", "value": "x", "message": "m", "remedy": "Ask."}
 
     def answer(*_: object, **__: object) -> dict[str, object]:
         said.append(capsys.readouterr())
-        return {
-            "problems": [
-                {
-                    "code": "gated",
-                    "field": "model.id",
-                    "value": "x",
-                    "message": "is gated",
-                    "remedy": "Ask.",
-                }
-            ]
-        }
+        return {"problems": [gated]}
 
     monkeypatch.setattr("so_tui.launch.checks.call_tool", answer)
     monkeypatch.setattr("so_tui.launch.checks.findings", lambda *_: ())
-    arguments = [
-        "run",
-        "tiny",
-        "--plain",
-        "--runs-dir",
-        str(tmp_path / "runs"),
-        *(["-q"] if quiet else []),
-    ]
-    assert main(arguments) == 2
+    argv = ["run", "tiny", "--plain", "--runs-dir", str(tmp_path / "runs")]
+    assert main([*argv, "-q"] if quiet else argv) == 2
     (before,) = said
     assert before.out == ""
     lines = [line for line in before.err.splitlines() if "checking" in line]

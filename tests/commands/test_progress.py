@@ -37,20 +37,17 @@ FOLLOW = (
 )
 
 
+def recorded(run: RunDirectory, state: str) -> None:
+    """Record that the run is in a state on another host, so that it does not count as lost here."""
+    begun = read_state(run).started
+    write_state(run, RunState(name=run.name, state=state, host="another", started=begun, attempt=1))
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> RunDirectory:
-    """A run that trains on another host, so that it does not count as lost here."""
+    """A run that trains on another host."""
     run = create_run(find_preset("tiny").spec, tmp_path / "runs")
-    write_state(
-        run,
-        RunState(
-            name=run.name,
-            state="training",
-            host="another",
-            started=read_state(run).started,
-            attempt=1,
-        ),
-    )
+    recorded(run, "training")
     return run
 
 
@@ -67,36 +64,23 @@ def test_a_step_is_printed_before_later_records(elsewhere: RunDirectory) -> None
     writer = MetricsWriter(elsewhere, 1)
     for number in (1, 2, 3):  # the third comes too soon after the first to be printed immediately
         writer.append(step_record(number, time=1e9 + number / 100))
-    behind = CheckpointRecord(
-        attempt=1,
-        time=1e9 + 1,
-        step=3,
-        bytes=10,
-        seconds=90.0,
-        path="there",
-        paused_s=2.0,
-        due_step=2,
-    )
-    writer.append(behind)
+    saved = CheckpointRecord(attempt=1, time=1e9 + 1, step=3, bytes=10, seconds=90.0, path="there")
+    writer.append(replace(saved, paused_s=2.0, due_step=2))
     writer.close()
-    write_state(
-        elsewhere,
-        RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1),
-    )
+    recorded(elsewhere, "stopped")
     follower = followed(elsewhere, "watcher")
     assert follower.stdout is not None
     told = follower.stdout.read()  # not communicate(): it would miss what came with the first line
     assert follower.wait(timeout=LIMIT_S) == 4
     assert told.index("step 3/") < told.index("checkpoint of step 3")
     assert "left" not in told[told.index("checkpoint of step 3") :]
-    assert all(duration(seconds) in told for seconds in (behind.seconds, behind.paused_s or 0))
+    assert all(duration(seconds) in told for seconds in (90.0, 2.0))
     assert "due since step 2" in told
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_of_a_container_or_a_scheduler_stops_the_run_and_it_is_followed_to_its_end(
-    elsewhere: RunDirectory, signum: signal.Signals
-) -> None:
+def test_containers_signal_stops_the_run(elsewhere: RunDirectory, signum: signal.Signals) -> None:
+    """And it is followed to its end."""
     follower = followed(elsewhere, "owner")
     follower.send_signal(signum)
     wait_until(lambda: state.details(elsewhere, "stop"))
@@ -104,15 +88,12 @@ def test_a_signal_of_a_container_or_a_scheduler_stops_the_run_and_it_is_followed
     assert asked is not None
     assert asked.reason == f"so-tui received {signum.name}"
     assert follower.poll() is None
-    write_state(
-        elsewhere,
-        RunState(name=elsewhere.name, state="stopped", host="another", started=0.0, attempt=1),
-    )
+    recorded(elsewhere, "stopped")
     assert follower.wait(timeout=LIMIT_S) == 4
 
 
 @pytest.mark.parametrize(("who", "signum"), [("owner", signal.SIGHUP), ("watcher", signal.SIGTERM)])
-def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(
+def test_lost_terminal_or_watcher_does_not_affect_the_run(
     elsewhere: RunDirectory, who: str, signum: signal.Signals
 ) -> None:
     follower = followed(elsewhere, who)
@@ -121,7 +102,7 @@ def test_a_lost_terminal_or_an_ended_watcher_does_not_affect_the_run(
     assert not state.pending(elsewhere)
 
 
-def test_a_signal_that_cannot_be_passed_on_yet_is_passed_on_later(elsewhere: RunDirectory) -> None:
+def test_signal_is_passed_on_later(elsewhere: RunDirectory) -> None:
     elsewhere.control_dir.rmdir()
     elsewhere.control_dir.write_text("in the way")
     follower = followed(elsewhere, "owner")
@@ -135,7 +116,7 @@ def test_a_signal_that_cannot_be_passed_on_yet_is_passed_on_later(elsewhere: Run
     assert follower.wait(timeout=LIMIT_S) == 4
 
 
-def test_a_file_system_that_is_away_for_a_moment_does_not_end_the_follower(
+def test_follower_outlives_a_file_system_that_is_away(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a container or a batch script, what it ends with it is the run."""
@@ -156,7 +137,7 @@ def test_a_file_system_that_is_away_for_a_moment_does_not_end_the_follower(
     assert capsys.readouterr().out.count(os.strerror(errno.ESTALE)) == 1
 
 
-def test_a_run_that_cannot_be_read_at_all_is_not_followed(
+def test_unreadable_run_is_not_followed(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def closed(*_: object, **_limits: object) -> None:

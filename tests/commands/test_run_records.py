@@ -7,10 +7,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
-from msgspec.structs import replace
 
 from so_tui.cli import main
 from so_tui.commands.parser import SORTS
@@ -29,20 +28,23 @@ from tests.support.schemas import valid
 
 @pytest.fixture
 def two(runs_dir: Path) -> tuple[RunDirectory, RunDirectory]:
-    one = write_run(
-        runs_dir, steps=30, total=30, seconds_of_samples=1, state="finished", name="one"
+    return (
+        ended_run(runs_dir, "one", steps=30, total=30),
+        ended_run(runs_dir, "other", "failed", steps=60, total=60, preset="tiny", gpus=2),
     )
-    other = write_run(
-        runs_dir,
-        steps=60,
-        total=60,
-        seconds_of_samples=1,
-        state="failed",
-        preset="tiny",
-        gpus=2,
-        name="other",
-    )
-    return one, other
+
+
+def ended_run(
+    runs_dir: Path, name: str, state: str = "finished", *, steps: int = 0, **others: Any
+) -> RunDirectory:
+    return write_run(runs_dir, steps=steps, seconds_of_samples=1, state=state, name=name, **others)
+
+
+def empty_run(runs_dir: Path, name: str) -> RunDirectory:
+    run = ended_run(runs_dir, name)
+    for path in run.metrics_dir.iterdir():
+        path.unlink()
+    return run
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_them(
     assert main(["compare", "one", "nothing"]) == 2
 
 
-def test_notes_and_tags_are_kept_with_the_run_and_filter_the_list(
+def test_notes_and_tags_are_kept_and_filter(
     two: tuple[RunDirectory, RunDirectory], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, _ = two
@@ -157,23 +159,16 @@ def test_the_list_shows_what_it_is_sorted_by(
     assert heading not in capsys.readouterr().out.splitlines()[0]
 
 
-def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(
-    runs_dir: Path, tmp_path: Path
-) -> None:
-    run = write_run(runs_dir, steps=0, seconds_of_samples=1, state="finished", name="resumed")
-    for path in run.metrics_dir.iterdir():
-        path.unlink()
+def test_every_step_is_in_the_table_once(runs_dir: Path, tmp_path: Path) -> None:
+    """And superseded ones are not."""
+    run = empty_run(runs_dir, "resumed")
     for attempt, steps in ((1, range(1, 31)), (2, range(21, 41))):
         writer = MetricsWriter(run, attempt, segment_bytes=5_000)
         if attempt == 2:
             writer.append(ResumedRecord(attempt=2, time=1.0, step=20))
         for step in steps:
-            writer.append(
-                replace(
-                    step_record(step, loss=float("nan") if step == 7 else float(step)),
-                    attempt=attempt,
-                )
-            )
+            loss = float("nan") if step == 7 else float(step)
+            writer.append(step_record(step, attempt=attempt, loss=loss))
         writer.close()
     target = tmp_path / "out.csv"
     assert main(["export-metrics", "resumed", "--to", str(target)]) == 0
@@ -183,11 +178,9 @@ def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(
     assert [(int(row["step"]), int(row["attempt"])) for row in rows] == [
         (step, 1 if step <= 20 else 2) for step in range(1, 41)
     ]
-    assert rows[6]["loss"] == "nan"
-    assert rows[7]["loss"] == "8.0"
-    assert main(["export-metrics", "resumed", "--to", str(target)]) == 2, "nothing is overwritten"
-    assert main(["export-metrics", "resumed", "--to", str(tmp_path / "out.xlsx")]) == 2
-    assert main(["export-metrics", "resumed", "--to", str(tmp_path / "no" / "out.csv")]) == 2
+    assert (rows[6]["loss"], rows[7]["loss"]) == ("nan", "8.0")
+    for refused in (target, tmp_path / "out.xlsx", tmp_path / "no" / "out.csv"):
+        assert main(["export-metrics", "resumed", "--to", str(refused)]) == 2
     assert sorted(path.name for path in tmp_path.glob("*out*")) == ["out.csv"]
 
 
@@ -195,40 +188,31 @@ def test_every_step_is_in_the_table_once_and_superseded_ones_are_not(
 def test_evaluations_are_in_the_row_of_their_step(
     runs_dir: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(runs_dir, steps=0, seconds_of_samples=1, state="finished", name="evaluated")
-    for path in run.metrics_dir.iterdir():
-        path.unlink()
-    writer = MetricsWriter(run, 1)
+    writer = MetricsWriter(empty_run(runs_dir, "evaluated"), 1)
     for step in range(5):
         if step:
             writer.append(step_record(step))
         if step in (0, 2, 4):
-            writer.append(
-                EvaluationRecord(attempt=1, time=1.0, step=step, loss=3.0 - step / 8, tokens=7)
-            )
+            loss = 3.0 - step / 8
+            writer.append(EvaluationRecord(attempt=1, time=1.0, step=step, loss=loss, tokens=7))
     writer.close()
     target = tmp_path / f"out{suffix}"
     if suffix == ".parquet":
         pytest.importorskip("pyarrow.parquet")
     assert main(["export-metrics", "evaluated", "--to", str(target)]) == 0
     assert "5 rows" in capsys.readouterr().out
+    losses, evaluations = [None, 2.0, 2.0, 2.0, 2.0], [3.0, None, 2.75, None, 2.5]
     if suffix == ".csv":
         with target.open(newline="") as file:
-            found = [
-                (int(row["step"]), row["loss"], row["evaluation_loss"])
-                for row in csv.DictReader(file)
-            ]
-        assert found == [
-            (0, "", "3.0"),
-            (1, "2.0", ""),
-            (2, "2.0", "2.75"),
-            (3, "2.0", ""),
-            (4, "2.0", "2.5"),
+            rows = list(csv.DictReader(file))
+        assert [row["loss"] for row in rows] == ["" if x is None else str(x) for x in losses]
+        assert [row["evaluation_loss"] for row in rows] == [
+            "" if x is None else str(x) for x in evaluations
         ]
     else:
         table = pytest.importorskip("pyarrow.parquet").read_table(target)
-        assert table["evaluation_loss"].to_pylist() == [3.0, None, 2.75, None, 2.5]
-        assert table["loss"].to_pylist() == [None, 2.0, 2.0, 2.0, 2.0]
+        assert table["evaluation_loss"].to_pylist() == evaluations
+        assert table["loss"].to_pylist() == losses
 
 
 def test_parquet_has_the_same_values_or_says_what_is_missing(
@@ -247,16 +231,14 @@ def test_parquet_has_the_same_values_or_says_what_is_missing(
     assert "pip install pyarrow" in capsys.readouterr().err
 
 
-def test_only_presets_of_ones_own_are_deleted_and_none_that_others_extend() -> None:
+def test_only_ones_own_presets_are_deleted() -> None:
+    """And none that others extend."""
     spec = find_preset("tiny").spec
     save_preset(spec, "mine", base="tiny")
     save_preset(spec, "more", base="mine")
-    assert main(["presets", "delete", "tiny"]) == 2
-    assert main(["presets", "delete", "mine"]) == 2
-    assert main(["presets", "delete", "nothing"]) == 2
+    for name, code in (("tiny", 2), ("mine", 2), ("nothing", 2), ("more", 0), ("mine", 0)):
+        assert main(["presets", "delete", name]) == code
     assert main(["presets", "delete"]) == 2
-    assert main(["presets", "delete", "more"]) == 0
-    assert main(["presets", "delete", "mine"]) == 0
     assert "mine" not in load_catalog().presets
     assert list(user_folder().iterdir()) == []
 

@@ -64,16 +64,8 @@ def test_runs_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_other_output_does_not_agree() -> None:
-    run = {
-        "name": "a",
-        "path": "/a",
-        "state": "lost",
-        "step": 0,
-        "total_steps": 1,
-        "started": 1,
-        "attempts": 1,
-        "reason": "",
-    }
+    run = {"name": "a", "path": "/a", "state": "lost", "step": 0, "total_steps": 1}
+    run |= {"started": 1, "attempts": 1, "reason": ""}
     valid("runs", json.dumps({"runs": [run]}))
     for wrong in (
         {**run, "state": "gone"},

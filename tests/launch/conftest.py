@@ -8,10 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from so_tui.launch.launch import prepare
 from so_tui.machine import Machine, inspect_machine
+from so_tui.runs import RunDirectory
 from so_tui.spec import RunSpec, find_preset
 from tests.support.fake_runs import FAKE_TRAINER, Ahead, Runs
 from tests.support.python_path import python_path
+from tests.support.supervising import prepared_run
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +26,12 @@ def machine() -> Machine:
 @pytest.fixture(scope="session")
 def two_ranks() -> RunSpec:
     return msgspec.structs.replace(find_preset("tiny").spec, gpus=2)
+
+
+@pytest.fixture
+def run(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> RunDirectory:
+    """A run with a prepared attempt that nobody has started."""
+    return prepared_run(prepare(two_ranks, machine, force=True, inherited={}), tmp_path / "runs")
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from so_tui.folders import settings_file
 from so_tui.launch.command import AlertCommand
-from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.launch import prepare
 from so_tui.launch.supervisor.alerts import (
     KEPT,
     Announcer,
@@ -30,7 +31,7 @@ from so_tui.launch.supervisor.alerts import (
 )
 from so_tui.launch.supervisor.processes import ProcessTree
 from so_tui.machine import Machine
-from so_tui.runs import RunDirectory, create_run, new_attempt
+from so_tui.runs import RunDirectory
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import Alert, RunState
 from so_tui.settings import AlertSettings
@@ -38,6 +39,7 @@ from so_tui.settings_file import change_settings
 from so_tui.spec import InputError, find_preset, load_catalog
 from tests.support.fake_runs import Runs, ended, release, wait_for
 from tests.support.records import step_record
+from tests.support.supervising import prepared_run
 from tests.support.waiting import running, wait_until
 
 TRAINING = RunState(name="r", state="training", attempt=1, step=5)
@@ -47,7 +49,7 @@ def kinds(alerts: tuple[Alert, ...]) -> list[str]:
     return [alert.kind for alert in alerts]
 
 
-def test_each_event_is_noticed_once_and_again_after_it_has_passed() -> None:
+def test_each_event_is_noticed_once_until_it_passes() -> None:
     watch = _AlertWatch(1, 0.0)
     settings = AlertSettings(loss_above=3.0, stall_s=60)
     nan, high, good = (step_record(5, loss=loss) for loss in (float("nan"), 4.0, 2.0))
@@ -67,7 +69,7 @@ def test_each_event_is_noticed_once_and_again_after_it_has_passed() -> None:
     ) == ["not-finite"]
 
 
-def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing() -> None:
+def test_long_steps_and_other_phases_are_no_stall() -> None:
     watch = _AlertWatch(2, 0.0)
     settings = AlertSettings(stall_s=60)
     slow = msgspec.structs.replace(step_record(1), attempt=2, step_s=100.0)
@@ -83,34 +85,28 @@ def test_long_steps_and_other_phases_are_no_stall_and_other_attempts_say_nothing
     )  # of attempt 1
 
 
-def test_a_full_disk_and_the_end_are_noticed_and_what_is_not_wanted_is_not() -> None:
-    watch = _AlertWatch(1, 0.0)
+def test_full_disk_and_end_are_noticed(tmp_path: Path) -> None:
+    watch, gb = _AlertWatch(1, 0.0), 10**9
     settings = AlertSettings(disk_free_gb=10)
-    assert kinds(watch.disks(TRAINING, {"/a": 10**11, "/b": 9 * 10**9}, settings, full=False)) == [
-        "disk"
-    ]
-    assert watch.disks(TRAINING, {"/a": 10.5 * 10**9}, settings, full=False) == ()  # type: ignore[dict-item]
-    assert watch.disks(TRAINING, {"/a": 12 * 10**9}, settings, full=False) == ()
-    assert kinds(watch.disks(TRAINING, {}, settings, full=True)) == ["disk"]
-    for state, kind in (
-        ("finished", "ended"),
-        ("stopped", "ended"),
-        ("failed", "failed"),
-        ("lost", "failed"),
+    for free, full, noticed in (
+        ({"/a": 100 * gb, "/b": 9 * gb}, False, ["disk"]),
+        ({"/a": 21 * gb // 2}, False, []),
+        ({"/a": 12 * gb}, False, []),
+        ({}, True, ["disk"]),
     ):
-        assert kinds(watch.end(RunState(name="r", state=state), settings)) == [kind]  # type: ignore[arg-type]
+        assert kinds(watch.disks(TRAINING, free, settings, full=full)) == noticed
+    found = _free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
+    assert len(found) == 2
+    assert found[str(tmp_path)] > 0
+    ends: dict[Any, str] = {"finished": "ended", "stopped": "ended", "failed": "failed"}
+    for state, kind in (ends | {"lost": "failed"}).items():
+        assert kinds(watch.end(RunState(name="r", state=state), settings)) == [kind]
     none = AlertSettings(on=())
     assert watch.end(RunState(name="r", state="failed"), none) == ()
     assert watch.observe(TRAINING, [step_record(5, loss=float("nan"))], 1, none) == ()
     many = tuple(Alert(kind="loss", attempt=1, time=0, step=step) for step in range(3 * KEPT))
     assert remembered((), many)[-1].step == 3 * KEPT - 1
     assert len(remembered(many, many)) == KEPT
-
-
-def test_space_is_that_of_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
-    found = _free_bytes([str(tmp_path), str(tmp_path / "not" / "yet")])
-    assert found[str(tmp_path)] > 0
-    assert len(found) == 2
 
 
 @pytest.mark.parametrize("kind", ["ended", "failed", "not-finite", "stall", "loss", "disk"])
@@ -122,22 +118,22 @@ def test_sentences_hold_nothing_that_acts_on_a_terminal(kind: str) -> None:
     assert text.isprintable()
     assert ";" not in text
     assert len(text) < 200
-
-
-def test_an_unknown_kind_has_no_sentence() -> None:
     assert known(Alert(kind="\x1b[2J", attempt=1, time=0, step=1)) is None
     assert alert_text(Alert(kind="newer", attempt=1, time=0, step=1), "r", TRAINING) == ""
+
+
+LOSS = {"SO_TUI_ALERT_KIND": "loss"}
 
 
 def ran(
     command: list[str], text: str = "so-tui: it", timeout_s: float = 20.0, **about: str
 ) -> None:
     runner = AlertCommand()
-    runner.request(command, {"SO_TUI_ALERT_KIND": "loss", **about}, text, timeout_s)
+    runner.request(command, {**LOSS, **about}, text, timeout_s)
     runner.finish()
 
 
-def test_the_command_gets_the_alert_and_no_name_becomes_part_of_a_script(tmp_path: Path) -> None:
+def test_command_gets_the_alert_and_no_script(tmp_path: Path) -> None:
     out = tmp_path / "out"
     script = (
         "import os, sys; open(sys.argv[1], 'w').write(repr((sys.argv[2:], "
@@ -159,11 +155,7 @@ SLEEP = f"sleep 98765.{os.getpid()}"
     ("command", "said", "timeout_s"),
     [
         (["/nowhere/at-all"], "was not started", 60.0),
-        (
-            ["/bin/sh", "-c", "echo no network >&2; exit 3"],
-            "ended with exit code 3: no network",
-            60.0,
-        ),
+        (["sh", "-c", "echo no net >&2; exit 3"], "ended with exit code 3: no net", 60.0),
         (["/bin/sh", "-c", f"{SLEEP} & {SLEEP}"], "took too long", 0.3),
         (["/bin/sh", "-c", "yes"], "took too long", 0.3),
         (["/bin/sh", "-c", "kill -9 $$"], "exit code -9", 60.0),
@@ -181,16 +173,11 @@ def test_a_command_that_fails_is_logged_and_leaves_nothing(
     assert said in log
     assert len(log) < 2500
     # What is killed goes on until the kernel has got round to it.
-    wait_until(
-        lambda: (
-            not subprocess.run(
-                ["pgrep", "-f", f"^{SLEEP}"], capture_output=True, check=False
-            ).stdout
-        )
-    )
+    left = ["pgrep", "-f", f"^{SLEEP}"]
+    wait_until(lambda: not subprocess.run(left, capture_output=True, check=False).stdout)
 
 
-def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_the_run(
+def test_command_under_way_is_not_taken_for_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = AlertCommand()
@@ -209,9 +196,7 @@ def test_a_command_under_way_is_not_waited_for_and_not_taken_for_a_process_of_th
     runner.finish()
 
 
-def test_a_command_without_its_environment_is_collected_where_it_was_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bare_command_is_collected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A supervisor sees a process of the run in it. Were it collected as such, no later command
     would be started.
     """
@@ -264,9 +249,7 @@ def test_a_command_that_may_not_be_killed_is_not_waited_for(
     assert read_stat(first) is None
 
 
-def test_nothing_of_a_run_spec_or_preset_sets_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever somebody writes alerts and tokens into what others get: only the user's own file has
     them.
     """
@@ -294,7 +277,7 @@ def test_nothing_of_a_run_spec_or_preset_sets_a_command(
     assert not any("command" in field for field in Alert.__struct_fields__)
 
 
-def test_settings_that_change_while_a_run_goes_on_take_effect(
+def test_changed_settings_take_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("so_tui.launch.supervisor.alerts._SETTINGS_S", 0.0)
@@ -325,7 +308,7 @@ def test_an_announcer_tells_of_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_supervisor_runs_the_command_without_a_screen_and_writes_figures(
+def test_real_supervisor_runs_the_command_and_writes_figures(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, figures = tmp_path / "told", tmp_path / "figures"
@@ -377,26 +360,18 @@ sys.exit(supervise(run, 1, ended=ended))
 
 
 @pytest.mark.slow
-def test_a_run_that_has_ended_is_continued_before_the_command_that_tells_of_it_has_ended(
+def test_run_continues_before_its_last_command_ends(
     runs: Runs, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job that continues a run is submitted in the last seconds of a job, in which a command
-    may hang.
+    """The job that continues a run is submitted in the last seconds of a job, in which the command
+    that tells of the end may hang.
     """
     continued, told = tmp_path / "continued", tmp_path / "told"
     script = f"until test -e {continued}; do sleep 0.05; done; mv {continued} {told}"
     change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
     monkeypatch.setenv("FAKE_TRAINER", "steps=1")
-    launch = prepare(runs.spec, machine, force=True)
-    run = create_run(launch.spec, runs.folder)
+    run = prepared_run(prepare(runs.spec, machine, force=True), runs.folder)
     runs.adopt(run)
-    write_launch(run, new_attempt(run), launch)
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", SUPERVISED, str(run.path), str(continued)],
-            timeout=100,
-            check=False,
-        ).returncode
-        == 0
-    )
+    argv = [sys.executable, "-c", SUPERVISED, str(run.path), str(continued)]
+    assert subprocess.run(argv, timeout=100, check=False).returncode == 0
     assert told.read_text() == "finished free"

@@ -45,22 +45,13 @@ def sampled(root: Path) -> tuple[GpuSample, ...]:
 
 
 def test_what_the_driver_says_and_what_it_does_not(tmp_path: Path) -> None:
-    root = build_files(FILES, build_sysroot(QUAD_MI300A.listing(), tmp_path))
+    files = FILES | {"/proc/stat": "cpu  9 9 9 9\n"}
+    root = build_files(files, build_sysroot(QUAD_MI300A.listing(), tmp_path))
     silent, measured, *_ = sampled(root)
     assert measured == MEASURED
     assert silent == GpuSample(index=0, memory_total_bytes=128160 << 20)
-
-
-def test_they_are_part_of_a_sample_of_the_host(tmp_path: Path) -> None:
-    root = build_files(
-        FILES | {"/proc/stat": "cpu  9 9 9 9\n"}, build_sysroot(QUAD_MI300A.listing(), tmp_path)
-    )
-    sampler = Sampler(
-        inspect_machine(root),
-        ProcessTree(frozenset({b"MARK=none"}), supervisor_pid=os.getpid()),
-        attempt=1,
-        root=root,
-    )
+    tree = ProcessTree(frozenset({b"MARK=none"}), supervisor_pid=os.getpid())
+    sampler = Sampler(inspect_machine(root), tree, attempt=1, root=root)
     assert sampler.sample().gpus[1] == MEASURED
     sampler.close()
 

@@ -24,22 +24,75 @@ def changes(
     return command.shown(command.variables(plan, machine, inherited))
 
 
+TOOLS = str(Path(sys.executable).parent)
+MARKED = {
+    "SO_TUI_RUN": Placeholder.RUN,
+    "SO_TUI_RUN_ID": Placeholder.RUN_ID,
+    "SO_TUI_ATTEMPT": Placeholder.ATTEMPT,
+    "PYTHONSAFEPATH": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+}
+LOOPBACK = {
+    "SO_TUI_RENDEZVOUS": Placeholder.RENDEZVOUS,
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_RAS_ENABLE": "0",
+}
+HUB = spec_of(model=ModelSpec(id="org/model"), data=DataSpec(source="builtin:tiny/rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "inherited", "spec", "wanted", "absent"),
+    [
+        (cpu_machine(), {}, None, MARKED, {"PYTORCH_ALLOC_CONF"}),
+        (cpu_machine(), {}, HUB, {}, {"HF_HUB_OFFLINE"}),
+        (cpu_machine(), {"PATH": "/bin"}, None, {"PATH": f"{TOOLS}:/bin"}, set()),
+        (cpu_machine(), {"PATH": f"/bin:{TOOLS}"}, None, {}, {"PATH"}),
+        (
+            quad_gh200(),
+            {"NCCL_SOCKET_IFNAME": "hsn0", "NCCL_RAS_ENABLE": "1"},
+            None,
+            LOOPBACK,
+            {"DS_ACCELERATOR"},
+        ),
+        (
+            quad_gh200(),
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
+            None,
+            {},
+            {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"},
+        ),
+        (
+            quad_gh200(),
+            {"TORCH_CUDA_ARCH_LIST": "9.0a"},
+            None,
+            {"TORCH_CUDA_ARCH_LIST": "9.0"},
+            set(),
+        ),
+        (quad_gh200(), {"TORCH_CUDA_ARCH_LIST": "9.0"}, None, {}, {"TORCH_CUDA_ARCH_LIST"}),
+    ],
+)
+def test_variables_are_set_and_left_alone(
+    machine: Machine,
+    inherited: dict[str, str],
+    spec: RunSpec | None,
+    wanted: dict[str, str],
+    absent: set[str],
+) -> None:
+    shown = changes(machine, inherited, spec)
+    assert wanted.items() <= shown.items()
+    assert not absent & shown.keys()
+
+
 def test_threads_are_the_adam_share_of_the_rank() -> None:
     shown = changes(quad_gh200(), {"OMP_NUM_THREADS": "1"})
     assert shown["OMP_NUM_THREADS"] == shown["MKL_NUM_THREADS"] == "65"
     assert command._rank_threads(plan_of(spec_of(), mode="zerooffload", cpus=(NODE,))) == 72
 
 
-def test_marker_attempt_and_safe_path() -> None:
-    shown = changes(cpu_machine(), {})
-    assert shown["SO_TUI_RUN"] == Placeholder.RUN
-    assert shown["SO_TUI_RUN_ID"] == Placeholder.RUN_ID
-    assert shown["SO_TUI_ATTEMPT"] == Placeholder.ATTEMPT
-    assert shown["PYTHONSAFEPATH"] == "1"
-    assert shown["TOKENIZERS_PARALLELISM"] == "false"
-
-
-def test_a_run_that_an_alert_command_starts_is_no_part_of_that_command() -> None:
+def test_run_of_an_alert_command_is_no_part_of_it() -> None:
     inherited = {"SO_TUI_ALERT_KIND": "failed", "HOME": "/home/me"}
     variables = command.variables(plan_of(spec_of(), cpus=(NODE,)), cpu_machine(), inherited)
     applied = command.apply(variables, inherited)
@@ -47,39 +100,16 @@ def test_a_run_that_an_alert_command_starts_is_no_part_of_that_command() -> None
     assert applied["HOME"] == "/home/me"
 
 
-def test_nothing_listens_on_a_network_whatever_a_site_names() -> None:
-    shown = changes(quad_gh200(), {"NCCL_SOCKET_IFNAME": "hsn0", "NCCL_RAS_ENABLE": "1"})
-    assert shown["SO_TUI_RENDEZVOUS"] == Placeholder.RENDEZVOUS
-    assert (shown["GLOO_SOCKET_IFNAME"], shown["NCCL_SOCKET_IFNAME"], shown["NCCL_RAS_ENABLE"]) == (
-        "lo",
-        "lo",
-        "0",
-    )
-
-
-def test_interpreters_tools_are_found() -> None:
-    folder = str(Path(sys.executable).parent)
-    assert str(changes(cpu_machine(), {"PATH": "/bin"})["PATH"]).startswith(f"{folder}:/bin")
-    assert "PATH" not in changes(cpu_machine(), {"PATH": f"/bin:{folder}"})
-
-
-def test_affinity_settings_that_fight_the_binding_are_removed_only_where_set() -> None:
-    shown = changes(quad_gh200(), {"KMP_AFFINITY": "compact", "PATH": "/bin"})
+def test_affinity_settings_are_removed_only_where_set() -> None:
+    """Those that fight the binding."""
+    inherited = {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"}
+    variables = command.variables(plan_of(spec_of()), quad_gh200(), inherited)
+    shown = command.shown(variables)
     assert shown["KMP_AFFINITY"] is None
     assert "GOMP_CPU_AFFINITY" not in shown
-    plan = plan_of(spec_of())
-    variables = command.variables(
-        plan, quad_gh200(), {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"}
-    )
-    applied = command.apply(variables, {"KMP_AFFINITY": "compact", "NCCL_DEBUG": "INFO"})
+    applied = command.apply(variables, inherited)
     assert "KMP_AFFINITY" not in applied
     assert applied["NCCL_DEBUG"] == "INFO"
-
-
-def test_accelerator_of_a_machine_without_gpus() -> None:
-    assert changes(cpu_machine(), {})["DS_ACCELERATOR"] == "cpu"
-    assert "PYTORCH_ALLOC_CONF" not in changes(cpu_machine(), {})
-    assert "DS_ACCELERATOR" not in changes(quad_gh200(), {})
 
 
 def test_gpus_are_numbered_as_in_the_plan() -> None:
@@ -121,11 +151,6 @@ def test_allocator_setting_by_version(
     assert (variable and (variable.name, variable.value)) == expected
 
 
-def test_users_allocator_setting_stands() -> None:
-    shown = changes(quad_gh200(), {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
-    assert not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & shown.keys()
-
-
 def test_engine_decides_about_expandable_segments() -> None:
     old = quad_gh200(
         software=msgspec.structs.replace(quad_gh200().software, torch="2.9.0", deepspeed="0.18.0")
@@ -148,17 +173,6 @@ def test_engine_decides_about_expandable_segments() -> None:
 )
 def test_arch_list(given: str, valid: str) -> None:
     assert command.valid_arch_list(given) == valid
-
-
-def test_arch_list_is_touched_only_when_invalid() -> None:
-    assert changes(quad_gh200(), {"TORCH_CUDA_ARCH_LIST": "9.0a"})["TORCH_CUDA_ARCH_LIST"] == "9.0"
-    assert "TORCH_CUDA_ARCH_LIST" not in changes(quad_gh200(), {"TORCH_CUDA_ARCH_LIST": "9.0"})
-
-
-def test_embedded_runs_never_ask_the_hub() -> None:
-    assert changes(cpu_machine(), {})["HF_HUB_OFFLINE"] == "1"
-    hub = spec_of(model=ModelSpec(id="org/model"), data=DataSpec(source="builtin:tiny/rows.jsonl"))
-    assert "HF_HUB_OFFLINE" not in changes(cpu_machine(), {}, hub)
 
 
 @pytest.mark.parametrize(

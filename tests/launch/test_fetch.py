@@ -69,9 +69,7 @@ def refused(**changes: str) -> list[str]:
     return codes(caught)
 
 
-def test_everything_is_downloaded_once_whatever_happens_to_connections(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_downloaded_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = hub.add(
         "models",
         "owner/model",

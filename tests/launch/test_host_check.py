@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.launch import prepare
 from so_tui.launch.supervisor.host_check import (
     HostDiffersError,
     refuse_different_host,
     software_differences,
 )
 from so_tui.machine import Machine, inspect_machine
-from so_tui.runs import create_run, new_attempt, read_state
+from so_tui.runs import read_state
 from so_tui.runs.records import OutcomeCode
 from so_tui.spec import find_preset
 from tests.support.plans import quad_gh200
-from tests.support.supervising import supervise_to_end
+from tests.support.supervising import prepared_run, supervise_to_end
 
 QUAD = quad_gh200()
 LAUNCH = prepare(replace(find_preset("tiny").spec, gpus=2), QUAD, inherited={})
@@ -36,10 +36,17 @@ def test_the_planned_host_is_accepted() -> None:
     refuse_different_host(LAUNCH, replace(QUAD, gpus=QUAD.gpus[:2]))
 
 
-def test_other_gpus() -> None:
-    assert codes_on(replace(QUAD, gpus=QUAD.gpus[:1])) == {"gpu-missing"}
-    other = replace(QUAD.gpus[1], uuid="GPU-ffff")
-    assert codes_on(replace(QUAD, gpus=(QUAD.gpus[0], other))) == {"gpu-differs"}
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        (replace(QUAD, gpus=QUAD.gpus[:1]), "gpu-missing"),
+        (replace(QUAD, gpus=(QUAD.gpus[0], replace(QUAD.gpus[1], uuid="GPU-f"))), "gpu-differs"),
+        (replace(QUAD, numa_nodes=QUAD.numa_nodes[:1]), "numa-node-missing"),
+        (replace(QUAD, allowed_cpus=tuple(range(100))), "cores-not-allowed"),
+    ],
+)
+def test_other_gpus_nodes_and_cores_are_refused(host: Machine, code: str) -> None:
+    assert codes_on(host) == {code}
 
 
 def test_gpus_are_compared_by_bus_address_if_nvml_failed_once() -> None:
@@ -83,22 +90,14 @@ def test_missing_numa_nodes_are_named_one_by_one() -> None:
     assert caught.value.codes == ("numa-node-missing",)
 
 
-def test_other_numa_nodes_and_cores() -> None:
-    assert codes_on(replace(QUAD, numa_nodes=QUAD.numa_nodes[:1])) == {"numa-node-missing"}
-    assert codes_on(replace(QUAD, allowed_cpus=tuple(range(100)))) == {"cores-not-allowed"}
-
-
 @pytest.mark.slow
 def test_the_supervisor_starts_nothing_on_another_host(tmp_path: Path) -> None:
     here = replace(inspect_machine(), gpus=())
-    cores = max(here.online_cpus) + 1
+    cores = (max(here.online_cpus) + 1,)
     launch = prepare(replace(find_preset("tiny").spec, gpus=1), here, force=True)
-    elsewhere = replace(
-        launch.plan.binding[0], cpus=(cores,), main_cpus=(cores,), adam_cpus=(cores,)
-    )
+    elsewhere = replace(launch.plan.binding[0], cpus=cores, main_cpus=cores, adam_cpus=cores)
     launch = replace(launch, plan=replace(launch.plan, binding=(elsewhere,)))
-    run = create_run(launch.spec, tmp_path)
-    write_launch(run, new_attempt(run), launch)
+    run = prepared_run(launch, tmp_path)
     assert launch.machine.hostname == socket.gethostname()
     code = supervise_to_end(run)
     state = read_state(run)

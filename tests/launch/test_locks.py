@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.checks import quick_checks
-from so_tui.launch.launch import write_launch
 from so_tui.launch.supervisor import host_check
-from so_tui.runs import create_run, new_attempt, read_state
+from so_tui.machine.types import Gpu
+from so_tui.runs import read_state
 from so_tui.runs.records import OutcomeCode
-from so_tui.spec import Refused
 from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
-from tests.support.supervising import supervise_to_end
+from tests.support.problems import refused
+from tests.support.supervising import prepared_run, supervise_to_end
 
 ME = host_check.Holder(run="/runs/mine", pid=os.getpid())
 
@@ -65,9 +65,7 @@ def test_a_lock_whose_file_a_cleaner_removed_is_taken_again(tmp_path: Path) -> N
     host_check.take(tmp_path, "gpu-1", ME).release()
 
 
-def test_a_lock_whose_file_is_replaced_while_it_is_taken_is_on_the_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_follows_a_replaced_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cleaner removes the file between open and flock, and another process makes it anew."""
     flock = fcntl.flock
     replaced: list[int] = []
@@ -96,35 +94,32 @@ def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def taken(gpu: Gpu) -> host_check.Lock:
+    (lock,) = host_check.take_gpus([gpu], "/runs/busy-one")
+    return lock
+
+
 @pytest.mark.slow
-def test_the_supervisor_holds_the_gpus_or_the_run_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_holds_gpus_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check before the start may be too early: what counts is who has the lock when the
     processes are started.
     """
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     machine, plan = quad_gh200(hostname=socket.gethostname()), plan_of(spec_of(), gpus=True)
-    run = create_run(plan.spec, tmp_path / "runs")
-    attempt = new_attempt(run)
-    write_launch(run, attempt, launch_with(plan, machine))
-    (lock,) = host_check.take_gpus([machine.gpus[0]], "/runs/busy-one")
-    code = supervise_to_end(run, attempt)
+    run = prepared_run(launch_with(plan, machine), tmp_path / "runs")
+    lock = taken(machine.gpus[0])
+    code = supervise_to_end(run)
     lock.release()
     state = read_state(run)
     assert (code, state.state, state.code) == (1, "failed", OutcomeCode.GPU_IN_USE)
     assert f"GPU 0 is used by run busy-one (pid {os.getpid()})" in state.reason
 
 
-def test_a_gpu_of_another_run_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_in_use_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    machine = quad_gh200()
-    launch = launch_with(plan_of(spec_of(), gpus=True), machine, forced=True)
+    launch = launch_with(plan_of(spec_of(), gpus=True), quad_gh200(), forced=True)
     quick_checks(launch)
-    (lock,) = host_check.take_gpus([machine.gpus[1]], "/runs/busy-one")
-    with pytest.raises(Refused) as caught:
+    lock = taken(launch.machine.gpus[1])
+    with refused("gpu-in-use"):
         quick_checks(launch)
-    assert caught.value.codes == ("gpu-in-use",)
     lock.release()

@@ -19,6 +19,7 @@ from so_tui.plan.planner import make_plan
 from so_tui.spec import InputError, check_tree, create_preset, find_preset
 from tests.support.machines import superchips
 from tests.support.models import IN_ROWS, OTHERS, RECURRENT, another, known
+from tests.support.problems import codes, rejected
 from tests.support.schemas import valid
 
 pytest.importorskip("transformers")
@@ -76,6 +77,18 @@ def folder(tmp_path: Path, name: str, **config: Any) -> Path:
     return path
 
 
+def described(model: Path) -> Any:
+    """Describe a model in this process."""
+    from so_tui_trainer.tools.describe_model import describe
+
+    return list(describe({"model": str(model)}))[-1]
+
+
+def tree_of(answer: Any, **data: object) -> dict[str, Any]:
+    data = {"source": "x", **data}
+    return {"name": "x", "model": answer["model"], "data": data, "train": {"steps": 1}}
+
+
 def refusal(model: Path | str, **options: Any) -> str:
     with pytest.raises(InputError) as caught:
         describe_model(str(model), **options)
@@ -106,21 +119,13 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, int]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_counts_what_the_model_has(tmp_path: Path, kind: str) -> None:
     from so_tui_trainer.model.weights import meta_model
-    from so_tui_trainer.tools.describe_model import describe
     from so_tui_trainer.tools.presets import _model_config, parameter_table
 
     config, leaves, read = KINDS[kind]
-    answer = list(describe({"model": str(folder(tmp_path, kind, model_type=kind, **config))}))[-1]
-    spec = check_tree(
-        {"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}}
-    )
-    model = spec.model
-    causal = meta_model(_model_config(model))
-    assert (
-        answer["parameters"]
-        == model.parameter_count
-        == sum(parameter.numel() for parameter in causal.parameters())
-    )
+    answer = described(folder(tmp_path, kind, model_type=kind, **config))
+    model = check_tree(tree_of(answer)).model
+    numels = [each.numel() for each in meta_model(_model_config(model)).parameters()]
+    assert answer["parameters"] == model.parameter_count == sum(numels)
     assert model.leaf_modules == leaves
     assert read.items() <= model.config.items()
     assert parameter_table(model) == model.parameters, (
@@ -144,71 +149,43 @@ def test_the_models_of_2026_are_described_as_they_are_built(tmp_path: Path, kind
     """What the preset says builds the same model and can be planned; documents are packed only
     where layers keep them apart.
     """
-    from so_tui_trainer.tools.describe_model import describe
     from so_tui_trainer.tools.presets import parameter_table
 
-    model = folder(tmp_path, kind, **another(kind).config)
-    answer = list(describe({"model": str(model)}))[-1]
-    tree = {
-        "name": "x",
-        "model": answer["model"],
-        "data": {"source": "x", "packing": kind not in IN_ROWS},
-        "train": {"steps": 1},
-    }
-    spec = check_tree(tree)
+    answer = described(folder(tmp_path, kind, **another(kind).config))
+    spec = check_tree(tree_of(answer, packing=kind not in IN_ROWS))
     assert parameter_table(spec.model) == spec.model.parameters
     assert make_plan(spec, superchips(1)).fits
     if kind in IN_ROWS:
-        with pytest.raises(InputError) as caught:
-            check_tree(tree | {"data": {"source": "x"}})
-        assert [(problem.code, problem.field) for problem in caught.value.problems] == [
-            ("packing-mixes-documents", "data.packing")
-        ]
+        with rejected("packing-mixes-documents", field="data.packing"):
+            check_tree(tree_of(answer))
 
 
-def test_what_is_listed_layer_by_layer_is_read_where_layers_agree(tmp_path: Path) -> None:
+def test_what_is_listed_by_layer_is_read_where_layers_agree(tmp_path: Path) -> None:
     """HunYuan may list how many experts each layer chooses."""
-    from so_tui_trainer.tools.describe_model import describe
-
     shape = {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
-    answer = list(
-        describe(
-            {"model": str(folder(tmp_path, "h", **GROUPED | shape | {"num_hidden_layers": 2}))}
-        )
-    )[-1]
+    answer = described(folder(tmp_path, "h", **GROUPED | shape | {"num_hidden_layers": 2}))
     assert answer["model"]["config"]["num_experts_per_tok"] == 2
-    spec = check_tree(
-        {"name": "x", "model": answer["model"], "data": {"source": "x"}, "train": {"steps": 1}}
-    )
-    assert make_plan(spec, superchips(1)).fits
+    assert make_plan(check_tree(tree_of(answer)), superchips(1)).fits
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_model_whose_documents_cannot_be_packed_gets_a_preset_without_packing(
-    tmp_path: Path,
-) -> None:
-    described = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
-    assert not described.spec.data.packing
-    assert "chunked_attention" in described.notes[0]
+def test_a_preset_does_not_pack_what_cannot_be_packed(tmp_path: Path) -> None:
+    made = describe_model(str(folder(tmp_path, "hybrid", **another("llama4_text").config)))
+    assert not made.spec.data.packing
+    assert "chunked_attention" in made.notes[0]
 
 
 def test_a_preset_is_made_saved_and_planned(tmp_path: Path) -> None:
-    model = folder(
-        tmp_path, "Some_Model-7B", model_type="llama", max_position_embeddings=512, **GROUPED
-    )
-    described = describe_model(str(model), changes={"train.micro_batch": "2"})
-    saved = create_preset(described.spec)
-    assert saved == user_folder() / "some_model-7b.toml"
+    shape = {"model_type": "llama", "max_position_embeddings": 512, **GROUPED}
+    model = folder(tmp_path, "Some_Model-7B", **shape)
+    made = describe_model(str(model), changes={"train.micro_batch": "2"})
+    assert create_preset(made.spec) == user_folder() / "some_model-7b.toml"
     spec = find_preset("some_model-7b").spec
-    assert spec == described.spec
-    assert (spec.title, spec.gpus, spec.data.sequence_length, spec.train.micro_batch) == (
-        "Some Model 7B",
-        1,
-        512,
-        2,
-    )
+    assert spec == made.spec
+    assert (spec.title, spec.gpus) == ("Some Model 7B", 1)
+    assert (spec.data.sequence_length, spec.train.micro_batch) == (512, 2)
     assert (spec.model.id, spec.data.format, spec.offload.mode) == (str(model), "auto", "auto")
-    weights, tokenizer = described.notes
+    weights, tokenizer = made.notes
     assert "has no weights" in weights
     assert "no tokenizer" in tokenizer
     assert make_plan(spec, superchips(1)).fits
@@ -234,26 +211,34 @@ def test_the_command_answers_programs(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.usefixtures("in_this_process")
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     model = folder(tmp_path, "one", model_type="llama", **GROUPED)
-    described = describe_model(str(model))
-    first = create_preset(described.spec).read_text()
+    made = describe_model(str(model))
+    first = create_preset(made.spec).read_text()
     assert "name = one: is taken by" in refusal(model)
-    with pytest.raises(InputError) as caught:
-        create_preset(described.spec)
-    assert [(problem.code, problem.value) for problem in caught.value.problems] == [
-        ("name-taken", '"one"')
-    ]
-    assert create_preset(msgspec.structs.replace(described.spec, name="two")).name == "two.toml"
+    with rejected("name-taken"):
+        create_preset(made.spec)
+    assert create_preset(msgspec.structs.replace(made.spec, name="two")).name == "two.toml"
     assert find_preset("one").path.endswith("one.toml")
     assert Path(find_preset("one").path).read_text() == first
-    assert "is taken by" in refusal(model, name="tiny")
-    broken = user_folder() / "broken.toml"
-    broken.write_text("name = [")
-    assert "is taken by" in refusal(model, name="broken")
-    assert sorted(path.name for path in user_folder().iterdir()) == [
-        "broken.toml",
-        "one.toml",
-        "two.toml",
-    ]
+    (user_folder() / "broken.toml").write_text("name = [")
+    for name in ("tiny", "broken"):
+        assert "is taken by" in refusal(model, name=name)
+    names = sorted(path.name for path in user_folder().iterdir())
+    assert names == ["broken.toml", "one.toml", "two.toml"]
+
+
+LLAMA = {"model_type": "llama", **GROUPED}
+IDS = {"num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def quantised(method: object, section: str = "quantization_config") -> dict[str, Any]:
+    return LLAMA | {section: method if isinstance(method, dict) else {"quant_method": method}}
+
+
+def kind(name: str, **changes: object) -> dict[str, Any]:
+    return GROUPED | IDS | {"model_type": name} | changes
+
+
+UNPACKED, CHANGED = "model-packing-unsupported", "model-logits-changed"
 
 
 @pytest.mark.parametrize(
@@ -271,34 +256,15 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
             {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 96},
             "no num_attention_heads",
         ),
-        (
-            {"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "fp8"}},
-            "quantised (fp8)",
-        ),
-        (
-            {"model_type": "llama", **GROUPED, "quantization_config": {"load_in_4bit": True}},
-            "quantised (bitsandbytes)",
-        ),
-        (
-            {"model_type": "llama", **GROUPED, "quantization_config": {"quant_method": "mxfp4"}},
-            "quantised (mxfp4)",
-        ),
-        (
-            {
-                "model_type": "llama",
-                **GROUPED,
-                "compression_config": {"quant_method": "compressed-tensors"},
-            },
-            "(compressed-tensors)",
-        ),
+        (quantised("fp8"), "quantised (fp8)"),
+        (quantised({"load_in_4bit": True}), "quantised (bitsandbytes)"),
+        (quantised("mxfp4"), "quantised (mxfp4)"),
+        (quantised("compressed-tensors", "compression_config"), "(compressed-tensors)"),
         ({"model_type": "from-next-year", **GROUPED}, "does not know"),
         (GROUPED, "does not say what kind of model"),
+        (LLAMA | {"hidden_size": "big"}, "Field 'hidden_size' expected int"),
         (
-            {"model_type": "llama", **GROUPED, "hidden_size": "big"},
-            "Field 'hidden_size' expected int",
-        ),
-        (
-            {"model_type": "llama", **GROUPED, "hidden_size": 33, "head_dim": None},
+            LLAMA | {"hidden_size": 33, "head_dim": None},
             "not a multiple of the number of attention heads",
         ),
         ({"model_type": "smollm3", **GROUPED}, "Padding_idx must be within num_embeddings"),
@@ -318,76 +284,50 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
             },
             "--trust-remote-code",
         ),
-    ],
-    ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
-)
-def test_what_cannot_be_trained_is_said_in_words(
-    tmp_path: Path, config: dict[str, Any], words: str
-) -> None:
-    from so_tui_trainer.tools.describe_model import describe
-
-    model = folder(tmp_path, "model", **config)
-    with pytest.raises(InputError) as caught:
-        list(describe({"model": str(model)}))
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "code"),
-    [
-        ("doge", {}, "model-packing-unsupported"),
-        ("zaya", {"num_experts_per_tok": 1}, "model-packing-unsupported"),
+        # A mask of its own, convolutions or shared blocks in attention, logits that are scaled,
+        # positions that are missing, two texts: codes.
+        (kind("doge"), UNPACKED),
+        (kind("zaya", num_experts_per_tok=1), UNPACKED),
         (
-            "zaya",
-            {
-                "num_experts_per_tok": 1,
-                "layer_types": ["hybrid", "hybrid_sliding"],
-                "sliding_window": 16,
-            },
-            "model-packing-unsupported",
+            kind(
+                "zaya",
+                num_experts_per_tok=1,
+                layer_types=["hybrid", "hybrid_sliding"],
+                sliding_window=16,
+            ),
+            UNPACKED,
         ),
-        ("zamba2", {"layer_types": ["mamba", "hybrid"]}, "model-packing-unsupported"),
-        ("recurrent_gemma", {}, "model-logits-changed"),
-        ("inkling_text", {}, "model-logits-changed"),
+        (kind("zamba2", layer_types=["mamba", "hybrid"]), UNPACKED),
+        (kind("recurrent_gemma"), CHANGED),
+        (kind("inkling_text"), CHANGED),
         (
-            "cohere_compass_text",
-            {"rope_parameters": {"sliding_attention": None}},
+            kind("cohere_compass_text", rope_parameters={"sliding_attention": None}),
             "model-shape-invalid",
         ),
         (
-            "musicgen",
-            {
-                "text_encoder": {"model_type": "t5"},
-                "audio_encoder": {"model_type": "encodec"},
-                "decoder": {},
-            },
+            kind(
+                "musicgen",
+                text_encoder={"model_type": "t5"},
+                audio_encoder={"model_type": "encodec"},
+                decoder={},
+            ),
             "model-not-causal",
         ),
     ],
+    ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
 )
-def test_kinds_that_would_be_trained_wrongly_are_refused(
-    tmp_path: Path, kind: str, changes: dict[str, Any], code: str
-) -> None:
-    """A mask of its own, convolutions or shared blocks in attention, logits that are scaled,
-    positions that are missing, two texts.
-    """
-    from so_tui_trainer.tools.describe_model import describe
-
-    if not known({kind: {}}):
-        pytest.skip(f"this transformers does not know {kind}")
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = GROUPED | {"num_hidden_layers": 2} | ids | changes
+def test_untrainable_is_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    if "pad_token_id" in config and not known({config["model_type"]: {}}):
+        pytest.skip("this transformers does not know it")
     with pytest.raises(InputError) as caught:
-        list(describe({"model": str(folder(tmp_path, kind, model_type=kind, **config))}))
-    assert [problem.code for problem in caught.value.problems] == [code]
+        described(folder(tmp_path, "model", **config))
+    assert words in codes(caught) or words in str(caught.value)
 
 
 def test_folders_that_hold_no_model(tmp_path: Path) -> None:
-    from so_tui_trainer.tools.describe_model import describe
-
     def said(name: str) -> str:
         with pytest.raises(InputError) as caught:
-            list(describe({"model": str(tmp_path / name)}))
+            described(tmp_path / name)
         return str(caught.value)
 
     assert "there is no such folder" in said("absent")
@@ -396,10 +336,9 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     assert "is an adapter" in said("empty")
     (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "config.json").write_text('{"model_type": ')
-    assert "cannot be read" in said("half")
-    (tmp_path / "half" / "config.json").write_text("[]")
-    assert "has no `model_type`" in said("half")
+    for content, words in (('{"model_type": ', "cannot be read"), ("[]", "has no `model_type`")):
+        (tmp_path / "half" / "config.json").write_text(content)
+        assert words in said("half")
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -420,9 +359,7 @@ def test_names_come_from_the_model(model: str, name: str) -> None:
     assert _preset_name(model) == name
 
 
-def test_the_folder_one_stands_in_gives_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_gives_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Some-Model").mkdir()
     monkeypatch.chdir(tmp_path / "Some-Model")
     assert _preset_name(".") == _preset_name("../Some-Model/") == "some-model"

@@ -58,21 +58,14 @@ def test_slurm_says_which_node_this_is() -> None:
 
 def test_deepspeed_gets_the_gpus_of_each_node() -> None:
     plan = plan_of(spec_of(nodes=2, gpus=(1, 3)), cpus=CORES, gpus=True)
-    plan = msgspec.structs.replace(
-        plan,
-        binding=tuple(
-            msgspec.structs.replace(rank, gpu=2 * rank.rank + 1) for rank in plan.binding
-        ),
-    )
+    binding = (msgspec.structs.replace(rank, gpu=2 * rank.rank + 1) for rank in plan.binding)
+    plan = msgspec.structs.replace(plan, binding=tuple(binding))
     assert hostfile(SECOND, plan) == "node0 slots=2\nnode1 slots=4\n"
     values = node_values(SECOND, plan, "/run/hostfile")
     assert values[Placeholder.DEVICES] == "node0:0,1@node1:1,3"
     given = argv(plan)
-    assert (
-        given[given.index("--node_rank") + 1]
-        == given[given.index("--node") + 1]
-        == Placeholder.NODE
-    )
+    for option in ("--node_rank", "--node"):
+        assert given[given.index(option) + 1] == Placeholder.NODE
     assert values.keys() <= {*given}
     assert "--no_ssh" not in argv(plan_of(spec_of(), cpus=CORES, gpus=True))
 
@@ -81,34 +74,24 @@ def test_ranks_of_other_nodes_have_other_numbers() -> None:
     plan = plan_of(spec_of(nodes=2), cpus=CORES)
     assert [rank.rank for rank in numbered(plan.binding, 1)] == [2, 3]
     submitted = launch_with(plan_of(spec_of(nodes=2, gpus=2)), cpu_machine(), forced=True)
-    assert [rank.rank for rank in _planned_here(submitted, cpu_machine(), node=2).plan.binding] == [
-        4,
-        5,
-    ]
+    here = _planned_here(submitted, cpu_machine(), node=2).plan.binding
+    assert [rank.rank for rank in here] == [4, 5]
 
 
-def test_only_ranks_of_one_host_are_kept_to_the_loopback_interface() -> None:
-    names = [
-        {
-            change.name
-            for change in command.variables(
-                plan_of(spec_of(nodes=nodes), gpus=True), quad_gh200(), {}
-            )
-        }
-        for nodes in (1, 2)
-    ]
-    assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= names[0]
-    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & names[1]
-    assert {"NCCL_DEBUG", command.NODE_MARKER} <= names[1]
+def test_only_ranks_of_one_host_keep_to_loopback() -> None:
+    plans = [plan_of(spec_of(nodes=nodes), gpus=True) for nodes in (1, 2)]
+    one, two = (
+        {change.name for change in command.variables(plan, quad_gh200(), {})} for plan in plans
+    )
+    assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} <= one
+    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & two
+    assert {"NCCL_DEBUG", command.NODE_MARKER} <= two
 
 
-def test_what_is_compiled_while_training_stays_on_each_of_several_hosts() -> None:
-    here = {
-        change.name: change.value
-        for change in command.variables(
-            plan_of(spec_of(nodes=2)), cpu_machine(), {"HOME": "/home/me"}
-        )
-    }
+def test_compiled_code_stays_on_each_host() -> None:
+    """Of several, what is compiled while training."""
+    changes = command.variables(plan_of(spec_of(nodes=2)), cpu_machine(), {"HOME": "/home/me"})
+    here = command.shown(changes)
     assert str(here["TRITON_CACHE_DIR"]).startswith("/tmp/so-tui-")
     assert str(here["TORCH_EXTENSIONS_DIR"]).startswith("/home/me/")
 

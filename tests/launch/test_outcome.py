@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from so_tui.launch.supervisor.ending import (
@@ -39,7 +40,7 @@ def end_record(**values: Any) -> EndRecord:
     return EndRecord(attempt=1, time=0.0, step=9, **values)
 
 
-def test_the_trainers_end_record_counts_whatever_the_exit_codes_are() -> None:
+def test_end_record_counts_whatever_the_exit_codes() -> None:
     finished = conclude(
         Evidence(end=end_record(state="finished"), runner_status=1, first_lost=LAUNCHER)
     )
@@ -51,40 +52,26 @@ def test_the_trainers_end_record_counts_whatever_the_exit_codes_are() -> None:
 
 def test_exit_code_0_without_an_end_record_is_a_failure() -> None:
     lost = failed(runner_status=0, first_lost=LAUNCHER)
-    assert (lost.code, lost.who, lost.pid, lost.signal) == (
-        OutcomeCode.LAUNCHER_LOST,
-        "launcher",
-        20,
-        None,
-    )
+    assert (lost.code, lost.who) == (OutcomeCode.LAUNCHER_LOST, "launcher")
+    assert (lost.pid, lost.signal) == (20, None)
     assert failed(runner_status=0).code == OutcomeCode.UNEXPECTED
+
+
+LOST, WORD = OutcomeCode.RANK_LOST, "exits with return code ="
 
 
 @pytest.mark.parametrize(
     ("evidence", "code", "rank", "signal"),
     [
         ({"first_lost": RUNNER, "first_lost_code": -9}, OutcomeCode.RUNNER_LOST, None, 9),
-        ({"first_lost": RANK, "first_lost_code": -11}, OutcomeCode.RANK_LOST, 2, 11),
-        (
-            {"first_lost": RANK, "log": ("[launch.py] ['python'] exits with return code = -7",)},
-            OutcomeCode.RANK_LOST,
-            2,
-            7,
-        ),
+        ({"first_lost": RANK, "first_lost_code": -11}, LOST, 2, 11),
+        ({"first_lost": RANK, "log": (f"[launch.py] ['python'] {WORD} -7",)}, LOST, 2, 7),
         ({"first_lost": LAUNCHER, "runner_status": -15}, OutcomeCode.LAUNCHER_LOST, None, None),
-        (
-            {"first_lost": RANK, "first_lost_code": 143},
-            OutcomeCode.RANK_LOST,
-            2,
-            15,
-        ),  # a rank obeys SIGTERM and leaves by itself
+        # A rank obeys SIGTERM and leaves by itself.
+        ({"first_lost": RANK, "first_lost_code": 143}, LOST, 2, 15),
         # A launcher that reported a rank is not the cause.
-        (
-            {"first_lost": LAUNCHER, "log": ("exits with return code = -9",)},
-            OutcomeCode.RANK_LOST,
-            None,
-            9,
-        ),
+        ({"first_lost": LAUNCHER, "log": (f"{WORD} -9",)}, LOST, None, 9),
+        ({"first_lost": RANK, "first_lost_code": 3}, OutcomeCode.UNEXPECTED, 2, None),
     ],
 )
 def test_the_lost_process_is_named(
@@ -92,74 +79,51 @@ def test_the_lost_process_is_named(
 ) -> None:
     outcome = failed(**evidence)
     assert (outcome.code, outcome.rank, outcome.signal) == (code, rank, signal)
-
-
-def test_an_exit_code_without_a_signal() -> None:
-    outcome = failed(first_lost=RANK, first_lost_code=3)
-    assert (outcome.code, outcome.rank, outcome.exit_code) == (OutcomeCode.UNEXPECTED, 2, 3)
-    assert text_of(outcome).reason == "rank 2 ended with exit code 3"
+    if code == OutcomeCode.UNEXPECTED:
+        assert outcome.exit_code == 3
+        assert text_of(outcome).reason == "rank 2 ended with exit code 3"
 
 
 def test_what_a_rank_reported_comes_first() -> None:
-    failure = Failure(
-        rank=3,
-        code="not-finite",
-        reason="the gradient of step 7 is not finite",
-        suggestion="lower the learning rate",
-    )
+    failure = msgspec.structs.replace(NOT_FINITE, rank=3, suggestion="lower the learning rate")
     outcome = failed(failures=(failure,), first_lost=RANK, first_lost_code=1)
-    assert (outcome.code, outcome.rank, outcome.advice) == (
-        OutcomeCode.NON_FINITE,
-        3,
-        failure.suggestion,
-    )
-    assert text_of(outcome).reason == "rank 3: the gradient of step 7 is not finite"
+    assert (outcome.code, outcome.rank) == (OutcomeCode.NON_FINITE, 3)
+    assert outcome.advice == failure.suggestion
+    assert text_of(outcome).reason == "rank 3: the loss is not finite"
+    older = failed(failures=(Failure(rank=0, reason="bad luck"),))  # without a code
+    assert (older.code, text_of(older).reason) == (OutcomeCode.UNEXPECTED, "rank 0: bad luck")
 
 
-def test_reports_of_the_remaining_ranks_do_not_hide_the_one_that_was_lost() -> None:
+def test_reports_of_other_ranks_do_not_hide_the_lost_one() -> None:
     """Rank 2 is killed. Rank 0 sees its connection close, and reports that as its own failure and
     in the end record.
     """
-    failure = Failure(
-        rank=0, code="rank-lost", reason="another rank was lost", suggestion="look at the log"
-    )
+    failure = Failure(rank=0, code="rank-lost", reason="another was lost", suggestion="look")
     record = end_record(
         state="failed", code="rank-lost", reason=failure.reason, suggestion=failure.suggestion
     )
     dead: dict[str, Any] = {"first_lost": RANK, "first_lost_code": -9, "unprompted": True}
     killed = failed(failures=(failure,), end=record, **dead)
-    assert (killed.code, killed.rank, killed.signal, killed.reported) == (
-        OutcomeCode.RANK_LOST,
-        2,
-        9,
-        "",
-    )
+    assert (killed.code, killed.rank, killed.signal, killed.reported) == (LOST, 2, 9, "")
     assert failed(failures=(failure,), oom_kills=1, **dead).code == OutcomeCode.KILLED_FOR_MEMORY
     assert failed(failures=(failure,), end=record, **{**dead, "first_lost_code": 143}).signal == 15
+
+
+NOT_FINITE = Failure(rank=0, code="not-finite", reason="the loss is not finite")
 
 
 def test_a_full_disk_that_lost_the_trainers_records_is_the_cause() -> None:
     full: dict[str, Any] = {"disk_full": True, "first_lost": RANK, "first_lost_code": 1}
     assert failed(**full).code == OutcomeCode.DISK_FULL
-    assert (
-        failed(
-            failures=(Failure(rank=0, code="not-finite", reason="the loss is not finite"),), **full
-        ).code
-        == OutcomeCode.NON_FINITE
-    )
+    assert failed(failures=(NOT_FINITE,), **full).code == OutcomeCode.NON_FINITE
 
 
 def test_a_rank_that_was_ended_by_others_is_not_the_cause() -> None:
-    failure = Failure(rank=0, code="not-finite", reason="the loss is not finite")
-    assert (
-        failed(failures=(failure,), first_lost=RANK, first_lost_code=-15).code
-        == OutcomeCode.NON_FINITE
-    )
-    crashed_at_exit = Failure(rank=2, code="gpu-out-of-memory", reason="the GPU ran out of memory")
-    outcome = failed(
-        failures=(crashed_at_exit,), first_lost=RANK, first_lost_code=-11, unprompted=True
-    )
-    assert outcome.code == OutcomeCode.OUT_OF_GPU_MEMORY
+    ended = failed(failures=(NOT_FINITE,), first_lost=RANK, first_lost_code=-15)
+    assert ended.code == OutcomeCode.NON_FINITE
+    crashed = Failure(rank=2, code="gpu-out-of-memory", reason="the GPU ran out of memory")
+    dead: dict[str, Any] = {"first_lost": RANK, "first_lost_code": -11, "unprompted": True}
+    assert failed(failures=(crashed,), **dead).code == OutcomeCode.OUT_OF_GPU_MEMORY
 
 
 @pytest.mark.parametrize(
@@ -176,9 +140,7 @@ def test_a_rank_that_was_ended_by_others_is_not_the_cause() -> None:
         ("[rank1]: ValueError: bad shape", OutcomeCode.UNEXPECTED, "ValueError: bad shape"),
     ],
 )
-def test_failures_of_other_software_are_recognised_in_the_log(
-    line: str, code: OutcomeCode, detail: str
-) -> None:
+def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail: str) -> None:
     log = ("Traceback (most recent call last):", line, "[launch.py] exits with return code = 1")
     outcome = failed(log=log, first_lost=RANK)
     assert (outcome.code, outcome.detail) == (code, detail)
@@ -196,13 +158,10 @@ def test_the_out_of_memory_killer_is_blamed_only_for_a_sigkill() -> None:
 
 def test_out_of_memory_gets_the_plans_advice() -> None:
     killed = failed(oom_kills=1, first_lost=RANK, first_lost_code=-9)
-    assert text_of(killed, advice="offload.ratio 0.9 -> 0.7").suggestion.startswith(
-        "offload.ratio 0.9 -> 0.7. "
-    )
-    outcome = failed(log=(OUT_OF_MEMORY,))
-    assert text_of(outcome, advice="micro-batch {4} -> 2").suggestion.startswith(
-        "micro-batch {4} -> 2. "
-    )
+    advised = text_of(killed, advice="offload.ratio 0.9 -> 0.7").suggestion
+    assert advised.startswith("offload.ratio 0.9 -> 0.7. ")
+    advised = text_of(failed(log=(OUT_OF_MEMORY,)), advice="batch {4} -> 2").suggestion
+    assert advised.startswith("batch {4} -> 2. ")
 
 
 @pytest.mark.parametrize(
@@ -215,9 +174,7 @@ def test_out_of_memory_gets_the_plans_advice() -> None:
         (40, "`so-tui resume r --set KEY=VALUE` continues from step 40"),
     ],
 )
-def test_a_failure_that_needs_other_settings_says_how_to_resume_with_them(
-    saved: int | None, resuming: str
-) -> None:
+def test_needed_settings_are_said_with_resume(saved: int | None, resuming: str) -> None:
     advice = "train.micro_batch 8 -> 4 needs 3 GiB less on each GPU (predicted)"
     failure = Failure(
         rank=1, code="gpu-out-of-memory", reason="the GPU ran out of memory", suggestion=advice
@@ -241,36 +198,23 @@ def test_a_failure_that_needs_other_settings_says_how_to_resume_with_them(
         assert text.suggestion == f"{advice}. {resuming}"
 
 
-def test_other_failures_are_resumed_with_the_same_settings() -> None:
-    record = end_record(state="failed", code="error", reason="out of luck")
-    assert text_of(failed(end=record), 5).suggestion == "`so-tui resume r` continues from step 5"
-    with_advice = failed(
-        failures=(
-            Failure(
-                rank=0, code="disk-full", reason="the disk is full", suggestion="Free some space."
-            ),
-        )
-    )
-    assert (
-        text_of(with_advice, 5).suggestion
-        == "Free some space. `so-tui resume r` continues from step 5"
-    )
-
-
 @pytest.mark.parametrize(
-    "code",
-    ["path-not-found", "a-code-of-a-newer-version"],
+    ("code", "advice"),
+    [
+        ("error", ""),
+        ("disk-full", "Free some space. "),
+        ("path-not-found", "Fix it. "),
+        ("a-code-of-a-newer-version", "Fix it. "),
+    ],
 )
-def test_a_failure_that_no_setting_fixes_is_resumed_with_the_same_settings(code: str) -> None:
-    outcome = failed(
-        failures=(Failure(rank=0, code=code, reason="it failed", suggestion="Fix it."),)
+def test_other_failures_are_resumed_with_the_same_settings(code: str, advice: str) -> None:
+    failure = Failure(rank=0, code=code, reason="it failed", suggestion=advice.strip())
+    resuming = f"{advice}`so-tui resume r` continues from step 5"
+    assert text_of(failed(failures=(failure,)), 5).suggestion == resuming
+    record = end_record(
+        state="failed", code=code, reason="out of luck", suggestion=failure.suggestion
     )
-    assert text_of(outcome, 5).suggestion == "Fix it. `so-tui resume r` continues from step 5"
-
-
-def test_records_of_older_versions_have_no_code() -> None:
-    outcome = failed(failures=(Failure(rank=0, reason="bad luck"),))
-    assert (outcome.code, text_of(outcome).reason) == (OutcomeCode.UNEXPECTED, "rank 0: bad luck")
+    assert text_of(failed(end=record), 5).suggestion == resuming
 
 
 def test_an_unobserved_end_is_lost() -> None:
@@ -280,17 +224,8 @@ def test_an_unobserved_end_is_lost() -> None:
 
 
 def test_every_code_of_the_supervisor_has_words() -> None:
+    known: dict[str, Any] = {"detail": "detail", "count": 1, "limit_s": 1.0, "pid": 1}
     for code in OutcomeCode:
-        outcome = Outcome(
-            state="failed",
-            code=code,
-            detail="detail",
-            count=1,
-            limit_s=1.0,
-            pid=1,
-            who="rank",
-            rank=0,
-        )
-        text = text_of(outcome)
+        text = text_of(Outcome(state="failed", code=code, who="rank", rank=0, **known))
         assert text.reason
         assert "so-tui resume r" in text.suggestion

@@ -39,7 +39,7 @@ NUMA_MAPS = b"""\
 """
 
 
-def test_memory_by_node_counts_shared_memory_and_leaves_out_files() -> None:
+def test_memory_by_node_leaves_out_files() -> None:
     assert _node_bytes(NUMA_MAPS) == {0: 64 << 10, 1: 3 * (64 << 10) + 4 * (2 << 20)}
     assert _node_bytes(b"") == {}
 
@@ -94,9 +94,7 @@ def test_a_real_process_is_found_where_it_was_put(sleeper: Process) -> None:
     assert sum(placement.node_bytes.values()) > 1 << 20
 
 
-def test_a_thread_that_ends_meanwhile_does_not_hide_the_others(
-    sleeper: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_thread_hides_no_others(sleeper: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training process has threads that come and go."""
     cpus = tuple(sorted(os.sched_getaffinity(sleeper.pid)))
     ended, listed = 1 << 30, os.listdir

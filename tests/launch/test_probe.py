@@ -17,14 +17,16 @@ from so_tui.launch.probe import (
     probe_spec,
     settings_text,
 )
-from so_tui.machine.types import Gpu, Machine
+from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of, model_flops
 from so_tui.plan.measured import Figures, Probe, calibration_of, store
+from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.workload import Workload
 from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter
 from so_tui.runs.records import PhaseRecord, Sample
 from so_tui.spec import find_preset, with_values
+from tests.support.machines import x86
 from tests.support.plans import cpu_machine
 from tests.support.records import step_record
 from tests.support.schemas import valid
@@ -36,16 +38,31 @@ SPEC = with_values(
 
 
 def h200() -> Machine:
-    host = cpu_machine()
-    gpu = Gpu(
-        index=0,
-        name="NVIDIA H200",
-        pci_bus_id="0000:01:00.0",
-        numa_node=0,
-        cpus=host.allowed_cpus,
-        memory_total_bytes=150_754_820_096,
+    host, gpu = cpu_machine(), x86("NVIDIA H200").gpus[0]
+    return replace(host, gpus=(replace(gpu, numa_node=0, cpus=host.allowed_cpus),))
+
+
+def probe_with(workload: Workload, predicted: Figures, actual: Figures, plan: Plan) -> Probe:
+    return Probe(
+        measured="",
+        model="m",
+        mode=plan.mode,
+        ranks=1,
+        settings=settings_text(plan),
+        workload=workload,
+        predicted=predicted,
+        actual=actual,
     )
-    return replace(host, gpus=(gpu,))
+
+
+def written(folder: Path, *kept: int) -> RunDirectory:
+    """Write six steps, with how many the engine had kept so far."""
+    run = RunDirectory(folder)
+    metrics = MetricsWriter(run, 1)
+    for number, so_far in enumerate(kept or (0,) * 6, 1):
+        metrics.append(step_record(number, **({"kept_steps": so_far} if kept else {})))
+    metrics.close()
+    return run
 
 
 def test_the_data_is_read_back_from_what_its_steps_did() -> None:
@@ -91,30 +108,20 @@ def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
         "checkpoint.every_minutes": "0.01",
         "checkpoint.export": "true",
         "tracking.wandb": "true",
-    }
-    evaluated = {
+        "tracking.tensorboard": "true",
         "data.evaluation_split": "test",
         "data.subset": "main",
-        "tracking.tensorboard": "true",
     }
-    plan = make_plan(with_values(SPEC, wishes | evaluated), h200())
+    plan = make_plan(with_values(SPEC, wishes), h200())
     short = probe_spec(plan.spec, "random")
-    assert (short.checkpoint.every_minutes, short.tracking.wandb, short.tracking.tensorboard) == (
-        0,
-        False,
-        False,
-    )
+    assert not short.tracking.wandb
+    assert not short.tracking.tensorboard
     assert (short.data.subset, short.data.evaluation_split, short.data.held_out) == ("", "", 0)
-    assert (short.offload, short.train.micro_batch, short.data.sequence_length) == (
-        plan.spec.offload,
-        4,
-        4096,
-    )
-    assert (short.checkpoint.every_steps, short.checkpoint.at_end, short.checkpoint.export) == (
-        0,
-        False,
-        False,
-    )
+    assert short.offload == plan.spec.offload
+    assert (short.train.micro_batch, short.data.sequence_length) == (4, 4096)
+    saved = short.checkpoint
+    assert (saved.every_steps, saved.every_minutes) == (0, 0)
+    assert (saved.at_end, saved.export) == (False, False)
     assert (short.model.weights, short.data.source) == ("random", "builtin:tiny/rows.jsonl")
     assert short.data.packing
     assert not probe_spec(with_values(plan.spec, {"data.packing": "false"}), "random").data.packing
@@ -122,28 +129,17 @@ def test_a_probe_trains_the_plans_settings_and_keeps_nothing() -> None:
     assert (own.model.weights, own.data.source) == ("pretrained", plan.spec.data.source)
 
 
-def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
+def test_prediction_is_compared_figure_by_figure() -> None:
     workload = Workload(attended_tokens=160, trained_share=0.5, useful_share=0.97)
     plan, predicted = predicted_of(SPEC, h200(), workload)
-    actual = Figures(
+    actual = replace(
+        predicted,
         step_s=2 * predicted.step_s,
-        forward_s=predicted.forward_s,
-        backward_s=predicted.backward_s,
         exposed_optimizer_s=0.0,
         gpu_reserved_bytes=predicted.gpu_reserved_bytes // 2,
         gpu_device_bytes=0,
-        host_bytes=predicted.host_bytes,
     )
-    probe = Probe(
-        measured="",
-        model="",
-        mode="gpu",
-        ranks=1,
-        settings=settings_text(plan),
-        workload=workload,
-        predicted=predicted,
-        actual=actual,
-    )
+    probe = probe_with(workload, predicted, actual, plan)
     errors = {name: error for name, _, _, error in compared(probe)}
     assert probe.settings == "gpu, micro-batch 4 x 4,096, full, gradient_clipping 1"
     assert errors["step_s"] == pytest.approx(-0.5)
@@ -165,28 +161,13 @@ def test_a_prediction_for_known_data_is_compared_figure_by_figure() -> None:
 )
 def test_probes_whose_steps_differ_are_kept_side_by_side(changes: dict[str, str]) -> None:
     """A second probe of the same settings replaces the first."""
-    machine, workload, plain = (
-        h200(),
-        Workload(),
-        with_values(SPEC, {"train.gradient_clipping": "0"}),
-    )
+    machine, workload = h200(), Workload()
+    plain = with_values(SPEC, {"train.gradient_clipping": "0"})
     same = {key: value for key, value in changes.items() if key == "offload.mode"}
     made = []
     for other in (same, changes, changes):
         plan, predicted = predicted_of(with_values(plain, other), machine, workload)
-        text = settings_text(plan)
-        made.append(
-            Probe(
-                measured="",
-                model="m",
-                mode=plan.mode,
-                ranks=1,
-                settings=text,
-                workload=workload,
-                predicted=predicted,
-                actual=predicted,
-            )
-        )
+        made.append(probe_with(workload, predicted, predicted, plan))
         store(machine, probe=made[-1])
     known = calibration_of(machine)
     assert known is not None
@@ -194,9 +175,7 @@ def test_probes_whose_steps_differ_are_kept_side_by_side(changes: dict[str, str]
     assert made[0].settings != made[1].settings == made[2].settings
 
 
-def test_a_probe_is_refused_for_another_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_probe_elsewhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", "--probe", "--machine", str(tmp_path / "node.json")]) == 2
     assert "--machine" in capsys.readouterr().err
 
@@ -218,68 +197,45 @@ def test_a_probe_runs_the_whole_program(tmp_path: Path, capsys: pytest.CaptureFi
     assert not list((tmp_path / "so-tui" / "probes").glob("probe*"))
 
 
-@pytest.mark.parametrize("norms", ["within", "above", "mixed"])
-def test_steps_whose_norm_exceeds_the_limit_are_compared_with_their_own_prediction(
-    tmp_path: Path, norms: str
+@pytest.mark.parametrize(
+    ("kept", "held_back"),
+    [((1, 2, 3, 4, 5, 6), 0), ((0,) * 6, 4), ((1, 2, 3, 3, 3, 3), 3)],
+    ids=["within", "above", "mixed"],
+)
+def test_steps_above_the_limit_have_their_own_prediction(
+    tmp_path: Path, kept: tuple[int, ...], held_back: int
 ) -> None:
     """The engine counts the steps that it kept, from the start of the run. After four that it could
     not keep it does not try.
     """
-    clipped = {
-        "offload.mode": "superoffload",
-        "offload.ratio": "0.9",
-        "train.gradient_clipping": "1",
-        "offload.speculation": "on",
-    }
+    clipped = {"offload.mode": "superoffload", "offload.ratio": "0.9"}
+    clipped |= {"train.gradient_clipping": "1", "offload.speculation": "on"}
+    clipped |= {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}
     machine = h200()
-    plan = make_plan(
-        with_values(
-            SPEC, clipped | {"benchmark.warmup_steps": "2", "benchmark.measured_steps": "4"}
-        ),
-        machine,
-    )
+    plan = make_plan(with_values(SPEC, clipped), machine)
     assert plan.host_optional_bytes
-    kept = {"within": [1, 2, 3, 4, 5, 6], "above": [0] * 6, "mixed": [1, 2, 3, 3, 3, 3]}[norms]
-    run = RunDirectory(tmp_path)
-    metrics = MetricsWriter(run, 1)
-    for number, so_far in enumerate(kept, 1):
-        metrics.append(step_record(number, kept_steps=so_far))
-    metrics.close()
-    assert measured_of(run, plan).held_back_steps == {"within": 0, "above": 4, "mixed": 3}[norms]
-
-    probe = probe_of(measured_of(run, plan), plan, machine)
+    measured = measured_of(written(tmp_path, *kept), plan)
+    assert measured.held_back_steps == held_back
+    probe = probe_of(measured, plan, machine)
     _, early = predicted_of(plan.spec, machine, probe.workload)
-    _, waiting = predicted_of(
-        with_values(plan.spec, {"offload.speculation": "off"}), machine, probe.workload
-    )
+    waits = with_values(plan.spec, {"offload.speculation": "off"})
+    _, waiting = predicted_of(waits, machine, probe.workload)
     assert waiting.exposed_optimizer_s != early.exposed_optimizer_s
-    expected = early if norms == "within" else waiting
-    assert (probe.predicted.step_s, probe.predicted.exposed_optimizer_s) == (
-        expected.step_s,
-        expected.exposed_optimizer_s,
-    )
+    expected = waiting if held_back else early
+    assert probe.predicted.step_s == expected.step_s
+    assert probe.predicted.exposed_optimizer_s == expected.exposed_optimizer_s
     assert probe.predicted.host_bytes == early.host_bytes
 
 
-def test_a_probe_that_fetches_weights_records_what_was_predicted_without_fetching(
-    tmp_path: Path,
-) -> None:
+def test_fetching_probe_records_prediction_without(tmp_path: Path) -> None:
     machine = h200()
-    changes = {
-        "offload.mode": "superoffload",
-        "offload.ratio": "0.9",
-        "data.sequence_length": "1024",
-        "train.micro_batch": "1",
-    }
+    changes = {"offload.mode": "superoffload", "offload.ratio": "0.9"}
+    changes |= {"data.sequence_length": "1024", "train.micro_batch": "1"}
     plain, fetching = (
         make_plan(with_values(SPEC, changes | {"offload.parameters": where}), machine)
         for where in ("none", "cpu")
     )
-    run = RunDirectory(tmp_path)
-    metrics = MetricsWriter(run, 1)
-    for number in range(1, 7):
-        metrics.append(step_record(number))
-    metrics.close()
+    run = written(tmp_path)
     assert probe_of(measured_of(run, plain), plain, machine).computing is None
     probe = probe_of(measured_of(run, fetching), fetching, machine)
     _, expected = predicted_of(plain.spec, machine, probe.workload)

@@ -24,9 +24,7 @@ from so_tui_trainer.data.documents import fill
     ],
     ids=["nothing is known of the data", "documents of 300 tokens, half of them trained"],
 )
-def test_documents_are_as_long_as_planned_and_fill_a_step(
-    known: Workload, length: int, trained: float, tmp_path: Path
-) -> None:
+def test_documents_as_planned(known: Workload, length: int, trained: float, tmp_path: Path) -> None:
     spec = with_values(
         find_preset("tiny").spec, {"data.sequence_length": "2048", "train.micro_batch": "3"}
     )

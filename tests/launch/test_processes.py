@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -21,7 +23,6 @@ from so_tui.launch.supervisor.processes import (
     FirstLoss,
     OwnProcesses,
     ProcessTree,
-    _role_of,
     _send,
     markers,
 )
@@ -32,166 +33,138 @@ from so_tui.runs.records import Process
 from tests.support.waiting import LIMIT_S, running, wait_for_environment, wait_until
 
 
-def test_what_was_seen_between_fork_and_exec_is_known_even_if_nobody_looks_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A supervisor on a busy host may not run for seconds; a launcher that it takes for something
-    else is never missed.
+@contextmanager
+def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program, and end it whatever happens."""
+    with subprocess.Popen(argv, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def marked(folder: Path) -> dict[str, str]:
+    return {**os.environ, RUN_MARKER: str(folder)}
+
+
+def roles(tree: ProcessTree) -> dict[int, str]:
+    return {known.pid: known.role for known in tree.alive}
+
+
+SLEEPER = f"{sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch"
+
+
+def wait_for_sleeper(pid: int) -> None:
+    cmdline = Path(f"/proc/{pid}/cmdline")
+    wait_until(lambda: b"deepspeed.launcher.launch" in cmdline.read_bytes().split(b"\0"))
+
+
+def test_process_before_exec_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if nobody looks for long: a supervisor on a busy host may not run for seconds, and a
+    launcher that it takes for something else is never missed.
     """
-    go, markers = tmp_path / "go", frozenset({f"SO_TUI_RUN={tmp_path}".encode()})
-    sleeper = f"{sys.executable} -c 'import time; time.sleep(60)' deepspeed.launcher.launch"
-    script = f"until test -e {go}; do sleep 0.05; done; exec {sleeper}"
-    with subprocess.Popen(
-        ["sh", "-c", script], env={**os.environ, "SO_TUI_RUN": str(tmp_path)}
-    ) as process:
-        try:
-            tree = ProcessTree(markers, os.getpid())
-            monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9)
-            tree.scan()
-            assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
-            go.touch()
-            wait_until(
-                lambda: (
-                    b"deepspeed.launcher.launch"
-                    in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-                )
-            )
-            monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)  # it has grown old meanwhile
-            tree.scan()
-            assert {known.pid: known.role for known in tree.alive}[process.pid] == "launcher"
-        finally:
-            process.kill()
+    go = tmp_path / "go"
+    script = f"until test -e {go}; do sleep 0.05; done; exec {SLEEPER}"
+    with started(["sh", "-c", script], env=marked(tmp_path)) as process:
+        tree = ProcessTree(frozenset({f"SO_TUI_RUN={tmp_path}".encode()}), os.getpid())
+        monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9)
+        tree.scan()
+        assert roles(tree)[process.pid] == "other"
+        go.touch()
+        wait_for_sleeper(process.pid)
+        monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)  # it has grown old meanwhile
+        tree.scan()
+        assert roles(tree)[process.pid] == "launcher"
 
 
-def test_what_has_no_command_line_yet_is_looked_at_again_however_old_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So is a process while its program is loaded; a shell without a name stands for it."""
+def test_what_has_no_command_line_yet_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However old it is. So is a process while its program is loaded; a shell without a name stands
+    for it.
+    """
     monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)
-    with subprocess.Popen([""], executable="/bin/sh", stdin=subprocess.PIPE) as process:
-        try:
-            assert process.stdin is not None
-            tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
-            tree.scan()
-            assert {known.pid: known.role for known in tree.alive}[process.pid] == "other"
-            process.stdin.write(
-                f"exec {sys.executable} -c 'import time; time.sleep(60)' "
-                "deepspeed.launcher.launch\n".encode()
-            )
-            process.stdin.flush()
-            wait_until(
-                lambda: (
-                    b"deepspeed.launcher.launch"
-                    in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-                )
-            )
-            tree.scan()
-            assert {known.pid: known.role for known in tree.alive}[process.pid] == "launcher"
-        finally:
-            process.kill()
+    with started([""], executable="/bin/sh", stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+        tree.scan()
+        assert roles(tree)[process.pid] == "other"
+        process.stdin.write(f"exec {SLEEPER}\n".encode())
+        process.stdin.flush()
+        wait_for_sleeper(process.pid)
+        tree.scan()
+        assert roles(tree)[process.pid] == "launcher"
 
 
-def test_an_alert_command_that_was_seen_before_its_environment_is_no_process_of_the_run(
-    tmp_path: Path,
-) -> None:
-    """A program has none while it is loaded. It is neither waited for nor ended with the run, and
-    nothing was lost.
+def test_an_alert_command_is_no_process_of_the_run(tmp_path: Path) -> None:
+    """Although it was seen before its environment: a program has none while it is loaded. It is
+    neither waited for nor ended with the run, and nothing was lost.
     """
     go = tmp_path / "go"
     script = f"until test -e {go}; do sleep 0.05; done; exec env SO_TUI_ALERT_KIND=loss sleep 60"
-    with subprocess.Popen(["sh", "-c", script]) as process:
-        try:
-            tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
-            tree.scan()
-            assert process.pid in {known.pid for known in tree.alive}
-            go.touch()
-            wait_until(
-                lambda: (
-                    b"SO_TUI_ALERT_KIND=loss" in Path(f"/proc/{process.pid}/environ").read_bytes()
-                )
-            )
-            tree.scan()
-            assert process.pid not in {known.pid for known in (*tree.alive, *tree.gone)}
-        finally:
-            process.kill()
+    with started(["sh", "-c", script]) as process:
+        tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+        tree.scan()
+        assert process.pid in roles(tree)
+        go.touch()
+        environ = Path(f"/proc/{process.pid}/environ")
+        wait_until(lambda: b"SO_TUI_ALERT_KIND=loss" in environ.read_bytes())
+        tree.scan()
+        assert process.pid not in {known.pid for known in (*tree.alive, *tree.gone)}
 
 
-def test_the_adam_worker_is_recognised() -> None:
-    script = "/lib/superoffload/worker.py"
-    assert _role_of(("python", "-P", script, "3"), "rank") == "adam"
-    assert _role_of(("python", "-P", script, "3"), "other") == "other"
-
-
-def test_the_id_tells_a_run_from_an_earlier_one_at_the_same_path(tmp_path: Path) -> None:
+def test_the_id_tells_a_run_from_an_earlier_one(tmp_path: Path) -> None:
+    """At the same path."""
     run = RunDirectory(tmp_path)
-    with subprocess.Popen(
-        ["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path), RUN_ID_MARKER: "one"}
-    ) as process:
-        try:
-            wait_for_environment(process.pid)
-            assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
-            for known, carried in (("one", True), ("two", False)):
-                write_manifest(run, msgspec.structs.replace(new_manifest(run), id=known))
-                assert OwnProcesses().carry(markers(run)) == carried
-                tree = ProcessTree(markers(run), supervisor_pid=-1)
-                tree.scan(thorough=True)
-                assert [found.pid for found in tree.alive] == [process.pid] * carried
-        finally:
-            process.kill()
+    with started(["sleep", "60"], env=marked(tmp_path) | {RUN_ID_MARKER: "one"}) as process:
+        wait_for_environment(process.pid)
+        assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
+        for known, carried in (("one", True), ("two", False)):
+            write_manifest(run, msgspec.structs.replace(new_manifest(run), id=known))
+            assert OwnProcesses().carry(markers(run)) == carried
+            tree = ProcessTree(markers(run), supervisor_pid=-1)
+            tree.scan(thorough=True)
+            assert [found.pid for found in tree.alive] == [process.pid] * carried
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run processes of other users")
-def test_a_process_of_another_user_is_none_of_ours_even_with_the_marker(tmp_path: Path) -> None:
+def test_a_process_of_another_user_is_none_of_ours(tmp_path: Path) -> None:
+    """Even with the marker, and as our child."""
     run = RunDirectory(tmp_path)
-    with subprocess.Popen(
-        ["sleep", "60"], env={**os.environ, RUN_MARKER: str(tmp_path)}, user=61_999
-    ) as process:
-        try:
-            wait_for_environment(process.pid)
-            tree = ProcessTree(markers(run), supervisor_pid=os.getpid())  # even as our child
-            tree.scan(thorough=True)
-            assert process.pid not in {found.pid for found in tree.alive}
-            stat = read_stat(process.pid)
-            assert stat is not None
-            _send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGKILL)
-            time.sleep(0.1)
-            assert process.poll() is None
-            assert not OwnProcesses().carry(markers(run))
-        finally:
-            process.kill()
+    with started(["sleep", "60"], env=marked(tmp_path), user=61_999) as process:
+        wait_for_environment(process.pid)
+        tree = ProcessTree(markers(run), supervisor_pid=os.getpid())
+        tree.scan(thorough=True)
+        assert process.pid not in roles(tree)
+        stat = read_stat(process.pid)
+        assert stat is not None
+        _send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGKILL)
+        time.sleep(0.1)
+        assert process.poll() is None
+        assert not OwnProcesses().carry(markers(run))
 
 
-def test_a_signal_that_the_kernel_refuses_is_reported_after_the_others_got_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A security module may refuse it; nothing else does for processes of one user."""
-    run = RunDirectory(tmp_path)
-    environ = {**os.environ, RUN_MARKER: str(tmp_path)}
+    run, environ, kill = RunDirectory(tmp_path), marked(tmp_path), os.kill
     with (
-        subprocess.Popen(["sleep", "60"], env=environ) as first,
-        subprocess.Popen(["sleep", "60"], env=environ) as second,
+        started(["sleep", "60"], env=environ) as first,
+        started(["sleep", "60"], env=environ) as second,
     ):
-        kill = os.kill
 
         def refuse(pid: int, signum: int) -> None:
             if pid == first.pid:
                 raise PermissionError(errno.EPERM, "Operation not permitted")
             kill(pid, signum)
 
-        try:
-            for process in (first, second):
-                wait_for_environment(process.pid)
-            tree = ProcessTree(markers(run), supervisor_pid=-1)
-            tree.scan(thorough=True)
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "kill", refuse)
-                with pytest.raises(PermissionError):
-                    tree.signal(signal.SIGKILL)
-            assert second.wait(timeout=LIMIT_S) == -signal.SIGKILL
-            assert first.poll() is None
-        finally:
-            first.kill()
-            second.kill()
+        for process in (first, second):
+            wait_for_environment(process.pid)
+        tree = ProcessTree(markers(run), supervisor_pid=-1)
+        tree.scan(thorough=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", refuse)
+            with pytest.raises(PermissionError):
+                tree.signal(signal.SIGKILL)
+        assert second.wait(timeout=LIMIT_S) == -signal.SIGKILL
+        assert first.poll() is None
 
 
 class Lost:
@@ -220,9 +193,7 @@ class Lost:
         ({0: None, 1: 128 + signal.SIGTERM}, 0),
     ],
 )
-def test_of_ranks_that_one_scan_found_gone_the_cause_is_not_one_that_the_launcher_ended(
-    codes: dict[int, int | None], cause: int
-) -> None:
+def test_cause_is_not_what_the_launcher_ended(codes: dict[int, int | None], cause: int) -> None:
     first = FirstLoss(cast(ProcessTree, Lost(codes)))
     first.update(
         [Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes],
@@ -232,44 +203,39 @@ def test_of_ranks_that_one_scan_found_gone_the_cause_is_not_one_that_the_launche
     assert first.process.rank == cause
 
 
-def test_a_process_that_has_the_pid_of_an_ended_rank_is_not_that_rank() -> None:
+def test_reused_pid_is_not_the_ended_rank() -> None:
     first = FirstLoss(cast(ProcessTree, Lost({0: 1})))
     assert first.update([Process(pid=100, start_time=2)], ending=False) == []
     assert first.process is None
 
 
-def test_a_process_with_the_pid_of_an_ended_one_is_found_and_has_an_exit_code_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pids are reused, on a small host within minutes. Here the kernel is imitated: it says later
     that the process began later.
     """
-    environment = {**os.environ, RUN_MARKER: str(tmp_path)}
-    with subprocess.Popen(
-        ["sh", "-c", "read line; exit 3"], stdin=subprocess.PIPE, env=environment
-    ) as process:
+
+    def later(pid: int) -> Stat | None:
+        stat = read_stat(pid)
+        return stat and dataclasses.replace(stat, start_time=stat.start_time + 1)
+
+    argv = ["sh", "-c", "read line; exit 3"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, env=marked(tmp_path)) as process:
         wait_for_environment(process.pid)
         tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
         tree.scan()
         (known,) = tree.alive
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "read_stat", lambda pid: _later(read_stat(pid)))
+            patch.setattr(processes, "read_stat", later)
             tree.scan()
-            (later,) = tree.alive
-            assert (later.pid, later.start_time) == (known.pid, known.start_time + 1)
+            (reused,) = tree.alive
+            assert (reused.pid, reused.start_time) == (known.pid, known.start_time + 1)
             assert list(tree.gone) == [known]
             process.communicate(b"\n", timeout=LIMIT_S)
             tree.scan()
-        assert list(tree.gone) == [known, later]
+        assert list(tree.gone) == [known, reused]
 
 
-def _later(stat: Stat | None) -> Stat | None:
-    return None if stat is None else dataclasses.replace(stat, start_time=stat.start_time + 1)
-
-
-def test_of_processes_that_come_and_go_for_days_only_the_last_are_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_processes_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_MOST_GONE", 3)
     environment = {**os.environ, RUN_MARKER: str(tmp_path)}
     tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
@@ -327,9 +293,7 @@ print(states())
 """
 
 
-def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_a_child_gets_its_exit_code() -> (  # noqa: E501
-    None
-):
+def test_orphans_are_reaped_and_children_are_not() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SUBREAPER],
         capture_output=True,
@@ -342,15 +306,11 @@ def test_orphans_that_end_between_two_looks_do_not_stay_zombies_and_who_started_
 
 def test_a_signal_goes_only_to_the_process_that_was_recorded() -> None:
     """Its pid may be another process's by now: what tells them apart is when they started."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        try:
-            stat = read_stat(process.pid)
-            assert stat is not None
-            earlier = Process(pid=process.pid, start_time=stat.start_time - 1)
-            _send(earlier, signal.SIGKILL)
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.2)
-            _send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGTERM)
-            assert process.wait(LIMIT_S) == -signal.SIGTERM
-        finally:
-            process.kill()
+    with started(["sleep", "60"]) as process:
+        stat = read_stat(process.pid)
+        assert stat is not None
+        _send(Process(pid=process.pid, start_time=stat.start_time - 1), signal.SIGKILL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        _send(Process(pid=process.pid, start_time=stat.start_time), signal.SIGTERM)
+        assert process.wait(LIMIT_S) == -signal.SIGTERM

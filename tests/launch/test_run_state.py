@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from so_tui.launch.supervisor.ending import (
@@ -27,6 +28,11 @@ from so_tui.runs.records import MetricRecord as Record
 from tests.support.plans import launch_with, plan_of, spec_of
 from tests.support.records import step_record
 
+SAVED = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+
+
+BEFORE = RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0)
+
 
 def state_after(folder: Path, *records: Record) -> RunState:
     return observed(
@@ -50,12 +56,10 @@ def reader_of(folder: Path, *records: Record) -> MetricsReader:
     return reader
 
 
-def test_an_attempt_stopped_before_its_first_step_is_where_its_checkpoint_is(
-    tmp_path: Path,
-) -> None:
-    saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+def test_an_attempt_stopped_before_its_first_step(tmp_path: Path) -> None:
+    """It is where its checkpoint is."""
     end = EndRecord(attempt=2, time=2.0, state="stopped", step=5, saved="step-000005")
-    state = state_after(tmp_path, saved, end)
+    state = state_after(tmp_path, SAVED, end)
     assert (state.step, state.saved_step) == (5, 5)
 
 
@@ -64,37 +68,27 @@ def test_nothing_trained_and_nothing_saved(tmp_path: Path) -> None:
     assert (state.step, state.saved_step) == (0, None)
 
 
-def test_a_failure_while_loading_does_not_undo_the_steps_before_it(tmp_path: Path) -> None:
+def test_failure_while_loading_undoes_no_steps(tmp_path: Path) -> None:
     assert state_after(tmp_path, EndRecord(attempt=1, time=1.0, state="failed", step=0)).step == 7
 
 
 def test_what_ends_is_not_said_to_save(tmp_path: Path) -> None:
     step = step_record(60, time=10.0)
     saving = PhaseRecord(attempt=1, time=11.0, phase="saving", detail="checkpoint of step 60")
-    saved = CheckpointRecord(
-        attempt=1, time=12.0, step=60, path="step-000060", bytes=1, seconds=0.1
-    )
-    ending = PhaseRecord(
-        attempt=1,
-        time=13.0,
-        phase="saving",
-        stage="ending",
-        detail="releasing memory and ending the processes",
-    )
+    saved = msgspec.structs.replace(SAVED, time=12.0, step=60)
+    ending = msgspec.structs.replace(saving, time=13.0, stage="ending", detail="ending processes")
     failed = EndRecord(attempt=1, time=11.0, state="failed", step=60)
     assert state_after(tmp_path / "a", step, saving).shown == "saving"
     ends = state_after(tmp_path / "b", step, saving, saved, ending)
     assert (ends.shown, ends.state, ends.saved_step) == ("ending", "saving", 60)
     assert state_after(tmp_path / "c", step, failed).shown == "ending"
-    assert (
-        final_state(ends, Outcome(state="finished", code=OutcomeCode.FINISHED), 14.0).shown
-        == "finished"
-    )
+    finished = Outcome(state="finished", code=OutcomeCode.FINISHED)
+    assert final_state(ends, finished, 14.0).shown == "finished"
 
 
 def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> None:
     """Not the time of a later supervisor, which may start days after it."""
-    saved = CheckpointRecord(attempt=1, time=90.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+    saved = msgspec.structs.replace(SAVED, time=90.0)
     reader = reader_of(tmp_path, saved, EndRecord(attempt=2, time=120.0, state="stopped", step=5))
     assert last_alive(reader, 2, heartbeat_at=100.0) == 120.0
     assert last_alive(reader, 2, heartbeat_at=130.0) == 130.0
@@ -102,9 +96,7 @@ def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("back_s", [0.0, 3600.0])
-def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(
-    back_s: float, tmp_path: Path
-) -> None:
+def test_clock_set_back_does_not_leave_loading(back_s: float, tmp_path: Path) -> None:
     loading = PhaseRecord(attempt=1, time=10_000.0, phase="loading")
     step = step_record(3, attempt=1, time=10_001.0 - back_s)
     saving = PhaseRecord(attempt=1, time=10_002.0 - 2 * back_s, phase="saving")
@@ -113,7 +105,7 @@ def test_a_clock_that_was_set_back_does_not_leave_the_run_loading(
     assert state_after(tmp_path / "c", loading, step, saving).state == "saving"
 
 
-def test_what_is_written_while_a_run_trains_is_shown_until_it_is_written(tmp_path: Path) -> None:
+def test_detail_is_shown_until_it_is_written(tmp_path: Path) -> None:
     writing = PhaseRecord(
         attempt=2, time=20.0, phase="training", detail="writing the checkpoint of step 8"
     )
@@ -128,30 +120,21 @@ def test_what_is_written_while_a_run_trains_is_shown_until_it_is_written(tmp_pat
     )  # over, although that was not announced
 
 
-def test_what_was_saved_is_not_forgotten_while_earlier_segments_are_still_to_be_read(
-    tmp_path: Path,
-) -> None:
-    saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
+def test_what_was_saved_is_not_forgotten_before_it_is_read(tmp_path: Path) -> None:
+    """Earlier segments are read last."""
     resumed = ResumedRecord(attempt=2, time=2.0, step=5)
     newest = step_record(6, attempt=2, time=3.0)
-    known = reader_of(tmp_path, step_record(5, time=0.5), saved, resumed, newest)
+    known = reader_of(tmp_path, step_record(5, time=0.5), SAVED, resumed, newest)
     reader = MetricsReader(RunDirectory(tmp_path))
     reader.poll(limit_records=100, limit_s=10.0, earlier=False)
     assert reader.unread_share > 0
     assert not reader.checkpoints
-    before = RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0)
-    assert observed(before, reader, 2) == observed(before, known, 2)
+    assert observed(BEFORE, reader, 2) == observed(BEFORE, known, 2)
 
 
 def test_what_was_saved_no_longer_counts_after_starting_over(tmp_path: Path) -> None:
-    saved = CheckpointRecord(attempt=1, time=1.0, step=5, path="step-000005", bytes=1, seconds=0.1)
-    reader = reader_of(tmp_path, saved, ResumedRecord(attempt=2, time=2.0, step=0))
-    assert (
-        observed(
-            RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=1.0), reader, 2
-        ).saved_step
-        is None
-    )
+    reader = reader_of(tmp_path, SAVED, ResumedRecord(attempt=2, time=2.0, step=0))
+    assert observed(BEFORE, reader, 2).saved_step is None
 
 
 def test_attempts_add_up_over_queues_and_waiting_does_not_count() -> None:

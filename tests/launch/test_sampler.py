@@ -70,7 +70,7 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     assert _read_node_memory(tmp_path, 0, sole=True)["FilePages"] == 51200
 
 
-def test_the_memory_of_the_only_node_is_the_one_that_inspection_finds(tmp_path: Path) -> None:
+def test_memory_of_the_only_node_is_inspections(tmp_path: Path) -> None:
     """A node's own file is late on a virtual machine whose memory grows."""
     folder = tmp_path / "sys/devices/system/node/node0"
     folder.mkdir(parents=True)
@@ -213,7 +213,7 @@ def test_gpus_are_sampled() -> None:
         assert (sample.c2c_to_gpu_bytes_per_s is not None) == bool(gpu.c2c)
 
 
-def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path: Path) -> None:
+def test_oom_kills_are_of_the_cgroup_or_host(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/vmstat").write_text("nr_free 1\noom_kill 7\n")
     assert oom_kills(tmp_path) == 7
@@ -224,38 +224,31 @@ def test_out_of_memory_kills_are_counted_in_the_cgroup_or_on_the_host(tmp_path: 
     assert oom_kills(tmp_path) == 2
 
 
-def test_roles() -> None:
-    rank = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
-    assert (
-        _role_of(("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"), None)
-        == "runner"
-    )
-    assert (
-        _role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "runner")
-        == "launcher"
-    )
-    assert (
-        _role_of(("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer"), "launcher")
-        == "other"
-    )
-    assert (
-        _role_of(("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner")
-        == "other"
-    )
-    assert _role_of(("dpkg", "-l", "numactl"), "launcher") == "other"
-    assert _role_of(rank, "launcher") == "rank"
-    assert _role_of(rank, None) == "rank"
-    assert _role_of(rank, "rank") == "other"
-    assert (
-        _role_of(
-            (
-                "python",
-                "-c",
-                "from multiprocessing.spawn import spawn_main",
-                "--multiprocessing-fork",
-            ),
-            "rank",
-        )
-        == "adam"
-    )
-    assert _role_of(("python", "-I", "-S", "/lib/superoffload/worker.py"), "rank") == "adam"
+RANK = ("numactl", "-m", "0", "python", "-u", "-m", "so_tui_trainer", "--local_rank=0")
+LAUNCHER = ("python", "-u", "-m", "deepspeed.launcher.launch", "so_tui_trainer")
+SPAWNED = "from multiprocessing.spawn import spawn_main"
+
+
+@pytest.mark.parametrize(
+    ("argv", "parent", "role"),
+    [
+        (
+            ("python", "-m", "deepspeed.launcher.runner", "--module", "so_tui_trainer"),
+            None,
+            "runner",
+        ),
+        (("python", "-m", "deepspeed.launcher.runner", "so_tui_trainer"), "runner", "other"),
+        (LAUNCHER, "runner", "launcher"),
+        (LAUNCHER, "launcher", "other"),
+        (("dpkg", "-l", "numactl"), "launcher", "other"),
+        (RANK, "launcher", "rank"),
+        (RANK, None, "rank"),
+        (RANK, "rank", "other"),
+        (("python", "-c", SPAWNED, "--multiprocessing-fork"), "rank", "adam"),
+        (("python", "-I", "-S", "/lib/superoffload/worker.py"), "rank", "adam"),
+        (("python", "-P", "/lib/superoffload/worker.py", "3"), "rank", "adam"),
+        (("python", "-P", "/lib/superoffload/worker.py", "3"), "other", "other"),
+    ],
+)
+def test_roles(argv: tuple[str, ...], parent: str | None, role: str) -> None:
+    assert _role_of(argv, parent) == role

@@ -14,7 +14,7 @@ def test_the_trainers_processes_get_time_after_the_end_record() -> None:
     assert shutdown.next_action(100.0 + EXIT_GRACE_S + KILL_AFTER_S) == "kill"
 
 
-def test_a_broken_run_is_ended_immediately_and_an_ignored_stop_when_it_is_overdue() -> None:
+def test_broken_run_ends_and_stop_is_overdue() -> None:
     assert Shutdown(broken=True).next_action(5.0) == "terminate"
     stop = Shutdown(overdue_at=50.0)
     assert stop.next_action(49.0) == "wait"
@@ -23,7 +23,7 @@ def test_a_broken_run_is_ended_immediately_and_an_ignored_stop_when_it_is_overdu
     assert not Shutdown(overdue_at=50.0, ended_at=40.0).stop_overdue(60.0)
 
 
-def test_a_stop_that_waits_for_a_checkpoint_has_its_time_again_for_the_last_one() -> None:
+def test_stop_has_its_time_again_after_a_checkpoint() -> None:
     asked, shutdown = StopRequest(by="me", time=1.0), Shutdown()
     for saved_step, now, overdue_at in (
         (20, 10.0, 10.0),

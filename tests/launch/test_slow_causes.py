@@ -127,9 +127,7 @@ PLACED = RankPlacement(
         ("foreign-load", replace(PLACED, nice=19)),
     ],
 )
-def test_where_processes_are_comes_before_what_it_leads_to(
-    first: str, placement: RankPlacement
-) -> None:
+def test_placement_comes_before_its_effects(first: str, placement: RankPlacement) -> None:
     planned = replace(PLANNED, binding=BINDING)
     measured = replace(
         SLOW, placement=(placement,), foreign_share=0.5, adam_busy_s=2.8, adam_bytes_per_s=70e9
@@ -161,7 +159,7 @@ def sample(
     )
 
 
-def test_foreign_load_is_what_the_run_did_not_use_of_its_own_cores() -> None:
+def test_foreign_load_is_what_the_run_did_not_use() -> None:
     samples = [sample(0, busy=100, run_cpu_s=54.0), sample(1, busy=50, run_cpu_s=36.0)]
     assert _foreign_share(samples, MACHINE, set(range(72))) == pytest.approx(18 / 144)
     assert (
@@ -230,7 +228,7 @@ def lasting(*spans: tuple[float, float]) -> Iterator[tuple[float, float]]:
             yield now, step_s
 
 
-def test_a_slow_run_says_so_with_its_cause_and_stops_when_it_is_over() -> None:
+def test_slow_run_says_its_cause_and_stops() -> None:
     said = watch(lasting((600, 4.5)), run_cpu_s=30.0)
     last = said[-1]
     assert last is not None
@@ -244,30 +242,16 @@ def test_a_slow_run_says_so_with_its_cause_and_stops_when_it_is_over() -> None:
 
 @pytest.mark.parametrize("moment_s", [10, 30, 55])
 def test_a_moment_is_no_slowdown(moment_s: float) -> None:
-    assert not any(
-        watch(
-            lasting((900, 3.0), (moment_s, 9.0), (900, 3.1), (moment_s, 9.0), (300, 3.0)),
-            run_cpu_s=20.0,
-        )
-    )
+    spans = [(900, 3.0), (moment_s, 9.0), (900, 3.1), (moment_s, 9.0), (300, 3.0)]
+    assert not any(watch(lasting(*spans), run_cpu_s=20.0))
 
 
 def test_slow_first_steps_and_steps_beside_a_checkpoint_are_none() -> None:
-    assert not any(
-        watch(
-            iter(
-                [
-                    (60.0, 60.0),
-                    (120.0, 60.0),
-                    (180.0, 60.0),
-                    *((180 + at, s) for at, s in lasting((900, 3.1))),
-                ]
-            )
-        )
-    )
-    writing = PhaseRecord(
-        attempt=1, time=1e9, phase="training", detail="writing the checkpoint of step 3"
-    )
+    first = [(60.0 * count, 60.0) for count in (1, 2, 3)]
+    later = [(180 + at, step_s) for at, step_s in lasting((900, 3.1))]
+    assert not any(watch(iter([*first, *later])))
+    detail = "writing the checkpoint of step 3"
+    writing = PhaseRecord(attempt=1, time=1e9, phase="training", detail=detail)
     saved = CheckpointRecord(attempt=1, time=1e9, step=1, path="", bytes=1, seconds=1.0)
     assert not any(watch(lasting((900, 9.0)), writing, saved))
 
@@ -278,22 +262,14 @@ def test_steps_that_were_redone_are_none() -> None:
     """
     watching = SlowWatch(plan(), MACHINE, attempt=1)
     for step, (second, _) in enumerate(lasting((900, 4.5))):
-        redone = step % 3 != 0
-        watching.take(
-            [
-                step_record(
-                    step,
-                    time=1e9 + second,
-                    step_s=6.0 if redone else 3.0,
-                    redone_steps=step - step // 3,
-                )
-            ]
-        )
+        step_s, redone = 6.0 if step % 3 else 3.0, step - step // 3
+        record = step_record(step, time=1e9 + second, step_s=step_s, redone_steps=redone)
+        watching.take([record])
         watching.sample(sample(second))
         assert watching.found is None
 
 
-def test_long_steps_need_enough_of_them_and_an_unknown_plan_says_nothing() -> None:
+def test_long_steps_and_unknown_plans_say_nothing() -> None:
     said = watch(lasting((60 * 40, 60.0)))
     assert next(index for index, found in enumerate(said) if found) >= LEAST_STEPS
     unknown = SlowWatch(replace(plan(), step=None, step_s=None), MACHINE, attempt=1)
@@ -303,40 +279,24 @@ def test_long_steps_need_enough_of_them_and_an_unknown_plan_says_nothing() -> No
 
 
 def test_fast_steps_are_thinned_out() -> None:
-    watching = SlowWatch(
-        replace(
-            plan(), step=StepTime(forward_s=0.001, backward_s=0, exposed_optimizer_s=0, data_s=0)
-        ),
-        MACHINE,
-        attempt=1,
-    )
+    fast = StepTime(forward_s=0.001, backward_s=0, exposed_optimizer_s=0, data_s=0)
+    watching = SlowWatch(replace(plan(), step=fast), MACHINE, attempt=1)
     for second in range(300):
-        watching.take(
-            [step_record(step, time=1e9 + second + step / 500, step_s=0.002) for step in range(500)]
-        )
+        times = (1e9 + second + step / 500 for step in range(500))
+        watching.take([step_record(s, time=at, step_s=0.002) for s, at in enumerate(times)])
         watching.sample(sample(second))
     assert watching.found is not None
 
 
 def test_every_cause_has_words_and_what_helps() -> None:
-    remedies = set()
-    for code in get_args(CauseCode):
-        cause = Cause(code=code, seconds=1.0, measured=0.5, planned=1.0)
-        assert _cause_text(cause)
-        remedies.add(slowdown_remedy(Slowdown(step=1, step_s=2.0, planned_s=1.0, causes=(cause,))))
-    assert len(remedies) == len(get_args(CauseCode))
-    unknown = Slowdown(
-        step=1,
-        step_s=2.0,
-        planned_s=1.0,
-        causes=(Cause(code="moon", seconds=1.0, measured=1.0, planned=1.0),) * 100_000,
-    )
-    assert slowdown_remedy(unknown) not in remedies
-    for hostile in (
-        unknown,
-        replace(
-            unknown,
-            causes=(Cause(code="adam", seconds=1e300, measured=1e300, planned=-1e300),) * 100_000,
-        ),
-    ):
+    def slowed(code: str, seconds: float = 1.0, count: int = 1) -> Slowdown:
+        cause = Cause(code=code, seconds=seconds, measured=seconds, planned=-seconds)
+        return Slowdown(step=1, step_s=2.0, planned_s=1.0, causes=(cause,) * count)
+
+    codes = get_args(CauseCode)
+    assert all(_cause_text(slowed(code).causes[0]) for code in codes)
+    remedies = {slowdown_remedy(slowed(code)) for code in codes}
+    assert len(remedies) == len(codes)
+    assert slowdown_remedy(slowed("moon")) not in remedies
+    for hostile in (slowed("moon", count=100_000), slowed("adam", 1e300, 100_000)):
         assert len(slowdown_text(hostile)) < 1000

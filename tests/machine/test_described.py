@@ -19,9 +19,7 @@ from tests.support.planning import spec_of
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_machine_is_a_valid_machine_file_that_can_be_planned_for(
-    name: str, tmp_path: Path
-) -> None:
+def test_named_machine_is_a_file_that_can_be_planned_for(name: str, tmp_path: Path) -> None:
     machine = named_machine(name)
     file = tmp_path / "machine.json"
     file.write_bytes(machine_json(machine))
@@ -42,9 +40,7 @@ def test_every_machine_is_a_valid_machine_file_that_can_be_planned_for(
         ("mi300a-4", 4, 4, 192, 96),
     ],
 )
-def test_nodes_gpus_and_cores_are_those_of_the_hardware(
-    name: str, gpus: int, nodes: int, cpus: int, siblings: int
-) -> None:
+def test_hardware_is_as_named(name: str, gpus: int, nodes: int, cpus: int, siblings: int) -> None:
     machine = named_machine(name)
     assert (
         len(machine.gpus),
@@ -61,9 +57,7 @@ def test_nodes_gpus_and_cores_are_those_of_the_hardware(
     assert all(set(gpu.cpus) == set(machine.node(gpu.numa_node or 0).cpus) for gpu in machine.gpus)
 
 
-def test_a_name_comes_before_a_file_and_a_path_is_always_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_comes_before_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gh200-480").write_bytes(machine_json(named_machine("gh200-2")))
     (tmp_path / "mine").write_bytes(machine_json(named_machine("gh200-2")))
@@ -86,7 +80,7 @@ def test_what_is_neither_is_an_error_with_the_names(
     assert ("gh200-480" in problem.remedy) == (code == "unknown-machine")
 
 
-def test_the_command_lists_them_and_writes_one_as_a_file(
+def test_command_lists_and_writes_machines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["machines", "--json"]) == 0

@@ -80,55 +80,26 @@ HOPPER_NODES = "/proc/sys/kernel/numa_balancing"
 FREQUENCY = "/sys/devices/system/cpu/cpu0/cpufreq"
 
 
+GROUP = {"/proc/self/cgroup": "0::/box\n"}
+
+
+def governor(name: str, driver: str) -> dict[str, str]:
+    return {f"{FREQUENCY}/scaling_governor": f"{name}\n", f"{FREQUENCY}/scaling_driver": driver}
+
+
 @pytest.mark.parametrize(
     ("host", "files", "severity", "code"),
     [
         (QUAD_GH200, {HOPPER_NODES: "1\n"}, "warning", "numa-balancing"),
         (EIGHT_H200, {HOPPER_NODES: "1\n"}, "note", "numa-balancing"),
         (ONE_H200_GUEST, {HOPPER_NODES: "1\n"}, None, ""),
-        (
-            QUAD_GH200,
-            {
-                f"{FREQUENCY}/scaling_governor": "powersave\n",
-                f"{FREQUENCY}/scaling_driver": "cppc_cpufreq\n",
-            },
-            "warning",
-            "slow-governor",
-        ),
-        (
-            EIGHT_H200,
-            {
-                f"{FREQUENCY}/scaling_governor": "powersave\n",
-                f"{FREQUENCY}/scaling_driver": "intel_pstate\n",
-            },
-            None,
-            "",
-        ),
+        (QUAD_GH200, governor("powersave", "cppc_cpufreq\n"), "warning", "slow-governor"),
+        (EIGHT_H200, governor("powersave", "intel_pstate\n"), None, ""),
         (EIGHT_H200, {f"{FREQUENCY}/scaling_governor": "performance\n"}, None, ""),
-        (
-            NVL2,
-            {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "800000 100000\n"},
-            "warning",
-            "cpu-quota",
-        ),
-        (
-            NVL2,
-            {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/cpu.max": "max 100000\n"},
-            None,
-            "",
-        ),
-        (
-            NVL2,
-            {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "256\n"},
-            "warning",
-            "process-limit",
-        ),
-        (
-            NVL2,
-            {"/proc/self/cgroup": "0::/box\n", "/sys/fs/cgroup/box/pids.max": "32768\n"},
-            None,
-            "",
-        ),
+        (NVL2, GROUP | {"/sys/fs/cgroup/box/cpu.max": "800000 100000\n"}, "warning", "cpu-quota"),
+        (NVL2, GROUP | {"/sys/fs/cgroup/box/cpu.max": "max 100000\n"}, None, ""),
+        (NVL2, GROUP | {"/sys/fs/cgroup/box/pids.max": "256\n"}, "warning", "process-limit"),
+        (NVL2, GROUP | {"/sys/fs/cgroup/box/pids.max": "32768\n"}, None, ""),
     ],
 )
 def test_traps_of_kernel_settings(
@@ -235,45 +206,30 @@ def orphan(
     }
 
 
+RANK = "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"
+OURS = "SO_TUI_RUN=/runs/a\0"
+LAUNCH = "python\0-m\0deepspeed.launcher.launch\0"
+
+
 @pytest.mark.parametrize(
     ("files", "code"),
     [
-        (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"), "orphaned-ranks"),
+        (orphan(50, RANK), "orphaned-ranks"),
         (orphan(50, cmdline="python\0-u\0-m\0deepspeed.launcher.launch\0"), "orphaned-ranks"),
+        (orphan(50, OURS + RANK), "orphaned-trainers"),
         (
-            orphan(50, "SO_TUI_RUN=/runs/a\0LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0"),
+            orphan(50, OURS, parent=49, session=48) | orphan(49, cmdline="adopter\0"),
             "orphaned-trainers",
         ),
+        (orphan(50, OURS, parent=49) | orphan(49, cmdline="a script of one's own\0"), None),
         (
-            {
-                **orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49, session=48),
-                **orphan(49, cmdline="adopter\0"),
-            },
-            "orphaned-trainers",
-        ),
-        (
-            {
-                **orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49),
-                **orphan(49, cmdline="a script of one's own\0"),
-            },
+            orphan(50, OURS, parent=49)
+            | orphan(49, cmdline="python\0so_tui\0supervise\0/runs/a\0"),
             None,
         ),
-        (
-            {
-                **orphan(50, "SO_TUI_RUN=/runs/a\0", parent=49),
-                **orphan(49, cmdline="python\0so_tui\0supervise\0/runs/a\0"),
-            },
-            None,
-        ),
-        (orphan(50, "LOCAL_RANK=0\0WORLD_SIZE=2\0MASTER_PORT=29500\0", parent=49), None),
+        (orphan(50, RANK, parent=49), None),
         (orphan(50, cmdline="sshd\0"), None),
-        (
-            {
-                **orphan(50, cmdline="python\0-m\0deepspeed.launcher.launch\0"),
-                "/proc/1/comm": "bash\n",
-            },
-            None,
-        ),
+        (orphan(50, cmdline=LAUNCH) | {"/proc/1/comm": "bash\n"}, None),
     ],
 )
 def test_processes_left_behind(tmp_path: Path, files: dict[str, str], code: str | None) -> None:

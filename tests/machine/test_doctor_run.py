@@ -41,9 +41,7 @@ def test_a_plan_that_does_not_fit_blocks() -> None:
     ("share", "kind"),
     [(0.5, None), (0.95, ("warning", "memory-limit")), (1.5, ("blocks", "memory-limit-exceeded"))],
 )
-def test_a_memory_limit_against_what_the_run_needs(
-    share: float, kind: tuple[str, str] | None
-) -> None:
+def test_memory_limit_for_the_run(share: float, kind: tuple[str, str] | None) -> None:
     machine = healthy(memory_limit_bytes=100 * GIB)
     results = found(
         machine,
@@ -58,21 +56,16 @@ def test_a_memory_limit_against_what_the_run_needs(
 
 def test_memory_that_others_hold(tmp_path: Path) -> None:
     files = {"/proc/meminfo": f"MemAvailable: {20 * GIB // 1024} kB\n"}
-    machine = healthy()
-    finding = only(
-        found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB}))
-    )
+    machine, needs = healthy(), Needs(host_bytes_per_node={0: 30 * GIB})
+    finding = only(found(machine, files, tmp_path / "t", plan=needs))
     assert (finding.severity, finding.code) == ("warning", "memory-in-use")
     assert "available 20.0 GiB" in finding.evidence
-    assert (
-        found(machine, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 10 * GIB})) == ()
-    )
-    optional = Needs(host_bytes_per_node={0: 30 * GIB}, host_optional_bytes=15 * GIB)
-    assert found(machine, files, tmp_path / "t", plan=optional) == ()
-    growing = msgspec.structs.replace(machine, memory_grows=True)
-    assert (
-        found(growing, files, tmp_path / "t", plan=Needs(host_bytes_per_node={0: 30 * GIB})) == ()
-    )
+    for other, less in (
+        (machine, Needs(host_bytes_per_node={0: 10 * GIB})),
+        (machine, Needs(host_bytes_per_node={0: 30 * GIB}, host_optional_bytes=15 * GIB)),
+        (msgspec.structs.replace(machine, memory_grows=True), needs),
+    ):
+        assert found(other, files, tmp_path / "t", plan=less) == ()
 
 
 def test_room_for_checkpoints(tmp_path: Path) -> None:
@@ -101,7 +94,7 @@ def test_checkpoints_in_a_folder_that_is_host_memory(tmp_path: Path) -> None:
     assert found(machine, plan=needs, checkpoints=Path("/usr/runs")) == ()
 
 
-def test_the_largest_processes_are_named_where_memory_lacks(
+def test_largest_processes_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run, "_LARGE_BYTES", 0)
@@ -127,7 +120,7 @@ ENGINE_TRAPS: list[tuple[dict[str, str], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "changes", "code"), ENGINE_TRAPS)
-def test_traps_of_deepspeeds_engine_that_ours_does_not_have(
+def test_traps_of_deepspeeds_engine_alone(
     settings: dict[str, str], changes: dict[str, Any], code: str
 ) -> None:
     def codes(engine: str) -> list[str]:

@@ -17,6 +17,8 @@ from so_tui.spec import InputError
 from tests.support.machines import superchips
 from tests.support.yardstick import seconds_of_plain_python, slowness
 
+VALID: dict[str, Any] = msgspec.json.decode(machine_json(superchips(1)))
+
 
 def problem_code(path: Path) -> str:
     begun = time.process_time()
@@ -24,6 +26,8 @@ def problem_code(path: Path) -> str:
         load_machine(path)
     assert time.process_time() - begun < 2 * slowness(seconds_of_plain_python())
     (problem,) = caught.value.problems
+    assert (problem.field, problem.value) == ("--machine", str(path))
+    assert problem.remedy
     return problem.code
 
 
@@ -36,6 +40,9 @@ def problem_code(path: Path) -> str:
         (b'{"hostname":"\xff"}', "not-text"),
         (b"\0", "not-json"),
         (b"", "not-json"),
+        (b"# not json", "not-json"),
+        (b"\xff\xfe", "not-json"),
+        (b"{}", "not-a-machine"),
         (b" " * (17 << 20), "too-large"),
     ],
 )
@@ -48,28 +55,26 @@ def test_a_pipe_and_a_device_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert problem_code(tmp_path / "pipe") == "not-a-file"
     assert problem_code(Path("/dev/zero")) == "not-a-file"
+    assert problem_code(tmp_path / "absent") == "unreadable"
 
 
-def test_memory_of_a_gpu_on_a_node_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
-    valid: dict[str, Any] = msgspec.json.decode(machine_json(superchips(1)))
-    gpus = [{**gpu, "memory_node": 77} for gpu in valid["gpus"]]
-    (tmp_path / "machine.json").write_bytes(msgspec.json.encode({**valid, "gpus": gpus}))
-    assert problem_code(tmp_path / "machine.json") == "not-a-machine"
-
-
-def test_a_machine_of_impossible_size_is_a_problem(tmp_path: Path) -> None:
-    valid: dict[str, Any] = msgspec.json.decode(machine_json(superchips(1)))
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"gpus": VALID["gpus"] * 1000}, "out-of-range"),
+        ({"numa_nodes": VALID["numa_nodes"] * 5000}, "out-of-range"),
+        ({"host_memory_bytes": 2**60}, "out-of-range"),
+        ({"online_cpus": [10**9]}, "out-of-range"),
+        ({"allowed_cpus": [-1]}, "out-of-range"),
+        ({"online_cpus": list(range(60_000)) * 4}, "out-of-range"),
+        ({"gpus": [{**gpu, "memory_node": 77} for gpu in VALID["gpus"]]}, "not-a-machine"),
+        ({"schema": 2}, "unsupported-schema"),
+        ({"numa_nodes": [], "gpus": []}, "no-cpu-node"),
+    ],
+)
+def test_bad_machine_is_a_problem(change: dict[str, Any], code: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    changes: list[dict[str, Any]] = [
-        {"gpus": valid["gpus"] * 1000},
-        {"numa_nodes": valid["numa_nodes"] * 5000},
-        {"host_memory_bytes": 2**60},
-        {"online_cpus": [10**9]},
-        {"allowed_cpus": [-1]},
-        {"online_cpus": list(range(60_000)) * 4},
-    ]
-    path.write_bytes(msgspec.json.encode(valid))
+    path.write_bytes(msgspec.json.encode(VALID))
     assert load_machine(path) == superchips(1)
-    for change in changes:
-        path.write_bytes(msgspec.json.encode({**valid, **change}))
-        assert problem_code(path) == "out-of-range"
+    path.write_bytes(msgspec.json.encode(VALID | change))
+    assert problem_code(path) == code

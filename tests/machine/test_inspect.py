@@ -9,7 +9,7 @@ import pytest
 
 from so_tui.machine import Machine, inspect_machine
 from so_tui.machine.host import memory_allowance_notes
-from so_tui.spec.errors import InputError
+from tests.support.problems import rejected
 from tests.support.sysroots import (
     EIGHT_H100,
     GB200,
@@ -20,6 +20,7 @@ from tests.support.sysroots import (
     ONE_GH200_HBM_ONLY,
     ONE_GH200_MIG,
     QUAD_GH200,
+    Host,
     build_sysroot,
     fake_numa,
 )
@@ -81,7 +82,7 @@ def test_memory_nodes_follow_the_distances_and_not_the_pci_order(tmp_path: Path)
     assert places(swapped.inspected(tmp_path / "b")) == [(1, 10), (0, 2)]
 
 
-def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_path: Path) -> None:
+def test_memory_that_is_offline_goes_to_no_other_gpu(tmp_path: Path) -> None:
     host = dataclasses.replace(
         GB200,
         hbm={node: memory for node, memory in GB200.hbm.items() if node != 2},
@@ -93,21 +94,19 @@ def test_memory_that_was_not_brought_online_is_not_given_to_the_wrong_gpu(tmp_pa
 @pytest.mark.parametrize(
     ("host", "node"), [(ONE_GH200_CDMM, None), (ONE_GH200_HBM_ONLY, 1), (fake_numa(4), 4)]
 )
-def test_other_maps_of_one_gh200(tmp_path: Path, host: object, node: int | None) -> None:
-    machine = host.inspected(tmp_path)  # type: ignore[attr-defined]
+def test_other_maps_of_one_gh200(tmp_path: Path, host: Host, node: int | None) -> None:
+    machine = host.inspected(tmp_path / "one")
     assert places(machine) == [(0, node)]
     assert machine.gpus[0].memory_total_bytes == 97280 * MIB, (
         "the published size, if no node has it"
     )
     assert any("memory" in note for note in machine.notes) == (node is None)
+    four = GB200_CDMM.inspected(tmp_path / "four")
+    assert places(four) == [(0, None), (0, None), (1, None), (1, None)]
 
 
 def test_memory_that_mig_cut_up_is_not_taken_for_the_whole_part(tmp_path: Path) -> None:
     assert [gpu.memory_total_bytes for gpu in ONE_GH200_MIG.inspected(tmp_path).gpus] == [None]
-
-
-def test_gb200_without_memory_nodes(tmp_path: Path) -> None:
-    assert places(GB200_CDMM.inspected(tmp_path)) == [(0, None), (0, None), (1, None), (1, None)]
 
 
 def test_x86_with_eight_gpus(tmp_path: Path) -> None:
@@ -141,16 +140,12 @@ def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
     ("allowed", "said"),
     [(None, ""), ((0, 1, 2, 3, 4, 12, 20, 28), ""), ((0, 2), "0,2 of 0-3"), ((4,), "none of 0-3")],
 )
-def test_memory_out_of_reach_is_noted(
-    tmp_path: Path, allowed: tuple[int, ...] | None, said: str
-) -> None:
+def test_memory_out_of_reach(tmp_path: Path, allowed: tuple[int, ...] | None, said: str) -> None:
     notes = memory_allowance_notes(QUAD_GH200.inspected(tmp_path).numa_nodes, allowed)
     assert [said in note for note in notes] == ([True] if said else [])
 
 
-def test_a_copied_tree_is_inspected_without_live_queries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copied_tree_is_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     machine = QUAD_GH200.inspected(tmp_path)
     assert not machine.live
@@ -184,7 +179,7 @@ def test_no_numa_directory_is_one_node(tmp_path: Path) -> None:
     assert machine.numa_nodes[0].file_cache_bytes == 2 * MIB
 
 
-def test_total_memory_that_includes_gpu_memory_is_noted_and_not_counted(tmp_path: Path) -> None:
+def test_total_that_includes_gpu_memory_is_noted(tmp_path: Path) -> None:
     host = dataclasses.replace(
         ONE_GH200, extra={"/proc/meminfo": f"MemTotal: {(490037 + 97280) * 1024} kB\n"}
     )
@@ -193,7 +188,7 @@ def test_total_memory_that_includes_gpu_memory_is_noted_and_not_counted(tmp_path
     assert any("includes GPU memory" in note for note in machine.notes)
 
 
-def test_node_accounting_that_lags_behind_is_corrected_where_there_is_one_node(
+def test_lagging_node_accounting_is_corrected(
     tmp_path: Path,
 ) -> None:
     host = dataclasses.replace(
@@ -206,11 +201,8 @@ def test_node_accounting_that_lags_behind_is_corrected_where_there_is_one_node(
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as caught:
+    with rejected("no-cpus", field="--sysroot"):
         inspect_machine(tmp_path)
-    assert [(problem.code, problem.field) for problem in caught.value.problems] == [
-        ("no-cpus", "--sysroot")
-    ]
 
 
 MPAM_KERNEL = {
@@ -218,6 +210,12 @@ MPAM_KERNEL = {
     "/boot/config-6.11-adv": "CONFIG_ARM64_MPAM=y\n",
 }
 MPAM_TABLE = {"/sys/firmware/acpi/tables/MPAM": ""}
+
+
+RESCTRL = {
+    "/proc/mounts": "resctrl /sys/fs/resctrl resctrl rw 0 0\n",
+    "/sys/fs/resctrl/info/MB/num_closids": "8\n",
+}
 
 
 @pytest.mark.parametrize(
@@ -229,14 +227,7 @@ MPAM_TABLE = {"/sys/firmware/acpi/tables/MPAM": ""}
         ({"/proc/filesystems": "nodev\tresctrl\n"}, "kernel"),
         ({**MPAM_KERNEL, **MPAM_TABLE}, "firmware"),
         ({**MPAM_KERNEL, **MPAM_TABLE, "/proc/cmdline": "ro arm64.nompam"}, "off"),
-        (
-            {
-                **MPAM_KERNEL,
-                "/proc/mounts": "resctrl /sys/fs/resctrl resctrl rw 0 0\n",
-                "/sys/fs/resctrl/info/MB/num_closids": "8\n",
-            },
-            "mounted",
-        ),
+        ({**MPAM_KERNEL, **RESCTRL}, "mounted"),
     ],
 )
 def test_mpam_states(tmp_path: Path, files: dict[str, str], state: str) -> None:

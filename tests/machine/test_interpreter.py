@@ -32,9 +32,7 @@ def test_this_interpreter_is_built_for_this_machine() -> None:
         (b"#!/bin/sh\nexec /opt/python\n", ""),
     ],
 )
-def test_an_interpreters_header_says_what_it_is_built_for(
-    content: bytes, architecture: str, tmp_path: Path
-) -> None:
+def test_header_says_the_architecture(content: bytes, architecture: str, tmp_path: Path) -> None:
     (tmp_path / "python").write_bytes(content)
     assert architecture_of(str(tmp_path / "python")) == architecture
 

@@ -90,9 +90,7 @@ def changed(root: Path, name: str, content: str) -> Machine:
         ("4/io_links/0/properties", "\x00\xff" * 100),
     ],
 )
-def test_a_gpu_without_a_sensible_link_to_a_cpu_shares_no_memory(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_gpu_without_a_link_shares_no_memory(tmp_path: Path, name: str, content: str) -> None:
     machine = changed(build_sysroot(QUAD_MI300A.listing(), tmp_path), name, content)
     assert [gpu.shares_memory for gpu in machine.gpus] == [False, True, True, True]
     assert machine.gpus[0].memory_total_bytes == SIZES[0] * MIB  # its own bank
@@ -181,9 +179,7 @@ def test_names_by_amds_own_tool(
     assert _names_by_amd_smi() == names
 
 
-def test_the_tool_is_asked_where_it_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_amd_smi_is_asked_for_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _names_by_amd_smi() == {}
     tool = tmp_path / "amd-smi"

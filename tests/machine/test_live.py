@@ -16,8 +16,6 @@ import pytest
 
 from so_tui.machine import Machine, inspect_machine, load_machine, machine_json
 from so_tui.machine.gpus import normal_bus_id
-from so_tui.spec.errors import InputError
-from tests.support.problems import codes
 
 
 @pytest.fixture(scope="module")
@@ -84,41 +82,6 @@ def test_a_machine_survives_its_file(here: Machine, tmp_path: Path) -> None:
     newer = msgspec.json.decode(machine_json(here)) | {"field_of_a_later_version": 1}
     file.write_bytes(msgspec.json.encode(newer))
     assert load_machine(file) == here
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (None, "unreadable"),
-        (b"# not json", "not-json"),
-        (b"{}", "not-a-machine"),
-        (b"\xff\xfe", "not-json"),
-    ],
-)
-def test_a_bad_file_is_named_with_its_remedy(
-    tmp_path: Path, content: bytes | None, code: str
-) -> None:
-    file = tmp_path / "machine.json"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(InputError) as caught:
-        load_machine(file)
-    problem = caught.value.problems[0]
-    assert (problem.code, problem.field, problem.value) == (code, "--machine", str(file))
-    assert "inspect --json" in problem.remedy
-
-
-@pytest.mark.parametrize(
-    ("change", "code"), [({"schema": 2}, "unsupported-schema"), ({"numa_nodes": []}, "no-cpu-node")]
-)
-def test_a_file_of_another_kind_is_refused(
-    here: Machine, tmp_path: Path, change: dict[str, object], code: str
-) -> None:
-    file = tmp_path / "machine.json"
-    file.write_bytes(msgspec.json.encode(msgspec.json.decode(machine_json(here)) | change))
-    with pytest.raises(InputError) as caught:
-        load_machine(file)
-    assert codes(caught) == [code]
 
 
 def test_bus_ids_of_nvml_and_sysfs_are_the_same() -> None:

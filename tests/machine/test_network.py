@@ -36,7 +36,7 @@ def test_infiniband_ports_that_are_up_add_up(tmp_path: Path) -> None:
     assert (found.gbit_per_s, found.source) == (600, "mlx5_0:1, mlx5_1:1")
 
 
-def test_slingshot_interfaces_add_up_and_other_ethernet_does_not_count(tmp_path: Path) -> None:
+def test_slingshot_adds_up_and_other_ethernet_not(tmp_path: Path) -> None:
     files = {f"net/hsn{index}/speed": "200000" for index in range(4)} | {
         "net/eth0/speed": "25000",
         "net/hsn4/speed": "-1",

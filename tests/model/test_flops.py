@@ -33,7 +33,7 @@ DENSE = Flops(
 )
 
 
-def test_a_dense_model_costs_six_per_parameter_and_token_plus_causal_attention() -> None:
+def test_dense_model_costs_six_and_attention() -> None:
     # 6 N T; attention: 2 layers x 4 x 64 x (8^2 + 4^2) / 2 forward, three times that with backward.
     assert model_flops(DENSE, 12, [8, 4]) == 6 * 1000 * 12 + 3 * 2 * 4 * 64 * (64 + 16) / 2
 
@@ -52,7 +52,7 @@ def test_recompute_counts_as_executed_but_not_as_the_models() -> None:
     )
 
 
-def test_the_last_product_of_a_block_is_not_executed_again_unless_a_norm_or_tiles_need_it() -> None:
+def test_last_product_is_repeated_only_where_needed() -> None:
     shape = PRESETS["llama-3.1-8b"].spec.model
     dense = flops_of(shape)
     last = 32 * 4096 * 14336
@@ -80,6 +80,9 @@ def layer(**tensors: tuple[int, ...]) -> ParameterBlock:
         for name, shape in tensors.items()
     )
     return ParameterBlock(repeat=2, tensors=found)
+
+
+SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512}
 
 
 @pytest.mark.parametrize(
@@ -112,60 +115,31 @@ def layer(**tensors: tuple[int, ...]) -> ParameterBlock:
         ),
     ],
 )
-def test_the_last_product_is_as_large_as_the_models_own(
-    tensors: dict[str, tuple[int, ...]], product: int
-) -> None:
+def test_last_product_is_the_models_own(tensors: dict[str, tuple[int, ...]], product: int) -> None:
     """Not as ``intermediate_size`` says, of which LFM2 takes two thirds, nor in layers without a
     feed-forward block beside another one.
     """
-    config = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": 512,
-        "intermediate_size": 144,
-    }
+    config = SHAPE | {"intermediate_size": 144}
     assert flops_for((layer(**tensors),), architecture(config)).last_products == 2 * product
 
 
 @pytest.mark.parametrize("after", ["post_feedforward_layernorm", "post_norm2", None])
-def test_a_norm_that_needs_the_last_product_has_it_computed_again(after: str | None) -> None:
+def test_a_norm_after_the_last_product_has_it_computed_again(after: str | None) -> None:
     """HyperCLOVA X calls it ``post_norm2``."""
-    config = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": 512,
-        "intermediate_size": 96,
-    }
     plain = layer(self_attn__o_proj=(64, 32), mlp__up_proj=(96, 64), mlp__down_proj=(64, 96))
-    norms = (
-        (Tensor(name=f"model.layers.{{i}}.{after}.weight", shape=(64,), decay=False, kind="other"),)
-        if after
-        else ()
-    )
-    head = ParameterBlock(
-        tensors=(Tensor(name="lm_head.weight", shape=(512, 64), decay=True, kind="linear"),)
-    )
-    found = flops_for((replace(plain, tensors=plain.tensors + norms), head), architecture(config))
+    name = f"model.layers.{{i}}.{after}.weight"
+    norm = Tensor(name=name, shape=(64,), decay=False, kind="other")
+    block = replace(plain, tensors=(*plain.tensors, norm)) if after else plain
+    head = Tensor(name="lm_head.weight", shape=(512, 64), decay=True, kind="linear")
+    shape = architecture(SHAPE | {"intermediate_size": 96})
+    found = flops_for((block, ParameterBlock(tensors=(head,))), shape)
     assert found.repeated() == 2 * (64 * 32 + 96 * 64 + (64 * 96 if after else 0))
 
 
-def test_latent_attention_is_counted_by_the_heads_that_it_is_unfolded_to() -> None:
-    shape = {
-        "hidden_size": 7168,
-        "num_attention_heads": 128,
-        "num_hidden_layers": 61,
-        "vocab_size": 129280,
-        "intermediate_size": 18432,
-    }
-    latent = {
-        "model_type": "deepseek_v3",
-        "head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-    }
-    assert architecture(shape | latent).head_dim == 192
+def test_latent_attention_is_counted_by_its_unfolded_heads() -> None:
+    latent = {"model_type": "deepseek_v3", "head_dim": 64}
+    latent |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    assert architecture(SHAPE | {"intermediate_size": 96} | latent).head_dim == 192
 
 
 def test_short_documents_cost_less_attention_than_one_long_one() -> None:
@@ -207,26 +181,19 @@ def test_layers_have_the_attention_that_they_have() -> None:
     """Gemma 4's wide heads in every sixth layer, Llama 4's chunks, and layers of a hybrid without
     attention.
     """
-    shape: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 4,
-        "vocab_size": 100,
-        "intermediate_size": 8,
-        "head_dim": 16,
-    }
-    sliding: dict[str, Any] = {
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "sliding_window": 8,
-    }
     kinds: dict[str, dict[str, Any]] = {
-        "gemma4_text": sliding | {"per_layer_config": {"3": {"head_dim": 32}}},
+        "gemma4_text": {
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "sliding_window": 8,
+            "per_layer_config": {"3": {"head_dim": 32}},
+        },
         "llama4_text": {
             "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
             "attention_chunk_size": 32,
         },
         "nemotron_h": {"layer_types": ["linear_attention", "mlp", "moe", "full_attention"]},
     }
+    shape: dict[str, Any] = SHAPE | {"intermediate_size": 8, "head_dim": 16, "num_hidden_layers": 4}
     found = {
         kind: flops_for((), architecture(shape | {"model_type": kind} | config)).attention_layers
         for kind, config in kinds.items()
@@ -257,7 +224,7 @@ def test_a_config_without_a_shape_names_every_missing_key() -> None:
     )
 
 
-def test_the_published_formula_counts_padding_recompute_and_full_attention() -> None:
+def test_published_formula_counts_padding() -> None:
     # 2 c P L + 4 c layers hidden L^2, c = 4
     assert (
         _seed_flops_per_sequence(10**9, 32, 4096, 4096, checkpointing=True)
@@ -284,29 +251,18 @@ def test_the_published_formula_counts_padding_recompute_and_full_attention() -> 
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA B200", 2250),
         ("NVIDIA GB200", 2500),
+        ("Voodoo 3dfx", None),
+        ("", None),
     ],
 )
-def test_peaks_by_product_name(name: str, tflops: float) -> None:
-    assert peak_flops(name) == tflops * 1e12
-
-
-def test_an_unknown_gpu_has_no_peak() -> None:
-    assert peak_flops("Voodoo 3dfx") is None
-    assert peak_flops("") is None
+def test_peaks_by_product_name(name: str, tflops: float | None) -> None:
+    assert peak_flops(name) == (tflops and tflops * 1e12)
 
 
 @pytest.mark.parametrize(
     ("model_type", "windowed"), [("mistral", 4), ("starcoder2", 4), ("llama", 0)]
 )
 def test_some_models_have_their_window_in_every_layer(model_type: str, windowed: int) -> None:
-    config = {
-        "model_type": model_type,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 4,
-        "vocab_size": 100,
-    }
-    assert (
-        architecture(config | {"intermediate_size": 128, "sliding_window": 512}).windowed_layers
-        == windowed
-    )
+    config = {"model_type": model_type, "intermediate_size": 128, "sliding_window": 512}
+    shape = architecture(SHAPE | {"num_hidden_layers": 4} | config)
+    assert shape.windowed_layers == windowed

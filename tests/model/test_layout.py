@@ -13,9 +13,9 @@ from so_tui.model.sharding import (
     partition_numel,
     sub_group_slices,
 )
-from so_tui.spec.errors import InputError
 from so_tui.spec.run_spec import DataSpec, ModelSpec, OffloadSpec, ParameterBlock, RunSpec, Tensor
 from tests.support.layouts import layout_of, on_gpu
+from tests.support.problems import rejected
 
 CONFIG = {
     "hidden_size": 8,
@@ -75,9 +75,7 @@ def test_sub_groups_cover_the_list_in_order_and_reach_the_size() -> None:
 @pytest.mark.parametrize(
     "numels", [[1] * 10, [3, 1, 4, 1, 5, 9, 2, 6], [400_000_000] * 32 + [700_000]]
 )
-def test_the_gpu_keeps_as_much_as_the_ratio_allows_and_no_more(
-    numels: list[int], ratio: float
-) -> None:
+def test_gpu_keeps_what_the_ratio_allows(numels: list[int], ratio: float) -> None:
     kept = gpu_sub_groups(numels, ratio)
     allowed = (1 - ratio) * sum(numels)
     assert sum(numels[:kept]) <= allowed + 1e-6 * sum(numels)
@@ -140,9 +138,8 @@ def test_more_ratio_never_puts_more_on_the_gpu() -> None:
 
 def test_a_spec_without_a_table_is_an_input_error() -> None:
     bare = RunSpec(name="bare", model=ModelSpec(id="x"), data=DataSpec(source="x"))
-    with pytest.raises(InputError) as caught:
+    with rejected("missing-parameter-table"):
         profile_of(bare.model)
-    assert [problem.code for problem in caught.value.problems] == ["missing-parameter-table"]
 
 
 def test_a_profile_is_made_once_for_a_model_and_its_layouts_once() -> None:
@@ -171,7 +168,7 @@ def test_a_profile_knows_the_largest_layer_and_the_tied_head() -> None:
     assert profile.small_parameters == profile.parameters == 800 + 3 * (8 + 264)
 
 
-def test_a_forward_pass_uses_sub_groups_by_the_products_before_them() -> None:
+def test_forward_uses_sub_groups_by_products() -> None:
     profile = profile_of(spec(sub_group_size=1).model)
     spans = profile.compute_spans(1, 1)
     assert spans[0] == (0.0, 0.0), "the embedding takes no time"

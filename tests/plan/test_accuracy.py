@@ -43,20 +43,14 @@ def speed_of(gpu: str, *, calibrated: bool = False) -> Speed:
 
 
 def test_the_errors_are_those_that_were_measured() -> None:
-    for calibrated, most in (
-        (True, rates.CALIBRATED),
-        (False, rates.PUBLISHED),
-    ):  # rounded up to whole percents
-        assert (
-            most - 0.01
-            < quantile(errors(measured_rows(), calibrated=calibrated), rates.WITHIN)
-            <= most
-        )
+    for calibrated, most in ((True, rates.CALIBRATED), (False, rates.PUBLISHED)):
+        found = quantile(errors(measured_rows(), calibrated=calibrated), rates.WITHIN)
+        assert most - 0.01 < found <= most  # rounded up to whole percents
     assert round(ratio_error(pairs(measured_rows())), 2) == rates.ALIKE
     assert {row.gpu for row in measured_rows()} == set(rates.CHECKED_GPUS)
 
 
-def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_others_is_not() -> None:
+def test_order_of_settings_about_as_fast_is_chance() -> None:
     found = [pair for group in pairs(measured_rows()) for pair in group if pair.predicted]
     closer = [pair.measured > 0 for pair in found if pair.predicted < rates.ALIKE]
     further = [pair.measured > 0 for pair in found if pair.predicted >= rates.ALIKE]
@@ -65,7 +59,7 @@ def test_the_order_of_settings_that_are_about_as_fast_is_chance_and_that_of_othe
     assert sum(further) / len(further) > 0.9
 
 
-def test_a_difference_is_sure_from_where_the_faster_one_is_faster_in_nine_of_ten_pairs() -> None:
+def test_difference_is_sure_where_nine_of_ten_pairs_agree() -> None:
     found = [pair for group in pairs(measured_rows()) for pair in group]
     sure = [pair.measured > 0 for pair in found if rates.SURE <= pair.predicted < 2 * rates.SURE]
     less = [pair.measured > 0 for pair in found if rates.ALIKE <= pair.predicted < rates.SURE]
@@ -97,18 +91,16 @@ def measured(setting: str, planned_s: float, measured_s: float, **values: object
     return Row(setting=setting, calibrated_s=planned_s, measured_s=measured_s, **(fields | values))  # type: ignore[arg-type]
 
 
-def test_an_error_is_a_share_of_the_prediction_and_of_settings_that_no_constant_rests_on() -> None:
+def test_an_error_is_a_share_of_the_prediction() -> None:
+    """And only of settings that no constant rests on."""
     rows = [measured("a", 2.0, 2.2), measured("b", 2.0, 1.0), measured("c", 1.0, 9.0, checks=False)]
     assert errors(rows, calibrated=True) == pytest.approx([0.1, 0.5])
     assert errors(rows, calibrated=False) == []
-    assert [quantile([1.0, 2.0, 3.0, 4.0, 5.0], share) for share in (0.5, 0.8, 1.0)] == [
-        3.0,
-        4.0,
-        5.0,
-    ]
+    found = [quantile([1.0, 2.0, 3.0, 4.0, 5.0], share) for share in (0.5, 0.8, 1.0)]
+    assert found == [3.0, 4.0, 5.0]
 
 
-def test_ratios_are_of_different_settings_of_one_model_on_one_machine() -> None:
+def test_ratios_are_of_one_model_on_one_machine() -> None:
     """What all of them are off by does not count, and a machine on which many were measured counts
     as one.
     """
@@ -126,25 +118,19 @@ def test_ratios_are_of_different_settings_of_one_model_on_one_machine() -> None:
     assert ratio_error([*found, *found[:1]]) == pytest.approx(0.0)
 
 
-def test_the_error_of_a_step_depends_on_whose_rates_it_rests_on_and_says_where_it_was_not_checked() -> (  # noqa: E501
-    None
-):
-    assert step_error(speed_of(H200, calibrated=True), H200, 1) == StepError(
-        share=rates.CALIBRATED, checked=True
-    )
+def test_the_error_of_a_step_depends_on_its_rates() -> None:
+    """And says where it was not checked."""
+    own = speed_of(H200, calibrated=True)
+    assert step_error(own, H200, 1) == StepError(share=rates.CALIBRATED, checked=True)
     assert step_error(speed_of(H200), H200, 1) == StepError(share=rates.PUBLISHED, checked=True)
     assert rates.CALIBRATED < rates.PUBLISHED
-    for gpu, hosts in (
-        (H200, 2),
-        ("NVIDIA GH200 480GB", 1),
-        ("NVIDIA H100 PCIe", 1),
-        ("NVIDIA B200", 1),
-    ):
-        assert not step_error(speed_of(gpu), gpu, hosts).checked
-    assert not step_error(speed_of(H200, calibrated=True), "another", 1).checked
+    assert not step_error(speed_of(H200), H200, 2).checked
+    for gpu in ("NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA B200"):
+        assert not step_error(speed_of(gpu), gpu, 1).checked
+    assert not step_error(own, "another", 1).checked
 
 
-def test_speeds_are_about_as_fast_where_they_differ_by_less_than_ratios_are_off() -> None:
+def test_speeds_are_alike_within_what_ratios_are_off() -> None:
     assert about_as_fast(100.0, 100.0 * (1 - 0.9 * rates.ALIKE))
     assert about_as_fast(100.0 * (1 - 0.9 * rates.ALIKE), 100.0)
     assert not about_as_fast(100.0, 100.0 * (1 - 1.1 * rates.ALIKE))
@@ -167,6 +153,7 @@ def test_the_error_is_shown_beside_the_step() -> None:
 
 
 def test_a_plan_without_a_step_has_no_error() -> None:
-    assert make_plan(spec_of("tiny", gpus="1"), x86()).step_error is None
-    unknown = make_plan(spec_of("qwen3-4b-random", gpus="1"), x86("GeForce"))
-    assert (unknown.step_s, unknown.step_error) == (None, None)
+    assert published_speed("Voodoo 3dfx") is None
+    for name, machine in (("tiny", x86()), ("qwen3-4b-random", x86("Voodoo 3dfx"))):
+        plan = make_plan(spec_of(name, gpus="1"), machine)
+        assert (plan.step_s, plan.step_error) == (None, None)

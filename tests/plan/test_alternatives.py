@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 
 from so_tui.model.profile import profile_of
-from so_tui.plan.notes import Change, FitsHere, MemorySaving
+from so_tui.plan.notes import Change, FitsHere, MemoryAdvice, MemorySaving
 from so_tui.plan.plan import GivenMemory, OptionalMemory
 from so_tui.plan.planner import make_plan
 from so_tui.plan.remedies import _memory_advice, less_gpu_memory, less_host_memory
 from so_tui.plan.search import _batch_splits, more_gpus, shorter_sequences, smaller_batches
 from so_tui.spec import with_values
 from tests.support.machines import x86
-from tests.support.planning import CATALOG, QUAD, spec_of
+from tests.support.planning import CATALOG, QUAD, only, spec_of
+
+GIVEN = {"offload__mode": "superoffload"}
+OURS = spec_of("qwen3-14b", **GIVEN)
+
+
+def keys_of(advice: MemoryAdvice) -> list[str]:
+    return [change.key for saving in advice.savings for change in saving.changes]
 
 
 def saving_of(changes: tuple[Change, ...], savings: tuple[MemorySaving, ...]) -> int:
@@ -34,16 +41,9 @@ def saving_of(changes: tuple[Change, ...], savings: tuple[MemorySaving, ...]) ->
         ),
     ],
 )
-def test_promised_savings_are_those_of_the_plan(
-    changes: tuple[Change, ...], values: dict[str, str]
-) -> None:
-    given = {
-        "offload__mode": "superoffload",
-        "offload__ratio": "0.6",
-        "gpus": "2",
-        "train__micro_batch": "4",
-        "model__activation_checkpointing": "none",
-    }
+def test_savings_are_those_of_the_plan(changes: tuple[Change, ...], values: dict[str, str]) -> None:
+    given = GIVEN | {"offload__ratio": "0.6", "gpus": "2", "train__micro_batch": "4"}
+    given |= {"model__activation_checkpointing": "none"}
     before, after = (
         make_plan(spec_of("qwen3-14b", **found), QUAD) for found in (given, given | values)
     )
@@ -52,97 +52,64 @@ def test_promised_savings_are_those_of_the_plan(
 
 
 def test_a_target_of_tokens_needs_no_other_accumulation() -> None:
-    spec = spec_of(
-        "qwen3-14b",
-        offload__mode="superoffload",
-        train__micro_batch="4",
-        train__tokens_per_step="131072",
-    )
-    assert _memory_advice(spec, "gpu").savings[0].changes == (Change("train.micro_batch", 4, 2),)
+    given = GIVEN | {"train__micro_batch": "4", "train__tokens_per_step": "131072"}
+    saving, *_ = _memory_advice(spec_of("qwen3-14b", **given), "gpu").savings
+    assert saving.changes == (Change("train.micro_batch", 4, 2),)
 
 
-def test_the_host_is_relieved_by_the_gpu() -> None:
-    saving, *_ = _memory_advice(spec_of("qwen3-14b", offload__mode="superoffload"), "node").savings
-    assert saving.changes == (Change("offload.ratio", 0.9, 0.7),)
-    assert saving.saves_bytes > 2**30
-
-
-def test_the_host_is_relieved_by_compact_moments() -> None:
-    spec = spec_of("qwen3-14b", offload__mode="superoffload")
-    _, bf16, int8 = _memory_advice(spec, "node").savings
+def test_the_host_is_relieved_by_the_gpu_and_compact_moments() -> None:
+    ratio, bf16, int8 = _memory_advice(OURS, "node").savings
+    assert ratio.changes == (Change("offload.ratio", 0.9, 0.7),)
+    assert ratio.saves_bytes > 2**30
     assert bf16.changes == (Change("offload.states", "fp32", "bf16-moments"),)
-    layout = profile_of(spec.model).layout(spec.ranks, spec.offload)
-    largest = {
-        device: max(group.numel for group in layout.sub_groups if group.device == device)
+    layout = profile_of(OURS.model).layout(OURS.ranks, OURS.offload)
+    cpu, gpu = (
+        max(group.numel for group in layout.sub_groups if group.device == device)
         for device in ("cpu", "gpu")
-    }
-    decoded = 8 * largest["cpu"] - 4 * largest["gpu"]  # while a checkpoint is written
+    )
+    decoded = 8 * cpu - 4 * gpu  # while a checkpoint is written
     assert bf16.saves_bytes == 4 * layout.cpu_numel - decoded
     assert int8.saves_bytes == pytest.approx(5.98 * layout.cpu_numel - decoded, rel=1e-3)
     theirs = spec_of("qwen3-14b", offload__mode="zerooffload")
-    assert not any(
-        change.key == "offload.states"
-        for saving in _memory_advice(theirs, "node").savings
-        for change in saving.changes
-    )
+    assert "offload.states" not in keys_of(_memory_advice(theirs, "node"))
 
 
 def test_the_host_is_relieved_first_of_what_changes_no_result() -> None:
-    spec = spec_of("qwen3-14b", offload__mode="superoffload", checkpoint__every_steps="100")
-    given = GivenMemory(
-        optional=OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30)
-    )
-    copies, second, ratio = _memory_advice(spec, "node", given).savings
-    assert (copies.changes, copies.saves_bytes) == (
+    spec = with_values(OURS, {"checkpoint.every_steps": "100"})
+    optional = OptionalMemory(second_states_bytes=50 << 30, copies_bytes=20 << 30)
+    given = GivenMemory(optional=optional)
+    savings = _memory_advice(spec, "node", given).savings
+    assert [saving.changes for saving in savings] == [
         (Change("checkpoint.background", "true", "false"),),
-        20 << 30,
-    )
-    assert (second.changes, second.saves_bytes) == (
         (Change("offload.speculation", "auto", "off"),),
-        50 << 30,
-    )
-    assert ratio.changes == (Change("offload.ratio", 0.9, 0.7),)
-    assert "checkpoint.background true -> false needs 20.0 GiB less" in less_host_memory(
-        spec, given
-    )
+        (Change("offload.ratio", 0.9, 0.7),),
+    ]
+    assert [saving.saves_bytes for saving in savings[:2]] == [20 << 30, 50 << 30]
+    told = less_host_memory(spec, given)
+    assert "checkpoint.background true -> false needs 20.0 GiB less" in told
     assert _memory_advice(spec, "gpu", given) == _memory_advice(spec, "gpu")
 
 
-def test_where_there_is_one_memory_no_more_offloading_is_proposed() -> None:
+def test_one_memory_gets_no_more_offloading() -> None:
     """Whichever side asked in vain: what helps either helps both, and a larger ratio frees
     nothing.
     """
-    spec = spec_of(
-        "qwen3-14b",
-        offload__mode="superoffload",
-        offload__ratio="0.5",
-        model__activation_checkpointing="selective",
+    given = GIVEN | {"offload__ratio": "0.5", "model__activation_checkpointing": "selective"}
+    spec, memory = spec_of("qwen3-14b", **given), GivenMemory(one_memory=True)
+    advice = _memory_advice(spec, "gpu", memory)
+    assert advice == _memory_advice(spec, "node", memory)
+    assert keys_of(advice)[0] == "train.micro_batch"
+    assert "model.activation_checkpointing" in keys_of(advice)[:3]
+    together, apart = (
+        sum(one.saves_bytes for one in found.savings if one.changes[0].key == "offload.ratio")
+        for found in (advice, _memory_advice(spec, "gpu"))
     )
-    advice = _memory_advice(spec, "gpu", GivenMemory(one_memory=True))
-    assert advice == _memory_advice(spec, "node", GivenMemory(one_memory=True))
-    keys = [saving.changes[0].key for saving in advice.savings]
-    assert keys[:2] == ["train.micro_batch", "model.activation_checkpointing"]
-    apart = [
-        saving
-        for saving in _memory_advice(spec, "gpu").savings
-        if saving.changes[0].key == "offload.ratio"
-    ]
-    together = [saving for saving in advice.savings if saving.changes[0].key == "offload.ratio"]
-    assert sum(saving.saves_bytes for saving in together) < 0.2 * sum(
-        saving.saves_bytes for saving in apart
-    )
+    assert together < 0.2 * apart
 
 
 def test_offloading_is_proposed_with_its_ratio() -> None:
-    advice = _memory_advice(
-        spec_of(
-            "qwen3-14b",
-            offload__mode="gpu",
-            train__micro_batch="1",
-            model__activation_checkpointing="full",
-        ),
-        "gpu",
-    )
+    given = {"train__micro_batch": "1", "model__activation_checkpointing": "full"}
+    advice = _memory_advice(spec_of("qwen3-14b", offload__mode="gpu", **given), "gpu")
     assert advice.savings[0].changes == (
         Change("offload.mode", "gpu", "superoffload"),
         Change("offload.ratio", 0.9, 0.9),
@@ -150,7 +117,7 @@ def test_offloading_is_proposed_with_its_ratio() -> None:
     assert "offload.mode gpu -> superoffload at offload.ratio 0.9 needs" in advice.message
 
 
-def test_where_nothing_helps_or_nothing_is_known_a_larger_machine_does() -> None:
+def test_where_nothing_helps_a_larger_machine_does() -> None:
     assert _memory_advice(spec_of("qwen3-14b", offload__mode="gpu"), "node").savings == ()
     unknown = with_values(
         CATALOG.presets["tiny"].spec,
@@ -184,17 +151,11 @@ def test_other_lengths_and_more_gpus_name_what_changes() -> None:
 
 def test_second_states_that_do_not_fit_are_given_up_first() -> None:
     """A spec that asks for them whatever the host has: 8 billion parameters on 160 GiB."""
-    spec = spec_of(
-        "llama-3.1-8b",
-        gpus="1",
-        offload__mode="superoffload",
-        offload__ratio="1",
-        offload__speculation="on",
-    )
-    machine = x86("NVIDIA H200", memory_mib=160 * 1024)
+    given = GIVEN | {"gpus": "1", "offload__ratio": "1", "offload__speculation": "on"}
+    spec, machine = spec_of("llama-3.1-8b", **given), x86("NVIDIA H200", memory_mib=160 * 1024)
     plan = make_plan(spec, machine)
     assert plan.verdict == "does not fit"
-    (change,) = next(reason.changes for reason in plan.remedies if isinstance(reason, FitsHere))
+    (change,) = only(plan.remedies, FitsHere).changes
     assert (change.key, change.after) == ("offload.speculation", "auto")
     assert make_plan(with_values(spec, {"offload.speculation": "auto"}), machine).verdict == "fits"
     saving = _memory_advice(spec, "node").savings[0]

@@ -4,6 +4,8 @@ it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -17,14 +19,15 @@ from so_tui.plan.measured import (
     model_key,
     store,
 )
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Plan, StepTime
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.rates import Calibrated, SpeedSource, digest, published_speed
+from so_tui.plan.rates import Calibrated, digest, published_speed
 from so_tui.plan.show import _speed_source_text
 from so_tui.plan.terms import TermKind
 from so_tui.plan.workload import Workload
-from so_tui.spec import load_catalog, with_values
+from so_tui.spec import RunSpec, load_catalog, with_values
 from tests.support.machines import superchips, x86
+from tests.support.planning import source_of, step_of
 
 SPEC = with_values(
     load_catalog().presets["qwen3-4b-random"].spec,
@@ -48,21 +51,13 @@ RATES = Rates(
 )
 
 
-def source_of(plan: Plan) -> SpeedSource:
-    assert plan.speed_source is not None
-    return plan.speed_source
-
-
 def test_plans_use_the_machines_own_rates_and_say_so() -> None:
     before = make_plan(SPEC, H200)
-    path = store(H200, rates=RATES)
+    assert store(H200, rates=RATES) == _path_of(H200)
     after = make_plan(SPEC, H200)
-    assert path == _path_of(H200)
     assert source_of(after).calibrated == Calibrated(date=RATES.measured)
     assert source_of(before).calibrated is None
-    assert before.step is not None
-    assert after.step is not None
-    assert after.step.forward_s > 1.5 * before.step.forward_s
+    assert step_of(after).forward_s > 1.5 * step_of(before).forward_s
 
 
 def test_what_was_not_measured_stays_as_published() -> None:
@@ -85,7 +80,7 @@ def test_rates_of_a_gpu_that_nothing_is_published_of_are_enough() -> None:
     assert make_plan(SPEC, machine).step is None, "how fast its CPU Adam is, nobody knows"
 
 
-def test_a_node_like_the_measured_one_borrows_its_rates_and_another_kind_does_not() -> None:
+def test_twin_borrows_rates_and_another_kind_does_not() -> None:
     store(H200, rates=RATES)
     twin = replace(H200, hostname="node7")
     assert source_of(make_plan(SPEC, twin)).calibrated == Calibrated(
@@ -95,33 +90,37 @@ def test_a_node_like_the_measured_one_borrows_its_rates_and_another_kind_does_no
     assert calibration_of(superchips(1)) is None
 
 
-def test_an_unreadable_file_is_no_calibration() -> None:
+@pytest.mark.parametrize(
+    ("old", "new"), [("{", "["), *(("340000000000000.0", rate) for rate in ("0", "-1.0", "1e300"))]
+)
+def test_a_damaged_or_impossible_file_counts_as_none(old: str, new: str) -> None:
     path = store(H200, rates=RATES)
-    path.write_text("{")
+    path.write_text(path.read_text().replace(old, new))
+    assert new in path.read_text()
     assert calibration_of(H200) is None
     assert make_plan(SPEC, H200).step_s
 
 
 def probe_of(factor: float, more_gb: float) -> Probe:
     plan = make_plan(SPEC, H200)
-    assert plan.step is not None
+    step = step_of(plan)
+    times = {
+        "step_s": step.total_s,
+        "forward_s": step.forward_s,
+        "backward_s": step.backward_s,
+        "exposed_optimizer_s": step.exposed_optimizer_s,
+    }
     predicted = Figures(
-        step_s=plan.step_s or 0,
-        forward_s=plan.step.forward_s,
-        backward_s=plan.step.backward_s,
-        exposed_optimizer_s=plan.step.exposed_optimizer_s,
+        **times,
         gpu_reserved_bytes=plan.gpu_reserved_bytes,
         gpu_device_bytes=plan.gpu_bytes,
         host_bytes=plan.host_bytes_per_node[0],
     )
-    actual = Figures(
-        step_s=factor * predicted.step_s,
-        forward_s=factor * predicted.forward_s,
-        backward_s=factor * predicted.backward_s,
-        exposed_optimizer_s=factor * predicted.exposed_optimizer_s,
+    actual = replace(
+        predicted,
+        **{name: factor * seconds for name, seconds in times.items()},
         gpu_reserved_bytes=predicted.gpu_reserved_bytes + int(more_gb * 1e9),
         gpu_device_bytes=predicted.gpu_device_bytes + int((more_gb + 0.2) * 1e9),
-        host_bytes=predicted.host_bytes,
     )
     return Probe(
         measured="2026-11-21T10:00:00+00:00",
@@ -137,13 +136,23 @@ def probe_of(factor: float, more_gb: float) -> Probe:
     )
 
 
-def test_a_probe_of_other_constants_corrects_nothing() -> None:
+def steps_of(spec: RunSpec, probe: Probe) -> tuple[StepTime, StepTime]:
+    """Return the step that is planned with the stored probe, and without it."""
+    probed, unprobed = (
+        step_of(make_plan(spec, H200, probed=probed, workload=probe.workload))
+        for probed in (True, False)
+    )
+    return probed, unprobed
+
+
+@pytest.mark.parametrize("change", [{"constants": "another"}, {"step_parts": 1}], ids=str)
+def test_a_probe_of_other_constants_or_parts_corrects_nothing(change: dict[str, Any]) -> None:
     before = make_plan(SPEC, H200)
-    store(H200, probe=replace(probe_of(1.2, 1.5), constants="another"))
+    store(H200, probe=replace(probe_of(1.2, 1.5), **change))
     assert make_plan(SPEC, H200) == before
 
 
-def test_a_probe_corrects_time_and_memory_of_its_model_and_no_other() -> None:
+def test_a_probe_corrects_its_model_and_no_other() -> None:
     other = load_catalog().presets["llama-3.1-8b"].spec
     unprobed = recommend(other, H200, 1)
     probe = probe_of(1.2, 1.5)
@@ -154,72 +163,48 @@ def test_a_probe_corrects_time_and_memory_of_its_model_and_no_other() -> None:
     plan = make_plan(SPEC, H200)
     assert plan.gpu_reserved_bytes == probe.actual.gpu_reserved_bytes
     assert plan.gpu_bytes == pytest.approx(probe.actual.gpu_device_bytes, rel=0.001)
-    assert source_of(plan).probed
-    assert not source_of(unprobed).probed
-    uncorrected = make_plan(
-        SPEC, replace(H200, hostname="elsewhere", cpu_name="other"), workload=probe.workload
-    )
-    assert plan.step is not None
-    assert uncorrected.step is not None
-    assert plan.step.forward_s == pytest.approx(1.2 * uncorrected.step.forward_s)
+    assert (source_of(plan).probed, source_of(unprobed).probed) == (True, False)
+    elsewhere = replace(H200, hostname="elsewhere", cpu_name="other")
+    uncorrected = step_of(make_plan(SPEC, elsewhere, workload=probe.workload))
+    assert step_of(plan).forward_s == pytest.approx(1.2 * uncorrected.forward_s)
     assert recommend(other, H200, 1) == unprobed
 
 
 def test_a_probe_corrects_each_part_of_a_step_by_its_own_error() -> None:
     probe = probe_of(1.0, 0.0)
-    unprobed = make_plan(SPEC, H200, workload=probe.workload).step
-    assert unprobed is not None
-    exposed_s = unprobed.exposed_optimizer_s
+    exposed_s = step_of(make_plan(SPEC, H200, workload=probe.workload)).exposed_optimizer_s
     predicted = replace(probe.predicted, exposed_optimizer_s=exposed_s)
     actual = replace(
         probe.actual, forward_s=1.1 * probe.actual.forward_s, exposed_optimizer_s=exposed_s + 0.2
     )
     store(H200, probe=replace(probe, predicted=predicted, actual=actual))
-    probed = make_plan(SPEC, H200).step
-    assert probed is not None
+    probed, unprobed = steps_of(SPEC, probe)
     assert probed.forward_s == pytest.approx(1.1 * unprobed.forward_s)
     assert probed.exposed_optimizer_s == pytest.approx(exposed_s + 0.2)
     assert probed.backward_s == pytest.approx(unprobed.backward_s)
 
 
-def test_a_small_wait_that_was_several_times_as_long_does_not_multiply_a_long_one() -> None:
+def test_a_small_wait_does_not_multiply_a_long_one() -> None:
     """What is exposed is a small difference of large times, so its ratio says little about another
     setting.
     """
     probe = probe_of(1.0, 0.0)
-    figures = [
+    predicted, actual = (
         replace(figures, exposed_optimizer_s=seconds)
         for figures, seconds in ((probe.predicted, 0.01), (probe.actual, 0.06))
-    ]
-    store(H200, probe=replace(probe, predicted=figures[0], actual=figures[1]))
-    spec = with_values(SPEC, {"train.gradient_clipping": "1", "offload.speculation": "off"})
-    probed, unprobed = (
-        make_plan(spec, H200, probed=probed, workload=probe.workload).step
-        for probed in (True, False)
     )
-    assert probed is not None
-    assert unprobed is not None
+    store(H200, probe=replace(probe, predicted=predicted, actual=actual))
+    spec = with_values(SPEC, {"train.gradient_clipping": "1", "offload.speculation": "off"})
+    probed, unprobed = steps_of(spec, probe)
     assert unprobed.exposed_optimizer_s > 0.3
     assert probed.exposed_optimizer_s == pytest.approx(unprobed.exposed_optimizer_s + 0.05)
 
 
-def test_a_probe_that_divided_the_step_otherwise_corrects_nothing() -> None:
-    before = make_plan(SPEC, H200)
-    store(H200, probe=replace(probe_of(1.2, 1.5), step_parts=1))
-    assert make_plan(SPEC, H200) == before
-
-
 @pytest.mark.parametrize("mode", ["superoffload", "gpu"])
-def test_what_a_probe_found_of_the_gpus_work_corrects_every_mode_alike(mode: str) -> None:
+def test_a_probe_of_the_gpus_work_corrects_every_mode_alike(mode: str) -> None:
     """Otherwise the mode that was not probed would seem the faster one."""
     store(H200, probe=(probe := probe_of(3.8, 0.0)))
-    spec = with_values(SPEC, {"offload.mode": mode})
-    probed, unprobed = (
-        make_plan(spec, H200, probed=probed, workload=probe.workload).step
-        for probed in (True, False)
-    )
-    assert probed is not None
-    assert unprobed is not None
+    probed, unprobed = steps_of(with_values(SPEC, {"offload.mode": mode}), probe)
     assert probed.forward_s == pytest.approx(3.8 * unprobed.forward_s)
     assert probed.backward_s == pytest.approx(3.8 * unprobed.backward_s)
 
@@ -228,9 +213,7 @@ def memory_of(plan: Plan, kind: TermKind) -> int:
     return sum(term.bytes for term in plan.breakdown if term.kind == kind)
 
 
-def test_memory_that_every_probed_mode_took_beyond_the_formulas_is_taken_by_the_others_too() -> (
-    None
-):
+def test_memory_beyond_the_formulas_is_shared_by_modes() -> None:
     """Otherwise a mode that was not probed would seem to fit where the probed one just does."""
     gpu = with_values(SPEC, {"offload.mode": "gpu"})
     before = make_plan(gpu, H200, workload=probe_of(1.0, 0.0).workload)
@@ -246,39 +229,26 @@ def test_memory_that_every_probed_mode_took_beyond_the_formulas_is_taken_by_the_
     )
 
 
-def test_less_memory_than_the_formulas_say_is_promised_to_no_other_mode() -> None:
+def test_less_memory_is_promised_to_no_other_mode() -> None:
     gpu = with_values(SPEC, {"offload.mode": "gpu"})
     before = make_plan(gpu, H200, workload=probe_of(1.0, 0.0).workload)
     store(H200, probe=probe_of(1.0, -1.0))
     assert make_plan(gpu, H200).gpu_reserved_bytes == before.gpu_reserved_bytes
 
 
-def test_a_plan_says_what_was_corrected_from_a_probe_of_another_mode() -> None:
+def test_a_plan_says_what_another_modes_probe_corrected() -> None:
     store(H200, probe=probe_of(1.2, 1.5))
-    assert (
-        source_of(make_plan(SPEC, H200)).probed,
-        source_of(make_plan(SPEC, H200)).probed_modes,
-    ) == (True, ("superoffload",))
+    own = source_of(make_plan(SPEC, H200))
+    assert (own.probed, own.probed_modes) == (True, ("superoffload",))
     other = make_plan(with_values(SPEC, {"offload.mode": "gpu"}), H200)
     assert source_of(other).probed_modes == ("superoffload",)
     assert other.mode == "gpu"
     assert "superoffload" in _speed_source_text(source_of(other), other.mode)
-    assert "superoffload" not in _speed_source_text(
-        source_of(make_plan(SPEC, H200)), "superoffload"
-    )
+    assert "superoffload" not in _speed_source_text(own, "superoffload")
 
 
-def test_a_probe_that_found_less_memory_takes_the_slack_away_at_most() -> None:
+def test_probe_takes_the_slack_away_at_most() -> None:
     store(H200, probe=probe_of(1.0, -30.0))
     plan = make_plan(SPEC, H200)
     assert [term.bytes for term in plan.breakdown if term.kind == "allocator-slack"] == [0]
     assert all(term.bytes >= 0 for term in plan.breakdown)
-
-
-@pytest.mark.parametrize("rate", [0, -1.0, 1e300])
-def test_a_file_with_an_impossible_rate_counts_as_none(rate: float) -> None:
-    path = store(H200, rates=RATES)
-    path.write_text(path.read_text().replace("340000000000000.0", str(rate)))
-    assert str(rate) in path.read_text()
-    assert calibration_of(H200) is None
-    assert make_plan(SPEC, H200).step is not None

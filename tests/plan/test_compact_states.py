@@ -24,18 +24,11 @@ TWO_BIG = superchips(2, node_mib=490_037, name="NVIDIA GH200 480GB")
 
 
 def test_moments_and_second_states_take_what_the_format_takes() -> None:
-    spec = spec_of("qwen3-4b-random", offload__mode="superoffload", offload__speculation="on")
+    given = {"offload__mode": "superoffload", "offload__speculation": "on"}
+    spec = spec_of("qwen3-4b-random", **given)
     numel = profile_of(spec.model).layout(1, spec.offload).cpu_numel
     for states, moments in zip(FORMATS, (8, 4, 2 + 2 / 128), strict=True):
-        plan = make_plan(
-            spec_of(
-                "qwen3-4b-random",
-                offload__mode="superoffload",
-                offload__speculation="on",
-                offload__states=states,
-            ),
-            BIG,
-        )
+        plan = make_plan(with_values(spec, {"offload.states": states}), BIG)
         found = {term.kind: term.bytes for term in plan.breakdown if term.location == "node"}
         assert found["moments"] == int(moments * numel)
         assert found["second-states"] == pytest.approx((6 + moments) * numel, rel=1e-6)
@@ -70,7 +63,7 @@ def test_what_fits_on_grace_hopper_parts(
     assert tuple(plan.verdict for plan in found) == verdicts
 
 
-def test_the_most_exact_format_that_fits_is_offered_where_nothing_else_does() -> None:
+def test_most_exact_format_that_fits_is_offered() -> None:
     plan = recommend(spec_of("seed-oss-36b", gpus="1"), BIG, 1)
     assert plan.verdict == "does not fit"
     offered = only(plan.remedies, CompactStatesFit)
@@ -79,26 +72,23 @@ def test_the_most_exact_format_that_fits_is_offered_where_nothing_else_does() ->
     assert 'offload.states = "bf16-moments"' in offered.message
 
 
-def test_it_is_offered_beside_more_gpus_and_not_where_the_run_fits_or_could_not() -> None:
+def test_it_is_offered_beside_more_gpus() -> None:
+    """And not where the run fits or could not."""
     plan = recommend(spec_of("qwen3-14b", gpus="1"), QUAD, 1)
     assert only(plan.remedies, CompactStatesFit).states == "int8-moments"
     assert only(plan.remedies, MoreGpusFit).gpus == 2
-    assert not facts_of(
-        recommend(spec_of("llama-3.1-8b", gpus="1"), QUAD, 1).remedies, CompactStatesFit
-    )
-    assert not facts_of(
-        recommend(spec_of("llama-3.3-70b", gpus="4"), QUAD, 4).remedies, CompactStatesFit
-    )
-    theirs = spec_of("qwen3-14b", gpus="1", offload__mode="zerooffload")
-    assert not facts_of(make_plan(theirs, QUAD).remedies, CompactStatesFit)
+    for other in (
+        recommend(spec_of("llama-3.1-8b", gpus="1"), QUAD, 1),
+        recommend(spec_of("llama-3.3-70b", gpus="4"), QUAD, 4),
+        make_plan(spec_of("qwen3-14b", gpus="1", offload__mode="zerooffload"), QUAD),
+    ):
+        assert not facts_of(other.remedies, CompactStatesFit)
 
 
 @pytest.mark.parametrize(
     ("model", "seconds"), [("phi-4", (4.69, 3.61)), ("qwen3-14b", (4.72, 3.63))]
 )
-def test_they_are_offered_where_they_make_steps_faster_by_more_than_a_plan_is_off(
-    model: str, seconds: tuple[float, float]
-) -> None:
+def test_faster_states_are_offered(model: str, seconds: tuple[float, float]) -> None:
     """The seconds in docs/offload.md."""
     plan = recommend(spec_of(model, gpus="1"), SHORTER, 1)
     assert plan.spec.offload.states == "fp32"
@@ -113,7 +103,7 @@ def test_they_are_offered_where_they_make_steps_faster_by_more_than_a_plan_is_of
     assert f'offload.states = "{faster.states}"' in faster.message
 
 
-def test_the_most_exact_of_formats_that_are_about_as_fast_is_offered() -> None:
+def test_most_exact_of_formats_about_as_fast_is_offered() -> None:
     plan = recommend(spec_of("phi-4", gpus="1"), SHORTER, 1)
     bf16, int8 = (
         make_plan(with_values(plan.spec, {"offload.states": states}), SHORTER).step_s or 0.0
@@ -133,8 +123,6 @@ def test_the_most_exact_of_formats_that_are_about_as_fast_is_offered() -> None:
         ("seed-oss-36b", {}),  # does not fit as it is: see the remedies
     ],
 )
-def test_they_are_not_offered_for_speed_where_they_make_no_step_much_faster(
-    model: str, changes: dict[str, str]
-) -> None:
+def test_states_are_not_offered_without_speed(model: str, changes: dict[str, str]) -> None:
     plan = recommend(spec_of(model, gpus="1", **changes), SHORT, 1)
     assert not facts_of(plan.warnings, FasterStates)

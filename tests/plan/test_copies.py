@@ -107,15 +107,13 @@ def test_memory_gains_more_as_second_states_than_as_copies(
     ("share", "copied_bytes", "shown"),
     [(0.0, 0, ()), (0.6, 3 << 30, ("60%", "40%", "3.0 GiB")), (1.0, 0, ("second",))],
 )
-def test_a_plan_says_how_much_is_copied_and_what_training_waits_for(
-    share: float, copied_bytes: int, shown: tuple[str, ...]
-) -> None:
+def test_plan_says_what_is_copied(share: float, copied_bytes: int, shown: tuple[str, ...]) -> None:
     text = SavesBehind(share=share, bytes=copied_bytes).message
     assert all(part in text for part in shown), text
     assert ("waits" in text) == (share < 1)
 
 
-def test_a_host_that_is_full_holds_fewer_and_one_without_room_none() -> None:
+def test_full_host_holds_fewer_copies_or_none() -> None:
     shares = [
         fact.share
         for gib in (150, 170, 200)
@@ -165,7 +163,7 @@ def test_moments_that_are_decoded_for_the_disk_are_planned(states: str, each: in
     assert saving == each * max(group.numel for group in layout.sub_groups)
 
 
-def test_the_engine_chooses_the_same_from_the_budget_that_the_plan_gives_it() -> None:
+def test_engine_chooses_the_same_copies_from_its_budget() -> None:
     sizes = [copy_bytes("int8-moments") * numel for numel in (300, 1000, 50, 700, 20)]
     for budget in range(0, 22_000, 100):
         chosen = copied(sizes, (1, 3), budget)

@@ -9,14 +9,17 @@ from msgspec.structs import replace
 
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
 from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, Rates, model_key, store
-from so_tui.plan.plan import Plan, StepTime
+from so_tui.plan.plan import StepTime
 from so_tui.plan.planner import make_plan
-from so_tui.plan.rates import SpeedSource, digest
+from so_tui.plan.rates import digest
 from so_tui.plan.show import _speed_source_text
+from so_tui.plan.step_time import StepModel
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from so_tui.spec.run_spec import RunSpec
+from tests.support import planning
 from tests.support.machines import x86
+from tests.support.planning import source_of
 
 H200 = x86("NVIDIA H200")
 WORKLOAD = Workload()
@@ -37,20 +40,33 @@ SLOW_BUS = Rates(measured="2026-11-21T10:00:00+00:00", seconds=40.0, h2d_bytes_p
 
 
 def step_of(spec: RunSpec, *, probed: bool = True) -> StepTime:
-    step = make_plan(spec, H200, workload=WORKLOAD, probed=probed).step
-    assert step is not None
-    return step
+    return planning.step_of(make_plan(spec, H200, workload=WORKLOAD, probed=probed))
+
+
+def corrected(spec: RunSpec) -> tuple[float, float]:
+    """Return how many times as long passes are planned to take as without a probe."""
+    found, predicted = step_of(spec), step_of(spec, probed=False)
+    return found.forward_s / predicted.forward_s, found.backward_s / predicted.backward_s
 
 
 def on_host(spec: RunSpec) -> RunSpec:
     return with_values(spec, HOST)
 
 
-def computing(spec: RunSpec) -> Passes:
-    """As predicted."""
+def model_of(spec: RunSpec) -> StepModel:
     target = target_of(spec, H200, workload=WORKLOAD, probed=False)
     model = step_model(assess(spec, target).placement, target)
-    fetching = fetching_of(model) if model else None
+    assert model is not None
+    return model
+
+
+def fetched_s(spec: RunSpec) -> float:
+    return model_of(spec).passes.fetched_weights_s
+
+
+def computing(spec: RunSpec) -> Passes:
+    """As predicted."""
+    fetching = fetching_of(model_of(spec))
     assert fetching is not None
     return fetching.computing
 
@@ -96,35 +112,26 @@ def probe_of(
     )
 
 
-def test_fetching_is_hidden_or_not_as_the_other_tests_take_it_to_be() -> None:
+def test_fetching_is_hidden_as_other_tests_assume() -> None:
     assert step_of(on_host(LONG)).forward_s == computing(on_host(LONG)).forward_s
     assert step_of(on_host(SHORT)).forward_s > 1.2 * computing(on_host(SHORT)).forward_s
     assert step_of(on_host(SHORT)).backward_s == computing(on_host(SHORT)).backward_s
 
 
-def test_a_probe_that_hid_fetching_corrects_plans_that_do_not_fetch_by_the_lower_error_of_its_passes() -> (  # noqa: E501
-    None
-):
-    """A pass takes as long as its computation at least: what it took more may have been a wait for
-    weights.
+def test_a_probe_that_hid_fetching_corrects_by_the_lower_error() -> None:
+    """Of its passes, for plans that do not fetch: a pass takes as long as its computation at least,
+    and what it took more may have been a wait for weights.
     """
     store(H200, probe=(probe := probe_of(on_host(LONG), 1.3, 1.2, exposed=1.5)))
     for spec in (LONG, SHORT, with_values(LONG, {"offload.mode": "gpu"})):
-        found, predicted = step_of(spec), step_of(spec, probed=False)
-        assert found.forward_s == pytest.approx(1.2 * predicted.forward_s)
-        assert found.backward_s == pytest.approx(1.2 * predicted.backward_s)
-    found, predicted = step_of(on_host(LONG)), step_of(on_host(LONG), probed=False)
-    assert found.forward_s == pytest.approx(1.3 * predicted.forward_s)
-    assert found.backward_s == pytest.approx(1.2 * predicted.backward_s)
-    adam, predicted_adam = (
-        step_of(LONG, probed=probed).exposed_optimizer_s for probed in (True, False)
-    )
-    assert adam == pytest.approx(
-        predicted_adam + 0.5 * min(predicted_adam, probe.predicted.exposed_optimizer_s)
-    )
+        assert corrected(spec) == pytest.approx((1.2, 1.2))
+    assert corrected(on_host(LONG)) == pytest.approx((1.3, 1.2))
+    adam, predicted = (step_of(LONG, probed=probed).exposed_optimizer_s for probed in (True, False))
+    more = 0.5 * min(predicted, probe.predicted.exposed_optimizer_s)
+    assert adam == pytest.approx(predicted + more)
 
 
-def test_memory_of_a_probe_that_fetched_weights_says_nothing_of_a_gpu_that_has_them() -> None:
+def test_memory_of_a_fetching_probe_is_its_own() -> None:
     store(H200, probe=probe_of(on_host(LONG), 1.0, 1.0, more_gb=2.0))
     for spec, more in ((LONG, 0), (on_host(LONG), 2_000_000_000)):
         probed, unprobed = (
@@ -134,16 +141,11 @@ def test_memory_of_a_probe_that_fetched_weights_says_nothing_of_a_gpu_that_has_t
         assert probed == unprobed + more
 
 
-def test_a_probe_whose_forward_waited_for_weights_corrects_what_waits_and_its_backward_what_is_computed() -> (  # noqa: E501
-    None
-):
+def test_a_probe_whose_forward_waited_corrects_what_waits() -> None:
+    """And its backward what is computed."""
     store(H200, probe=probe_of(on_host(SHORT), 4.0, 1.1))
-    plain, without = step_of(LONG), step_of(LONG, probed=False)
-    assert plain.forward_s == pytest.approx(1.1 * without.forward_s)
-    assert plain.backward_s == pytest.approx(1.1 * without.backward_s)
-    waits, predicted = step_of(on_host(SHORT)), step_of(on_host(SHORT), probed=False)
-    assert waits.forward_s == pytest.approx(4.0 * predicted.forward_s)
-    assert waits.backward_s == pytest.approx(1.1 * predicted.backward_s)
+    assert corrected(LONG) == pytest.approx((1.1, 1.1))
+    assert corrected(on_host(SHORT)) == pytest.approx((4.0, 1.1))
     hidden, predicted = step_of(on_host(LONG)), step_of(on_host(LONG), probed=False)
     fetched = fetched_s(on_host(LONG))
     assert fetched < predicted.forward_s < 4 * fetched
@@ -151,37 +153,24 @@ def test_a_probe_whose_forward_waited_for_weights_corrects_what_waits_and_its_ba
     assert hidden.backward_s == pytest.approx(1.1 * predicted.backward_s)
 
 
-def fetched_s(spec: RunSpec) -> float:
-    target = target_of(spec, H200, workload=WORKLOAD, probed=False)
-    model = step_model(assess(spec, target).placement, target)
-    assert model is not None
-    return model.fetched_weights_s
-
-
-def test_where_both_passes_waited_for_weights_nothing_is_known_of_what_is_computed() -> None:
+def test_a_probe_of_two_waits_says_nothing_of_computation() -> None:
     store(H200, rates=SLOW_BUS)
     store(H200, probe=(probe := probe_of(on_host(SHORT), 1.4, 1.4)))
     assert probe.computing is not None
     assert probe.predicted.backward_s > probe.computing.backward_s
-    found, predicted = step_of(LONG), step_of(LONG, probed=False)
-    assert (found.forward_s, found.backward_s) == (predicted.forward_s, predicted.backward_s)
+    assert corrected(LONG) == (1.0, 1.0)
     source = source_of(make_plan(LONG, H200, workload=WORKLOAD))
     assert (source.probed, source.probed_passes) == (True, False), "of the optimizer only"
     assert _speed_source_text(source, "superoffload") != _speed_source_text(
         replace(source, probed_passes=True), "superoffload"
     )
-    other_mode = source_of(
-        make_plan(with_values(LONG, {"offload.mode": "gpu"}), H200, workload=WORKLOAD)
-    )
-    assert not other_mode.probed
-    found, predicted = step_of(on_host(SHORT)), step_of(on_host(SHORT), probed=False)
-    assert (found.forward_s, found.backward_s) == pytest.approx(
-        (1.4 * predicted.forward_s, 1.4 * predicted.backward_s)
-    )
+    gpu = with_values(LONG, {"offload.mode": "gpu"})
+    assert not source_of(make_plan(gpu, H200, workload=WORKLOAD)).probed
+    assert corrected(on_host(SHORT)) == pytest.approx((1.4, 1.4))
 
 
 @pytest.mark.parametrize("error", [0.2, 1.1, 3.0])
-def test_a_probe_whose_gpu_had_the_weights_corrects_what_is_computed_beside_fetching(
+def test_probe_with_weights_corrects_what_is_computed(
     error: float,
 ) -> None:
     """How long fetching takes is as predicted."""
@@ -194,16 +183,14 @@ def test_a_probe_whose_gpu_had_the_weights_corrects_what_is_computed_beside_fetc
         assert found.backward_s == pytest.approx(max(error * computed.backward_s, fetched_s(spec)))
 
 
-def test_where_both_were_probed_each_plan_is_corrected_by_its_own_kind() -> None:
+def test_each_plan_is_corrected_by_its_own_kind_of_probe() -> None:
     store(H200, probe=probe_of(LONG, 1.1, 1.1))
     store(H200, probe=probe_of(on_host(LONG), 1.5, 1.5))
-    for spec, error in ((LONG, 1.1), (on_host(LONG), 1.5)):
-        assert step_of(spec).forward_s == pytest.approx(
-            error * step_of(spec, probed=False).forward_s
-        )
+    assert corrected(LONG)[0] == pytest.approx(1.1)
+    assert corrected(on_host(LONG))[0] == pytest.approx(1.5)
 
 
-def test_a_probe_that_does_not_tell_fetching_apart_corrects_nothing() -> None:
+def test_probe_that_hides_fetching_corrects_nothing() -> None:
     """Older ones do not."""
     store(H200, probe=replace(probe_of(on_host(LONG), 1.5, 1.5, more_gb=1.0), computing=None))
     for spec in (LONG, on_host(LONG)):
@@ -212,15 +199,10 @@ def test_a_probe_that_does_not_tell_fetching_apart_corrects_nothing() -> None:
         )
 
 
-def source_of(plan: Plan) -> SpeedSource:
-    assert plan.speed_source is not None
-    return plan.speed_source
-
-
 @pytest.mark.parametrize(
     ("probed", "planned", "where"), [(on_host(LONG), LONG, "host"), (LONG, on_host(LONG), "gpu")]
 )
-def test_a_plan_says_that_the_probe_kept_weights_elsewhere(
+def test_plan_says_where_the_probe_had_weights(
     probed: RunSpec, planned: RunSpec, where: str
 ) -> None:
     store(H200, probe=probe_of(probed, 1.2, 1.2))

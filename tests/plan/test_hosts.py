@@ -35,7 +35,7 @@ def test_llama_70b_fits_three_quad_nodes_and_not_one() -> None:
     assert verdicts == {1: "does not fit", 3: "fits", 4: "fits"}
 
 
-def test_what_travels_is_every_weight_twice_and_every_gradient_once_in_each_micro_batch() -> None:
+def test_weights_travel_twice_and_gradients_once() -> None:
     plan = planned(QUAD, train__micro_batch="1", train__gradient_accumulation="2")
     fact = only(plan.reasons, AcrossHosts)
     parameters = plan.spec.model.parameter_count
@@ -43,7 +43,7 @@ def test_what_travels_is_every_weight_twice_and_every_gradient_once_in_each_micr
     assert fact.bytes_per_step == pytest.approx(2 * 3 * 2 * parameters * 7 / 8, rel=1e-3)
 
 
-def test_a_network_slower_than_the_links_within_a_host_sets_the_pace() -> None:
+def test_slower_network_sets_the_pace() -> None:
     fast, slow = planned(with_network(8000)), planned(with_network(100))
     alone = only(fast.reasons, AcrossHosts)
     held_up = only(slow.reasons, AcrossHosts)
@@ -54,7 +54,7 @@ def test_a_network_slower_than_the_links_within_a_host_sets_the_pace() -> None:
     assert slow.step_s == pytest.approx(fast.step_s + held_up.longer_s)
 
 
-def test_only_the_adapters_of_the_gpus_that_take_part_carry_anything() -> None:
+def test_only_adapters_of_gpus_that_take_part_carry() -> None:
     four = make_plan(spec_of("llama-3.1-8b", gpus="4", nodes="2"), with_network(100))
     one = make_plan(spec_of("llama-3.1-8b", gpus="1", nodes="8"), with_network(100))
     seconds = [only(plan.reasons, AcrossHosts).seconds for plan in (four, one)]

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from so_tui.machine.types import Machine
 from so_tui.plan.notes import CheckpointInterval
 from so_tui.plan.planner import make_plan
 from so_tui.plan.reasons import GPU_HOURS_BETWEEN_FAILURES, _best_interval_s
@@ -30,18 +31,18 @@ def test_no_other_interval_costs_noticeably_less(cost_s: float, failure_s: float
     assert best <= min(others) * 1.001
 
 
-def test_a_checkpoint_that_costs_more_than_a_failure_is_saved_once_in_a_failure() -> None:
+def test_costly_checkpoint_is_saved_once_in_a_failure() -> None:
     assert _best_interval_s(3 * DAY, DAY) == DAY
+
+
+def interval_of(machine: Machine, **changes: str) -> CheckpointInterval:
+    plan = make_plan(spec_of("llama-3.1-8b", **changes), machine)
+    return only(plan.reasons, CheckpointInterval)
 
 
 def test_more_gpus_fail_more_often() -> None:
     one, eight = (
-        only(
-            make_plan(
-                spec_of("llama-3.1-8b", gpus="4", nodes=nodes, checkpoint__background="false"), QUAD
-            ).reasons,
-            CheckpointInterval,
-        )
+        interval_of(QUAD, gpus="4", nodes=nodes, checkpoint__background="false")
         for nodes in ("2", "16")
     )
     assert (one.gpus, eight.gpus) == (8, 64)
@@ -50,17 +51,10 @@ def test_more_gpus_fail_more_often() -> None:
     assert eight.minutes < one.minutes
 
 
-def test_checkpoints_that_are_written_behind_training_hold_it_up_less_and_are_saved_more_often() -> (  # noqa: E501
-    None
-):
+def test_checkpoints_behind_training_are_saved_more_often() -> None:
+    """Since they hold it up less."""
     behind, before = (
-        only(
-            make_plan(
-                spec_of("llama-3.1-8b", slurm__partition="gh", checkpoint__background=background),
-                BIG,
-            ).reasons,
-            CheckpointInterval,
-        )
+        interval_of(BIG, slurm__partition="gh", checkpoint__background=background)
         for background in ("true", "false")
     )
     assert behind.pause_s < 0.1 * before.pause_s
@@ -68,28 +62,19 @@ def test_checkpoints_that_are_written_behind_training_hold_it_up_less_and_are_sa
 
 
 def test_the_settings_own_interval_is_compared() -> None:
-    def given(**changes: str) -> CheckpointInterval:
-        plan = make_plan(spec_of("llama-3.1-8b", slurm__partition="gh", **changes), BIG)
-        assert plan.step_s is not None
-        return only(plan.reasons, CheckpointInterval)
-
     none, minutes, steps = (
-        given(),
-        given(checkpoint__every_minutes="30"),
-        given(checkpoint__every_steps="100"),
+        interval_of(BIG, slurm__partition="gh", **changes)
+        for changes in ({}, {"checkpoint__every_minutes": "30"}, {"checkpoint__every_steps": "100"})
     )
-    assert none.given_minutes is None
-    assert "checkpoint.every_minutes" in none.message
-    assert minutes.given_minutes == 30
+    assert (none.given_minutes, minutes.given_minutes) == (None, 30)
     assert steps.given_minutes is not None
+    assert "checkpoint.every_minutes" in none.message
     assert "checkpoint.every_minutes" not in steps.message
 
 
 def test_a_short_run_needs_no_advice() -> None:
-    assert facts_of(make_plan(spec_of("tiny"), BIG).reasons, CheckpointInterval) == []
-    assert (
-        facts_of(
-            make_plan(spec_of("tiny", slurm__partition="gh"), CPU_ONLY).reasons, CheckpointInterval
-        )
-        == []
-    )
+    for spec, machine in (
+        (spec_of("tiny"), BIG),
+        (spec_of("tiny", slurm__partition="gh"), CPU_ONLY),
+    ):
+        assert facts_of(make_plan(spec, machine).reasons, CheckpointInterval) == []

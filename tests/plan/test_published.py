@@ -56,9 +56,7 @@ def test_every_notable_difference_has_its_reason(figures: dict[str, Compared]) -
             assert one.reason, one.published.key
 
 
-def test_deepspeeds_superoffload_is_faster_than_zerooffload_on_a_superchip_unless_it_clips() -> (
-    None
-):
+def test_deepspeeds_superoffload_is_faster_unless_it_clips() -> None:
     """It was planned at 208 TFLOPS, below ZeRO-Offload's 219: copies over PCIe had been counted as
     traffic of the host's memory.
     """
@@ -74,7 +72,7 @@ def test_deepspeeds_superoffload_is_faster_than_zerooffload_on_a_superchip_unles
     assert tflops[2] / tflops[1] > 1.1
 
 
-def test_what_the_first_version_left_out_explains_the_published_speeds(
+def test_early_steps_explain_published_speeds(
     figures: dict[str, Compared],
 ) -> None:
     evidence = {
@@ -84,7 +82,7 @@ def test_what_the_first_version_left_out_explains_the_published_speeds(
     assert evidence["speedup-examples"] == pytest.approx(1.5, rel=NOTABLE)
 
 
-def test_the_largest_model_of_the_paper_is_the_largest_that_is_planned(
+def test_largest_model_of_the_paper_is_planned(
     figures: dict[str, Compared],
 ) -> None:
     difference = figures["largest-superoffload"].difference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from so_tui.model.profile import MLP_TILE_TOKENS, tile_bytes
 from so_tui.model.shape import architecture
@@ -11,25 +12,16 @@ from so_tui.plan.fit import assess, target_of
 from so_tui.plan.gpu_memory import _all_terms
 from so_tui.plan.notes import InputsOnHost, MlpTiled
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.spec import InputError, RunSpec
 from so_tui.spec.run_spec import ParameterBlock
 from tests.support.machines import x86
-from tests.support.planning import facts_of, only, spec_of
+from tests.support.planning import facts_of, long_spec, only, spec_of, step_of
+from tests.support.problems import rejected
 
 H200 = x86("NVIDIA H200")
 LONG = 131_072
+FULL = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
 HIDDEN, FEED_FORWARD = 2560, 9728
 """Of the 4B shape."""
-
-
-def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> RunSpec:
-    one = {
-        "gpus": "1",
-        "train__micro_batch": "1",
-        "train__gradient_accumulation": "1",
-        "data__sequence_length": str(tokens),
-    }
-    return spec_of(preset, **one | changes)
 
 
 def block_bytes(tokens: int, tiled: str, **changes: str) -> int:
@@ -39,7 +31,7 @@ def block_bytes(tokens: int, tiled: str, **changes: str) -> int:
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forward(
+def test_block_grows_with_the_tile(
     policy: str,
 ) -> None:
     given = {"model__activation_checkpointing": policy}
@@ -52,7 +44,7 @@ def test_a_block_grows_with_the_tile_and_not_with_the_sequence_in_its_feed_forwa
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-def test_norms_of_several_kernels_cost_no_more_than_fused_ones_outside_their_tile(
+def test_norms_cost_no_more_outside_their_tile(
     policy: str,
 ) -> None:
     """A tile of them holds less than one of the feed-forward block, which takes 12 f instead of 10
@@ -68,54 +60,43 @@ def test_norms_of_several_kernels_cost_no_more_than_fused_ones_outside_their_til
     assert tiled == MLP_TILE_TOKENS * 2 * FEED_FORWARD
 
 
-def test_a_tile_of_norms_counts_where_it_is_larger_than_that_of_the_feed_forward_block() -> None:
+def test_larger_tile_of_norms_counts() -> None:
     config = spec_of("qwen3-4b-random").model.config
     shape = architecture(config | {"intermediate_size": HIDDEN})
     assert tile_bytes(shape, fused=False) == 28 * HIDDEN
     assert tile_bytes(shape, fused=True) == 10 * HIDDEN
 
 
-def test_norms_of_several_kernels_are_computed_again_in_backward() -> None:
-    given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
+def test_tiles_cost_a_product_in_backward_and_again_the_norms() -> None:
+    """Those of several kernels."""
     added = []
     for changes in ({}, {"model__kernels": "plain"}):
         tiled, whole = (
-            make_plan(long_spec(LONG, model__tiled_mlp=value, **given, **changes), H200).step
+            step_of(make_plan(long_spec(LONG, model__tiled_mlp=value, **FULL, **changes), H200))
             for value in ("on", "off")
         )
-        assert tiled is not None
-        assert whole is not None
         added.append(tiled.backward_s - whole.backward_s)
+        assert tiled.forward_s == whole.forward_s
+        assert 0 < added[-1] < 0.06 * whole.backward_s
+    assert added[0] < 0.03 * whole.backward_s
     assert 1.2 < added[1] / added[0] < 3
 
 
-def test_tiles_cost_a_product_in_backward() -> None:
-    given = {"offload__mode": "superoffload", "model__activation_checkpointing": "full"}
-    tiled, whole = (
-        make_plan(long_spec(LONG, model__tiled_mlp=value, **given), H200).step
-        for value in ("on", "off")
-    )
-    assert tiled is not None
-    assert whole is not None
-    assert tiled.forward_s == whole.forward_s
-    assert 1 < tiled.backward_s / whole.backward_s < 1.03
-
-
-def test_they_cost_all_three_products_where_a_norm_follows_the_block() -> None:
-    given = long_spec(LONG, offload__mode="superoffload", model__activation_checkpointing="full")
+def test_they_cost_three_products_where_a_norm_follows() -> None:
+    given = long_spec(LONG, **FULL)
     renamed = msgspec.json.encode(given.model.parameters).replace(
         b"post_attention_layernorm", b"post_feedforward_layernorm"
     )
     followed = msgspec.json.decode(renamed, type=tuple[ParameterBlock, ...])
     added = []
     for blocks in (given.model.parameters, followed):
-        steps = []
-        for tiled in ("on", "off"):
-            model = msgspec.structs.replace(given.model, parameters=blocks, tiled_mlp=tiled)
-            step = make_plan(msgspec.structs.replace(given, model=model), H200).step
-            assert step is not None
-            steps.append(step.backward_s)
-        added.append(steps[0] - steps[1])
+        tiled, whole = (
+            replace(given, model=replace(given.model, parameters=blocks, tiled_mlp=value))
+            for value in ("on", "off")
+        )
+        added.append(
+            step_of(make_plan(tiled, H200)).backward_s - step_of(make_plan(whole, H200)).backward_s
+        )
     assert added[0] > 0
     assert added[1] == pytest.approx(3 * added[0])
 
@@ -136,10 +117,7 @@ def test_they_are_proposed_where_only_they_make_a_length_fit() -> None:
     ("preset", "changes"),
     [("qwen3-30b-a3b", {}), ("qwen3-4b-random", {"model__activation_checkpointing": "selective"})],
 )
-def test_without_a_dense_block_that_is_recomputed_there_is_nothing_to_cut(
-    preset: str, changes: dict[str, str]
-) -> None:
-    with pytest.raises(InputError) as caught:
+def test_nothing_to_cut_without_a_dense_block(preset: str, changes: dict[str, str]) -> None:
+    with rejected("nothing-to-tile"):
         long_spec(LONG, preset, model__tiled_mlp="on", **changes)
-    assert [problem.code for problem in caught.value.problems] == ["nothing-to-tile"]
     assert recommend(long_spec(1_048_576, preset, **changes), H200).spec.model.tiled_mlp == "auto"

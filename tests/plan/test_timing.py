@@ -23,7 +23,8 @@ from so_tui.plan.rates import AttentionRate, Speed, _rate_at, constants, publish
 from so_tui.plan.step_time import Pass, StepModel, Update, _arrivals, _weight_wait_s
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
-from tests.support.machines import superchips, x86
+from tests.support.machines import x86
+from tests.support.planning import facts_of, only, step_of
 
 SPEC = load_catalog().presets["qwen3-4b-random"].spec
 ONE = Speed(
@@ -40,7 +41,13 @@ ONE = Speed(
 )
 
 
+GPU = {"offload__mode": "gpu"}
+OURS = {"offload__mode": "superoffload"}
+CLIPPED = OURS | {"train__gradient_clipping": "1"}
+EARLY = CLIPPED | {"offload__speculation": "on"}
 SMALL = {"offload__sub_group_size": "100000000"}
+EIGHT = {"train__gradient_accumulation": "8"}
+ONE_H200 = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=512 * 1024)
 
 
 def planned(gpus: int = 1, cores: int = 16, /, **changes: str) -> Plan:
@@ -60,52 +67,28 @@ def planned(gpus: int = 1, cores: int = 16, /, **changes: str) -> Plan:
     )
 
 
+def exposed_s(gpus: int = 1, cores: int = 16, /, **changes: str) -> float:
+    return step_of(planned(gpus, cores, **changes)).exposed_optimizer_s
+
+
 @pytest.mark.parametrize(
     ("gpus", "cores", "changes", "measured_s"),
     [
-        (1, 16, {"offload__mode": "gpu"}, 1.69),
-        (1, 16, {"offload__mode": "superoffload"}, 1.71),
-        (1, 16, {"offload__mode": "superoffload", "train__gradient_clipping": "1"}, 2.24),
-        (
-            1,
-            16,
-            {
-                "offload__mode": "superoffload",
-                "train__gradient_clipping": "1",
-                "offload__speculation": "on",
-            },
-            1.77,
-        ),
-        (
-            1,
-            16,
-            {
-                "offload__mode": "superoffload",
-                "offload__engine": "deepspeed",
-                "train__gradient_clipping": "1",
-            },
-            7.13,
-        ),
-        (1, 16, {"offload__mode": "superoffload", "train__gradient_accumulation": "8"}, 13.26),
-        (1, 16, {"offload__mode": "gpu", "train__gradient_accumulation": "8"}, 13.14),
-        (1, 64, {"offload__mode": "superoffload"}, 1.70),
-        (2, 64, {"offload__mode": "gpu"}, 1.62),
-        (2, 64, {"offload__mode": "superoffload"}, 1.74),
-        (2, 32, {"offload__mode": "gpu"}, 1.66),
-        (2, 32, {"offload__mode": "superoffload"} | SMALL, 1.68),
-        (
-            2,
-            32,
-            {
-                "offload__mode": "superoffload",
-                "train__gradient_clipping": "1",
-                "offload__speculation": "on",
-            }
-            | SMALL,
-            1.72,
-        ),
-        (4, 64, {"offload__mode": "gpu"}, 1.62),
-        (4, 64, {"offload__mode": "superoffload"}, 1.86),
+        (1, 16, GPU, 1.69),
+        (1, 16, OURS, 1.71),
+        (1, 16, CLIPPED, 2.24),
+        (1, 16, EARLY, 1.77),
+        (1, 16, CLIPPED | {"offload__engine": "deepspeed"}, 7.13),
+        (1, 16, OURS | EIGHT, 13.26),
+        (1, 16, GPU | EIGHT, 13.14),
+        (1, 64, OURS, 1.70),
+        (2, 64, GPU, 1.62),
+        (2, 64, OURS, 1.74),
+        (2, 32, GPU, 1.66),
+        (2, 32, OURS | SMALL, 1.68),
+        (2, 32, EARLY | SMALL, 1.72),
+        (4, 64, GPU, 1.62),
+        (4, 64, OURS, 1.86),
     ],
 )
 def test_measured_steps_are_met(
@@ -173,50 +156,29 @@ def test_steps_with_compact_moments_are_met(states: str, measured_s: float) -> N
 )
 def test_what_adam_leaves_exposed_is_met(gpus: int, cores: int, measured_s: float) -> None:
     """The sub-group whose gradient comes last is the one that the next forward wants first."""
-    step = planned(gpus, cores, offload__mode="superoffload").step
-    assert step is not None
-    assert step.exposed_optimizer_s == pytest.approx(measured_s, abs=0.05)
+    assert exposed_s(gpus, cores, **OURS) == pytest.approx(measured_s, abs=0.05)
 
 
 def test_clipping_holds_adam_back_until_the_norm_is_known() -> None:
-    free, held = (
-        planned(offload__mode="superoffload", train__gradient_clipping=clip).step
-        for clip in ("0", "1")
-    )
-    assert free is not None
-    assert held is not None
-    assert 0.3 < held.exposed_optimizer_s - free.exposed_optimizer_s < 0.6
+    assert 0.3 < exposed_s(**CLIPPED) - exposed_s(**OURS) < 0.6
 
 
 def test_speculation_need_not_wait_for_the_norm() -> None:
     """offload-h200.json: 0.10 s for sub-groups of 400 million parameters, 0.03 s for 100 million.
     The norm itself costs some 0.05 s.
     """
-    clipped = {
-        "offload__mode": "superoffload",
-        "train__gradient_clipping": "1",
-        "offload__speculation": "on",
-    }
-    for size, measured_s in (("400000000", 0.10), ("100000000", 0.03)):
-        step = planned(**clipped, offload__sub_group_size=size).step
-        assert step is not None
-        assert step.exposed_optimizer_s == pytest.approx(measured_s + 0.05, abs=0.04)
+    for changes, measured_s in ((EARLY, 0.10), (EARLY | SMALL, 0.03)):
+        assert exposed_s(**changes) == pytest.approx(measured_s + 0.05, abs=0.04)
 
 
-def test_what_cannot_speculate_is_stepped_while_forward_computes_what_comes_before_it() -> None:
+def test_what_cannot_speculate_is_stepped_beside_forward() -> None:
     """Second states for a share of what is offloaded: the more, the shorter the wait."""
-    clipped = {
-        "offload__mode": "superoffload",
-        "train__gradient_clipping": "1",
-        "offload__speculation": "on",
-    }
-    steps = [planned(**clipped, offload__speculation_gib=str(gib)).step for gib in (1, 15, 30, 47)]
-    exposed = [step.exposed_optimizer_s for step in steps if step]
+    exposed = [exposed_s(**EARLY, offload__speculation_gib=str(gib)) for gib in (1, 15, 30, 47)]
     assert exposed == sorted(exposed, reverse=True)
     assert exposed[0] > 2 * exposed[-1]
 
 
-def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> None:
+def test_ranks_that_share_memory_slow_adam() -> None:
     """CPU Adam of two ranks at half the rate each. DeepSpeed's optimizer is slower by what its
     kernel moves, ours by nearly all it does; it loses less by sharing, since beside a forward it
     never has its whole rate.
@@ -225,48 +187,39 @@ def test_ranks_that_share_memory_slow_adam_but_not_what_is_slow_already() -> Non
         published(), adam=((16, 120e9), (32, 240e9)), node_bytes_per_s=1e12, adam_together=()
     )
     together = replace(undisturbed, adam_together=((2, 60e9),))
+    machine = x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024)
 
-    def exposed_s(speed: Speed, **changes: str) -> float:
-        base = {
-            "gpus": "2",
-            "model.activation_checkpointing": "full",
-            "offload.speculation": "off",
-            "offload.sub_group_size": "400000000",
-        }
+    def waits_s(speed: Speed, changes: dict[str, str]) -> float:
+        base = {"gpus": "2", "model.activation_checkpointing": "full", "offload.ratio": "1.0"}
+        base |= {"offload.speculation": "off", "offload.sub_group_size": "400000000"}
         spec = with_values(SPEC, base | changes)
-        target = target_of(
-            spec, x86("NVIDIA H200", gpu_count=2, cores=32, memory_mib=512 * 1024), probed=False
-        )
+        target = target_of(spec, machine, probed=False)
         resources = dataclasses.replace(target.resources, speed=speed)
         step = assess(spec, dataclasses.replace(target, resources=resources)).step
         assert step is not None
-        return step.exposed_optimizer_s + (
-            step.forward_s if spec.offload.mode == "superoffload" else 0.0
-        )
+        ours = spec.offload.mode == "superoffload"
+        return step.exposed_optimizer_s + (step.forward_s if ours else 0.0)
 
-    ours = {"offload.mode": "superoffload", "offload.ratio": "1.0", "train.micro_batch": "1"}
-    theirs = {"offload.mode": "zerooffload", "offload.ratio": "1.0"}
-    assert 1.3 < exposed_s(together, **ours) / exposed_s(undisturbed, **ours) < 1.6
-    assert 1.2 < exposed_s(together, **theirs) / exposed_s(undisturbed, **theirs) < 1.4
+    ours = {"offload.mode": "superoffload", "train.micro_batch": "1"}
+    theirs = {"offload.mode": "zerooffload"}
+    assert 1.3 < waits_s(together, ours) / waits_s(undisturbed, ours) < 1.6
+    assert 1.2 < waits_s(together, theirs) / waits_s(undisturbed, theirs) < 1.4
 
 
-def test_copies_of_zerooffload_hide_where_the_gpu_is_busy_but_not_behind_python() -> None:
-    """Every gradient in bf16 for its partition, and in fp32 for the optimizer's, at the link's
-    rate.
+def test_copies_of_zerooffload_hide_behind_the_gpu_only() -> None:
+    """Not behind Python: every gradient in bf16 for its partition, and in fp32 for the
+    optimizer's, at the link's rate.
     """
 
     def backward_s(mode: str, **changes: str) -> float:
-        step = planned(offload__mode=mode, offload__ratio="1.0", **changes).step
-        assert step is not None
-        return step.backward_s
+        return step_of(planned(offload__mode=mode, offload__ratio="1.0", **changes)).backward_s
 
     busy = {"train__micro_batch": "8"}
     assert backward_s("zerooffload", **busy) == backward_s("gpu", **busy)
     idle = {"train__micro_batch": "1", "data__sequence_length": "512"}
     copies_s = 6 * SPEC.model.parameter_count / published().d2h_bytes_per_s
-    assert backward_s("zerooffload", **idle) - backward_s("gpu", **idle) == pytest.approx(
-        copies_s, rel=0.01
-    )
+    longer_s = backward_s("zerooffload", **idle) - backward_s("gpu", **idle)
+    assert longer_s == pytest.approx(copies_s, rel=0.01)
 
 
 def published() -> Speed:
@@ -308,7 +261,7 @@ def test_the_worker_takes_what_forward_uses_first() -> None:
 
 def test_repeating_less_is_faster() -> None:
     full, selective, none = (
-        planned(offload__mode="gpu", model__activation_checkpointing=kept).step_s or 0
+        step_of(planned(**GPU, model__activation_checkpointing=kept)).total_s
         for kept in ("full", "selective", "none")
     )
     assert full > selective > none
@@ -318,21 +271,20 @@ def test_what_is_computed_anew_is_launched_anew() -> None:
     """Where layers are too small to keep a GPU busy, Python is what repeating them costs: once more
     a forward's.
     """
-    small = {"offload__mode": "gpu", "train__micro_batch": "1", "data__sequence_length": "512"}
-    steps = {
-        policy: planned(**small, model__activation_checkpointing=policy).step
+    small = GPU | {"train__micro_batch": "1", "data__sequence_length": "512"}
+    none, selective, full = (
+        step_of(planned(**small, model__activation_checkpointing=policy)).backward_s
         for policy in ("none", "selective", "full")
-    }
-    backward = {policy: step.backward_s for policy, step in steps.items() if step}
+    )
     forward_s = (
         constants().step.forward_launches_per_layer
         * published().layer_launch_overhead_s
         * SPEC.model.config["num_hidden_layers"]
     )
-    assert backward["full"] == backward["selective"] == pytest.approx(backward["none"] + forward_s)
+    assert full == selective == pytest.approx(none + forward_s)
 
 
-def test_gathering_takes_from_what_computes_but_not_from_what_waits_for_python() -> None:
+def test_gathering_takes_from_what_computes() -> None:
     use = constants().step
 
     def pass_of(sequence_length: str, gather_s: float) -> Pass:
@@ -385,36 +337,22 @@ def test_short_documents_and_untrained_tokens_cost_less() -> None:
 
 def test_adam_rates_lie_on_lines_between_what_was_measured() -> None:
     speed = replace(ONE, adam=((2, 20.0), (10, 60.0)), node_bytes_per_s=100.0)
-    assert [speed.adam_bytes_per_s(cores, 1) for cores in (1, 2, 6, 10, 40)] == [
-        10.0,
-        20.0,
-        40.0,
-        60.0,
-        60.0,
-    ]
+    rates = [speed.adam_bytes_per_s(cores, 1) for cores in (1, 2, 6, 10, 40)]
+    assert rates == [10.0, 20.0, 40.0, 60.0, 60.0]
     assert speed.adam_bytes_per_s(10, 4) == 15.0  # what 40 cores have together, by four
     assert speed.adam_bytes_per_s(2, 2) == 15.0
     assert replace(speed, node_bytes_per_s=40.0).adam_bytes_per_s(10, 4) == 10.0
     together = replace(speed, adam_together=((2, 14.0), (4, 12.0)))
-    assert [together.adam_bytes_per_s(10, ranks) for ranks in (1, 2, 3, 4)] == [
-        60.0,
-        14.0,
-        14.0,
-        12.0,
-    ]
+    rates = [together.adam_bytes_per_s(10, ranks) for ranks in (1, 2, 3, 4)]
+    assert rates == [60.0, 14.0, 14.0, 12.0]
 
 
-def test_ranks_that_wait_for_each_other_take_as_long_as_the_slowest() -> None:
+def test_ranks_that_wait_take_as_long_as_the_slowest() -> None:
     speed = replace(
         ONE, layer_launch_overhead_s=2.0, layer_launch_overhead_by_ranks=((2, 1.9), (4, 3.0))
     )
-    assert [speed.layer_launch_overhead_of(ranks) for ranks in (1, 2, 3, 4, 8)] == [
-        2.0,
-        2.0,
-        2.0,
-        3.0,
-        3.0,
-    ]
+    taken = [speed.layer_launch_overhead_of(ranks) for ranks in (1, 2, 3, 4, 8)]
+    assert taken == [2.0, 2.0, 2.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -433,33 +371,16 @@ def test_shipped_rates_say_that_they_are_published(name: str, word: str) -> None
     assert word in speed.source
 
 
-def test_constants_have_a_provenance() -> None:
-    found = constants()
-    for text in (
-        found.memory.provenance,
-        found.step.provenance,
-        *(kind.source for kind in found.machines),
-    ):
-        assert len(text) > 40
-    for named in ("offload-h200.json", "offload-h200-x4.json", "speed-h200.jsonl"):
-        assert (Path(__file__).parents[2] / "benchmarks" / "results" / named).is_file()
-
-
 def test_parts_add_up_to_the_step() -> None:
-    plan = planned(offload__mode="superoffload")
-    assert plan.step is not None
-    assert plan.step_s == plan.step.total_s
-    assert plan.useful_tokens_per_s_total == plan.tokens_per_step / plan.step.total_s
+    plan = planned(**OURS)
+    assert plan.step_s == step_of(plan).total_s
+    assert plan.useful_tokens_per_s_total == plan.tokens_per_step / step_of(plan).total_s
 
 
 def test_more_offload_is_hardly_ever_faster_with_clipping() -> None:
-    ratios = [f"{ratio / 10}" for ratio in range(11)]
     steps = [
-        planned(
-            offload__mode="superoffload", offload__ratio=ratio, train__gradient_clipping="1"
-        ).step_s
-        or 0.0
-        for ratio in ratios
+        step_of(planned(**CLIPPED | {"offload__ratio": f"{ratio / 10}"})).total_s
+        for ratio in range(11)
     ]
     # Within what the GPU's own share of the step gives back.
     assert all(after > 0.97 * before for before, after in pairwise(steps))
@@ -467,25 +388,8 @@ def test_more_offload_is_hardly_ever_faster_with_clipping() -> None:
 
 
 def test_accumulation_spreads_the_optimizer_over_more_tokens() -> None:
-    one, eight = (
-        planned(offload__mode="superoffload", train__gradient_accumulation=count)
-        for count in ("1", "8")
-    )
+    one, eight = (planned(**changes) for changes in (OURS, OURS | EIGHT))
     assert (eight.useful_tokens_per_s_total or 0) > (one.useful_tokens_per_s_total or 0)
-
-
-def test_unknown_hardware_has_no_prediction() -> None:
-    assert published_speed("Voodoo 3dfx") is None
-    assert make_plan(with_values(SPEC, {"gpus": "1"}), x86("Voodoo 3dfx")).step_s is None
-    assert make_plan(load_catalog().presets["tiny"].spec, x86()).step_s is None
-
-
-def test_grace_hopper_predictions_say_where_they_come_from() -> None:
-    plan = make_plan(with_values(SPEC, {"gpus": "1"}), superchips(1))
-    assert plan.step_s is not None
-    assert plan.speed_source is not None
-    assert plan.speed_source.calibrated is None
-    assert plan.speed_source.published.startswith("published for GH200")
 
 
 def long(length: int, /, **changes: str) -> Plan:
@@ -579,85 +483,68 @@ def test_memory_and_steps_of_long_sequences_are_planned(row: dict[str, Any]) -> 
     plan, measured = planned_row(row), row["gpu_reserved_gib"] * 2**30
     more = 0.12 if plan.spec.offload.parameters == "cpu" else 0.05
     assert -0.01 * measured < plan.gpu_reserved_bytes - measured < more * measured
-    step, measured_s = plan.step, row["step_s"]
-    assert step is not None
+    step = step_of(plan)
     parts = {
         "forward": step.forward_s - row["forward_s"],
         "backward": step.backward_s - row["backward_s"],
     }
     if (row["sequence_length"], row["document"]) != (8192, 8192):
-        parts |= {
-            "optimizer": step.exposed_optimizer_s - row["optimizer_s"],
-            "step": step.total_s - measured_s,
-        }
-    most_s = (0.05 if row["gpus"] == 1 else 0.06) * measured_s
+        parts["optimizer"] = step.exposed_optimizer_s - row["optimizer_s"]
+        parts["step"] = step.total_s - row["step_s"]
+    most_s = (0.05 if row["gpus"] == 1 else 0.06) * row["step_s"]
     assert {name: error for name, error in parts.items() if abs(error) > most_s} == {}
 
 
-def test_keeping_attention_is_chosen_where_documents_are_long_and_it_fits() -> None:
+def test_keeping_attention_is_chosen_for_long_documents() -> None:
     assert long(65_536).spec.model.activation_checkpointing == "attention"
 
 
-def test_a_faster_backend_that_is_not_installed_is_named_where_it_gains() -> None:
-    machine = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=512 * 1024)
-    plans = [
+def test_a_faster_backend_is_named_where_it_would_gain() -> None:
+    short, long = (
         make_plan(
             with_values(
-                SPEC, {"gpus": "1", "data.sequence_length": str(length), "train.micro_batch": "1"}
+                SPEC, {"gpus": "1", "data.sequence_length": length} | {"train.micro_batch": "1"}
             ),
-            machine,
+            ONE_H200,
         )
-        for length in (2_048, 32_768)
-    ]
-    short, long = (
-        [fact for fact in plan.warnings if isinstance(fact, FasterAttention)] for plan in plans
+        for length in ("2048", "32768")
     )
-    assert not short
-    assert (long[0].backend, long[0].used) == ("flash-attn-4", "torch-flash")
-    assert long[0].step_s < 0.9 * long[0].given_step_s
+    assert not facts_of(short.warnings, FasterAttention)
+    named = only(long.warnings, FasterAttention)
+    assert (named.backend, named.used) == ("flash-attn-4", "torch-flash")
+    assert named.step_s < 0.9 * named.given_step_s
 
 
 def test_padding_takes_no_time_where_attention_takes_boundaries() -> None:
     spec = with_values(
         SPEC, {"gpus": "1", "offload.mode": "gpu", "model.activation_checkpointing": "full"}
     )
-    machine = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=512 * 1024)
-    third = Workload(attended_tokens=300, trained_share=0.3, useful_share=1 / 3)
     whole = Workload(attended_tokens=300, trained_share=0.3)
-    times = {
+    third = replace(whole, useful_share=1 / 3)
+    forward = {
         name: [
-            make_plan(with_values(spec, {"model.attention": name}), machine, workload=data).step
+            step_of(
+                make_plan(with_values(spec, {"model.attention": name}), ONE_H200, workload=data)
+            ).forward_s
             for data in (third, whole)
         ]
         for name in ("torch-flash", "sdpa")
-    }
-    forward = {
-        name: [step.forward_s if step else 0.0 for step in steps] for name, steps in times.items()
     }
     assert forward["torch-flash"][0] < 0.6 * forward["torch-flash"][1]
     assert forward["sdpa"][0] == forward["sdpa"][1] > forward["torch-flash"][1]
 
 
-def test_rows_with_a_mask_are_as_wide_as_the_longest_of_their_micro_batch() -> None:
-    spec = with_values(
-        SPEC,
-        {
-            "gpus": "1",
-            "model.attention": "sdpa",
-            "data.packing": "false",
-            "model.activation_checkpointing": "full",
-        },
-    )
-    machine = x86("NVIDIA H200", gpu_count=1, cores=16, memory_mib=512 * 1024)
+def test_rows_with_a_mask_are_as_wide_as_the_longest() -> None:
+    """Of their micro-batch."""
+    changes = {"gpus": "1", "model.attention": "sdpa", "data.packing": "false"}
+    changes |= {"model.activation_checkpointing": "full", "train.micro_batch": "4"}
     data = Workload(useful_share=0.2, row_shares=((1, 0.2), (2, 0.3), (8, 0.5)))
     assert [data.row_share(size) for size in (1, 2, 4, 8, 16)] == [0.2, 0.3, 0.5, 0.5, 1.0]
     narrow, wide = (
-        make_plan(with_values(spec, {"train.micro_batch": "4"}), machine, workload=known).step
+        step_of(make_plan(with_values(SPEC, changes), ONE_H200, workload=known)).backward_s
         for known in (data, Workload(useful_share=0.2))
     )
-    assert narrow is not None
-    assert wide is not None
-    assert narrow.backward_s < 0.6 * wide.backward_s
+    assert narrow < 0.6 * wide
 
 
 def test_rates_between_measured_lengths() -> None:
@@ -665,13 +552,8 @@ def test_rates_between_measured_lengths() -> None:
         AttentionRate(document=1_000, forward=2.0, backward=1.0),
         AttentionRate(document=4_000, forward=4.0, backward=3.0),
     )
-    assert [_rate_at(rates, length).forward for length in (10, 1_000, 2_000, 4_000, 9_000)] == [
-        2.0,
-        2.0,
-        pytest.approx(3.0),
-        4.0,
-        4.0,
-    ]
+    found = [_rate_at(rates, length).forward for length in (10, 1_000, 2_000, 4_000, 9_000)]
+    assert found == pytest.approx([2.0, 2.0, 3.0, 4.0, 4.0])
     own = replace(ONE, matrix_flops=100.0, attention={"torch-flash": rates})
     assert own.attention_at("torch-flash", 4_000).forward == 4.0
     assert own.attention_at("flash-attn-4", 65_536).forward == pytest.approx(97.7)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.runs import MetricsWriter, RunDirectory, RunReader
+from so_tui.runs import MetricsWriter, RunDirectory, RunReader, read_spec
 from so_tui.runs import state as control
 from so_tui.runs.liveness import concluded
 from so_tui.runs.records import (
@@ -24,6 +24,7 @@ from so_tui.runs.records import (
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError
 from tests.support.hostile_files import link_device, make_pipe, make_sparse
+from tests.support.problems import rejected
 from tests.support.waiting import LIMIT_S
 
 Step = Callable[..., StepRecord]
@@ -59,7 +60,7 @@ def _write(run: RunDirectory, step: Step) -> None:
 
 
 @pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_a_hostile_segment_does_not_hold_up_a_reader(
+def test_hostile_segment_holds_up_no_reader(
     make: Callable[[Path], None], run: RunDirectory, step: Step
 ) -> None:
     _write(run, step)
@@ -81,23 +82,24 @@ def test_a_hostile_segment_does_not_hold_up_a_reader(
     assert time.monotonic() - begun < LIMIT_S
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"name":"\xff"}', b"", b"{}", b"9" * 5000])
-def test_a_hostile_state_or_request_is_the_usual_error(content: bytes, run: RunDirectory) -> None:
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"name":"\xff"}', b"", b"{", b"{}", b"9" * 5000]
+)
+def test_a_hostile_file_of_a_run_is_the_usual_error(content: bytes, run: RunDirectory) -> None:
     run.state_path.write_bytes(content)
-    with pytest.raises(InputError) as caught:
+    with rejected("unreadable-state"):
         read_state(run)
-    assert [problem.code for problem in caught.value.problems] == ["unreadable-state"]
-    run.control_dir.mkdir(exist_ok=True)
     (run.control_dir / "stop").write_bytes(content)
     assert control.details(run, "stop") is None
+    run.spec_path.write_bytes(content)
+    with rejected("unreadable-spec"):
+        read_spec(run)
 
 
 @pytest.mark.parametrize(
     "change", [{"started": 1e300}, {"ended": -1.0}, {"step": -5}, {"total_steps": 2**63}]
 )
-def test_a_state_with_an_impossible_number_is_the_usual_error(
-    change: dict[str, object], run: RunDirectory
-) -> None:
+def test_impossible_number_in_a_state(change: dict[str, object], run: RunDirectory) -> None:
     state = msgspec.json.decode(run.state_path.read_bytes())
     run.state_path.write_bytes(msgspec.json.encode({**state, **change}))
     with pytest.raises(InputError):
@@ -105,7 +107,7 @@ def test_a_state_with_an_impossible_number_is_the_usual_error(
 
 
 @pytest.mark.parametrize("make", [make_pipe, link_device, make_sparse])
-def test_a_state_that_is_no_small_regular_file_is_the_usual_error(
+def test_state_that_is_no_small_file_is_an_error(
     make: Callable[[Path], None], run: RunDirectory
 ) -> None:
     run.state_path.unlink(missing_ok=True)

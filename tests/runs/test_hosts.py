@@ -65,7 +65,7 @@ def code_of(action: Callable[[], object]) -> str:
     ("heartbeat", "expected"),
     [("fresh", Liveness.ALIVE), ("between", Liveness.UNKNOWN), ("old", Liveness.GONE)],
 )
-def test_processes_decide_on_their_own_host_and_the_heartbeat_elsewhere(
+def test_processes_decide_here_and_the_heartbeat_elsewhere(
     where: str, heartbeat: str, expected: Liveness, run: RunDirectory
 ) -> None:
     state = recorded(run, where, AGES[heartbeat])
@@ -76,18 +76,14 @@ def test_processes_decide_on_their_own_host_and_the_heartbeat_elsewhere(
 
 
 @pytest.mark.parametrize("where", ["restarted", "container", "elsewhere"])
-def test_a_reused_pid_of_another_namespace_or_boot_proves_nothing(
-    where: str, run: RunDirectory
-) -> None:
+def test_reused_pid_elsewhere_proves_nothing(where: str, run: RunDirectory) -> None:
     me = identify(os.getpid())
     assert sighting(run, recorded(run, where, AGES["old"], supervisor=me)).liveness is Liveness.GONE
 
 
 @pytest.mark.parametrize("error_s", [-HOUR, HOUR])
 @pytest.mark.parametrize("where", ["restarted", "container", "elsewhere"])
-def test_a_wrong_clock_does_not_end_a_run_whose_heartbeat_moves(
-    where: str, error_s: float, run: RunDirectory
-) -> None:
+def test_wrong_clock_ends_no_moving_run(where: str, error_s: float, run: RunDirectory) -> None:
     now = [0.0]
     watch = HeartbeatWatch(clock=lambda: now[0])
     sighting(run, recorded(run, where, error_s, heartbeat=1), watch)
@@ -103,9 +99,7 @@ def test_a_wrong_clock_does_not_end_a_run_whose_heartbeat_moves(
 
 
 @pytest.mark.parametrize("heartbeat", ["fresh", "between"])
-def test_a_run_that_may_live_elsewhere_is_final_only_by_the_users_word(
-    heartbeat: str, run: RunDirectory
-) -> None:
+def test_run_elsewhere_ends_by_the_users_word(heartbeat: str, run: RunDirectory) -> None:
     recorded(run, "elsewhere", AGES[heartbeat])
     assert code_of(lambda: ended_state(run)) == "run-may-be-live"
     assert code_of(lambda: delete_run(run)) == "run-may-be-live"
@@ -117,28 +111,24 @@ def test_a_run_that_may_live_elsewhere_is_final_only_by_the_users_word(
     assert not run.path.exists()
 
 
-def test_the_users_word_does_not_end_a_run_that_lives_here(run: RunDirectory) -> None:
-    recorded(run, "here", supervisor=identify(os.getpid()))
+@pytest.mark.parametrize("age_s", [0.0, OLD_S])
+def test_the_users_word_does_not_end_a_run_that_lives_here(age_s: float, run: RunDirectory) -> None:
+    """However silent its supervisor is."""
+    recorded(run, "here", age_s, supervisor=identify(os.getpid()))
     for action in (
         lambda: record_end(run),
         lambda: ended_state(run, assume_dead=True),
         lambda: delete_run(run, assume_dead=True),
     ):
         assert code_of(action) == "run-is-live"
-    assert read_state(run).state == "training"
-
-
-def test_the_users_word_takes_no_lock_from_a_silent_supervisor_that_lives_here(
-    run: RunDirectory,
-) -> None:
-    recorded(run, "here", OLD_S, supervisor=identify(os.getpid()))
     with run_lock(run) as held:
         assert held is not None
         assert code_of(lambda: record_end(run)) == "run-is-live"
         held.refresh()
+    assert read_state(run).state == "training"
 
 
-def test_a_living_supervisor_keeps_its_run_whatever_the_user_says(run: RunDirectory) -> None:
+def test_living_supervisor_keeps_its_run(run: RunDirectory) -> None:
     """On a file system whose locks work between hosts, the lock shows that the supervisor lives."""
     recorded(run, "elsewhere", STALE_S - 10)
     with run_lock(run) as held:
@@ -150,9 +140,7 @@ def test_a_living_supervisor_keeps_its_run_whatever_the_user_says(run: RunDirect
 
 
 @pytest.mark.parametrize("heartbeat", ["between", "old"])
-def test_a_lock_that_a_file_server_holds_for_a_host_that_is_gone_keeps_no_run(
-    heartbeat: str, run: RunDirectory
-) -> None:
+def test_lock_of_a_gone_host_keeps_no_run(heartbeat: str, run: RunDirectory) -> None:
     """Some servers hold it until that host starts again. The user's word and a minute without a
     sign of life are enough.
     """
@@ -169,9 +157,7 @@ def test_a_lock_that_a_file_server_holds_for_a_host_that_is_gone_keeps_no_run(
 
 @pytest.mark.parametrize("ahead_s", [5.0, HOUR])
 @pytest.mark.parametrize("where", ["restarted", "container", "elsewhere"])
-def test_a_heartbeat_of_a_clock_that_is_ahead_needs_the_users_word(
-    ahead_s: float, where: str, run: RunDirectory
-) -> None:
+def test_clock_ahead_needs_the_users_word(ahead_s: float, where: str, run: RunDirectory) -> None:
     """A clock that is seconds ahead is no reason to doubt a heartbeat; one that is an hour ahead
     says nothing about life.
     """

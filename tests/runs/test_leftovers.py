@@ -31,9 +31,7 @@ def ended() -> Process:
     return found
 
 
-def test_what_an_ended_process_left_is_removed_and_nothing_else(
-    tmp_path: Path, ended: Process
-) -> None:
+def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, ended: Process) -> None:
     theirs = [
         tmp_path / name for name in (f"torch_{ended.pid}_123_0", f"so_tui_{ended.pid}_states")
     ]
@@ -47,9 +45,7 @@ def test_what_an_ended_process_left_is_removed_and_nothing_else(
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
-def test_deleting_a_run_that_nobody_supervised_at_its_end_removes_what_it_left(
-    run: RunDirectory, ended: Process
-) -> None:
+def test_deletion_removes_leftovers(run: RunDirectory, ended: Process) -> None:
     left = SHARED_MEMORY / f"torch_{ended.pid}_1_0"
     left.touch()
     try:
@@ -94,9 +90,7 @@ def test_what_a_living_process_uses_stays(tmp_path: Path, ended: Process, how: s
     assert _leftovers([ended], tmp_path) == (path,)
 
 
-def test_an_open_file_elsewhere_with_the_same_inode_is_another_file(
-    tmp_path: Path, ended: Process
-) -> None:
+def test_same_inode_elsewhere_is_another_file(tmp_path: Path, ended: Process) -> None:
     """Two new file systems number their first files alike. (Mounts need a name space of one's own,
     which not every container allows.)
     """

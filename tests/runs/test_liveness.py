@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from so_tui.runs import (
-    HeartbeatWatch,
     MetricsWriter,
     RunDirectory,
     alive,
@@ -20,7 +19,7 @@ from so_tui.runs import (
     write_state,
 )
 from so_tui.runs import state as control
-from so_tui.runs.liveness import STALE_S, _parse_stat, concluded, identify, supervised
+from so_tui.runs.liveness import _parse_stat, concluded, identify, supervised
 from so_tui.runs.records import EndRecord, OutcomeCode, Process, RunState, StepRecord
 
 Sleeper = subprocess.Popen[bytes]
@@ -101,7 +100,7 @@ def test_a_run_without_a_supervisor_yet_is_not_lost(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(("ended", "code"), [("finished", 0), ("stopped", 4), ("failed", 1)])
-def test_the_trainers_end_record_counts_if_the_supervisor_could_not_write_the_state(
+def test_end_record_counts_without_a_supervisor(
     run: RunDirectory, step: Callable[..., StepRecord], ended: str, code: int
 ) -> None:
     recorded(run)
@@ -123,23 +122,6 @@ def test_the_trainers_end_record_counts_if_the_supervisor_could_not_write_the_st
 def test_a_final_state_is_not_corrected(run: RunDirectory) -> None:
     state = recorded(run, state="finished", exit_code=0)
     assert state_with_truth(run) == state
-
-
-def test_a_run_of_another_host_is_judged_by_its_heartbeat_and_our_clock(run: RunDirectory) -> None:
-    now = [0.0]
-    watch = HeartbeatWatch(clock=lambda: now[0])
-    recorded(run, host="elsewhere", heartbeat=1)
-    assert state_with_truth(run).state == "training"
-    for beat in range(2, 5):
-        assert state_with_truth(run, watch).state == "training"
-        now[0] += STALE_S - 1
-        assert state_with_truth(run, watch).state == "training"
-        recorded(run, host="elsewhere", heartbeat=beat)
-    assert state_with_truth(run, watch).state == "training"
-    now[0] += STALE_S + 1
-    assert state_with_truth(run, watch).state == "lost"
-    recorded(run, host="elsewhere", heartbeat=9)
-    assert state_with_truth(run, watch).state == "training"
 
 
 def test_requests_stay_until_they_are_carried_out(run: RunDirectory) -> None:

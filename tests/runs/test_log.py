@@ -84,7 +84,7 @@ def test_the_tail_starts_at_a_line_and_goes_on(tmp_path: Path) -> None:
     assert reader.poll() == ("new",)
 
 
-def test_a_poll_that_comes_too_late_reads_something_and_says_that_there_is_more(
+def test_late_poll_says_that_there_is_more(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "log"
@@ -142,7 +142,7 @@ trimmed log lasts.
 """
 
 
-def test_trimming_under_a_writer_keeps_head_and_tail_and_readers_find_their_place(
+def test_trimming_under_a_writer_keeps_places(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "log"

@@ -34,6 +34,7 @@ from so_tui.runs.records import (
     encode_line,
 )
 from so_tui.runs.segments import read_lines, segments
+from tests.support.records import step_record
 from tests.support.waiting import LIMIT_S
 
 Step = Callable[..., StepRecord]
@@ -121,9 +122,7 @@ def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(
-    run: RunDirectory, step: Step, loss: float
-) -> None:
+def test_diverged_loss_is_a_gap(run: RunDirectory, step: Step, loss: float) -> None:
     write(run, 1, [step(0, loss=2.0), step(1, loss=loss, gradient_norm=None), step(2, loss=1.0)])
     reader = RunReader(run)
     records = read_all(reader)
@@ -134,9 +133,7 @@ def test_a_diverged_loss_is_recorded_and_is_a_gap_in_the_chart(
     assert rows(reader, "gradient_norm") == [(0, 1.5), (1, None), (2, 1.5)]
 
 
-def test_unknown_kinds_and_fields_and_broken_lines_are_skipped(
-    run: RunDirectory, step: Step
-) -> None:
+def test_unknown_kinds_and_fields_are_skipped(run: RunDirectory, step: Step) -> None:
     write(run, 1, [step(0), step(1)])
     path = segments(run.metrics_dir)[1]
     newer = msgspec.json.decode(msgspec.json.encode(step(2)))
@@ -191,15 +188,7 @@ def test_a_late_reader_draws_what_it_did_not_read(run: RunDirectory, step: Step)
     assert [record.step for record in reader.metrics.recent(1500)] == list(range(1500, 3000))
 
 
-def test_an_empty_run_has_no_steps(run: RunDirectory) -> None:
-    reader = RunReader(run)
-    assert read_all(reader) == []
-    assert reader.metrics.latest is None
-    assert rows(reader, "loss") == []
-    assert losses(reader) == []
-
-
-def test_segments_are_read_once_for_charts_and_other_records(
+def test_segments_are_read_once_for_charts_and_records(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = CheckpointRecord(attempt=1, time=1.0, step=700, path="p", bytes=1, seconds=1.0)
@@ -227,9 +216,7 @@ def test_segments_are_read_once_for_charts_and_other_records(
 
 @pytest.mark.parametrize("resumed", [150, 167, 0])
 @pytest.mark.parametrize("late", [False, True], ids=["live", "late"])
-def test_a_resume_supersedes_later_steps(
-    run: RunDirectory, step: Step, resumed: int, late: bool
-) -> None:
+def test_resume_supersedes_steps(run: RunDirectory, step: Step, resumed: int, late: bool) -> None:
     reader = RunReader(run)
     saved = [
         CheckpointRecord(attempt=1, time=1.0, step=s, path=str(s), bytes=1, seconds=1.0)
@@ -270,9 +257,7 @@ def test_a_resume_supersedes_later_steps(
     assert rows(fresh, "loss") == drawn
 
 
-def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
-    run: RunDirectory, step: Step
-) -> None:
+def test_killed_writer_leaves_whole_records(run: RunDirectory, step: Step) -> None:
     reader = RunReader(run)
     steps: list[int] = []
     for attempt in range(1, 6):
@@ -304,9 +289,7 @@ def test_a_killed_writer_leaves_whole_records_and_the_next_attempt_goes_on(
         assert losses(each) == [float(i) for i in range(each.metrics.latest.step + 1)]
 
 
-def test_a_full_disk_is_reported_and_does_not_damage_the_next_record(
-    run: RunDirectory, step: Step
-) -> None:
+def test_full_disk_does_not_damage_the_next_record(run: RunDirectory, step: Step) -> None:
     writer = write(run, 1, [step(0)], close=False)
     size = segments(run.metrics_dir)[1].stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -328,9 +311,11 @@ def test_a_record_of_another_attempt_is_refused(run: RunDirectory, step: Step) -
         MetricsWriter(run, 1).append(step(0, attempt=2))
 
 
-def test_a_poll_is_bounded(run: RunDirectory, step: Step) -> None:
-    write(run, 1, [step(i) for i in range(300)])
+def test_a_poll_is_bounded_also_of_an_empty_run(run: RunDirectory, step: Step) -> None:
     reader = RunReader(run)
+    assert read_all(reader) == rows(reader, "loss") == losses(reader) == []
+    assert reader.latest is None
+    write(run, 1, [step(i) for i in range(300)])
     update = reader.poll(limit_records=100, limit_s=10)
     assert (len(update.records), update.more) == (100, True)
     assert len(reader.poll(limit_records=1000, limit_s=10).records) == 200
@@ -345,26 +330,17 @@ def test_writing_does_not_bring_a_deleted_run_back(run: RunDirectory) -> None:
     assert not run.path.exists()
 
 
-def test_half_a_record_at_the_end_of_an_attempt_is_cut_off_by_the_next(
-    run: RunDirectory, step: Callable[..., StepRecord]
-) -> None:
-    first = MetricsWriter(run, 1)
-    for number in range(1, 200):
-        first.append(step(number))
+def test_half_a_record_is_cut_off_by_the_next_attempt(run: RunDirectory, step: Step) -> None:
+    write(run, 1, [step(number) for number in range(1, 200)], close=False)
     segment = next(iter(segments(run.metrics_dir).values()))
     whole = segment.read_bytes()
-    with segment.open("ab") as file:
-        file.write(
-            whole[: len(whole) // 2][-100_000:].replace(b"\n", b" ")
-        )  # as a full disk leaves it, longer than a block
+    with segment.open("ab") as file:  # as a full disk leaves it, longer than a block
+        file.write(whole[: len(whole) // 2][-100_000:].replace(b"\n", b" "))
     second = MetricsWriter(run, 2)
     assert segment.read_bytes() == whole
     second.append(step(200, attempt=2))
     second.close()
-    reader = MetricsReader(run)
-    while reader.poll(limit_records=10_000, limit_s=1.0).more:
-        pass
-    assert [record.step for record in reader.recent(300)] == list(range(1, 201))
+    assert [record.step for record in read_completely(run).recent(300)] == list(range(1, 201))
 
 
 def read_completely(run: RunDirectory) -> MetricsReader:
@@ -374,19 +350,21 @@ def read_completely(run: RunDirectory) -> MetricsReader:
     return reader
 
 
+def write_hundreds(run: RunDirectory, *attempts: int) -> None:
+    """Write the steps of some attempts: of the first those from 100 to 199, and so on."""
+    for attempt in attempts:
+        first = 100 * attempt
+        write(run, attempt, [step_record(s, attempt=attempt) for s in range(first, first + 100)])
+
+
 def loop(path: Path) -> None:
     """Make opening a file fail, also for root."""
     path.unlink()
     path.symlink_to(path)
 
 
-def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory, step: Step) -> None:
-    for attempt in (1, 2, 3):
-        write(
-            run,
-            attempt,
-            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
-        )
+def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory) -> None:
+    write_hundreds(run, 1, 2, 3)
     loop(segments(run.metrics_dir)[2])
     reader = read_completely(run)
     assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 200), *range(300, 400)]
@@ -394,15 +372,9 @@ def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory, s
     assert reader.unread_share == 0
 
 
-def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(
-    run: RunDirectory, step: Step
-) -> None:
-    for attempt in (1, 2):
-        write(
-            run,
-            attempt,
-            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
-        )
+def test_a_segment_that_appears_late_is_read(run: RunDirectory, step: Step) -> None:
+    """And the newest is still followed."""
+    write_hundreds(run, 1, 2)
     first, newest = segments(run.metrics_dir).values()
     late = first.rename(first.with_name("not-copied-yet"))
     reader = read_completely(run)
@@ -416,15 +388,9 @@ def test_a_segment_that_appears_late_is_read_and_the_newest_is_still_followed(
     assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 301)]
 
 
-def test_a_poll_says_whether_the_newest_records_or_only_earlier_ones_are_still_to_be_read(
-    run: RunDirectory, step: Step
-) -> None:
-    for attempt in (1, 2):
-        write(
-            run,
-            attempt,
-            [step(number, attempt=attempt) for number in range(100 * attempt, 100 * attempt + 100)],
-        )
+def test_a_poll_says_whether_it_is_behind(run: RunDirectory) -> None:
+    """Or whether only earlier records are still to be read."""
+    write_hundreds(run, 1, 2)
     reader = MetricsReader(run)
     progress = reader.poll(limit_records=50, limit_s=10.0)
     assert (len(progress.records), progress.more, progress.behind) == (50, True, True)
@@ -434,7 +400,7 @@ def test_a_poll_says_whether_the_newest_records_or_only_earlier_ones_are_still_t
     assert reader.unread_share > 0
 
 
-def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
+def test_work_for_a_record_does_not_grow_with_events(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
@@ -458,9 +424,7 @@ def test_the_work_for_a_record_does_not_grow_with_the_number_of_events(
     assert len(passes) < 10
 
 
-def test_only_the_newest_warnings_are_kept(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newest_warnings_are_kept(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_MOST_WARNINGS", 10)
     for attempt in (1, 2):
         warnings = [WarningRecord(attempt=attempt, time=1e9, message=str(at)) for at in range(25)]
@@ -470,7 +434,7 @@ def test_only_the_newest_warnings_are_kept(
     assert reader.start == start(2)
 
 
-def test_a_segment_that_fails_to_close_costs_no_later_record(
+def test_segment_that_fails_to_close_costs_no_record(
     run: RunDirectory, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network file system may say only then that a quota is used up; the descriptor is free all

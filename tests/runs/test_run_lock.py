@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -36,15 +38,23 @@ DEAD = Process(pid=1 << 21, start_time=1, role="supervisor")
 ELSEWHERE = HostIdentity("elsewhere", "another", 1)
 
 
-@pytest.fixture(params=["as they are", "fail", "lock nothing"])
-def locks(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
-    """Return the environment of processes whose locks are as the parameter says."""
-    library = shim.build(tmp_path)
+def faults_of(folder: Path, how: str) -> dict[str, str]:
+    """Return the environment of processes whose locks are as a word says."""
+    library = shim.build(folder)
     if library is None:
         pytest.skip("there is no C compiler")
-    faults = shim.Shim(library, tmp_path / "control-of-faults")
-    faults.lock(request.param, "supervisor.lock")
+    faults = shim.Shim(library, folder / "control-of-faults")
+    faults.lock(how, "supervisor.lock")
     return faults.environment()
+
+
+@pytest.fixture
+def _unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the file system's locks exclude nobody."""
+    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
+
+
+unlocked = pytest.mark.usefixtures("_unlocked")
 
 
 class Taker:
@@ -85,81 +95,74 @@ def owned(run: RunDirectory, host: HostIdentity, process: Process, age_s: float 
     return path
 
 
-def test_of_several_that_race_one_gets_the_lock_and_its_death_frees_it(
-    run: RunDirectory, locks: dict[str, str]
-) -> None:
-    takers = [Taker(run, locks) for _ in range(3)]
+@pytest.mark.parametrize("how", ["as they are", "fail", "lock nothing"])
+def test_one_of_several_gets_the_lock(run: RunDirectory, tmp_path: Path, how: str) -> None:
+    """And its death frees it."""
+    environment = faults_of(tmp_path, how)
+    with racing(run, environment) as takers:
+        taken = takers["taken"]
+        taken.end()
+        late = Taker(run, environment)
+        late.tell()
+        assert late.answer() == "taken"
+        late.end()
+
+
+@contextmanager
+def racing(run: RunDirectory, environment: dict[str, str]) -> Iterator[dict[str, Taker]]:
+    """Have three processes take the lock at once; yield one for each answer."""
+    takers = [Taker(run, environment) for _ in range(3)]
     try:
         for taker in takers:
             taker.tell()
         answers = [taker.answer() for taker in takers]
         assert sorted(answers) == ["refused", "refused", "taken"]
-        takers[answers.index("taken")].end()
-        late = Taker(run, locks)
-        takers.append(late)
-        late.tell()
-        assert late.answer() == "taken"
+        yield dict(zip(answers, takers, strict=True))
     finally:
         for taker in takers:
             taker.end()
 
 
-@pytest.mark.parametrize("rounds", [5])
-def test_of_several_that_race_for_a_dead_owners_place_one_wins(
-    run: RunDirectory, tmp_path: Path, rounds: int
-) -> None:
-    library = shim.build(tmp_path)
-    if library is None:
-        pytest.skip("there is no C compiler")
-    faults = shim.Shim(library, tmp_path / "control-of-faults")
-    faults.lock("lock nothing", "supervisor.lock")
-    for _ in range(rounds):
+def test_one_takes_a_dead_owners_place(run: RunDirectory, tmp_path: Path) -> None:
+    environment = faults_of(tmp_path, "lock nothing")
+    for _ in range(5):
         owned(run, this_host(), DEAD)
-        takers = [Taker(run, faults.environment()) for _ in range(3)]
-        try:
-            for taker in takers:
-                taker.tell()
-            assert sorted(taker.answer() for taker in takers) == ["refused", "refused", "taken"]
-        finally:
-            for taker in takers:
-                taker.end()
+        with racing(run, environment):
+            continue
 
 
+@unlocked
 @pytest.mark.parametrize(
     ("host", "age_s", "free"),
     [(this_host(), 0.0, True), (ELSEWHERE, OLD_S + 60, True), (ELSEWHERE, OLD_S - 60, False)],
     ids=["dead here", "old elsewhere", "recent elsewhere"],
 )
 def test_the_file_of_an_owner_that_is_gone_is_taken_over(
-    host: HostIdentity, age_s: float, free: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    host: HostIdentity, age_s: float, free: bool, run: RunDirectory
 ) -> None:
     path = owned(run, host, DEAD, age_s)
-    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
-    with run_lock(run) as lock:
-        assert (lock is not None) == free
-        with run_lock(run) as second:
-            assert second is None
-    with run_lock(run) as again:
-        assert (again is not None) == free
+    for _ in range(3):
+        with run_lock(run) as lock:
+            assert (lock is not None) == free
+            with run_lock(run) as second:
+                assert second is None
+            if lock is not None:
+                lock.refresh()
     assert path.exists()
 
 
-def test_a_living_owner_keeps_the_lock_however_old_its_file_is(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@unlocked
+def test_a_living_owner_keeps_the_lock_however_old_its_file(run: RunDirectory) -> None:
     me = identify(os.getpid())
     assert me is not None
     path = owned(run, this_host(), me, 10 * OLD_S)
-    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
     with run_lock(run) as lock:
         assert lock is None
     assert path.exists()
 
 
-def test_half_an_owner_file_is_taken_over_only_when_it_is_old(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
+@unlocked
+def test_half_an_owner_file_is_taken_over_only_when_it_is_old(run: RunDirectory) -> None:
     path = run.path / "supervisor.owner"
     path.write_bytes(b'{"host":')
     with run_lock(run) as lock:
@@ -169,10 +172,8 @@ def test_half_an_owner_file_is_taken_over_only_when_it_is_old(
         assert lock is not None
 
 
-def test_a_holder_that_was_replaced_notices_and_leaves_the_new_one_alone(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
+@unlocked
+def test_a_replaced_holder_leaves_the_new_one_alone(run: RunDirectory) -> None:
     me = identify(os.getpid())
     assert me is not None
     with run_lock(run) as lock:
@@ -187,32 +188,18 @@ def test_a_holder_that_was_replaced_notices_and_leaves_the_new_one_alone(
     assert not msgspec.json.decode(replacement.read_bytes(), type=Owner).released
 
 
-def test_a_lock_is_free_again_after_each_of_many_holders(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
-    for _ in range(4):
-        with run_lock(run) as lock:
-            assert lock is not None
-            lock.refresh()
-
-
-def test_a_holder_lets_go_on_a_full_disk(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@unlocked
+def test_full_disk_frees_the_lock(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most runs whose disk is full end for that reason."""
-    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
 
     def half(path: Path, content: bytes) -> int:
         with path.open("wb") as file:
             file.write(content[: len(content) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with run_lock(run) as lock:
+    with monkeypatch.context() as patch, run_lock(run) as lock:
         assert lock is not None
-        monkeypatch.setattr(Path, "write_bytes", half)
-    monkeypatch.undo()
-    monkeypatch.setattr("so_tui.runs.lock._excludes_others", lambda _: False)
+        patch.setattr(Path, "write_bytes", half)
     with run_lock(run) as again:
         assert again is not None
     assert not list(run.path.glob(".supervisor.owner.*"))
@@ -223,7 +210,7 @@ def test_a_holder_lets_go_on_a_full_disk(
     [(STALE_S - 10, False), (STALE_S + 10, True)],
     ids=["a moment ago", "a minute ago"],
 )
-def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(
+def test_users_word_frees_an_owner_after_a_minute(
     age_s: float, taken: bool, run: RunDirectory
 ) -> None:
     owned(run, ELSEWHERE, DEAD, age_s)
@@ -233,7 +220,7 @@ def test_the_users_word_frees_the_file_of_an_owner_elsewhere_after_a_minute(
         assert (lock is not None) == taken
 
 
-def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(
+def test_taken_lock_is_kept_when_the_other_lets_go(
     run: RunDirectory,
 ) -> None:
     """A file server may give up the lock of a host that is gone while another one supervises the
@@ -250,7 +237,7 @@ def test_who_has_taken_a_lock_over_keeps_it_when_the_other_holder_lets_go(
         assert again is not None
 
 
-def test_the_lock_is_held_after_the_server_gave_up_the_one_of_a_host_that_is_gone(
+def test_lock_is_held_after_the_server_gave_one_up(
     run: RunDirectory,
 ) -> None:
     os.utime(run.state_path, (1.0, 1.0))

@@ -23,13 +23,11 @@ from so_tui.runs.state import overwrite, read_state, write_state
         ({"started": 100.0, "ended": 160.0}, 60.0),  # as written before attempts were counted
     ],
 )
-def test_a_run_took_the_time_of_its_attempts_and_not_what_lay_between(
-    times: dict[str, float], took_s: float | None
-) -> None:
+def test_run_took_the_time_of_attempts(times: dict[str, float], took_s: float | None) -> None:
     assert RunState(name="r", state="finished", **times).took_s == took_s  # type: ignore[arg-type]
 
 
-def test_an_overwritten_state_is_read_whether_it_is_shorter_or_longer(tmp_path: Path) -> None:
+def test_overwritten_state_is_read(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     write_state(run, RunState(name="r", state="training", detail="x" * 200))
     for reason in ("full", "full" * 200):

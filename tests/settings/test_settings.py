@@ -126,7 +126,7 @@ def test_a_command_that_others_can_read_is_not_used() -> None:
     assert codes() == [("settings-readable", "settings")]
 
 
-def test_changes_keep_comments_and_the_rest_and_close_the_file_to_others(tmp_path: Path) -> None:
+def test_changes_keep_comments_and_close_the_file(tmp_path: Path) -> None:
     kept_elsewhere = tmp_path / "dotfiles.toml"
     kept_elsewhere.write_text(COMMENTED)
     kept_elsewhere.chmod(0o644)
@@ -145,7 +145,7 @@ def test_changes_keep_comments_and_the_rest_and_close_the_file_to_others(tmp_pat
     assert load_settings().settings.runs.sort == "loss"
 
 
-def test_the_command_shows_and_changes_settings(
+def test_command_shows_and_changes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["settings", "alerts.stall_s=120"]) == 0

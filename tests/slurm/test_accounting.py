@@ -38,9 +38,7 @@ def accounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_accounting_refuses_accounts_and_knows_how_jobs_ended(
-    accounted: Cluster, tmp_path: Path
-) -> None:
+def test_accounting_refuses_and_remembers(accounted: Cluster, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         submit(tmp_path / "refused", slurm__account="other")
     assert [(problem.code, problem.field, problem.value) for problem in caught.value.problems] == [

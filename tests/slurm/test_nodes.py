@@ -34,9 +34,7 @@ def node_state(run: RunDirectory) -> NodeState:
     return read_json(run.node_path(1, 1), NodeState)
 
 
-def test_two_nodes_train_as_two_ranks_and_a_second_job_continues(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_two_nodes_train_and_continue(cluster: Cluster, tmp_path: Path) -> None:
     run = two_nodes(tmp_path / "nodes", train__steps=str(STEPS))
     wait_for(run, trains)
     submission = read_submission(run, 1)
@@ -68,9 +66,7 @@ def test_a_stop_ends_both_nodes_with_a_checkpoint(cluster: Cluster, tmp_path: Pa
     assert node_state(run).ended
 
 
-def test_a_node_that_fails_is_reported_and_the_run_resumes(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_failed_node_is_reported_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
     run = two_nodes(tmp_path, train__steps="5000", checkpoint__every_steps="2")
     wait_for(run, lambda state: (state.saved_step or 0) >= 2)
     cluster.stop_node("n2")

@@ -20,9 +20,7 @@ SITES = sorted(path.stem for path in _builtin_sites().glob("*.toml"))
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
 @pytest.mark.parametrize("name", SITES)
-def test_slurm_accepts_the_script_of_a_profile(
-    name: str, nodes: str, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_slurm_accepts_profiles(name: str, nodes: str, cluster: Cluster, tmp_path: Path) -> None:
     partition = "strict" if load_site(name).refused_options else "main"
     spec = tiny(slurm__partition=partition, slurm__account="project", nodes=nodes)
     script = tmp_path / "job.sh"

@@ -21,7 +21,7 @@ ALL = frozenset(kernel.package for kernel in KERNELS if kernel.package)
 PLAIN = Needs(head_size=128)
 
 
-def test_the_fastest_that_is_installed_and_runs_on_the_gpu_is_taken() -> None:
+def test_fastest_installed_backend_is_taken() -> None:
     assert choose_backend(PLAIN, Present(generation=9, packages=ALL)).backend == "flash-attn-4"
     assert choose_backend(PLAIN, Present(generation=10, packages=ALL)).backend == "flash-attn-4"
     assert choose_backend(PLAIN, Present(generation=8, packages=ALL)).backend == "flash-attn-2"

@@ -10,6 +10,7 @@ import pytest
 from so_tui.folders import user_folder
 from so_tui.spec import (
     InputError,
+    RunSpec,
     find_preset,
     load_catalog,
     resolve_source,
@@ -17,7 +18,7 @@ from so_tui.spec import (
     with_values,
 )
 from so_tui.spec.presets import as_published
-from tests.support.problems import codes
+from tests.support.problems import codes, rejected
 
 GOOD = 'extends = "tiny"\n[offload]\nratio = 0.25\n'
 
@@ -26,19 +27,10 @@ def test_built_in_presets_load_without_problems_tiny_last(tmp_path: Path) -> Non
     catalog = load_catalog(tmp_path)
     assert catalog.problems == ()
     assert list(catalog.presets)[-1] == "tiny"
-    assert {
-        "gpt-oss-20b",
-        "qwen3-14b",
-        "phi-4",
-        "llama-3.1-8b",
-        "seed-oss-36b",
-        "qwen3-30b-a3b",
-        "llama-3.3-70b",
-    } <= set(catalog.presets)
-    assert all(
-        preset.origin == "built-in" and Path(preset.path).is_file()
-        for preset in catalog.presets.values()
-    )
+    for preset in catalog.presets.values():
+        assert preset.origin == "built-in"
+        assert Path(preset.path).is_file()
+        assert with_values(preset.spec, {"data.source": "rows.jsonl"}).data.format == "auto"
 
 
 def test_a_bad_user_preset_never_stops_the_others(tmp_path: Path) -> None:
@@ -58,12 +50,8 @@ def test_a_bad_user_preset_never_stops_the_others(tmp_path: Path) -> None:
     }
     assert "line 2" in problems["broken.toml"].message
     assert "Did you mean `ratio`?" in problems["wrong.toml"].remedy
-
-
-def test_a_bad_user_preset_raises_its_own_problems(tmp_path: Path) -> None:
-    (tmp_path / "wrong.toml").write_text('extends = "tiny"\n[offload]\nratio = 2\n')
-    with pytest.raises(InputError, match=r"wrong\.toml: offload\.ratio = 2"):
-        find_preset("wrong", load_catalog(tmp_path))
+    with pytest.raises(InputError, match=r"wrong\.toml: offload\.ratoi = 2"):
+        find_preset("wrong", catalog)
 
 
 def test_an_unknown_base_names_the_nearest(tmp_path: Path) -> None:
@@ -90,7 +78,7 @@ def test_a_file_may_have_the_name_of_the_preset_that_it_extends(tmp_path: Path) 
     assert found.spec.model == find_preset("tiny").spec.model
 
 
-def test_a_base_may_extend_another_and_lengths_replace_each_other(tmp_path: Path) -> None:
+def test_base_may_extend_another(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "qwen3-14b"\n[train]\nsteps = 5\n')
     (tmp_path / "b.toml").write_text('extends = "a"\n[train]\ntokens = 100\n')
     presets = load_catalog(tmp_path).presets
@@ -133,9 +121,7 @@ def test_a_path_is_a_preset(tmp_path: Path) -> None:
         ("", {"missing", "no-length"}),
     ],
 )
-def test_a_missing_or_malformed_file_is_a_problem(
-    tmp_path: Path, text: str | None, expected: set[str]
-) -> None:
+def test_malformed_file_is_a_problem(tmp_path: Path, text: str | None, expected: set[str]) -> None:
     path = tmp_path / "trial.toml"
     if text is not None:
         path.write_text(text)
@@ -185,9 +171,7 @@ def test_a_file_or_folder_that_is_not_a_preset(
         ('["a", [4], true, "linear", "b"]', "table-unknown-tie", "a"),
     ],
 )
-def test_an_impossible_table_is_a_problem_of_its_preset(
-    tmp_path: Path, tensors: str, code: str, tensor: str
-) -> None:
+def test_bad_table_is_a_problem(tmp_path: Path, tensors: str, code: str, tensor: str) -> None:
     (tmp_path / "trial.toml").write_text(f"{GOOD}\n[[model.parameters]]\ntensors = [{tensors}]\n")
     catalog = load_catalog(tmp_path)
     (problem,) = catalog.problems
@@ -213,40 +197,26 @@ def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
 
 
 def test_a_preset_saved_over_itself_keeps_its_base(tmp_path: Path) -> None:
-    save_preset(
-        with_values(find_preset("tiny").spec, {"offload.ratio": "0.5"}),
-        "mine",
-        base="tiny",
-        user_dir=tmp_path,
-    )
-    mine = load_catalog(tmp_path).presets["mine"].spec
-    path = save_preset(
-        with_values(mine, {"train.seed": "7"}), "mine", base="mine", user_dir=tmp_path
-    )
-    assert 'extends = "tiny"' in path.read_text()
-    again = load_catalog(tmp_path).presets["mine"].spec
+    def saved(spec: RunSpec, base: str, **changes: str) -> RunSpec:
+        path = save_preset(with_values(spec, changes), "mine", base=base, user_dir=tmp_path)
+        assert 'extends = "tiny"' in path.read_text()
+        return load_catalog(tmp_path).presets["mine"].spec
+
+    mine = saved(find_preset("tiny").spec, "tiny", **{"offload.ratio": "0.5"})
+    again = saved(mine, "mine", **{"train.seed": "7"})
     assert (again.offload.ratio, again.train.seed) == (0.5, 7)
 
 
 def test_a_preset_has_another_label_than_its_base(tmp_path: Path) -> None:
     (tmp_path / "older.toml").write_text(GOOD)
     (tmp_path / "titled.toml").write_text('title = "Mine"\n' + GOOD)
-    path = save_preset(
-        with_values(find_preset("tiny").spec, {"train.seed": "7"}),
-        "saved",
-        base="tiny",
-        user_dir=tmp_path,
-    )
-    save_preset(
-        load_catalog(tmp_path).presets["saved"].spec, "saved", base="saved", user_dir=tmp_path
-    )
+    changed = with_values(find_preset("tiny").spec, {"train.seed": "7"})
+    path = save_preset(changed, "saved", base="tiny", user_dir=tmp_path)
+    saved = load_catalog(tmp_path).presets["saved"].spec
+    save_preset(saved, "saved", base="saved", user_dir=tmp_path)
     presets = load_catalog(tmp_path).presets
-    assert [presets[name].spec.label for name in ("older", "titled", "saved", "tiny")] == [
-        "older",
-        "Mine",
-        "saved",
-        "tiny (embedded)",
-    ]
+    labels = [presets[name].spec.label for name in ("older", "titled", "saved", "tiny")]
+    assert labels == ["older", "Mine", "saved", "tiny (embedded)"]
     assert "title" not in path.read_text()
 
 
@@ -281,19 +251,17 @@ def test_a_preset_without_base_is_complete(tmp_path: Path) -> None:
     ],
 )
 def test_saving_refuses_bad_names(tmp_path: Path, name: str, base: str, code: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with rejected(code):
         save_preset(find_preset("tiny").spec, name, base=base, user_dir=tmp_path)
-    assert codes(caught) == [code]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError) as caught:
+    with rejected("not-writable"):
         save_preset(
             find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path / "file" / "presets"
         )
-    assert codes(caught) == ["not-writable"]
 
 
 def test_the_user_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,43 +286,25 @@ def test_an_unknown_built_in_source_is_a_problem(name: str) -> None:
     assert codes(caught) == ["unknown-builtin"]
 
 
-def test_own_rows_of_any_layout_go_with_every_preset(tmp_path: Path) -> None:
-    specs = [
-        with_values(preset.spec, {"data.source": "rows.jsonl"})
-        for preset in load_catalog(tmp_path).presets.values()
-    ]
-    assert {spec.data.format for spec in specs} == {"auto"}
-
-
 def test_a_preset_has_a_variant_as_published() -> None:
     plain, variant = (
         find_preset(name).spec for name in ("gpt-oss-20b", "gpt-oss-20b:as-published")
     )
-    assert (variant.offload.engine, variant.offload.config, variant.offload.sub_group_size) == (
-        "deepspeed",
-        "published",
-        800_000_000,
-    )
+    offload = variant.offload
+    assert (offload.engine, offload.config) == ("deepspeed", "published")
+    assert offload.sub_group_size == 800_000_000
     assert (variant.data.sequence_length, variant.train.micro_batch) == (8192, 4)
     assert variant.name == "gpt-oss-20b-as-published"
     assert variant.model.parameters == plain.model.parameters
-    with pytest.raises(InputError) as error:
+    with rejected("unknown-preset"):
         find_preset("nothing:as-published")
-    assert error.value.problems[0].code == "unknown-preset"
-    with pytest.raises(InputError) as error:
+    with rejected("not-as-published"):
         as_published(msgspec.structs.replace(plain, gpus=3))
-    assert error.value.problems[0].code == "not-as-published"
-
-
-def test_the_published_config_is_one_of_deepspeeds_engine() -> None:
-    with pytest.raises(InputError) as error:
+    with rejected("published-config"):  # it is one of DeepSpeed's engine
         with_values(find_preset("qwen3-14b").spec, {"offload.config": "published"})
-    assert error.value.problems[0].code == "published-config"
 
 
-def test_a_saved_preset_finds_its_data_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_preset_finds_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     for folder in (work, elsewhere):
         folder.mkdir()

@@ -175,9 +175,7 @@ def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("section", ["", "[model.config]\n"])
-def test_the_generator_writes_the_whole_shape_where_there_is_none(
-    tmp_path: Path, section: str
-) -> None:
+def test_generator_writes_a_whole_shape(tmp_path: Path, section: str) -> None:
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.presets import _rewritten
 
@@ -211,9 +209,7 @@ def test_the_generator_writes_the_whole_shape_where_there_is_none(
         ("num_key_value_heads = 2", "num_key_value_heads = 3"),
     ],
 )
-def test_a_shape_that_was_changed_below_its_table_is_told_and_mended_by_the_generator(
-    tmp_path: Path, old: str, new: str
-) -> None:
+def test_changed_shape_is_told_and_mended(tmp_path: Path, old: str, new: str) -> None:
     pytest.importorskip("transformers")
     from so_tui_trainer.tools.presets import _rewritten
 

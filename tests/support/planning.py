@@ -8,7 +8,8 @@ from typing import TypeVar
 from rich.console import Console
 
 from so_tui.plan.notes import Fact
-from so_tui.plan.plan import Plan
+from so_tui.plan.plan import Plan, StepTime
+from so_tui.plan.rates import SpeedSource
 from so_tui.spec import RunSpec, load_catalog, with_values
 from tests.support.machines import superchips, x86
 
@@ -26,6 +27,29 @@ def spec_of(name: str, **changes: str) -> RunSpec:
         CATALOG.presets[name].spec,
         {key.replace("__", "."): value for key, value in changes.items()},
     )
+
+
+def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> RunSpec:
+    """Return a preset's spec for one sequence of so many tokens a step, on one GPU."""
+    one = {
+        "gpus": "1",
+        "train__micro_batch": "1",
+        "train__gradient_accumulation": "1",
+        "data__sequence_length": str(tokens),
+    }
+    return spec_of(preset, **one | changes)
+
+
+def step_of(plan: Plan) -> StepTime:
+    """Return the parts of a step, which the plan must have."""
+    assert plan.step is not None
+    return plan.step
+
+
+def source_of(plan: Plan) -> SpeedSource:
+    """Return what the step of a plan rests on, which it must have."""
+    assert plan.speed_source is not None
+    return plan.speed_source
 
 
 def facts_of(found: Iterable[Fact], kind: type[F]) -> list[F]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from so_tui.spec import InputError, Problem
+from so_tui.spec import InputError, Problem, Refused
 
 
 def codes(caught: pytest.ExceptionInfo[InputError]) -> list[str]:
@@ -31,3 +31,25 @@ def coded(kind: type[Exception], code: str, match: str | None = None) -> Iterato
     with pytest.raises(kind, match=match) as caught:
         yield
     assert getattr(caught.value, "code", None) == code
+
+
+@contextmanager
+def rejected(
+    *expected: str, field: str | None = None
+) -> Iterator[pytest.ExceptionInfo[InputError]]:
+    """Expect problems with these codes, and of this field if one is given."""
+    with pytest.raises(InputError) as caught:
+        yield caught
+    assert codes(caught) == list(expected)
+    assert field is None or {problem.field for problem in caught.value.problems} == {field}
+
+
+@contextmanager
+def refused(
+    *expected: str, forceable: bool | None = None
+) -> Iterator[pytest.ExceptionInfo[Refused]]:
+    """Expect a refusal with these codes, which can or cannot be forced if that is given."""
+    with pytest.raises(Refused) as caught:
+        yield caught
+    assert caught.value.codes == expected
+    assert forceable is None or caught.value.forceable == forceable

@@ -6,8 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from so_tui.runs import RunDirectory
+from so_tui.launch.launch import write_launch
+from so_tui.plan.plan import Launch
+from so_tui.runs import RunDirectory, create_run, new_attempt
+
+
+def prepared_run(launch: Launch, folder: Path) -> RunDirectory:
+    """Make a run with an attempt that nobody has started."""
+    run = create_run(launch.spec, folder)
+    write_launch(run, new_attempt(run), launch)
+    return run
 
 
 def supervise_to_end(

@@ -25,7 +25,7 @@ NUMEL = 2 * (1 << 16) + 333
 @pytest.mark.parametrize(
     ("moments", "precision"), [(0, 0.0), (1, 2**-7), (2, 2**-3)], ids=["fp32", "bf16", "int8"]
 )
-def test_the_kernel_computes_adamw_on_aarch64_and_flushes_denormals(
+def test_kernel_computes_adamw_on_aarch64(
     architecture: str, moments: int, precision: float, tmp_path: Path
 ) -> None:
     """With compact moments: from those that the format holds, to one of the two neighbours of the

@@ -71,9 +71,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tool", ["pipx", "uv"])
-def test_the_light_install_plans_from_another_folder(
-    tool: str, tools: Path, wheel: Path, tmp_path: Path
-) -> None:
+def test_light_install_plans(tool: str, tools: Path, wheel: Path, tmp_path: Path) -> None:
     words = {"pipx": ["install"], "uv": ["tool", "install"]}[tool]
     installed = call(tmp_path, tools / tool, *words, "--python", sys.executable, wheel)
     assert installed.returncode == 0, installed.stderr
@@ -120,7 +118,7 @@ def torch_of_the_site(tmp_path: Path) -> Path:
     return packages
 
 
-def test_beside_the_torch_of_a_site_the_train_extra_trains_the_tiny_model(
+def test_train_extra_trains_beside_the_torch_of_a_site(
     tools: Path, wheel: Path, torch_of_the_site: Path, tmp_path: Path
 ) -> None:
     constraints = " ".join(f"-c {ROOT / 'locks' / name}" for name in ("light.txt", "newest.txt"))

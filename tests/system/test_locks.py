@@ -46,9 +46,7 @@ NEWEST, MIDDLE, OLDEST = ("light.txt", "newest.txt", "docs.txt"), ("middle.txt",
     ],
     ids=str,
 )
-def test_every_locked_package_has_a_wheel_for_aarch64(
-    version: str, locks: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_locks_have_aarch64_wheels(version: str, locks: tuple[str, ...], tmp_path: Path) -> None:
     requirements = tmp_path / "requirements.txt"
     requirements.write_text("\n".join(line for lock in locks for line in locked(lock)))
     command = [sys.executable, *PIP, "--dry-run", *wheel_options(version)]
@@ -66,7 +64,7 @@ def test_the_locks_name_exact_versions_and_no_package_twice(locks: tuple[str, ..
 
 
 @pytest.mark.parametrize("each", version_sets(), ids=lambda each: each.name)
-def test_a_lock_has_the_versions_of_its_set_and_none_that_so_tui_does_not_allow(
+def test_lock_has_the_versions_of_its_set(
     each: VersionSet,
 ) -> None:
     names = ["light.txt", "newest.txt"] if each.name == "newest" else [f"{each.name}.txt"]

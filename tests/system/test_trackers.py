@@ -98,9 +98,7 @@ def run(script: str, packages: Path, *arguments: Path) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def test_wandb_logs_offline_and_tensorboard_reads_what_was_written(
-    packages: Path, tmp_path: Path
-) -> None:
+def test_wandb_and_tensorboard_read_metrics(packages: Path, tmp_path: Path) -> None:
     made = Path(run(TRACK, packages, tmp_path))
     found = json.loads(run(READ, packages, made, tmp_path))
     identity, name, project = found["name"]

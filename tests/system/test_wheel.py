@@ -63,7 +63,7 @@ def so_tui(environment: Path, tmp_path: Path) -> Run:
     return run
 
 
-def test_the_wheel_holds_the_presets_and_the_trainer_with_its_kernel(wheel: Path) -> None:
+def test_wheel_holds_presets_and_trainer(wheel: Path) -> None:
     names = set(ZipFile(wheel).namelist())
     assert {"so_tui/py.typed", "superoffload/py.typed"} <= names
     assert {f"so_tui/presets/{path.name}" for path in (ROOT / "presets").glob("*.toml")} <= names
@@ -92,9 +92,7 @@ def test_the_manual_is_where_man_looks(environment: Path) -> None:
     ).read_text()
 
 
-def test_a_machine_is_inspected_and_planned_for_from_another_folder(
-    so_tui: Run, tmp_path: Path
-) -> None:
+def test_machine_is_inspected_elsewhere(so_tui: Run, tmp_path: Path) -> None:
     inspected = so_tui("inspect", "--json")
     assert inspected.returncode == 0, inspected.stderr
     assert json.loads(inspected.stdout)["numa_nodes"]
@@ -117,7 +115,7 @@ def test_a_plan_compares_all_presets_from_another_folder(so_tui: Run) -> None:
     assert "tiny" in planned.stdout
 
 
-def test_training_without_the_training_stack_is_refused_with_the_remedy(so_tui: Run) -> None:
+def test_training_without_its_stack_is_refused(so_tui: Run) -> None:
     refused = so_tui("run", "tiny", "--plain")
     assert refused.returncode == 3, refused.stderr
     assert "Traceback" not in refused.stderr
@@ -158,9 +156,7 @@ def test_the_wheel_says_which_commit_it_was_built_from(so_tui: Run) -> None:
     assert so_tui("--version").stdout.strip() == f"so-tui {__version__} ({commit.stdout.strip()})"
 
 
-def test_wheel_and_sdist_are_reproducible_and_an_sdist_makes_the_same_wheel(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_wheel_and_sdist_are_reproducible(wheel: Path, tmp_path: Path) -> None:
     def build(target: str, sources: Path, folder: Path) -> Path:
         command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
         subprocess.run(command, cwd=sources, check=True, capture_output=True)

@@ -50,7 +50,7 @@ def test_a_private_folder_is_made_and_an_open_one_closed(tmp_path: Path) -> None
     assert private_folder(made).stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_can_write_or_a_link_does_not_become_private(tmp_path: Path) -> None:
+def test_open_folder_or_link_does_not_become_private(tmp_path: Path) -> None:
     tmp_path.joinpath("open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(NotOwnError) as error:

@@ -33,7 +33,7 @@ def test_devices_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
         assert error.value.unfit is Unfit.NOT_A_FILE
 
 
-def test_a_file_that_another_host_replaces_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+def test_replaced_file_is_read_again(tmp_path: Path) -> None:
     """As on a network file system, where a supervisor elsewhere replaces the state once a
     second.
     """

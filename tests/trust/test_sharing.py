@@ -17,9 +17,7 @@ def _umask(request: pytest.FixtureRequest) -> object:
 
 @pytest.mark.usefixtures("_umask")
 @pytest.mark.parametrize(("shared", "mode", "umask"), [(False, 0o700, 0o077), (True, 0o750, 0o027)])
-def test_the_mode_of_a_run_folder_does_not_depend_on_the_umask_and_is_found_again(
-    shared: bool, mode: int, umask: int, tmp_path: Path
-) -> None:
+def test_mode_ignores_the_umask(shared: bool, mode: int, umask: int, tmp_path: Path) -> None:
     make_run_folder(tmp_path / "run", shared=shared)
     assert (tmp_path / "run").stat().st_mode & 0o777 == mode
     assert (is_shared(tmp_path / "run"), umask_of(tmp_path / "run")) == (shared, umask)

@@ -138,7 +138,7 @@ def test_what_was_measured_is_planned(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_losses_agree_whatever_the_offload_and_the_number_of_gpus(path: Path) -> None:
+def test_losses_agree_whatever_offload_and_gpus(path: Path) -> None:
     report = read_json(path, Report)
     ours = {
         outcome.key

@@ -71,7 +71,7 @@ def test_fewer_gpus_have_fewer_parts() -> None:
     assert "ours-4" not in {one.key for one in _parts_of(QUAD, 2)}
 
 
-def test_a_job_with_the_cores_of_one_node_is_not_bound_to_another() -> None:
+def test_job_of_one_node_is_not_bound_to_another() -> None:
     job = replace(QUAD, allowed_cpus=QUAD.cpu_nodes[0].cpus, gpus=QUAD.gpus[:1])
     assert "wrong-node" in {
         one.key for one in _parts_of(replace(job, allowed_cpus=QUAD.allowed_cpus), 1)
@@ -94,7 +94,7 @@ def test_only_gpus_that_the_environment_shows_are_validated(
     assert ("gpu" in keys, "copies" in keys) == (copies, copies)
 
 
-def test_the_wrong_node_is_the_farthest_also_where_node_ids_have_gaps() -> None:
+def test_wrong_node_is_the_farthest() -> None:
     plan = make_plan(_spec_of(SHAPE, part("ours", gpus=1)), QUAD)
     (rank,) = plan.binding
     home, near, far = (
@@ -111,9 +111,7 @@ def test_the_wrong_node_is_the_farthest_also_where_node_ids_have_gaps() -> None:
 @pytest.mark.parametrize(
     ("gpus", "expected"), [(1, ["gpu", "1"]), (2, ["gpu", "1", "2"]), (4, ["gpu", "1", "2", "4"])]
 )
-def test_losses_over_many_steps_are_of_no_offload_and_of_ours_on_every_number_of_gpus(
-    gpus: int, expected: list[str]
-) -> None:
+def test_losses_of_many_steps_on_every_gpu_count(gpus: int, expected: list[str]) -> None:
     every = [one for one in _parts_of(QUAD, gpus) if one.losses_only]
     parts = [one for one in every if not one.published]
     assert [one.ranks for one in every if one.published] == ([1, 2] if gpus > 1 else [])
@@ -124,7 +122,7 @@ def test_losses_over_many_steps_are_of_no_offload_and_of_ours_on_every_number_of
     assert [spec.ranks for spec in specs] == [one.ranks for one in parts]
 
 
-def test_the_most_telling_parts_come_first_and_the_compiler_works_beside_losses() -> None:
+def test_most_telling_parts_come_first() -> None:
     keys = [one.key for one in _parts_of(QUAD, 1)]
     assert keys[:4] == ["gpu", "ours", "unbound", "wrong-node"]
     compiled = next(
@@ -133,7 +131,7 @@ def test_the_most_telling_parts_come_first_and_the_compiler_works_beside_losses(
     assert keys[compiled - 1] == "losses-1"
 
 
-def test_as_published_means_deepspeeds_block_with_and_without_a_clipping_key() -> None:
+def test_as_published_is_deepspeeds_block() -> None:
     left_out, explicit = (
         ds_config(make_plan(_spec_of(SHAPE, part(key)), QUAD))
         for key in ("published", "published-unclipped")

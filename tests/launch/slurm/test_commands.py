@@ -132,9 +132,7 @@ def test_no_variable_of_the_users_shell_changes_what_is_asked(
     assert ("TOKEN" in seen) == (name == "sbatch")
 
 
-def test_a_cluster_that_was_silent_is_asked_for_its_name_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_cluster_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(client, "CLUSTER", client.ClusterName(clock=lambda: now[0]))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -172,9 +170,7 @@ def test_the_number_of_a_job_is_found_below_a_sites_own_words(printed: str, tmp_
     assert submit("job.sh", "/", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == "1201"
 
 
-def test_a_command_that_cannot_be_executed_is_an_error_of_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexecutable_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "squeue").write_text("no program")
     (tmp_path / "squeue").chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", str(tmp_path))

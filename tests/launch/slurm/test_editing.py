@@ -18,9 +18,7 @@ def test_what_the_editor_saves_is_returned(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "editor", ["false", "truncate -s 0", "rm", "/nowhere/editor", "'unbalanced"]
 )
-def test_an_editor_that_fails_or_saves_nothing_ends_the_start(
-    editor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_editor_ends_the_start(editor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VISUAL", raising=False)
     monkeypatch.setenv("EDITOR", editor)
     with pytest.raises(SoTuiError, match="editor"):

@@ -43,7 +43,7 @@ def test_what_slurm_24_11_printed() -> None:
     assert (closed.open, closed.time_limit) == (False, "")
 
 
-def test_groups_of_nodes_add_up_and_the_default_partition_comes_first() -> None:
+def test_groups_of_nodes_add_up() -> None:
     normal, development, closed = _parse_partitions(SEVERAL)
     assert (normal.name, normal.nodes, normal.idle, normal.gpus) == ("normal", 106, 12, 4)
     assert normal.features == ("thp_never", "nvidia_vboost_enabled")

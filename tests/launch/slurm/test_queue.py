@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -26,8 +27,8 @@ from so_tui.launch.supervisor.run import refuse_start
 from so_tui.runs import RunDirectory, create_run, new_attempt, read_state, write_state
 from so_tui.runs.listing import delete_run
 from so_tui.runs.records import OutcomeCode, RunState
-from so_tui.spec import InputError
 from tests.support.launching import tiny
+from tests.support.problems import rejected
 
 SUBMITTED = Submission(
     job_id="7",
@@ -57,6 +58,22 @@ def answer(monkeypatch: pytest.MonkeyPatch, *jobs: Job) -> None:
     monkeypatch.setattr(client, "own_jobs", lambda: jobs)
 
 
+def away(*_: object) -> NoReturn:
+    raise SlurmError("Slurm did not answer within 20 s")
+
+
+def job_of(run: RunDirectory, state: str, reason: str = "") -> Job:
+    return Job(id="7", state=state, reason=reason, folder=folder_of(run))
+
+
+def trains(run: RunDirectory, **others: object) -> RunState:
+    """Record that the run trains on another host."""
+    values = {"state": "training", "attempt": 1, "host": "n1", **others}
+    state = msgspec.structs.replace(read_state(run), **values)
+    write_state(run, state)
+    return state
+
+
 def folder_of(run: RunDirectory) -> str:
     """Return the working folder of the run's job."""
     return str(run.attempt_dir(1))
@@ -76,16 +93,14 @@ def folder_of(run: RunDirectory) -> str:
 def test_the_ends_of_a_job_are_told_apart_and_recorded(
     slurm: str, state: str, code: OutcomeCode, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer(monkeypatch, Job(id="7", state=slurm, folder=folder_of(run)))
+    answer(monkeypatch, job_of(run, slurm))
     found = current_state(run)
     assert (found.state, found.code, found.attempt) == (state, code, 1)
     answer(monkeypatch)
     assert read_state(run) == found
 
 
-def test_why_a_job_failed_is_said_however_much_it_wrote(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_a_job_failed_is_said(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of ``setup`` may write anything, and a job that Slurm starts again appends to what it
     wrote before.
     """
@@ -102,15 +117,8 @@ def test_why_a_job_failed_is_said_however_much_it_wrote(
 @pytest.mark.parametrize(
     "slurm",
     [
-        "REVOKED",
-        "EXPEDITING",
-        "POWER_UP_NODE",
-        "",
-        "RUNNING",
-        "SUSPENDED",
-        "CONFIGURING",
-        "REQUEUED",
-        "STOPPED",
+        *("REVOKED", "EXPEDITING", "POWER_UP_NODE", "", "RUNNING", "SUSPENDED"),
+        *("CONFIGURING", "REQUEUED", "STOPPED"),
     ],
 )
 @pytest.mark.parametrize("recorded", ["queued", "training"])
@@ -120,71 +128,43 @@ def test_a_job_that_may_still_run_ends_nothing(
     """A newer Slurm may have further states, and a revoked job runs on another cluster of the
     federation.
     """
-    before = msgspec.structs.replace(
-        read_state(run), state=recorded, attempt=1 if recorded == "training" else 0, host="n1"
-    )
-    write_state(run, before)
-    answer(monkeypatch, Job(id="7", state=slurm, folder=folder_of(run)))
+    before = trains(run) if recorded == "training" else read_state(run)
+    answer(monkeypatch, job_of(run, slurm))
     assert current_state(run).state == recorded
     assert read_state(run) == before
 
 
-def test_a_run_whose_job_is_suspended_is_not_lost(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suspended_run_is_not_lost(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor is stopped with it, so its heartbeat stands still."""
-    trains = msgspec.structs.replace(read_state(run), state="training", attempt=1, host="n1")
-    write_state(run, trains)
+    before = trains(run)
     os.utime(run.state_path, (0, 0))
-    answer(monkeypatch, Job(id="7", state="SUSPENDED", folder=folder_of(run)))
-    assert current_state(run) == trains
+    answer(monkeypatch, job_of(run, "SUSPENDED"))
+    assert current_state(run) == before
 
 
-def test_the_heartbeat_decides_while_slurm_is_silent(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heartbeat_decides_in_silence(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_submission(run, 1, msgspec.structs.replace(SUBMITTED, poll_s=1))
-    answer(monkeypatch, Job(id="7", state="RUNNING", folder=folder_of(run)))
+    answer(monkeypatch, job_of(run, "RUNNING"))
     assert current_state(run).state == "queued"
-    write_state(
-        run, msgspec.structs.replace(read_state(run), state="training", attempt=1, host="n1")
-    )
-    os.utime(run.state_path, (0, 0))
-
-    def fail() -> tuple[Job, ...]:
-        raise SlurmError("squeue did not answer within 20 s")
-
-    monkeypatch.setattr(client, "own_jobs", fail)
+    monkeypatch.setattr(client, "own_jobs", away)
     time.sleep(1.1)
+    assert current_state(run).state == "queued"  # silence ends nothing
+    trains(run)
+    os.utime(run.state_path, (0, 0))
     assert current_state(run).state == "lost"
 
 
-def test_a_waiting_job_changes_nothing_that_is_recorded(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_job_changes_nothing(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     before = read_state(run)
-    answer(monkeypatch, Job(id="7", state="PENDING", reason="Priority", folder=folder_of(run)))
+    answer(monkeypatch, job_of(run, "PENDING", "Priority"))
     assert current_state(run) == msgspec.structs.replace(before, detail=current_state(run).detail)
     assert read_state(run) == before
 
 
-def test_slurm_that_does_not_answer_ends_nothing(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> tuple[Job, ...]:
-        raise SlurmError("squeue did not answer within 20 s")
-
-    monkeypatch.setattr(client, "own_jobs", fail)
-    assert current_state(run).state == "queued"
-
-
-def test_a_forgotten_job_ends_a_queued_run_only(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forgotten_job_ends_queued_runs(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch)
-    trains = RunState(name=run.name, state="training", attempt=1, host="n1")
     queued = read_state(run)
-    write_state(run, trains)
+    trains(run)
     assert current_state(run).state == "training"  # its heartbeat decides
     write_state(run, queued)
     assert current_state(run).code == OutcomeCode.JOB_FORGOTTEN
@@ -193,9 +173,7 @@ def test_a_forgotten_job_ends_a_queued_run_only(
 @pytest.mark.parametrize(
     "change", [{"job_id": "7 --signal=KILL"}, {"job_id": "-a"}, {"poll_s": 0.0}]
 )
-def test_a_submission_that_so_tui_would_not_write_is_none(
-    change: dict[str, object], run: RunDirectory
-) -> None:
+def test_foreign_submission_is_none(change: dict[str, object], run: RunDirectory) -> None:
     run.submission_path(1).write_bytes(
         msgspec.json.encode({**msgspec.to_builtins(SUBMITTED), **change})
     )
@@ -203,9 +181,7 @@ def test_a_submission_that_so_tui_would_not_write_is_none(
     assert SlurmExecutor().cancel(run, 1) is False
 
 
-def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_asked_for_others(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A colleague's job is not among one's own, which says nothing; and a forged ``poll_s`` must
     not decide how often Slurm is asked.
     """
@@ -223,7 +199,7 @@ def test_nothing_is_asked_because_of_a_folder_that_is_not_ones_own(
     assert asked == []
 
 
-def test_the_job_of_another_run_is_neither_believed_nor_cancelled(
+def test_job_of_another_run_is_neither_believed_nor_cancelled(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copied folder carries the number of the original's job, and may have the original's
@@ -240,7 +216,7 @@ def test_the_job_of_another_run_is_neither_believed_nor_cancelled(
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_job_whose_number_was_not_written_is_found_by_its_folder(
+def test_job_without_number_is_found_by_its_folder(
     linked: bool, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program that submitted it was killed before Slurm's answer was written."""
@@ -259,9 +235,7 @@ def test_a_job_whose_number_was_not_written_is_found_by_its_folder(
     assert cancelled == ["9"]
 
 
-def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsubmitted_run_is_lost(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     now = msgspec.structs.replace(SUBMITTED, job_id="", submitted=time.time())
     _write_submission(run, 1, now)
     answer(monkeypatch)
@@ -270,62 +244,35 @@ def test_a_run_that_was_never_submitted_is_lost_once_slurm_says_so(
     assert (current_state(run).state, read_state(run).code) == ("lost", OutcomeCode.JOB_FORGOTTEN)
 
 
-def test_a_queued_run_whose_scheduler_is_gone_ends_by_the_users_word(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_without_scheduler_ends(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should its job start all the same, it is refused."""
-
-    def gone() -> str:
-        raise SlurmError("scontrol is not installed here")
-
-    monkeypatch.setattr(client, "cluster_name", gone)
-    with pytest.raises(InputError) as caught:
+    monkeypatch.setattr(client, "cluster_name", away)
+    with rejected("run-may-be-live"):
         stop(run)
-    assert [problem.code for problem in caught.value.problems] == ["run-may-be-live"]
     assert read_state(run).state == "queued"
     assert stop(run, assume_dead=True).state == "stopped"
-    with pytest.raises(InputError) as caught:
+    with rejected("attempt-already-started"):
         refuse_start(run, 1, read_state(run))
-    assert [problem.code for problem in caught.value.problems] == ["attempt-already-started"]
     delete_run(run)
     assert not run.path.exists()
 
 
 @pytest.mark.parametrize("ahead_s", [-5.0, 5.0])
-def test_a_node_whose_clock_is_seconds_off_gets_the_schedulers_reason(
+def test_a_node_whose_clock_is_off_gets_the_schedulers_reason(
     ahead_s: float, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = time.time() + ahead_s
-    write_state(
-        run,
-        RunState(
-            name=run.name,
-            state="failed",
-            attempt=1,
-            host="n1",
-            code=OutcomeCode.RANK_LOST,
-            ended=ended,
-        ),
-    )
-    answer(monkeypatch, Job(id="7", state="PREEMPTED", folder=folder_of(run)))
+    trains(run, state="failed", code=OutcomeCode.RANK_LOST, ended=time.time() + ahead_s)
+    answer(monkeypatch, job_of(run, "PREEMPTED"))
     assert current_state(run).code == OutcomeCode.PREEMPTED
 
 
 def test_words_of_slurm_are_shown_harmless() -> None:
-    text = _queue_text(
-        JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6)
+    waits = JobStatus(job_id="7", phase=JobPhase.QUEUED, waits_for="\x1b[2J", expected_start=1e6)
+    assert _queue_text(waits).isprintable()
+    assert "1970" in _queue_text(waits)
+    long, short = (
+        _queue_text(msgspec.structs.replace(waits, waits_for=words))
+        for words in ("ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]", "ReqNodeNotAvail")
     )
-    assert text.isprintable()
-    assert "1970" in text
-
-
-def test_what_slurm_adds_to_a_reason_is_left_out() -> None:
-    job = JobStatus(
-        job_id="7",
-        phase=JobPhase.QUEUED,
-        waits_for="ReqNodeNotAvail, UnavailableNodes:nid[001000-002000]",
-    )
-    assert "nid" not in _queue_text(job)
-    assert _queue_text(job) == _queue_text(
-        msgspec.structs.replace(job, waits_for="ReqNodeNotAvail")
-    )
+    assert long == short, "what Slurm adds to a reason is left out"
+    assert "nid" not in long

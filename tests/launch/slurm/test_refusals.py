@@ -47,62 +47,36 @@ def refused(slurm: Path, printed: str) -> InputError | SlurmError:
     return explained(caught.value, SPEC)
 
 
+TIME = "Requested time limit is invalid (missing or exceeds some limit)"
+LIMIT = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+PARTITION = f"sbatch: error: invalid partition specified: gh-dv\n{FAILED}Invalid partition name"
+GRES = "sbatch: error: Invalid generic resource (gres) specification"
+
+
 @pytest.mark.parametrize(
     ("printed", "code", "field", "value"),
     [
         (
-            f"{FAILED}Invalid account or account/partition combination specified\n",
+            f"{FAILED}Invalid account or account/partition combination specified",
             "slurm-account",
             "slurm.account",
             "mine",
         ),
-        (
-            (
-                f"sbatch: error: invalid partition specified: gh-dv\n{FAILED}Invalid partition "
-                "name specified\n"
-            ),
-            "slurm-partition",
-            "slurm.partition",
-            "gh-dv",
-        ),
-        (f"{FAILED}Invalid qos specification\n", "slurm-qos", "slurm.qos", "fast"),
-        (f"{FAILED}Invalid feature specification\n", "slurm-constraint", "slurm.constraint", "gh"),
-        (
-            f"{FAILED}Requested time limit is invalid (missing or exceeds some limit)\n",
-            "slurm-time-limit",
-            "slurm.time_limit",
-            "48:00:00",
-        ),
-        (
-            (
-                f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or "
-                "time limits)\n"
-            ),
-            "slurm-limit",
-            "slurm.qos",
-            "fast",
-        ),
-        (f"{FAILED}Requested node configuration is not available\n", "slurm-nodes", "gpus", "2"),
-        (
-            f"{FAILED}More processors requested than permitted\n",
-            "slurm-nodes",
-            "nodes",
-            "1",
-        ),  # --nodes=9 of 2, by 24.11.5
-        (
-            "sbatch: error: Invalid generic resource (gres) specification\n",
-            "slurm-nodes",
-            "gpus",
-            "2",
-        ),  # by 24.11.5
+        (f"{PARTITION} specified", "slurm-partition", "slurm.partition", "gh-dv"),
+        (f"{FAILED}Invalid qos specification", "slurm-qos", "slurm.qos", "fast"),
+        (f"{FAILED}Invalid feature specification", "slurm-constraint", "slurm.constraint", "gh"),
+        (f"{FAILED}{TIME}", "slurm-time-limit", "slurm.time_limit", "48:00:00"),
+        (f"{FAILED}{LIMIT}", "slurm-limit", "slurm.qos", "fast"),
+        (f"{FAILED}Requested node configuration is not available", "slurm-nodes", "gpus", "2"),
+        # --nodes=9 of 2, by 24.11.5
+        (f"{FAILED}More processors requested than permitted", "slurm-nodes", "nodes", "1"),
+        (GRES, "slurm-nodes", "gpus", "2"),  # by 24.11.5
     ],
 )
-def test_a_refusal_names_the_key_that_caused_it(
+def test_refusal_names_its_key(
     printed: str, code: str, field: str, value: str, slurm: Path
 ) -> None:
-    error = refused(slurm, printed)
-    assert isinstance(error, InputError)
-    (problem,) = error.problems
+    problem = problem_of(refused(slurm, f"{printed}\n"))
     assert (problem.code, problem.field, problem.value) == (code, field, value)
     assert "sbatch: error" not in problem.message
     assert problem.remedy

@@ -35,7 +35,7 @@ def numbers(answer: Queue | None) -> list[str]:
 
 
 @pytest.mark.parametrize(("ahead_s", "asks"), [(5, 0), (-5, 0), (3600, 1), (-3600, 1)])
-def test_an_answer_dated_by_another_hosts_clock_counts_for_its_interval(
+def test_answer_of_another_clock_counts(
     ahead_s: float, asks: int, asked: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue("here", 30)
@@ -48,15 +48,13 @@ def test_an_answer_dated_by_another_hosts_clock_counts_for_its_interval(
     assert len(asked) == asks
 
 
-def test_where_nothing_can_be_written_slurm_is_asked_as_rarely(
-    asked: list[float], tmp_path: Path
-) -> None:
+def test_asked_as_rarely_without_a_cache(asked: list[float], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert [numbers(queue("here", 30)) for _ in range(5)] == [["7"]] * 5
     assert len(asked) == 1
 
 
-def test_threads_that_wait_for_a_slow_answer_do_not_ask_again(
+def test_waiting_threads_share_one_slow_answer(
     asked: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     quick = client.own_jobs

@@ -4,9 +4,9 @@ tests/slurm has the real one.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import SlurmError
 from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.machine import inspect_machine
+from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, read_spec, read_state, write_state
 from so_tui.spec import SoTuiError
 from tests.support.launching import tiny
@@ -48,27 +49,22 @@ def stopped(submitted: list[str], tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_of_two_resumes_at_once_one_submits_a_job(
-    stopped: RunDirectory, submitted: list[str]
-) -> None:
+def test_of_two_resumes_one_submits(stopped: RunDirectory, submitted: list[str]) -> None:
     launches = [
         prepare_resume(stopped, inspect_machine(), values={"train.steps": steps})
         for steps in ("30", "40")
     ]
-    refused: list[SoTuiError] = []
 
-    def resumed(index: int) -> None:
+    def refused(launch: Launch) -> bool:
         try:
-            resume(stopped, launches[index])
-        except SoTuiError as error:
-            refused.append(error)
+            resume(stopped, launch)
+        except SoTuiError:
+            return True
+        return False
 
-    threads = [threading.Thread(target=resumed, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(submitted), len(refused)) == (1, 1)
+    with ThreadPoolExecutor() as pool:
+        assert sorted(pool.map(refused, launches)) == [False, True]
+    assert len(submitted) == 1
     state = read_state(stopped)
     assert state.state == "queued"
     attempt = newest_attempt(stopped, state)
@@ -78,9 +74,7 @@ def test_of_two_resumes_at_once_one_submits_a_job(
     assert plan["spec"]["train"]["steps"] == read_spec(stopped).train.steps
 
 
-def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(
-    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_job_keeps_its_run(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
         write_state(
             stopped,
@@ -94,9 +88,7 @@ def test_a_job_that_starts_although_sbatch_gave_no_answer_keeps_its_run(
     assert (read_state(stopped).state, stopped.attempts()) == ("starting", (1, 2))
 
 
-def test_what_slurm_refuses_leaves_a_run_as_it_was(
-    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusal_changes_nothing(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(script: str, folder: str, environment: Mapping[str, str]) -> str:
         raise SlurmError("sbatch refused: invalid account")
 
@@ -133,9 +125,7 @@ def test_a_script_is_submitted_as_it_was_edited(submitted: list[str], tmp_path: 
     assert (run.attempt_dir(1) / "job.sh").read_text().endswith("# edited\n")
 
 
-def test_a_start_whose_editing_is_given_up_leaves_nothing(
-    submitted: list[str], tmp_path: Path
-) -> None:
+def test_abandoned_edit_leaves_nothing(submitted: list[str], tmp_path: Path) -> None:
     def given_up(_script: str) -> str:
         raise SoTuiError("the editor ended with code 1")
 

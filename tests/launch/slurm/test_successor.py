@@ -43,7 +43,7 @@ def test_a_job_that_saved_nothing_new_has_no_successor(
     assert _goes_on(run, before, start_over=False, requeue=False) is continues
 
 
-def test_a_run_that_starts_over_is_not_measured_by_what_it_discarded(run: RunDirectory) -> None:
+def test_starting_over_forgets_what_was_discarded(run: RunDirectory) -> None:
     before = RunState(name=run.name, state="queued", saved_step=100)
     ended(run, "stopped", 20)
     assert _goes_on(run, before, start_over=True, requeue=False)
