@@ -83,7 +83,7 @@ def listed(user: User, folder: Path) -> dict[str, object]:
     return run
 
 
-def test_a_run_whose_processes_the_kernel_hides_is_not_called_lost(machine: SharedMachine) -> None:
+def test_a_run_with_hidden_processes_is_not_lost(machine: SharedMachine) -> None:
     owner, folder = machine.owner, machine.scratch / "runs"
     with subprocess.Popen(
         [owner.interpreter, "-P", "-c", WITH_A_RUN, str(folder)],
@@ -99,7 +99,7 @@ def test_a_run_whose_processes_the_kernel_hides_is_not_called_lost(machine: Shar
     assert listed(owner, folder)["state"] == "lost"
 
 
-def test_commands_work_where_the_kernel_hides_other_users_processes(machine: SharedMachine) -> None:
+def test_commands_work_where_processes_are_hidden(machine: SharedMachine) -> None:
     user = machine.other
     for arguments in (["inspect", "--json"], ["doctor"], ["plan", "tiny"], ["runs"]):
         done = hidden(user, user.interpreter, "-P", "-m", "so_tui", *arguments)

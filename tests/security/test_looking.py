@@ -150,9 +150,7 @@ def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.Com
 @pytest.mark.parametrize(
     ("state", "supervised"), [("starting", False), ("training", False), ("training", True)]
 )
-def test_looking_at_another_users_run_starts_and_signals_nothing(
-    scene: Scene, state: State, supervised: bool
-) -> None:
+def test_looking_at_anothers_run_is_harmless(scene: Scene, state: State, supervised: bool) -> None:
     run = scene.hostile(state, supervised=supervised)
     done = look_in_every_way(scene.viewer, run)
     scene.nothing_happened()
@@ -163,7 +161,7 @@ def test_looking_at_another_users_run_starts_and_signals_nothing(
     assert run.path.exists()
 
 
-def test_a_request_that_cannot_be_written_is_an_error_and_no_traceback(scene: Scene) -> None:
+def test_a_request_that_cannot_be_written_is_an_error(scene: Scene) -> None:
     folder = scene.viewer.home / "runs"
     run = write_hostile_run(folder, scene.proof, state="training", supervisor=scene.known)
     scene.viewer.give(folder)
@@ -194,7 +192,7 @@ def test_a_copied_run_is_data(scene: Scene) -> None:
     scene.nothing_happened()
 
 
-def test_a_copied_run_whose_processes_are_gone_is_lost_and_starts_nothing(scene: Scene) -> None:
+def test_a_copied_run_without_processes_is_lost(scene: Scene) -> None:
     run = scene.hostile("training")
     copy = copied(run, scene.viewer)
     state = read_state(copy)
@@ -223,9 +221,7 @@ def test_a_copied_run_whose_processes_are_gone_is_lost_and_starts_nothing(scene:
     ],
 )
 @pytest.mark.parametrize("trick", ["another-users", "link", "writable"])
-def test_a_run_with_a_part_that_others_control_is_not_acted_upon(
-    scene: Scene, part: str, trick: str
-) -> None:
+def test_a_run_that_others_control_is_not_acted_upon(scene: Scene, part: str, trick: str) -> None:
     """The folder is the viewer's own, with a process that carries its marker, so that only this
     part stands in the way.
     """
@@ -264,9 +260,7 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(
     assert not scene.proof.exists()
 
 
-def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_process_is_left_alone(
-    scene: Scene,
-) -> None:
+def test_only_marked_processes_of_a_run_are_stopped(scene: Scene) -> None:
     """The opposite of the tests above: the marker, and not the state file, decides which processes
     are stopped.
     """

@@ -152,7 +152,7 @@ def test_the_rendezvous_of_a_run_vanishes_with_it(watched: Watched) -> None:
     assert watched.rendezvous == ()
 
 
-def test_a_rendezvous_is_private_and_replaces_those_of_earlier_attempts(tmp_path: Path) -> None:
+def test_a_rendezvous_is_private_and_replaces_earlier_ones(tmp_path: Path) -> None:
     first = make_rendezvous(tmp_path, Path("/runs/one"), 1)
     other = make_rendezvous(tmp_path, Path("/runs/two"), 1)
     (first / "store").write_text("stale")

@@ -61,10 +61,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["presets", "hostile", "--set", HOSTILE],
         ["presets", "add", HOSTILE],
     ],
-    "data": [
-        ["data", "hostile"],
-        ["data", "hostile", "--json"],
-    ],
+    "data": [["data", "hostile"], ["data", "hostile", "--json"]],
     "fetch": [["fetch", HOSTILE]],
     "prepare": [["prepare", HOSTILE]],
     "run": [
@@ -232,7 +229,7 @@ def test_commands_print_only_printable_characters(
         COMMANDS["data"][0],
     ],
 )
-def test_of_control_sequences_only_so_tuis_own_colours_reach_a_terminal(
+def test_only_so_tuis_own_colours_reach_a_terminal(
     argv: list[str],
     world: HostileWorld,
     monkeypatch: pytest.MonkeyPatch,
@@ -255,7 +252,7 @@ def test_json_and_toml_still_say_what_was_written(
     assert (listed["name"], listed["reason"]) == (IN_A_NAME, HOSTILE)
 
 
-def test_a_traceback_and_bytes_that_are_no_text_are_printed_safely() -> None:
+def test_tracebacks_and_odd_bytes_are_printed_safely() -> None:
     code = (
         "import sys; from so_tui.trust.streams import guard_output; guard_output(); "
         "print(sys.argv[1]); raise OSError(sys.argv[1])"

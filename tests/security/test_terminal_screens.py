@@ -84,9 +84,7 @@ def test_every_screen_is_tried() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 50), marks=pytest.mark.slow)])
-async def test_screens_show_only_printable_characters(
-    size: tuple[int, int], world: HostileWorld
-) -> None:
+async def test_screens_show_printable_text(size: tuple[int, int], world: HostileWorld) -> None:
     async with opened(world.runs_dir, size, machine=world.machine) as driver:
         await driver.until(lambda: driver.app.runs and driver.app.findings is not None)
         for name, keys in WAYS.items():
@@ -144,9 +142,7 @@ class Widgets(FixedApp[None]):
         table.add_row(RichText(HOSTILE + SURROGATE), label=RichText(HOSTILE))
 
 
-def test_a_copied_path_of_a_run_is_quoted(
-    world: HostileWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copied_path_is_quoted(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     from so_tui.ui.run_actions import copy_path
 
     copied: list[str] = []
@@ -179,7 +175,7 @@ def test_content_spells_out_what_is_not_text() -> None:
     assert Content("\x1b").join(["\x9b", AnyContent("x")]).plain == "\\x9b\\x1bx"
 
 
-def test_texts_of_any_length_and_width_are_shortened_to_their_cells() -> None:
+def test_texts_are_shortened_to_their_cells() -> None:
     began = time.process_time()
     for text in (
         "漢字" * 500_000,

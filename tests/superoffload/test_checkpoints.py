@@ -66,9 +66,7 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_damaged_checkpoints_are_named_and_passed_over(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=5)
     with support.engine(run) as made:
         paths = [save(made, tmp_path, step, one_rank, run) for step in (5, 10, 15, 20, 25)]
@@ -106,9 +104,7 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_a_background_checkpoint_is_that_of_its_step(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=1)
     with support.engine(run, copies_bytes=1 << 30) as made:
         support.train(made, support.batches(2))
@@ -141,7 +137,7 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_checkpoint_that_cannot_be_written_meanwhile_is_reported_and_the_one_before_stays(
+def test_a_failed_background_save_is_reported(
     trains: bool, tmp_path: Path, one_rank: Ranks
 ) -> None:
     run = spec(keep=1)
@@ -167,9 +163,7 @@ def test_a_checkpoint_that_cannot_be_written_meanwhile_is_reported_and_the_one_b
         )  # the copies were given back
 
 
-def test_older_checkpoints_stay_until_the_new_one_is_verified(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_older_checkpoints_stay_until_a_new_is_verified(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=1)
     with support.engine(run) as made:
         first = save(made, tmp_path, 1, one_rank, run)
@@ -189,9 +183,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_verified(
 
 
 @pytest.mark.slow
-def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everything(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_a_checkpoint_restores_all_and_leftovers_go(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec()
     data = support.batches(4)
     with support.engine(run) as made:
@@ -209,9 +201,7 @@ def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everyt
         assert names(tmp_path) == ["step-000002", "step-000004"]
 
 
-def test_a_checkpoint_without_enough_disk_space_is_refused_with_field_value_and_remedy(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_without_disk_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         checkpoint_folder.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
     assert caught.value.code == "disk-full"
@@ -240,9 +230,7 @@ def test_one_flipped_bit_in_a_small_file_is_found(tmp_path: Path, one_rank: Rank
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_a_checkpoint_replaced_while_read_is_not_damaged(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=1)
     with support.engine(run) as made:
         model = save(made, tmp_path / "model", 1, one_rank, run)
@@ -324,9 +312,7 @@ def test_an_attempt_ends_once_a_newer_one_has_been_started(
     watched.close()
 
 
-def test_an_attempt_that_counts_as_lost_makes_no_checkpoint_valid(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_a_superseded_attempt_makes_no_checkpoint_valid(tmp_path: Path, one_rank: Ranks) -> None:
     """The newer one may be writing the same step: its files stay."""
     directory, run = RunDirectory(tmp_path / "run"), spec()
     directory.path.mkdir()

@@ -121,7 +121,7 @@ def test_worker_and_planner_count_the_same_blocks() -> None:
 
 
 @pytest.mark.parametrize("moments", PRECISION)
-def test_a_step_rounds_each_moment_to_a_neighbour_and_is_right_on_average(moments: Moments) -> None:
+def test_moments_round_to_a_neighbour_without_bias(moments: Moments) -> None:
     states, exact = States(moments), States(Moments.FP32)
     gradient = gradients()
     for each in (states, exact):
@@ -154,7 +154,7 @@ def test_small_changes_of_a_second_moment_are_not_lost(moments: Moments) -> None
     assert states.found()[2].mean() == pytest.approx(expected, rel=0.01)
 
 
-def test_a_second_moment_is_never_rounded_to_zero_and_zero_stays_zero() -> None:
+def test_only_zero_second_moments_are_rounded_to_zero() -> None:
     gradient = np.zeros(NUMEL, np.float32)
     gradient[::2] = 2.0**-40
     gradient[0::BLOCK] = 1.0
@@ -182,7 +182,7 @@ def test_what_was_decoded_is_encoded_without_rounding(moments: Moments, place: i
     assert same(states.found(), before)
 
 
-def test_every_code_with_every_exponent_is_decoded_and_encoded_without_rounding() -> None:
+def test_every_code_is_decoded_and_encoded_exactly() -> None:
     """Alone in its block, and beside all others."""
     pairs = np.arange(256 * 256)
     states = States(Moments.INT8, [Segment(1)] * len(pairs) + [Segment(256)] * 256)
@@ -238,9 +238,7 @@ def test_a_speculative_step_has_the_bits_of_a_step_in_place(moments: Moments) ->
 
 @pytest.mark.parametrize("moments", PRECISION)
 @pytest.mark.parametrize("cut", [BLOCK * 100, (1 << 16) + 5 * BLOCK])
-def test_shards_that_end_with_a_block_have_the_bits_of_the_whole(
-    moments: Moments, cut: int
-) -> None:
+def test_shards_at_blocks_have_the_bits_of_the_whole(moments: Moments, cut: int) -> None:
     whole = States(moments)
     parts = States(moments, (Segment(cut, 0, 5),)), States(moments, (Segment(NUMEL - cut, cut, 5),))
     for number in range(1, 4):
@@ -327,9 +325,7 @@ def trained(
 
 
 @pytest.mark.parametrize("states", EACH_FORMAT)
-def test_a_run_is_close_to_one_with_fp32_moments_and_the_same_with_speculation(
-    states: StatesFormat, tmp_path: Path
-) -> None:
+def test_compact_runs_are_close_to_fp32(states: StatesFormat, tmp_path: Path) -> None:
     """Steps are kept, redone, and in the middle skipped. The bits are those of steps that are held
     back.
     """
@@ -389,9 +385,7 @@ def test_a_state_of_one_format_continues_in_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("states", EACH_FORMAT)
-def test_moments_that_leave_the_gpu_are_rounded_and_counted(
-    states: StatesFormat, tmp_path: Path
-) -> None:
+def test_moments_from_the_gpu_are_rounded_once(states: StatesFormat, tmp_path: Path) -> None:
     with support.engine(support.spec("superoffload", 0.5), states=states) as made:
         support.train(made, support.batches(1))
         superoffload.save_state(made, tmp_path)
@@ -408,7 +402,7 @@ def test_moments_that_leave_the_gpu_are_rounded_and_counted(
         assert superoffload.load_state(made, tmp_path) == Rounded(blocks=0, numel=0)
 
 
-def test_blocks_are_counted_where_both_runs_have_them_on_the_host(tmp_path: Path) -> None:
+def test_blocks_are_counted_if_both_runs_have_them_on_host(tmp_path: Path) -> None:
     def manifest(rank: int, ranks: int, *devices: str) -> Manifest:
         groups = [
             SubGroupRecord(1200 // ranks, device, 1, True, (name,), (1200,))

@@ -75,9 +75,7 @@ def deepspeeds_own(universal: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 1.0), ("gpu", 1.0)]
 )
-def test_training_goes_on_alike_on_either_side(
-    mode: support.Mode, ratio: float, tmp_path: Path
-) -> None:
+def test_converted_states_train_on_alike(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
     with support.engine(support.spec(mode, ratio), model=model(0)) as made:
         support.train(made, BEFORE)
         superoffload.save_state(made, tmp_path / "ours")
@@ -125,7 +123,7 @@ def two_ranks(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_shards_of_several_ranks_are_joined_without_their_padding(two_ranks: Path) -> None:
+def test_shards_of_ranks_are_joined_without_padding(two_ranks: Path) -> None:
     found = superoffload.deepspeed_states(two_ranks)
     assert (found.progress.step, found.progress.samples, found.adam_step, found.numels) == (
         7,

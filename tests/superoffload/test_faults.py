@@ -44,9 +44,7 @@ def traces() -> list[str]:
     return [line for line in memory if STATES_MEMORY_NAME in line] + workers + threads
 
 
-def test_another_deepspeed_is_refused_before_anything_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_deepspeed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.__version__", "0.19.9")
     with (
         coded(superoffload.OffloadError, "deepspeed-version"),
@@ -56,7 +54,7 @@ def test_another_deepspeed_is_refused_before_anything_is_made(
     assert not traces()
 
 
-def test_without_a_compiler_it_does_not_start(
+def test_no_engine_starts_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -85,9 +83,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_without_a_cache_folder_of_our_own_a_kernel_is_compiled_for_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_may_be_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -97,7 +93,7 @@ def test_without_a_cache_folder_of_our_own_a_kernel_is_compiled_for_this_process
     assert kernel.library() == built
 
 
-def test_without_any_folder_of_our_own_there_is_no_kernel(
+def test_no_kernel_without_a_private_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -117,9 +113,7 @@ def test_the_cache_folder_is_the_one_in_which_the_doctor_looks(
     assert kernel._cache_folder().is_relative_to(tmp_path)
 
 
-def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_kernels_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", "/nowhere")
@@ -136,9 +130,7 @@ def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(
         kernel.library()
 
 
-def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_fails_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker.py").write_text("raise SystemExit(1)")
     monkeypatch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
     with (
@@ -153,9 +145,7 @@ def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(
     assert not traces()
 
 
-def test_when_deepspeed_fails_after_our_optimizer_started_nothing_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_stays_when_deepspeed_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     config = support.ds_config
     monkeypatch.setattr(
         support,
@@ -202,9 +192,7 @@ def test_an_engine_that_is_closed_says_so(ratio: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("clipping", "accumulation"), [(0.0, 1), (1.0, 1), (1.0, 3)])
-def test_the_middle_of_a_step_is_neither_saved_nor_loaded_into(
-    clipping: float, accumulation: int, tmp_path: Path
-) -> None:
+def test_no_save_or_load_within_a_step(clipping: float, accumulation: int, tmp_path: Path) -> None:
     """Gradients that have arrived would be lost by a save, and applied to other weights after a
     load.
     """
@@ -234,9 +222,7 @@ class Failing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_ended_in_the_middle_of_a_step_it_leaves_nothing_and_another_can_start(
-    clipping: float, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_end_within_a_step_is_clean(clipping: float, capfd: pytest.CaptureFixture[str]) -> None:
     run = support.spec("superoffload", 1.0, clipping=clipping, sub_group_size=1)
     with support.engine(run) as made:
         expected = support.train(made, support.batches(2))
@@ -269,7 +255,7 @@ def test_the_worker_ignores_signals_to_the_whole_process_group(number: signal.Si
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_one_infinite_value_in_the_second_of_three_micro_batches_is_found(clipping: float) -> None:
+def test_an_infinite_value_in_a_micro_batch_is_found(clipping: float) -> None:
     with support.engine(
         support.spec("superoffload", 1.0, clipping=clipping, accumulation=3)
     ) as made:
@@ -293,7 +279,7 @@ def test_one_infinite_value_in_the_second_of_three_micro_batches_is_found(clippi
         )
 
 
-def test_weights_changed_by_hand_are_copied_to_the_master_weights_on_request() -> None:
+def test_changed_weights_are_copied_to_master_weights() -> None:
     import deepspeed
     from deepspeed.utils import (
         safe_get_full_fp32_param,

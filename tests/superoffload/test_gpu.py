@@ -110,7 +110,7 @@ def test_twenty_steps_are_those_of_float32_adamw(
     ("clipping", "speculation_bytes", "copies_bytes"),
     [(0.0, 0, 1 << 30), (2.5, 1 << 30, 0), (2.5, 1 << 30, 1 << 30)],
 )
-def test_what_is_saved_while_training_goes_on_is_the_state_of_that_step(
+def test_a_background_save_is_the_state_of_its_step(
     clipping: float, speculation_bytes: int, copies_bytes: int, tmp_path: Path
 ) -> None:
     """States on the GPU are copied behind what it has still to do, and written by a thread with
@@ -144,7 +144,7 @@ WIDE, SUB_GROUP_OF_WIDE = 2048, 20_000_000
 
 
 @pytest.mark.parametrize(("ratio", "clipping", "accumulation"), [(1.0, 1.0, 1), (0.5, 0.0, 2)])
-def test_weights_in_host_memory_take_none_of_the_gpus_and_change_no_bit(
+def test_host_weights_take_no_gpu_memory_and_change_no_bit(
     ratio: float, clipping: float, accumulation: int, tmp_path: Path
 ) -> None:
     data = support.batches(8 * accumulation)
@@ -254,7 +254,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_
         assert support.states(second, tmp_path / "end") == expected
 
 
-def test_killed_and_resumed_in_a_new_process_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
     """In every mode. The worker must end with its rank."""
     script = Path(rank_processes.__file__).with_name("engine_ranks.py")
     (rank,) = rank_processes.start(script, ["first", str(tmp_path)], 1, accelerator="cuda")
@@ -287,9 +287,7 @@ def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_stops_with_step_and_sub_group(
-    clipping: float, tmp_path: Path
-) -> None:
+def test_a_gradient_that_is_not_finite_is_located(clipping: float, tmp_path: Path) -> None:
     with engine(spec("superoffload", 0.5, clipping=clipping)) as made:
         support.train(made, support.batches(2))
         support.poison(made)
@@ -360,7 +358,7 @@ print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_weights_copied_by_a_thread_open_no_context_on_another_gpu() -> None:
+def test_copying_threads_open_no_context_on_another_gpu() -> None:
     """A context would take half a gigabyte of the first GPU for each rank on another GPU."""
     command = [sys.executable, "-c", WEIGHTS_FROM_A_THREAD]
     environment = os.environ | {"PYTHONPATH": checkout_path()}
@@ -371,9 +369,7 @@ def test_weights_copied_by_a_thread_open_no_context_on_another_gpu() -> None:
 
 
 @pytest.mark.parametrize(("computed_s", "late_s"), [(0.6, 0.3), (0.2, 0.6), (0.0, 0.4)])
-def test_waiting_for_a_late_worker_is_exposed_as_far_as_the_gpu_has_nothing_else_to_do(
-    computed_s: float, late_s: float
-) -> None:
+def test_waits_are_exposed_only_while_the_gpu_is_idle(computed_s: float, late_s: float) -> None:
     with engine(spec("superoffload", 1.0, clipping=1.0)) as made:
         data = [tokens.to(support.DEVICE) for tokens in support.batches(6)]
         support.train(made, data[:4])

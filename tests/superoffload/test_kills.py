@@ -49,7 +49,7 @@ class Nursery:
 
 
 @pytest.mark.slow
-def test_a_valid_checkpoint_remains_whenever_the_ranks_are_killed(tmp_path: Path) -> None:
+def test_a_valid_checkpoint_remains_whenever_ranks_die(tmp_path: Path) -> None:
     from so_tui_trainer import checkpoint
 
     rng = random.Random(4)

@@ -67,9 +67,7 @@ def arrivals() -> _Arrivals:
     return _Arrivals([group("a", "b"), group("c")], accumulation_steps=2)
 
 
-def test_a_sub_group_is_complete_with_its_last_gradient(
-    arrivals: _Arrivals,
-) -> None:
+def test_a_sub_group_is_complete_with_its_last_gradient(arrivals: _Arrivals) -> None:
     assert not arrivals.has_begun
     arrivals.add(gradient(0, 1))
     assert arrivals.has_begun
@@ -123,9 +121,7 @@ def test_gradients_are_clipped_as_torch_clips_them(norm: float, limit: float) ->
         ((), 0.0),
     ],
 )
-def test_a_layer_waits_from_idleness_until_its_weights_are_there(
-    updated: tuple[float, ...], seconds: float
-) -> None:
+def test_layer_wait_from_idle_until_updated(updated: tuple[float, ...], seconds: float) -> None:
     assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(Transfers()) == pytest.approx(
         seconds
     )

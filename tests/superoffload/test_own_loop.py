@@ -33,7 +33,7 @@ def _process_group() -> None:
 
 
 @pytest.mark.slow
-def test_an_outsiders_loop_has_the_losses_of_an_optimizer_on_the_gpu() -> None:
+def test_the_example_loop_has_the_losses_of_the_gpu_mode() -> None:
     """DeepSpeed's ZeRO-3 with torch's AdamW, without clipping: it clips in another order of
     floating-point operations.
     """
@@ -43,7 +43,7 @@ def test_an_outsiders_loop_has_the_losses_of_an_optimizer_on_the_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_deepspeeds_checkpoints_resume_an_outsiders_loop_bit_for_bit(tmp_path: Path) -> None:
+def test_deepspeeds_checkpoints_resume_the_example_loop(tmp_path: Path) -> None:
     whole = own_loop.train(6)
     assert (
         own_loop.train(3, checkpoint=tmp_path / "saved")
@@ -53,9 +53,7 @@ def test_deepspeeds_checkpoints_resume_an_outsiders_loop_bit_for_bit(tmp_path: P
 
 
 @pytest.mark.parametrize("speculation_bytes", [0, 1 << 30])
-def test_a_checkpoint_has_the_current_states_and_deepspeeds_script_reads_it(
-    speculation_bytes: int, tmp_path: Path
-) -> None:
+def test_deepspeeds_script_reads_checkpoints(speculation_bytes: int, tmp_path: Path) -> None:
     run = support.spec("superoffload", 0.5, clipping=1e6)
     with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes) as made:
         support.train(made, support.batches(3))
@@ -79,7 +77,7 @@ def test_a_checkpoint_has_the_current_states_and_deepspeeds_script_reads_it(
         assert torch.equal(found, expected[: found.numel()]), name
 
 
-def test_a_checkpoint_of_other_sub_groups_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_sub_groups_is_refused(tmp_path: Path) -> None:
     with support.engine(support.spec("superoffload", 1.0)) as made:
         made.save_checkpoint(str(tmp_path / "theirs"))
     with support.engine(support.spec("superoffload", 1.0, sub_group_size=5000)) as made:
@@ -92,7 +90,7 @@ def test_a_checkpoint_of_other_sub_groups_is_refused_and_changes_nothing(tmp_pat
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 @pytest.mark.parametrize("empty", [True, False])
-def test_a_group_without_trainable_parameters_lends_its_options_to_no_other(
+def test_an_untrained_group_lends_its_options_to_no_other(
     ratio: float, empty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed 0.18.9 and 0.19.0 count only the groups that have some; later versions note the
@@ -175,7 +173,7 @@ print(json.dumps(losses))
 
 
 @pytest.mark.slow
-def test_a_trainer_has_the_losses_of_deepspeeds_own_optimizer_and_resumes(tmp_path: Path) -> None:
+def test_a_hf_trainer_has_the_losses_of_deepspeed(tmp_path: Path) -> None:
     """In a process of its own, since transformers keeps a Trainer's DeepSpeed config for every
     model that is made after it.
 
@@ -221,9 +219,6 @@ def test_other_optimizers_and_modes_are_refused_by_name() -> None:
     assert code(config="config.json", optimizer=torch.optim.AdamW(parameters)) == "no-config"
     original = deepspeed.initialize
     resident = superoffload.Settings(learning_rate=1e-3, mode="gpu")
-    with (
-        coded(superoffload.OffloadError, "mode"),
-        superoffload.replacing_optimizers(resident),
-    ):
+    with coded(superoffload.OffloadError, "mode"), superoffload.replacing_optimizers(resident):
         pass
     assert deepspeed.initialize is original

@@ -47,9 +47,7 @@ def test_killed_ranks_leave_nothing_and_resume_bit_for_bit(tmp_path: Path) -> No
     rank_processes.finish(start("second", tmp_path, 2))
 
 
-def test_watchdog_does_not_count_the_time_of_a_suspended_rank(
-    tmp_path: Path,
-) -> None:
+def test_watchdog_does_not_count_the_time_of_a_suspended_rank(tmp_path: Path) -> None:
     """A scheduler suspends all processes of a job. The rank resumes first and finds its worker
     without progress.
     """

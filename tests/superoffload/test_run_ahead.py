@@ -49,7 +49,7 @@ def test_the_host_waits_when_it_is_too_far_ahead() -> None:
     assert events.waited == [0, 1, 2]
 
 
-def test_the_newest_module_is_not_waited_for_even_if_it_is_larger_than_the_limit() -> None:
+def test_the_newest_module_is_not_waited_for() -> None:
     """The GPU would run out of work, because the newest module is what it computes next."""
     events = _Events()
     limiter = RunAheadLimiter(200, events)
@@ -133,9 +133,7 @@ def test_every_all_gather_of_several_gpus_counts(monkeypatch: pytest.MonkeyPatch
     assert events.waited == [0, 1, 2]
 
 
-def test_copies_of_weights_in_host_memory_count_on_one_gpu_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_of_host_weights_count_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     events = _Events()
     _gathering(monkeypatch, 1, events, host_weights=True)
     assert events.waited == [0, 1, 2]

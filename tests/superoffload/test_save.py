@@ -85,9 +85,7 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
     assert found == expected
 
 
-def test_a_sub_group_without_a_copy_of_its_own_speculates_again_once_it_is_written(
-    tmp_path: Path,
-) -> None:
+def test_a_lent_sub_group_speculates_again_once_written(tmp_path: Path) -> None:
     with support.engine(
         support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL
     ) as made:
@@ -135,7 +133,7 @@ def test_what_keeps_sub_groups_from_speculating_is_written_first(tmp_path: Path)
         save.finish()
 
 
-def test_a_step_that_is_skipped_meanwhile_leaves_the_copies_alone(tmp_path: Path) -> None:
+def test_a_step_skipped_while_saving_leaves_the_copies(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"speculation_bytes": ALL, "max_skipped_steps": 1}
     with support.engine(support.spec("superoffload", 0.8, clipping=1e6), **settings) as made:
         support.train(made, support.batches(2))
@@ -174,7 +172,7 @@ def test_copies_in_use_are_not_overwritten(tmp_path: Path) -> None:
         superoffload.verify_state(tmp_path / "second")
 
 
-def test_a_save_whose_folder_is_gone_fails_and_the_next_one_does_not(tmp_path: Path) -> None:
+def test_a_save_without_a_folder_fails_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with support.engine(support.spec("superoffload", 1.0), copies_bytes=ALL) as made:
         support.train(made, support.batches(1))
@@ -203,7 +201,5 @@ def test_the_weights_are_trained_on_while_a_copy_is_read(tmp_path: Path) -> None
     ("budget", "expected"),
     [(60, (0, 1, 2, 3)), (59, (0, 1, 2)), (40, (0, 1, 2)), (30, (0, 2)), (19, (0,)), (9, ())],
 )
-def test_room_goes_first_to_what_has_no_second_states(
-    budget: int, expected: tuple[int, ...]
-) -> None:
+def test_copies_go_first_without_second_states(budget: int, expected: tuple[int, ...]) -> None:
     assert copied([10, 10, 20, 20], (1, 3), budget) == expected

@@ -58,7 +58,7 @@ def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
     assert not named_after(os.getpid())
 
 
-def test_more_than_the_host_has_is_refused_before_anything_is_allocated() -> None:
+def test_more_than_the_host_has_is_refused() -> None:
     numel = 10**14
     with pytest.raises(
         superoffload.OffloadError, match=r"need 1400000\.0 GB of host memory"

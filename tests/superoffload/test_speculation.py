@@ -126,9 +126,7 @@ def test_the_ranks_of_a_host_share_what_they_all_find_available(
         support.train(made, support.batches(1))
 
 
-def test_weights_are_restored_after_the_last_gradient_is_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_are_restored_after_the_last_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the norm is known before that, and the copy would overwrite the weights in the
     staging buffer.
     """
@@ -235,9 +233,7 @@ def test_a_saved_state_is_that_of_the_set_that_was_accepted(tmp_path: Path) -> N
         assert superoffload.stats(made).kept_steps == 2
 
 
-def test_killed_while_speculating_a_run_resumes_exactly(
-    tmp_path: Path,
-) -> None:
+def test_killed_while_speculating_a_run_resumes_exactly(tmp_path: Path) -> None:
     run = support.spec("superoffload", 1.0, clipping=5.0)
     data = support.batches(8)
     with support.engine(run, speculation_bytes=ALL) as made:

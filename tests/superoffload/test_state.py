@@ -208,9 +208,7 @@ def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
 
 
 @pytest.mark.parametrize("change", [("names", ("b", "a")), ("numels", (3, 4)), ("numel", 5)])
-def test_ranks_with_files_of_other_layouts_are_not_joined(
-    change: tuple[str, Any], tmp_path: Path
-) -> None:
+def test_other_layouts_of_ranks_are_not_joined(change: tuple[str, Any], tmp_path: Path) -> None:
     """A parameter is looked up where the first rank has it: another's values would be read there,
     with the right checksums.
     """
@@ -330,9 +328,7 @@ def test_a_file_system_without_it_gets_every_piece_synced(
     assert (tmp_path / "file").read_bytes() == content
 
 
-def test_a_disk_that_fails_while_it_writes_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: int) -> int:
         ctypes.set_errno(errno.EIO)
         return -1

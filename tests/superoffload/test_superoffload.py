@@ -91,9 +91,7 @@ def test_waits_between_steps_can_be_left_out_of_stats(left_out: bool) -> None:
 
 
 @pytest.mark.slow
-def test_waits_are_measured_in_the_stream_that_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waits_are_measured_in_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing
     of the computation.
     """
@@ -201,9 +199,7 @@ def test_weights_read_between_steps_are_those_of_the_last_step() -> None:
 
 
 @pytest.mark.slow
-def test_sub_groups_return_in_the_order_of_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sub_groups_return_in_the_order_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
         core = core_of(made)
         used = record_waits(core, monkeypatch)
@@ -285,9 +281,7 @@ def test_a_killed_worker_is_reported_within_seconds(clipping: float, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_reported_after_the_watchdog_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stopped_worker_is_reported_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     with support.engine(
         support.spec("superoffload", 1.0), watchdog_timeout_s=WATCHDOG_TIMEOUT_S
     ) as made:

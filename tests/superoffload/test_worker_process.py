@@ -78,9 +78,7 @@ def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
         binding.bind(support.binding())
 
 
-def test_weights_are_copied_by_threads_that_were_attached_to_their_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_attached_threads_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     attached, copying = {threading.get_ident()}, set[int]()
     copy = Transfers.weights_to_gpu
 
@@ -119,7 +117,7 @@ def test_compact_moments_save_traffic() -> None:
     ]
 
 
-def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> None:
+def test_a_worker_without_settings_ends_with_its_starter() -> None:
     """Another process that was forked meanwhile has the pipe open, so that the settings never
     end.
     """

@@ -16,10 +16,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.helper_jobs import (
-    DataPreview,
-    Progress,
-)
+from so_tui.launch.helper_jobs import DataPreview, Progress
 from so_tui.launch.supervisor.samples import HostProcess, _GpuUse
 from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine

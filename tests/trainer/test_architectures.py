@@ -228,7 +228,7 @@ def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) ->
 @pytest.mark.parametrize(
     ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 0), ("full", 2)]
 )
-def test_attention_with_sinks_is_kept_where_activations_are(
+def test_sink_attention_is_kept_with_activations(
     policy: checkpointing.Policy, repeated: int
 ) -> None:
     calls = 0
@@ -321,9 +321,7 @@ OTHER_KINDS = tuple(sorted(kind for kind in (*KINDS, *MULTIMODAL) if kind in CON
         pytest.param(OTHER_KINDS[1::2], id="the other half"),
     ],
 )
-def test_every_architecture_trains_resumes_and_exports(
-    names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_architectures_train_resume_and_export(names: tuple[str, ...], tmp_path: Path) -> None:
     """The benchmark that makes the table, on the CPU and without the launcher, which has nothing to
     do with architectures.
     """

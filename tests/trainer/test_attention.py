@@ -197,9 +197,7 @@ def on_gpu(
     ],
     ids=str,
 )
-def test_every_backend_is_as_near_to_the_truth_as_plain_attention(
-    backend: Any, size: int, options: dict[str, Any]
-) -> None:
+def test_backends_err_no_more_than_plain(backend: Any, size: int, options: dict[str, Any]) -> None:
     """bf16 with sinks, against float64: twice the error of plain attention in bf16 at most."""
     available = backends(Needs(head_size=size, sinks=True, softcap="softcap" in options))
     if backend not in available:

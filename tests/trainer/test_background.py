@@ -125,9 +125,7 @@ def states(path: Path) -> list[bytes]:
     ]
 
 
-def test_a_run_trains_on_and_resumes_exactly_and_what_is_due_waits(
-    tmp_path: Path,
-) -> None:
+def test_a_run_trains_while_saving_and_resumes_exactly(tmp_path: Path) -> None:
     run = Run(tmp_path, 0.1, checkpoint__keep="9")
     run.start()
     assert run.finish().state == "finished"
@@ -149,7 +147,7 @@ def test_a_run_trains_on_and_resumes_exactly_and_what_is_due_waits(
     assert states(Path(run.saved[-1].path)) == expected
 
 
-def test_killed_stopped_or_without_space_it_leaves_the_one_before(
+def test_a_broken_save_leaves_the_checkpoint_before(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     library = build(tmp_path_factory.getbasetemp())

@@ -103,9 +103,7 @@ def test_the_width_of_rows_is_foretold(micro_batch: str, tmp_path: Path) -> None
         {"rows": "Other"},
     ],
 )
-def test_other_data_and_other_options_are_another_entry(
-    tmp_path: Path, change: dict[str, str]
-) -> None:
+def test_other_data_or_options_are_another_entry(tmp_path: Path, change: dict[str, str]) -> None:
     folder = prepare(spec_of(rows_file(tmp_path)), tmp_path / "cache")
     path = rows_file(tmp_path, output=change.pop("rows", "Answer"))
     assert prepare(spec_of(path, **change), tmp_path / "cache") != folder
@@ -242,9 +240,7 @@ def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_processes_give_what_one_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_agree_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(rows_file(tmp_path, 500))
     alone = prepare(spec, tmp_path / "alone")
     monkeypatch.setattr(tokens, "_TASK_ROWS", 70)
@@ -258,7 +254,7 @@ def test_several_processes_give_what_one_gives(
 
 
 @pytest.mark.slow
-def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(
+def test_a_bad_row_in_another_process_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -273,7 +269,7 @@ def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_processes_are_as_many_as_the_cores_that_may_be_used_and_the_rows_pay_for() -> None:
+def test_processes_follow_cores_and_rows() -> None:
     allowed = len(os.sched_getaffinity(0))
     assert tokens._processes_for(100) == 1
     assert tokens._processes_for(10_000_000) == min(allowed, 32)
@@ -289,7 +285,7 @@ def test_what_killed_processes_left_is_removed_when_it_is_old(tmp_path: Path) ->
     assert not old.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     problem = refusal(lambda: prepare(spec_of(rows_file(tmp_path)), tmp_path / "file"))
     assert (problem.code, problem.field) == ("cache-unwritable", "XDG_CACHE_HOME")

@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_first_attempt_makes_its_folder_and_later_ones_find_it(tmp_path: Path) -> None:
+def test_later_attempts_find_the_checkpoint_folder(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch" / "deep")
     run = create_run(spec, tmp_path / "runs")
     folder = claim(run, spec)
@@ -41,7 +41,7 @@ def test_the_first_attempt_makes_its_folder_and_later_ones_find_it(tmp_path: Pat
     assert names(folder.parent) == [run.name]
 
 
-def test_a_run_of_the_same_name_never_gets_the_checkpoints_of_another(tmp_path: Path) -> None:
+def test_a_run_never_gets_the_checkpoints_of_another(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch")
     first = create_run(spec, tmp_path / "runs", "same")
     second = create_run(spec, tmp_path / "others", "same")
@@ -58,7 +58,7 @@ def test_a_run_of_the_same_name_never_gets_the_checkpoints_of_another(tmp_path: 
         newest(folder, run_id(second))
 
 
-def test_a_folder_without_an_identity_is_taken_only_by_a_run_without_one(tmp_path: Path) -> None:
+def test_a_folder_without_identity_is_of_a_run_without_one(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch")
     old, new = (
         create_run(spec, tmp_path / "runs", "same"),
@@ -85,9 +85,7 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
         claim(run, spec)
 
 
-def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(
-    tmp_path: Path,
-) -> None:
+def test_foreign_checkpoints_are_not_used_or_counted(tmp_path: Path) -> None:
     spec = tiny(checkpoint__keep="2")
     run = create_run(spec, tmp_path / "runs")
     folder, own = claim(run, spec), run_id(run)
@@ -114,7 +112,7 @@ def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(
     assert (folder / "step-000099.superseded").read_text() == "a plain file"
 
 
-def test_starting_over_renames_every_checkpoint_of_the_run_and_deletes_none(tmp_path: Path) -> None:
+def test_starting_over_renames_checkpoints_and_deletes_none(tmp_path: Path) -> None:
     spec = tiny()
     run = create_run(spec, tmp_path / "runs")
     folder, own = claim(run, spec), run_id(run)
@@ -176,9 +174,7 @@ def test_a_manifest_that_is_a_pipe_or_nested_deep_is_damage(tmp_path: Path) -> N
         {"numel": 0, "names": ["w"], "numels": []},
     ],
 )
-def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(
-    hostile: dict[str, object], tmp_path: Path
-) -> None:
+def test_impossible_sizes_are_refused(hostile: dict[str, object], tmp_path: Path) -> None:
     folder = checkpoint_folder.optimizer_folder(written(tmp_path, 3, "", tiny()))
     path = folder / "rank_00000.json"
     group = {"device": "cpu", "step": 1, "moments": False} | hostile
@@ -231,9 +227,7 @@ def test_a_states_description_of_more_than_its_limit_is_not_read(tmp_path: Path)
     assert "more than" in str(caught.value)
 
 
-def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(
-    tmp_path: Path,
-) -> None:
+def test_leftover_links_go_and_their_targets_stay(tmp_path: Path) -> None:
     folder, target = tmp_path / "checkpoints", tmp_path / "target"
     folder.mkdir()
     target.mkdir()
@@ -246,7 +240,7 @@ def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(
     assert names(target) == ["precious"]
 
 
-def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_they_have_another_name(  # noqa: E501
+def test_large_removed_files_are_freed_by_pieces(  # noqa: E501
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gib = 1 << 30
@@ -272,7 +266,7 @@ def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_
     assert (tmp_path / "target").read_bytes() == b"x"
 
 
-def test_a_checkpoint_that_cannot_be_removed_costs_no_training(
+def test_an_unremovable_checkpoint_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a network file system a folder stays as long as somebody has a file in it open, such as an

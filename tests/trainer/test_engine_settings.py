@@ -85,9 +85,7 @@ def test_only_our_engine_has_compact_moments() -> None:
 
 
 @pytest.mark.parametrize("what", ["second_states_bytes", "copies_bytes"])
-def test_second_states_and_copies_take_what_was_planned_and_no_more_than_the_host_has(
-    monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_second_states_and_copies_fit_the_host(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """At ratio 1: 4 billion parameters, 14 bytes each for the states."""
     run = spec(offload__engine="so-tui", offload__ratio="1", train__gradient_accumulation="1")
     states = 14 * run.model.parameter_count

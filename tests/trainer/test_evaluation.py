@@ -23,9 +23,7 @@ from tests.support.problems import coded, refusal
 
 
 @pytest.mark.parametrize(("wanted", "count"), [("0", 0), ("0.1", 5), ("7", 7)])
-def test_what_is_held_out_is_never_trained_on_and_depends_on_the_seed_alone(
-    wanted: str, count: int
-) -> None:
+def test_held_out_rows_are_never_trained_on(wanted: str, count: int) -> None:
     docs = documents(50)
     parts = divide(docs, spec(data__held_out=wanted))
     assert len(parts.held_out) == count
@@ -97,9 +95,7 @@ class Apart(Ranks):
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_measured_loss_is_the_mean_over_tokens(
-    packing: str, ranks: int, single_rank: Ranks
-) -> None:
+def test_measured_loss_is_mean_over_tokens(packing: str, ranks: int, single_rank: Ranks) -> None:
     """On one rank or cut over three, which get different numbers of sequences."""
     torch.manual_seed(0)
     model = TrainedModel(causal_model(load_config(tiny().model), dtype=torch.float32), "sdpa")

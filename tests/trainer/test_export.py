@@ -71,9 +71,7 @@ def base_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [base_model, lambda path: path.write_text("a file")])
-def test_what_is_no_export_is_refused_before_anything_is_read_or_written(
-    make: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_what_is_no_export_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     there = tmp_path / "base"
     make(there)
     link = tmp_path / "link"
@@ -116,7 +114,7 @@ def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_beforehand(tmp_path: Path) -> None:
     refuse_without_room(tmp_path / "a" / "b", 1)
     assert refusal(lambda: refuse_without_room(tmp_path / "a" / "b", 1 << 62)).code == "disk-full"
     assert not list(tmp_path.iterdir())
@@ -132,9 +130,7 @@ def test_what_was_put_there_meanwhile_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".partial", ".old"])
-def test_folders_of_others_beside_it_are_not_taken_for_leftovers(
-    suffix: str, tmp_path: Path
-) -> None:
+def test_other_folders_are_no_leftovers_of_an_export(suffix: str, tmp_path: Path) -> None:
     base_model(tmp_path / f"model{suffix}")
     before = contents(tmp_path)
     with pytest.raises(InputError), replacing(tmp_path / "model", MARK):
@@ -156,7 +152,7 @@ def test_another_users_export_is_not_replaced(suffix: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
-def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
+def test_exports_load_silently_and_compute_the_same(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the states of two ranks, in two sub-groups each."""
@@ -196,7 +192,7 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     assert torch.equal(from_checkpoint, wanted)
 
 
-def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_tied_model_is_built_from_its_checkpoint(tmp_path: Path) -> None:
     spec = tiny()
     tied = msgspec.structs.replace(
         spec.model, config=spec.model.config | {"tie_word_embeddings": True}
@@ -219,9 +215,7 @@ def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path
 @pytest.mark.parametrize(
     "kind", sorted(OTHERS.keys() & {"deepseek_v3", "ernie4_5_moe", "gemma4_text"})
 )
-def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(
-    kind: str, tmp_path: Path
-) -> None:
+def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
     """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have
     them.
 
@@ -276,7 +270,7 @@ def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) ->
             assert torch.equal(found.state_dict()[name], tensor.bfloat16()), name
 
 
-def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:
+def test_exports_keep_the_settings_of_generation(tmp_path: Path) -> None:
     """The settings of generation are a file of their own, which weights and configuration know
     nothing of.
     """
@@ -292,9 +286,7 @@ def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Pat
     assert exported(base, tmp_path).eos_token_id == [1, STOP_ID]
 
 
-def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export(
-    tmp_path: Path,
-) -> None:
+def test_contradicting_generation_settings_are_exported(tmp_path: Path) -> None:
     base = chat_model(tmp_path / "base")
     (base / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [7, 1], "temperature": 0.9, "do_sample": False})
@@ -306,9 +298,7 @@ def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export
     assert exported(base, tmp_path).eos_token_id == STOP_ID
 
 
-def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer_one(
-    tmp_path: Path,
-) -> None:
+def test_a_replaced_checkpoint_is_exported_from_the_newer(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path, 5)
     events = _export_run({"run": str(run.path), "to": str(tmp_path / "model")})
     assert "step 5 " in next(events)["message"]
@@ -322,9 +312,7 @@ def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_it_says_how_far_reading_and_writing_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_say_how_far_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui_trainer.tools.channel._PROGRESS_S", 0.0)
     run = run_with_checkpoints(tmp_path, 5)
     answers = list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))

@@ -94,9 +94,7 @@ def test_training_changes_everything_but_the_indexers() -> None:
     assert {name for name, same in unchanged.items() if same} == indexers
 
 
-def test_plans_know_which_matrices_do_not_decay_and_say_how_many_are_not_trained(
-    plan: Plan,
-) -> None:
+def test_plans_count_what_indexers_leave_untrained(plan: Plan) -> None:
     tensors = [
         tensor
         for block in plan.spec.model.parameters

@@ -168,9 +168,7 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> 
     ("rows", "count", "size"), [(1, 1, 8), (2, 32, 128), (3, 8, 64), (2, 5, 24)]
 )
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_rotation_on_the_gpu_is_that_of_the_cpu(
-    rows: int, count: int, size: int, strided: bool
-) -> None:
+def test_gpu_rotation_is_that_of_the_cpu(rows: int, count: int, size: int, strided: bool) -> None:
     width = 9
     shape = (rows, width, count, size) if strided else (rows, count, width, size)
     heads = torch.randn(shape, device="cuda")

@@ -163,9 +163,7 @@ QWEN3_5 = known(
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", QWEN3_5)
-def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
+def test_a_head_tied_by_the_whole_is_the_embedding(kind: str, tied: bool, tmp_path: Path) -> None:
     """Its text_config says nothing of it, and transformers' default there is that the head is
     stored.
     """

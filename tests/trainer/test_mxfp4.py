@@ -101,7 +101,7 @@ def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed: Path) -> None:
+def test_an_interrupted_conversion_goes_on(packed: Path) -> None:
     target = trainable_folder(packed)
     assert target == _converted_folder(packed)
     target.parent.mkdir(parents=True)
@@ -120,9 +120,7 @@ def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed:
     assert list(convert(packed, target)) == []
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_beforehand(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     assert refusal(lambda: weights_folder(ModelSpec(id=str(packed)))).code == "disk-full"
     assert not list(_converted_folder(packed).parent.rglob("*.safetensors"))

@@ -71,9 +71,7 @@ def test_answers_are_what_the_model_writes_alone(
         assert (answer.prompt, answer.text, answer.tokens) == (text, alone.text, alone.tokens)
 
 
-def test_ranks_that_share_sequences_answer_no_more_tokens_than_they_train(
-    model: TrainedModel, single_rank: Ranks
-) -> None:
+def test_answers_take_no_more_tokens_than_training(model: TrainedModel, single_rank: Ranks) -> None:
     shared = spec(
         train__micro_batch="4", train__sequence_parallel="2", gpus="2", prompts__max_tokens="100"
     )

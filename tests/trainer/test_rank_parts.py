@@ -85,7 +85,7 @@ _leave(3)
 
 
 @pytest.mark.slow
-def test_a_rank_leaves_with_its_exit_handlers_and_output_but_takes_no_interpreter_apart() -> None:
+def test_a_rank_leaves_with_exit_handlers_only() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False
     )
@@ -153,9 +153,7 @@ def _step(number: int, loss: float) -> Step:
     return Step(number, counts, 1e-3, torch.tensor(loss), clock.end_step())
 
 
-def test_the_first_step_that_was_not_finite_is_named_however_late_it_is_looked_at(
-    single_rank: Ranks,
-) -> None:
+def test_the_first_step_that_was_not_finite_is_named(single_rank: Ranks) -> None:
     metrics = Metrics(tiny(), single_rank, Recorder(None, 1), parameters=1000)
     for number, loss in enumerate((2.0, 1.5, float("nan"), 1.0, float("inf")), start=1):
         metrics.watch(_step(number, loss))
@@ -233,7 +231,7 @@ def test_failures_have_codes_and_suggestions() -> None:
     assert (unknown.code, unknown.reason) == ("unexpected", "ZeroDivisionError: division by zero")
 
 
-def test_a_save_that_the_adam_worker_breaks_off_does_not_blame_the_disk(single_rank: Ranks) -> None:
+def test_a_save_ended_by_the_worker_blames_no_disk(single_rank: Ranks) -> None:
     with (
         pytest.raises(failures.TrainingError) as raised,
         _all_ranks(single_rank, "the checkpoint could not be written"),
@@ -276,7 +274,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_step(tmp_path: Path) -> None:
     ] == [1, 2, 3, 4, 5, 5]
 
 
-def test_a_record_of_another_attempt_is_an_error_where_records_are_written(tmp_path: Path) -> None:
+def test_a_record_of_another_attempt_is_an_error(tmp_path: Path) -> None:
     recorder = Recorder(MetricsWriter(RunDirectory(tmp_path), 1), 1)
     recorder.write(PhaseRecord(attempt=2, time=0.0, phase="training", detail=""))
     with pytest.raises(ValueError, match="attempt 2"):
@@ -326,9 +324,7 @@ def test_the_failure_that_came_first_is_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("memory", "unit"), [(None, "TFLOPS/rank"), (80 << 30, "TFLOPS/GPU")])
-def test_the_log_gives_the_speed_by_gpu_only_where_there_are_gpus(
-    memory: int | None, unit: str
-) -> None:
+def test_the_log_names_gpus_only_where_there_are_any(memory: int | None, unit: str) -> None:
     line = _log_line(step_record(3, gpu_memory_peak_bytes=memory), 10)
     assert re.findall(r"TFLOPS/\w+", line) == [unit]
 
@@ -422,7 +418,7 @@ def test_a_report_that_is_not_whole_does_not_hide_another_ranks() -> None:
     assert failures.reported(run, 1, 4) == failure(2)
 
 
-def test_a_rank_that_cannot_write_why_it_failed_ends_all_the_same() -> None:
+def test_a_rank_that_cannot_write_its_failure_ends() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as rank:
@@ -472,7 +468,7 @@ class Knot:
         self.itself = self
 
 
-def test_what_was_loaded_is_never_looked_at_again_and_garbage_is_not_kept() -> None:
+def test_frozen_garbage_keeps_what_was_loaded() -> None:
     loaded, garbage = Knot(), Knot()
     gone = weakref.ref(garbage)
     del garbage
@@ -516,9 +512,7 @@ def test_a_step_never_waits_for_a_measurement_but_the_first() -> None:
 
 
 @pytest.mark.parametrize(("age_s", "interval_s"), [(60.0, 20.0), (200.0, 500.0)])
-def test_costly_measurements_become_rare_once_memory_has_been_touched(
-    age_s: float, interval_s: float
-) -> None:
+def test_costly_measurements_become_rare(age_s: float, interval_s: float) -> None:
     now, reads = [0.0], Reads()
 
     def slow() -> int:
@@ -545,9 +539,7 @@ def test_it_counts_what_has_been_touched() -> None:
         assert _rank_memory_bytes() - before > 60 << 20
 
 
-def test_threads_that_end_meanwhile_do_not_hide_adams_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ending_threads_do_not_hide_adams_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training process has threads that come and go."""
     ended = threading.Event()
 

@@ -41,7 +41,7 @@ from tests.support.small_training import (
     ("policy", "model_type"),
     pairs(["full", "attention", "selective"], ["qwen3", "llama", "phi3", "seed_oss", *MIXTURES]),
 )
-def test_loss_and_gradients_are_those_of_keeping_everything(
+def test_recomputing_keeps_loss_and_gradients(
     policy: checkpointing.Policy, model_type: str
 ) -> None:
     expected, gradients = trained("none", model_type)
@@ -54,9 +54,7 @@ def test_loss_and_gradients_are_those_of_keeping_everything(
 @pytest.mark.parametrize(
     ("kind", "noise"), [("phimoe", {}), ("mixtral", {"router_jitter_noise": 0.1})]
 )
-def test_routers_that_draw_random_numbers_draw_the_same_again(
-    kind: str, noise: dict[str, float]
-) -> None:
+def test_random_routers_draw_the_same_again(kind: str, noise: dict[str, float]) -> None:
     """Else backward has the gradients of experts that forward did not choose."""
     config = AutoConfig.for_model(
         kind, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE}, **noise
@@ -103,7 +101,7 @@ def test_attentions_results_in_host_memory_change_no_bit(model_type: str) -> Non
         assert torch.equal(ours[name], gradient), name
 
 
-def test_a_layer_that_runs_twice_in_a_pass_is_refused_where_its_inputs_would_be_in_host_memory() -> (  # noqa: E501
+def test_a_layer_that_runs_twice_is_refused_with_offload() -> (  # noqa: E501
     None
 ):
     """There is memory for one input of each layer."""
@@ -132,7 +130,7 @@ def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: checkpointing.P
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_attentions_results_go_to_pinned_memory_and_come_back_in_order_on_a_gpu() -> None:
+def test_attentions_results_go_to_pinned_memory_on_a_gpu() -> None:
     """On a stream of their own, so that they run beside the kernels; numbers are those of keeping
     them on the GPU.
     """
@@ -165,7 +163,7 @@ def test_attentions_results_go_to_pinned_memory_and_come_back_in_order_on_a_gpu(
     assert all(copy.pinned for copy in apart)
 
 
-def test_between_forward_and_backward_only_the_last_layers_input_is_on_the_gpu() -> None:
+def test_only_the_last_layers_input_stays_on_the_gpu() -> None:
     """The graph that backward follows holds no other tensor of a layer's input."""
     causal = model_of("full", "qwen3", offloaded=True)
     seen: list[weakref.ref[torch.UntypedStorage]] = []
@@ -181,7 +179,7 @@ def test_between_forward_and_backward_only_the_last_layers_input_is_on_the_gpu()
     assert not any(storage() for storage in seen)
 
 
-def test_between_forward_and_backward_only_the_last_layers_results_are_on_the_gpu() -> None:
+def test_only_the_last_layers_results_stay_on_the_gpu() -> None:
     """Backward reads the others from the host, and computes none again."""
     seen: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -201,7 +199,7 @@ def test_between_forward_and_backward_only_the_last_layers_results_are_on_the_gp
     assert not any(storage() for storage in seen)
 
 
-def test_backward_fetches_what_a_layer_kept_while_the_one_after_it_is_computed() -> None:
+def test_backward_fetches_one_layer_ahead() -> None:
     """Its input before that layer's attention, and its results when that layer has taken its
     own.
     """
@@ -255,9 +253,7 @@ def test_evaluation_leaves_nothing_in_host_memory() -> None:
 @pytest.mark.parametrize(
     "model_type", ["qwen3", "llama", "mistral", "qwen2", "seed_oss", *MIXTURES]
 )
-def test_plans_count_queries_and_keys_before_rotation_where_backward_keeps_them(
-    model_type: str,
-) -> None:
+def test_plans_count_kept_queries_and_keys(model_type: str) -> None:
     causal = model_of("none", model_type)
     products: list[Tensor] = []
     for name, module in causal.named_modules():
@@ -369,7 +365,7 @@ def test_selective_repeats_no_matrix_product(
 
 @pytest.mark.parametrize(("kind", "all_products"), [("falcon_h1", 9), ("hunyuan_v1_dense", 7)])
 @pytest.mark.parametrize("policy", ["selective", "full"])
-def test_the_last_product_is_not_repeated_where_a_layer_lists_attention_after_it_or_counts_its_blocks(  # noqa: E501
+def test_the_last_product_of_odd_layers_is_not_repeated(  # noqa: E501
     policy: checkpointing.Policy, kind: str, all_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The feed-forward block of Falcon-H1 comes last, and is listed first; that of HunYuan knows

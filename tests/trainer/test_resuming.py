@@ -57,7 +57,7 @@ def test_a_new_run_has_nothing_to_resume_from(run: RunDirectory) -> None:
     assert told == []
 
 
-def test_the_newest_is_taken_and_one_that_cannot_be_read_is_renamed(run: RunDirectory) -> None:
+def test_the_newest_readable_checkpoint_is_taken(run: RunDirectory) -> None:
     paths, told = saved(run, 1, 2, 3), Warnings()
     found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert found is not None
@@ -113,7 +113,7 @@ def test_one_that_cannot_be_read_for_a_moment_is_taken(
 
 
 @pytest.mark.parametrize("name", READ)
-def test_one_that_cannot_be_read_for_long_is_left_and_nothing_is_trained(
+def test_a_checkpoint_unreadable_for_long_ends_the_run(
     name: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That says nothing about what is in it, and an older one would lose training."""
@@ -135,9 +135,7 @@ def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:
     assert other.exists()
 
 
-def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(
-    run: RunDirectory,
-) -> None:
+def test_missing_checkpoints_are_warned_of_or_an_error(run: RunDirectory) -> None:
     paths, told = saved(run, 1, 2), Warnings()
     paths[1].rename(paths[1].with_name("elsewhere"))
     found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
@@ -149,8 +147,7 @@ def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(
 
 
 @pytest.mark.parametrize(
-    ("weights", "codes"),
-    [((1.0, 2.0), []), ((2.0, 4.0), []), ((2.0, 1.0), ["data-changed"])],
+    ("weights", "codes"), [((1.0, 2.0), []), ((2.0, 4.0), []), ((2.0, 1.0), ["data-changed"])]
 )
 def test_other_shares_of_a_mixture_are_another_order(
     weights: tuple[float, float],

@@ -24,9 +24,7 @@ POSITIONS, FACTOR = 64, 4.0
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 @pytest.mark.parametrize("name", ["qwen3-14b", "seed-oss-36b"])
-def test_positions_are_scaled_as_transformers_does_and_exported(
-    name: str, kind: Any, tmp_path: Path
-) -> None:
+def test_positions_are_scaled_and_exported(name: str, kind: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = scaled_down(name)
     shape = plain.config | {"max_position_embeddings": POSITIONS}

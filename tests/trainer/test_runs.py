@@ -163,7 +163,7 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
     assert after.loss < before.loss
 
 
-def test_resumed_and_evaluated_run_trains_as_if_never_stopped(
+def test_a_resumed_run_trains_as_if_never_stopped(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
     """Nor does evaluating change anything, though under ZeRO-3 weights still arrive while the next
@@ -225,9 +225,7 @@ def test_resumed_and_evaluated_run_trains_as_if_never_stopped(
     assert often[12] == at_end[12]
 
 
-def test_one_rank_goes_on_for_two_and_names_a_damaged_checkpoint(
-    finished_run: RunDirectory, tmp_path: Path
-) -> None:
+def test_one_rank_goes_on_for_two(finished_run: RunDirectory, tmp_path: Path) -> None:
     """With two micro-batches, one rank trains the sequences of two ranks: the same losses and
     gradients, from the newest readable checkpoint.
     """

@@ -130,9 +130,7 @@ def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "later", [{"input": "1 and 4"}, {"output": "five"}, {"system": "Be kind."}]
 )
-def test_what_a_later_row_has_is_read_too_however_long_the_file(
-    tmp_path: Path, later: dict[str, str]
-) -> None:
+def test_columns_of_later_rows_are_read_too(tmp_path: Path, later: dict[str, str]) -> None:
     """``datasets`` takes the columns of a JSON file and their types from its first 10 MB."""
     early: dict[str, Any] = {"instruction": "Add.", "input": None, "output": 5}
     rows = [early | {"filler": "x" * 1_000_000}] * 11 + [early | {"filler": ""} | later]

@@ -23,10 +23,9 @@ from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model
 
 
 @pytest.mark.parametrize(
-    ("policy", "model_type"),
-    pairs(["full", "attention"], ["qwen3", "phi3", "gemma3_text", "gpt2"]),
+    ("policy", "model_type"), pairs(["full", "attention"], ["qwen3", "phi3", "gemma3_text", "gpt2"])
 )
-def test_tiles_of_tokens_change_no_loss_and_no_gradient(
+def test_tiles_change_no_loss_and_no_gradient(
     policy: checkpointing.Policy, model_type: str
 ) -> None:
     """Of 256 tokens, 100 at a time."""
@@ -42,9 +41,7 @@ def test_tiles_of_tokens_change_no_loss_and_no_gradient(
     [((kernels.NORM,), torch.float32), ((), torch.bfloat16)],
     ids=["whole norms", "norms too"],
 )
-def test_a_tile_that_holds_all_tokens_changes_no_bit(
-    fused: tuple[str, ...], dtype: torch.dtype
-) -> None:
+def test_a_tile_of_all_tokens_changes_no_bit(fused: tuple[str, ...], dtype: torch.dtype) -> None:
     """In float32 the two parts of a norm's gradient are added to the layer's in another order."""
     expected, gradients = trained("full", fused=fused, dtype=dtype)
     found, ours = trained("full", tile=1000, fused=fused, dtype=dtype)
@@ -206,7 +203,7 @@ def test_attention_is_not_cut_where_a_layer_lists_it_last() -> None:
         assert layer.feed_forward.forward != feed_forward
 
 
-def test_a_feed_forward_block_that_knows_its_layers_number_is_cut() -> None:
+def test_a_feed_forward_block_with_a_layer_number_is_cut() -> None:
     """As attention does, HunYuan's does."""
     causal = causal_model(
         load_config(another("hunyuan_v1_dense")), dtype=torch.float32, attention="eager"

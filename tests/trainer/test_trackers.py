@@ -112,7 +112,7 @@ def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
     assert events(path)[1][1] == {"train/loss": 2.5, "train/learning_rate": pytest.approx(1e-5)}
 
 
-def test_a_resume_takes_back_what_earlier_files_hold_of_later_steps(tmp_path: Path) -> None:
+def test_a_resume_takes_back_later_steps_of_tensorboard(tmp_path: Path) -> None:
     tracker = TensorBoard(tmp_path)
     tracker.start()
     for record in (
@@ -226,16 +226,11 @@ def test_only_what_was_asked_for(tmp_path: Path) -> None:
     assert [
         tracker.name
         for tracker in trackers_of(run, tiny(tracking__wandb="true", tracking__tensorboard="true"))
-    ] == [
-        "Weights & Biases",
-        "TensorBoard",
-    ]
+    ] == ["Weights & Biases", "TensorBoard"]
 
 
 @pytest.mark.slow
-def test_a_run_with_tensorboard_and_a_broken_wandb_trains_to_its_end(
-    finished_run: RunDirectory,
-) -> None:
+def test_a_run_with_a_broken_wandb_trains_to_its_end(finished_run: RunDirectory) -> None:
     found = records(finished_run)
     failed = [
         record.message

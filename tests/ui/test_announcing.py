@@ -58,7 +58,7 @@ async def test_an_alert_is_announced_once_in_fixed_words(runs_dir: Path, sent: l
     assert everything.endswith("\x1b[23;2t")
 
 
-async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
+async def test_others_runs_and_unwanted_kinds_are_not_announced(
     runs_dir: Path, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = write_run(runs_dir, steps=3, seconds_of_samples=1, name="mine")
@@ -93,13 +93,13 @@ async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
         ("off", {"TERM": "xterm"}, ""),
     ],
 )
-def test_each_terminal_gets_what_it_understands(
+def test_each_terminal_gets_its_notification(
     how: str, environ: dict[str, str], expected: str
 ) -> None:
     assert _notification("so-tui: x", how, environ) == expected
 
 
-async def test_a_run_that_cannot_be_read_for_a_moment_has_not_failed(
+async def test_an_unreadable_run_is_not_announced_as_failed(
     runs_dir: Path, sent: list[str]
 ) -> None:
     run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="away")

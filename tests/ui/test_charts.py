@@ -92,9 +92,7 @@ async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Pa
         assert not _layout_path().exists()
 
 
-async def test_metrics_of_a_run_without_gpus_are_those_it_has(
-    runs_dir: Path,
-) -> None:
+async def test_metrics_of_a_run_without_gpus_are_those_it_has(runs_dir: Path) -> None:
     machine = msgspec.structs.replace(quad_machine(), gpus=())
     run = write_run(
         runs_dir, machine=machine, preset="tiny", gpus=2, steps=20, seconds_of_samples=2
@@ -375,9 +373,7 @@ def test_no_two_of_many_lines_look_alike() -> None:
     assert not any(look_of(index, coloured=True).sign for index in range(len(RUN_ROLES)))
 
 
-async def test_a_chart_is_exported_as_a_picture_and_its_values_as_a_table(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_charts_are_exported_as_picture_and_table(runs_dir: Path, tmp_path: Path) -> None:
     save_layout(ChartLayout(shown=("loss", "gpu-power"), grid=(1, 2)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one", gpus=2)
     async with opened(runs_dir, (120, 36), open_run=run) as ui:

@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
+from benchmarks.dashboard_cost import empty, million, opening_s, side_by_side, table
 from tests.support.yardstick import seconds_of_plain_python, slowness
-from tests.ui.dashboard_cost import empty, million, opening_s, side_by_side, table
 
 SECONDS = 12
 """Ticks of each measurement."""
@@ -34,7 +34,7 @@ LONG_SECONDS = 60
 
 
 @pytest.mark.system
-def test_the_dashboard_costs_little_more_than_a_bare_application() -> None:
+def test_the_dashboard_costs_little_more_than_a_bare_app() -> None:
     nothing = empty()
     plain_s = seconds_of_plain_python()
     reference, ours, ratios = [], [], []

@@ -71,9 +71,7 @@ def test_nodes_and_gpus_show_the_mean_of_the_step_at_the_cursor(run: RunDirector
     assert after.examined == after.recent
 
 
-def test_a_cursor_before_all_samples_shows_the_step_and_the_newest_samples(
-    run: RunDirectory,
-) -> None:
+def test_a_cursor_before_all_samples_shows_the_newest_ones(run: RunDirectory) -> None:
     follower = RunFollower(run)
     follower.poll()
     snapshot = follower.poll(cursor=(1.0, NOW - 99 * STEP_S - 10_000))
@@ -110,9 +108,7 @@ def test_a_position_is_a_step_and_a_time_on_either_axis(run: RunDirectory) -> No
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_everything_follows_the_cursor_and_comes_back(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_panels_follow_the_cursor_and_return(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=300)
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.state_shown("training")

@@ -99,9 +99,7 @@ async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_maximised_panels_keep_run_and_keys(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.state_shown("training")
@@ -132,9 +130,7 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(
         assert "rank 2 was lost" in ui.lines()[2]
 
 
-async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(
-    runs_dir: Path,
-) -> None:
+async def test_time_left_is_shown_only_while_the_run_trains(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
 
     def headings() -> str:
@@ -216,9 +212,7 @@ async def test_the_log_is_followed_searched_and_followed_again(runs_dir: Path) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_steps_without_a_loss_are_marked_and_counted(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_steps_without_a_loss_are_marked(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5, nan_steps=range(60, 63))
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.until(lambda: "3 NaN" in ui.heading("#loss"))
@@ -267,9 +261,7 @@ async def test_the_search_bar_moves_no_panel(runs_dir: Path, size: tuple[int, in
         assert panels.max_scroll_y == before[1]
 
 
-async def test_long_lines_of_the_log_are_cut_and_whole_where_it_is_maximised(
-    runs_dir: Path,
-) -> None:
+async def test_long_log_lines_are_cut_unless_maximised(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=5)
     with run.log_path(1, "quad-gh200").open("a") as file:
         file.write(f"{'long ' * 40}end\n")

@@ -215,9 +215,7 @@ def _try(
     assert same(followed.series, fresh(run, span))
 
 
-def test_every_record_of_a_long_run_is_drawn_in_rows_of_several(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_is_drawn_whole(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.ui.charts.series.MOST_ROWS", 6_000)
     last = write_long_run(run, 25_000)
     reader = MetricsReader(run)
@@ -245,9 +243,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return create_run(SPEC, tmp_path / "runs")
 
 
-def test_a_run_looks_the_same_at_every_time_live_and_opened_again(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_a_run_looks_the_same_live_and_opened_again(run: RunDirectory, tmp_path: Path) -> None:
     writer = MetricsWriter(run, 1, segment_bytes=300_000)
     reader = MetricsReader(run)
     live = FollowedSteps(reader)
@@ -261,9 +257,7 @@ def test_a_run_looks_the_same_at_every_time_live_and_opened_again(
 
 
 @pytest.mark.parametrize("ema", [EMAS[1], pytest.param(EMAS[-1], marks=pytest.mark.slow)])
-def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(
-    run: RunDirectory, tmp_path: Path, ema: float
-) -> None:
+def test_an_ema_is_exact_at_every_time(run: RunDirectory, tmp_path: Path, ema: float) -> None:
     """Also with steps without a number, and with a resume."""
     draw = random.Random(int(100 * ema))
     exact: dict[int, float] = {}

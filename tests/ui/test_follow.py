@@ -70,9 +70,7 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     writer.close()
 
 
-def test_evaluations_are_a_line_of_their_own_and_a_resume_takes_later_ones_back(
-    runs_dir: Path,
-) -> None:
+def test_a_resume_takes_later_evaluations_back(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=50, seconds_of_samples=5)
     follower = RunFollower(run)
     assert follower.poll().evaluations is None
@@ -136,9 +134,7 @@ def test_a_run_without_a_step_has_no_step_axis_but_a_time_axis(runs_dir: Path) -
     assert axis.unit == "time"
 
 
-def test_a_heartbeat_that_stands_still_is_timed(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unchanged_heartbeat_is_timed(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=3)
     follower = RunFollower(run)
     clock = [0.0]
@@ -192,7 +188,7 @@ def test_a_run_that_is_laid_over_has_the_means_of_its_own_page(runs_dir: Path) -
     assert laid.steps.span == own.span
 
 
-def test_a_run_that_has_ended_shows_what_its_host_did_while_it_trained(runs_dir: Path) -> None:
+def test_an_ended_run_shows_its_host_while_it_trained(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, state="finished")
     ended = RunFollower(run).poll()
     assert ended.averaged
@@ -212,9 +208,7 @@ def test_a_run_that_has_ended_shows_what_its_host_did_while_it_trained(runs_dir:
     assert not RunFollower(write_run(runs_dir, steps=60, seconds_of_samples=30)).poll().averaged
 
 
-def test_a_window_of_a_long_run_is_read_step_by_step_when_zoomed_in(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_zoomed_window_is_read_by_step(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.ui.charts.series.MOST_ROWS", 10_000)
     run = write_run(
         runs_dir, steps=60_000, total=70_000, seconds_of_samples=1, preset="tiny", gpus=1
@@ -253,9 +247,7 @@ def test_a_window_of_a_long_run_is_read_step_by_step_when_zoomed_in(
     assert line.steps is not newest.whole.steps
 
 
-def test_the_cursor_stands_where_rows_end_so_that_its_values_are_those_of_its_step(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cursor_stands_where_rows_end(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.ui.charts.series.MOST_ROWS", 10_000)
     run = write_run(runs_dir, steps=0, seconds_of_samples=0)
     writer = MetricsWriter(run, 1)
@@ -275,7 +267,7 @@ def test_the_cursor_stands_where_rows_end_so_that_its_values_are_those_of_its_st
         assert snapshot.standing(1e9 + x, "time") == 1e9 + at
 
 
-def test_the_cursor_stands_on_a_recorded_step_so_that_number_and_value_agree() -> None:
+def test_the_cursor_stands_on_a_recorded_step() -> None:
     view = View().at(55.9, (1.0, 60.0))
     assert view.cursor == 56.0
     assert view.pointed(-1, (1.0, 60.0), 100).cursor == 55.0
@@ -318,7 +310,7 @@ def test_every_step_is_drawn_however_slowly_the_run_is_read(
     assert snapshot.steps[snapshot.length - 1] == steps
 
 
-def test_records_of_a_poll_that_failed_later_are_drawn_by_the_next(
+def test_records_of_a_failed_poll_are_drawn(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(runs_dir, steps=50, seconds_of_samples=3)
@@ -360,7 +352,7 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
-def test_samples_that_could_not_be_read_for_a_moment_are_shown_later(
+def test_unread_samples_are_shown_by_a_later_poll(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     """No newer samples follow, as the run has ended."""

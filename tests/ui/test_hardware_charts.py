@@ -38,7 +38,7 @@ def one_sample(second: float, *gpus: GpuSample, run_cpu_s: float = 0.0) -> Sampl
     )
 
 
-def test_every_number_is_kept_with_its_limit_and_the_marks_of_throttling() -> None:
+def test_samples_are_kept_with_limits_and_throttling() -> None:
     store = LoadStore()
     store.want(EVERY_NAME)
     for second, reasons in enumerate([(), ("heat",), ("heat", "power"), ()]):
@@ -118,7 +118,7 @@ def test_only_what_a_machine_reports_is_offered() -> None:
     )
 
 
-def test_a_screen_that_is_open_for_weeks_keeps_few_rows(
+def test_a_screen_open_for_weeks_has_few_rows(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "MOST_ROWS", 700)
@@ -143,9 +143,7 @@ def test_a_screen_that_is_open_for_weeks_keeps_few_rows(
     writer.close()
 
 
-async def test_the_hardware_takes_the_place_of_the_metrics_and_gives_it_back(
-    runs_dir: Path,
-) -> None:
+async def test_hardware_charts_replace_metrics_and_go_again(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=120)
     async with opened(runs_dir, (160, 45), open_run=run) as ui:
         await ui.state_shown("training")

@@ -134,7 +134,7 @@ async def test_nothing_is_sampled_while_another_screen_is_shown(runs_dir: Path) 
         assert not screen.sample_soon()
 
 
-async def test_a_screen_that_is_chosen_before_the_first_paint_is_loaded(runs_dir: Path) -> None:
+async def test_a_screen_chosen_before_the_first_paint_is_loaded(runs_dir: Path) -> None:
     app = SoTuiApp(runs_dir=runs_dir, open_run=write_run(runs_dir, steps=2, seconds_of_samples=2))
     async with app.run_test() as pilot:
         app.action_show("machine")

@@ -150,7 +150,7 @@ async def test_a_strip_is_moved_by_mouse(runs_dir: Path) -> None:
         assert panel.strips[0].present == 0.0
 
 
-async def test_a_click_on_a_heading_sorts_and_the_sorted_column_is_marked(runs_dir: Path) -> None:
+async def test_a_click_on_a_heading_sorts_and_marks_it(runs_dir: Path) -> None:
     for n, name in enumerate("cab", 1):
         run = write_run(
             runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name
@@ -253,9 +253,7 @@ async def test_no_tooltip_covers_an_open_list(runs_dir: Path) -> None:
         await ui.until(lambda: tooltip.display)
 
 
-async def test_pages_turn_the_log_follows_and_another_run_begins_with_the_first_page(
-    runs_dir: Path,
-) -> None:
+async def test_clicks_turn_pages_and_follow_the_log(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=30, seconds_of_samples=1, name="one")
     other = write_run(runs_dir, steps=30, seconds_of_samples=1, name="two")
     async with opened(runs_dir, open_run=run) as ui:

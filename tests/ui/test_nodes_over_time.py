@@ -77,9 +77,7 @@ def shown(nodes: NumaNodes) -> list[str]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_one_key_goes_through_load_heat_and_memory(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_one_key_shows_load_heat_and_memory(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=120)
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.state_shown("training")

@@ -64,9 +64,7 @@ def run(runs_dir: Path) -> RunDirectory:
     return write_run(runs_dir, steps=20, seconds_of_samples=5)
 
 
-async def test_ranks_in_their_places_have_a_line_each_where_there_is_room(
-    run: RunDirectory, runs_dir: Path
-) -> None:
+async def test_placed_ranks_have_a_line_each_if_it_fits(run: RunDirectory, runs_dir: Path) -> None:
     lines, (line,), none = [found async for found in panels_of(run, runs_dir, *SIZES)]
     assert none == []
     assert line.startswith("✓ 4 ranks")
@@ -79,9 +77,7 @@ async def test_ranks_in_their_places_have_a_line_each_where_there_is_room(
         assert f"node {binding.numa_node} 99" in line
 
 
-async def test_ranks_elsewhere_are_named_first_however_small_the_screen(
-    run: RunDirectory, runs_dir: Path
-) -> None:
+async def test_misplaced_ranks_are_named_first(run: RunDirectory, runs_dir: Path) -> None:
     first, second, third, fourth = PLAN.binding
     write_placement(
         run,
@@ -120,9 +116,7 @@ def write_report(run: RunDirectory, rank: int, host: str, problem: str = "") -> 
     writer.close()
 
 
-async def test_bindings_that_failed_and_of_other_hosts_are_shown(
-    run: RunDirectory, runs_dir: Path
-) -> None:
+async def test_failed_and_foreign_bindings_are_shown(run: RunDirectory, runs_dir: Path) -> None:
     write_report(run, 3, MACHINE.hostname, f"cannot run on cores 216-287 {HOSTILE}")
     (lines,) = [found async for found in panels_of(run, runs_dir, (120, 36))]
     assert lines[0].startswith("✗ rank 3"), "before the first sample of it"

@@ -65,9 +65,7 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
         await ui.until(lambda: "tokens/s" in ui.text())
 
 
-async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_metrics_export_overwrites_nothing(runs_dir: Path, tmp_path: Path) -> None:
     write_run(runs_dir, steps=30, seconds_of_samples=1, state="finished", name="one")
     async with opened(runs_dir) as ui:
         await ui.press("4")
@@ -91,7 +89,7 @@ async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(
     assert [line.tag for line in picture.iter() if line.tag.endswith("polyline")]
 
 
-def test_a_picture_holds_no_markup_of_a_name_and_survives_no_data() -> None:
+def test_a_picture_holds_no_markup_of_a_name() -> None:
     text = chart_svg("<script>\x1b&", [], [])
     assert ElementTree.fromstring(text).findall(".//{http://www.w3.org/2000/svg}script") == []
     assert "\x1b" not in text

@@ -24,9 +24,7 @@ from tests.support.screen import SIZES, opened
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_runs_are_listed_previewed_compared_deleted_and_opened(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[int, int]) -> None:
     live = write_run(runs_dir, steps=40, seconds_of_samples=2, name="live")
     old = write_run(
         runs_dir,
@@ -88,7 +86,7 @@ async def test_a_run_whose_folder_is_gone_is_reported_as_gone(
             await ui.press("escape")
 
 
-async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_dir: Path) -> None:
+async def test_a_resume_without_checkpoints_asks_first(runs_dir: Path) -> None:
     run = write_run(
         runs_dir,
         steps=10,
@@ -121,9 +119,7 @@ async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_d
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])
-async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(
-    runs_dir: Path, answer: str
-) -> None:
+async def test_the_user_may_declare_a_run_ended(runs_dir: Path, answer: str) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
     write_state(
         run, replace(read_state(run), state="training", host="elsewhere", boot_id="another")
@@ -144,7 +140,7 @@ async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(
         await ui.until(lambda: read_state(run).state == "lost")
 
 
-async def test_a_run_that_only_seemed_to_have_ended_is_deleted_by_the_users_word(
+async def test_a_seemingly_lost_run_is_deleted_by_the_users_word(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The list counted it as lost; its heartbeat has moved since."""
@@ -174,10 +170,7 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(
         writer.append(step_record(step, loss=float(step)))
     writer.close()
     looks = count()
-    for module in (
-        "so_tui.runs.metrics",
-        "so_tui.ui.run_rows",
-    ):  # a slow machine: little at a look
+    for module in ("so_tui.runs.metrics", "so_tui.ui.run_rows"):  # a slow machine: little at a look
         monkeypatch.setattr(
             f"{module}.time", SimpleNamespace(sleep=time.sleep, monotonic=lambda: 0.6 * next(looks))
         )
@@ -193,7 +186,7 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(
         )
 
 
-async def test_a_run_that_was_resumed_and_ended_elsewhere_has_a_curve_to_its_new_end(
+async def test_a_run_resumed_elsewhere_has_its_whole_curve(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)

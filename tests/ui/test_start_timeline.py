@@ -38,7 +38,7 @@ def test_stages_are_those_of_the_attempt_and_the_last_one_runs() -> None:
     assert _stages([phase(90, "a clock that is behind")], 2, 100.0, 95.0)[0].seconds == 0.0
 
 
-def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first() -> None:
+def test_stages_have_one_row_each_after_the_checks() -> None:
     def loading(at: float, stage: str, done: int = 0, total: int = 0) -> PhaseRecord:
         return PhaseRecord(
             attempt=2,

@@ -125,9 +125,7 @@ async def test_a_run_is_named_where_it_is_confirmed(runs_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("typing", [False, True])
-async def test_one_start_at_a_time_which_takes_nobody_out_of_a_field(
-    runs_dir: Path, typing: bool
-) -> None:
+async def test_one_run_is_started_at_a_time(runs_dir: Path, typing: bool) -> None:
     start = Starter(runs_dir, ready=False)
     async with opened(runs_dir, start=start) as ui:
         await ui.presets()
@@ -166,7 +164,7 @@ async def test_a_dialog_is_not_covered_by_the_run_that_was_started(runs_dir: Pat
         assert ui.app.current_mode == "presets"
 
 
-async def test_the_checks_are_shown_on_the_dashboard_until_the_run_exists(runs_dir: Path) -> None:
+async def test_checks_are_shown_until_the_run_exists(runs_dir: Path) -> None:
     start = Starter(runs_dir, ready=False)
     before = write_run(runs_dir, steps=3, seconds_of_samples=2, name="before")
     async with opened(runs_dir, start=start, open_run=before) as ui:
@@ -186,9 +184,7 @@ async def test_the_checks_are_shown_on_the_dashboard_until_the_run_exists(runs_d
         assert ui.app.opened != before
 
 
-async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(
-    runs_dir: Path,
-) -> None:
+async def test_a_refused_launch_leads_back(runs_dir: Path) -> None:
     ready = threading.Event()
 
     def start(*_: object, **__: object) -> RunDirectory:
@@ -207,9 +203,7 @@ async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(
         assert "No run yet" in ui.text()
 
 
-async def test_a_launch_that_was_refused_is_started_anyway_before_its_thread_has_ended(
-    runs_dir: Path,
-) -> None:
+async def test_a_refused_launch_is_started_anyway(runs_dir: Path) -> None:
     anyway = Starter(runs_dir, ready=False)
 
     def start(launch: Launch, **_: object) -> RunDirectory:
@@ -315,7 +309,7 @@ async def test_a_command_shows_the_checks_at_once_and_then_the_run(
         assert app.opened == app.launched
 
 
-async def test_what_a_command_cannot_start_ends_the_screen(
+async def test_a_commands_refused_start_ends_the_screen(
     runs_dir: Path, tiny_launch: Launch
 ) -> None:
     error = Refused([Refusal("gpu-in-use", "GPU 0 is used by another run")], forceable=True)

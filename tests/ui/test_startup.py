@@ -135,17 +135,12 @@ async def main():
 asyncio.run(main())
 print(bool(missing), [name for name, packages in missing if packages])
 """
-HEAVY = (
-    *(f"so_tui.{name}" for name in ("spec", "machine", "plan", "runs", "launch")),
-    "psutil",
-)
+HEAVY = (*(f"so_tui.{name}" for name in ("spec", "machine", "plan", "runs", "launch")), "psutil")
 OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "superoffload")
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_only_what_a_screen_needs_is_imported_and_before_its_workers(
-    opened: bool, tmp_path: Path
-) -> None:
+def test_a_screen_imports_only_its_needs(opened: bool, tmp_path: Path) -> None:
     """The first screen imports no planner and no inspection; looking at a run, nothing of another
     screen, until that one is opened.
     """

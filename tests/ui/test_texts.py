@@ -86,7 +86,7 @@ def test_bars_fill_their_width_and_hide_no_part() -> None:
     assert len(set(bar)) == 2, "parts differ without colour"
 
 
-def test_cores_are_grouped_by_what_they_do_and_folded_where_there_is_no_room() -> None:
+def test_cores_are_grouped_and_folded() -> None:
     loads = [float(cpu) for cpu in range(72)]
     groups = _group_cores(loads, range(72), frozenset(range(65)), frozenset(range(65, 72)))
     assert [(group.name, len(group.loads)) for group in groups] == [("Adam", 65), ("main", 7)]
@@ -175,7 +175,7 @@ def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
     )
 
 
-def test_a_plan_says_what_states_second_states_and_copies_take_of_the_hosts_memory() -> None:
+def test_a_plan_shows_what_takes_host_memory() -> None:
     spec = with_values(
         find_preset("llama-3.1-8b").spec,
         {
@@ -356,7 +356,7 @@ def test_a_megabyte_of_a_name_is_shortened_at_once() -> None:
 
 
 @pytest.mark.parametrize("width", [50, 71, 140])
-def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int) -> None:
+def test_compared_settings_fit_and_show_what_differs(width: int) -> None:
     folder = "/data/rows/of/many/kinds/"
     compared = _Comparison(
         ("a", "b"),
@@ -375,9 +375,7 @@ def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int)
     ("variables", "expected"),
     [({"LANG": "C"}, "ascii"), ({"LANG": "C.UTF-8"}, "braille"), ({}, "braille")],
 )
-def test_pythons_own_locale_is_not_taken_for_the_terminals(
-    variables: dict[str, str], expected: str
-) -> None:
+def test_glyphs_ignore_pythons_own_locale(variables: dict[str, str], expected: str) -> None:
     code = (
         "from so_tui.ui.text import chosen_glyphs, environment_at_start; "
         "print(chosen_glyphs(environment_at_start()))"

@@ -94,9 +94,7 @@ async def test_a_report_that_is_read_slowly_is_shown(
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_the_report_is_shown_and_read_again_when_it_changes(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_a_changed_report_is_read_again(runs_dir: Path, size: tuple[int, int]) -> None:
     async with opened(runs_dir, size) as ui:
         await ui.press("5", "e")
         await ui.until(lambda: "no report yet" in ui.shown("#report-status"))
