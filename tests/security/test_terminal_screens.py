@@ -7,7 +7,6 @@ import re
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -18,7 +17,6 @@ from textual.strip import Strip
 from textual.widgets import Checkbox, DataTable, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from so_tui.runs import read_state, write_state
 from so_tui.trust.text import brief_message, printable_line
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
@@ -31,6 +29,7 @@ from so_tui.ui.text import Content, shorten, shorten_path
 from so_tui.ui.textual_fixes import DrawsPrintable, FixedApp
 from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
 from tests.support.make_run import write_run
+from tests.support.records import change_state
 from tests.support.screen import Driver, opened, wait_for_what_runs
 
 WAYS = {
@@ -209,10 +208,7 @@ def test_messages_of_any_length_take_no_more_than_some_lines(text: str) -> None:
 async def test_a_run_with_a_megabyte_of_reason_opens_at_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", steps=3, seconds_of_samples=3, state="failed")
     reason = "why\n\u202e" * 200_000
-    write_state(
-        run,
-        msgspec.structs.replace(read_state(run), reason=reason, suggestion=reason, detail=reason),
-    )
+    change_state(run, reason=reason, suggestion=reason, detail=reason)
     began = time.process_time()
     async with opened(tmp_path / "runs", open_run=run) as driver:
         await driver.until(lambda: "why \\u202ewhy" in driver.text())

@@ -15,11 +15,12 @@ import tomli_w
 from so_tui.folders import user_folder
 from so_tui.machine import machine_json
 from so_tui.machine.types import Machine
-from so_tui.runs import MetricsWriter, RunDirectory, read_state, write_state
+from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.records import EndRecord, PhaseRecord, WarningRecord
 from so_tui.spec import find_preset, spec_tree
 from so_tui.trust.text import printable
 from tests.support.make_run import quad_machine, write_run
+from tests.support.records import append_records
 
 HOSTILE = (
     "a\x1b]52;c;cm0gLXJm\x07b\x1b]0;owned\x1b\\c\x1b[2J\x1b[8md\x1bP1$r\x1b\\e\x9b31mf\x9d0;"
@@ -125,10 +126,10 @@ def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
     )
     run = RunDirectory(written.path.rename(runs_dir / IN_A_NAME))
     now = time.time()
-    metrics = MetricsWriter(run, 1)
-    metrics.append(PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE))
-    metrics.append(WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE))
-    metrics.append(
+    append_records(
+        run,
+        PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE),
+        WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE),
         EndRecord(
             attempt=1,
             time=now,
@@ -137,9 +138,8 @@ def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
             reason=HOSTILE,
             suggestion=HOSTILE,
             summary={HOSTILE: 1.0},
-        )
+        ),
     )
-    metrics.close()
     state = read_state(run)
     write_state(
         run,

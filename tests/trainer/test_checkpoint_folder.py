@@ -240,7 +240,7 @@ def test_leftover_links_go_and_their_targets_stay(tmp_path: Path) -> None:
     assert names(target) == ["precious"]
 
 
-def test_large_removed_files_are_freed_by_pieces(  # noqa: E501
+def test_large_removed_files_are_freed_by_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gib = 1 << 30

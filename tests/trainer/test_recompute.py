@@ -101,9 +101,7 @@ def test_attentions_results_in_host_memory_change_no_bit(model_type: str) -> Non
         assert torch.equal(ours[name], gradient), name
 
 
-def test_a_layer_that_runs_twice_is_refused_with_offload() -> (  # noqa: E501
-    None
-):
+def test_a_layer_that_runs_twice_is_refused_with_offload() -> None:
     """There is memory for one input of each layer."""
     causal = model_of("full", "qwen3", offloaded=True)
     layers: Any = causal.model.layers
@@ -365,7 +363,7 @@ def test_selective_repeats_no_matrix_product(
 
 @pytest.mark.parametrize(("kind", "all_products"), [("falcon_h1", 9), ("hunyuan_v1_dense", 7)])
 @pytest.mark.parametrize("policy", ["selective", "full"])
-def test_the_last_product_of_odd_layers_is_not_repeated(  # noqa: E501
+def test_the_last_product_of_odd_layers_is_not_repeated(
     policy: checkpointing.Policy, kind: str, all_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The feed-forward block of Falcon-H1 comes last, and is listed first; that of HunYuan knows

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from so_tui.runs import RunDirectory, create_run, read_state, write_state
+from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.directory import run_id
 from so_tui.spec import DataSource, RunSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
@@ -26,6 +26,7 @@ from tests.support.checkpoints import written
 from tests.support.launching import tiny
 from tests.support.planning import spec_of
 from tests.support.problems import coded
+from tests.support.records import change_state
 
 SPEC = tiny(checkpoint__keep="9")
 
@@ -47,7 +48,7 @@ def saved(run: RunDirectory, *steps: int) -> list[Path]:
     """Write checkpoints, of which the run knows the last."""
     folder = claim(run, SPEC)
     paths = [written(folder, step, run_id(run), SPEC) for step in steps]
-    write_state(run, msgspec.structs.replace(read_state(run), saved_step=steps[-1]))
+    change_state(run, saved_step=steps[-1])
     return paths
 
 

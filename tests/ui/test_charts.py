@@ -16,7 +16,6 @@ import msgspec
 import pytest
 from textual.widgets import Input
 
-from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EvaluationRecord
 from so_tui.ui.chart_metrics import (
     EMAS,
@@ -39,7 +38,7 @@ from so_tui.ui.dashboard.view import View, steps_at
 from so_tui.ui.dialogs import TickList
 from so_tui.ui.text import Content
 from tests.support.make_run import quad_machine, write_run
-from tests.support.records import step_record
+from tests.support.records import append_records, step_record
 from tests.support.screen import Driver, opened
 
 
@@ -167,8 +166,8 @@ def laid_out(panel: ChartPanel) -> bool:
 
 async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=2)
-    writer = MetricsWriter(run, 1)
-    writer.append(
+    append_records(
+        run,
         EvaluationRecord(
             attempt=1,
             time=time.time(),
@@ -177,9 +176,8 @@ async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir:
             perplexity=3.06,
             tokens=1000,
             seconds=1.0,
-        )
+        ),
     )
-    writer.close()
     async with opened(runs_dir, (80, 30), open_run=run) as ui:
         for width in (80, 100, 160):
             await ui.resize(width, 30)
@@ -260,12 +258,13 @@ async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Pat
     )
     write_run(runs_dir, steps=40, seconds_of_samples=60, name="without", gpus=2, state="finished")
     for one, losses in ((run, (1.5,)), (other, (1.25, 1.125))):
-        writer = MetricsWriter(one, 1)
-        for at, loss in enumerate(losses):
-            writer.append(
+        append_records(
+            one,
+            *(
                 EvaluationRecord(attempt=1, time=1e9 + at, step=30 + 30 * at, loss=loss, tokens=9)
-            )
-        writer.close()
+                for at, loss in enumerate(losses)
+            ),
+        )
     async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.until(lambda: len(ui.app.runs) == 3)
         await ui.state_shown("training")

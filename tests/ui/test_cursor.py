@@ -15,6 +15,7 @@ from so_tui.ui.dashboard.follow import RunFollower
 from so_tui.ui.dashboard.panels import LogView
 from so_tui.ui.dashboard.screen import DashboardScreen
 from tests.support.make_run import STEP_S, quad_machine, write_run
+from tests.support.records import append_samples
 from tests.support.screen import SIZES, opened
 
 pytestmark = pytest.mark.usefixtures("_unhurried_reading")
@@ -82,10 +83,11 @@ def test_a_cursor_before_all_samples_shows_the_newest_ones(run: RunDirectory) ->
 def test_old_samples_are_found_in_coarser_rows(runs_dir: Path) -> None:
     machine = quad_machine(nodes=1, cores=72)
     run = write_run(runs_dir, machine=machine, gpus=1, steps=100, seconds_of_samples=0, now=NOW)
-    writer = SampleWriter(run, machine.hostname)
-    for second in range(-310, 0):
-        writer.append(at_second(NOW, second, 80 if second < -200 else 20))
-    writer.close()
+    append_samples(
+        run,
+        machine.hostname,
+        *(at_second(NOW, second, 80 if second < -200 else 20) for second in range(-310, 0)),
+    )
     for path in run.samples_dir(machine.hostname).glob("raw-*"):
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(lines[-60:]))

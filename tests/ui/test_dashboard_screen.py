@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs import read_state, write_state
 from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
 from so_tui.runs.state import request
 from so_tui.ui.app import _key_groups
@@ -21,6 +21,7 @@ from so_tui.ui.dashboard.screen import DashboardScreen
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import write_run
+from tests.support.records import append_records, change_state
 from tests.support.screen import SIZES, Driver, opened
 
 MEAN = r"mean of 50( steps)?"
@@ -83,12 +84,13 @@ async def test_several_hosts_are_told_apart(runs_dir: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
-    writer = MetricsWriter(run, 1)
-    for step, loss in ((60, 2.5), (110, 2.25)):
-        writer.append(
+    append_records(
+        run,
+        *(
             EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100)
-        )
-    writer.close()
+            for step, loss in ((60, 2.5), (110, 2.25))
+        ),
+    )
     async with opened(runs_dir, size, open_run=run) as ui:
         # What finds no room beside the others stands below the heading.
         await ui.until(lambda: re.search(rf"{MEAN} \d\.\d\d", ui.heading("#loss")))
@@ -145,12 +147,12 @@ async def test_time_left_is_shown_only_while_the_run_trains(runs_dir: Path) -> N
         request(run, "stop")
         await ui.state_shown("asked to stop")
         assert "left " not in ui.shown("#title")
-        write_state(run, msgspec.structs.replace(read_state(run), detail="asked to stop"))
+        change_state(run, detail="asked to stop")
         await ui.until(lambda: known_detail(ui) == "asked to stop")
         assert not ui.find("#news", StyledLines).display, "the title says it already"
         states: tuple[State, ...] = ("saving", "loading", "finished")
         for state in states:
-            write_state(run, msgspec.structs.replace(read_state(run), state=state))
+            change_state(run, state=state)
             await ui.state_shown(state)
             assert "left " not in ui.shown("#title")
             assert re.search(r"loss +last \d", headings())
@@ -174,13 +176,12 @@ async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
         await ui.until(lambda: "checkpoint of step 60" in ui.text())
         write_state(run, training)
         await ui.until(lambda: not news.display)
-        writer = MetricsWriter(run, 1)
-        writer.append(
+        append_records(
+            run,
             CheckpointRecord(
                 attempt=1, time=time.time(), step=60, path="/checkpoint", bytes=1, seconds=1.0
-            )
+            ),
         )
-        writer.close()
         write_state(run, msgspec.structs.replace(training, state="finished", saved_step=60))
         await ui.until(lambda: "E exports the model" in ui.text())
 
@@ -317,7 +318,7 @@ async def test_a_run_that_may_be_lost_is_checked_first(
         assert "r Resume" not in ui.key_line
         await ui.press("4")
         await ui.until(lambda: "○ checking" in ui.text() and "● training" not in ui.text())
-        write_state(run, msgspec.structs.replace(read_state(run), heartbeat=2))
+        change_state(run, heartbeat=2)
         await ui.until(lambda: "● training" in ui.text())
         await ui.press("3")
         await ui.state_shown("training")

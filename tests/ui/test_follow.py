@@ -32,7 +32,7 @@ from so_tui.ui.dashboard.follow import RunFollower
 from so_tui.ui.dashboard.view import Overlays, View, axis_of, extent_of
 from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
-from tests.support.records import step_record
+from tests.support.records import append_records, append_samples, step_record
 
 pytestmark = pytest.mark.usefixtures("_unhurried_reading")
 
@@ -88,9 +88,7 @@ def test_a_resume_takes_later_evaluations_back(runs_dir: Path) -> None:
     ]
     assert follower.poll().evaluations is line
     writer.close()
-    writer = MetricsWriter(run, 2)
-    writer.append(ResumedRecord(attempt=2, time=time.time(), step=30))
-    writer.close()
+    append_records(run, ResumedRecord(attempt=2, time=time.time(), step=30), attempt=2)
     line = follower.poll().evaluations
     assert line is not None
     assert line.length == 1
@@ -101,10 +99,12 @@ def test_a_resume_takes_later_steps_back(runs_dir: Path) -> None:
     follower = RunFollower(run)
     before = follower.poll()
     assert before.latest is not None
-    writer = MetricsWriter(run, 2)
-    writer.append(ResumedRecord(attempt=2, time=time.time(), step=30))
-    writer.append(later(before.latest, attempt=2, step=31, loss=9.0))
-    writer.close()
+    append_records(
+        run,
+        ResumedRecord(attempt=2, time=time.time(), step=30),
+        later(before.latest, attempt=2, step=31, loss=9.0),
+        attempt=2,
+    )
     after = follower.poll()
     assert after.length == 31
     assert after.steps[30] == 31
@@ -237,9 +237,7 @@ def test_a_zoomed_window_is_read_by_step(runs_dir: Path, monkeypatch: pytest.Mon
     # A window that reaches to the newest step follows it.
     tail = follower.poll((49_000.0, 60_000.0))
     assert tail.latest is not None
-    writer = MetricsWriter(run, 1)
-    writer.append(later(tail.latest, step=60_001, time=tail.latest.time + 3, loss=1.25))
-    writer.close()
+    append_records(run, later(tail.latest, step=60_001, time=tail.latest.time + 3, loss=1.25))
     newest = follower.poll((49_000.0, 60_000.0))
     axis = axis_of(newest, View(window=(49_001.0, 60_001.0), tail=True))
     line = newest.line("loss", "raw", axis)
@@ -250,10 +248,7 @@ def test_a_zoomed_window_is_read_by_step(runs_dir: Path, monkeypatch: pytest.Mon
 def test_the_cursor_stands_where_rows_end(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.ui.charts.series.MOST_ROWS", 10_000)
     run = write_run(runs_dir, steps=0, seconds_of_samples=0)
-    writer = MetricsWriter(run, 1)
-    for step in range(1, 60_001):
-        writer.append(step_record(step, loss=float(step)))
-    writer.close()
+    append_records(run, *(step_record(step, loss=float(step)) for step in range(1, 60_001)))
     snapshot = RunFollower(run).poll()
     axis = axis_of(snapshot, View())
     assert axis is not None
@@ -343,10 +338,11 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
         (0, 40),
         (60, 65),
     ):  # two segments: the newest is followed, the other one is history
-        writer = SampleWriter(run, machine.hostname)
-        for second in range(first, last):
-            writer.append(sample(chance, 1, began + second, machine, plan))
-        writer.close()
+        append_samples(
+            run,
+            machine.hostname,
+            *(sample(chance, 1, began + second, machine, plan) for second in range(first, last)),
+        )
     snapshot = RunFollower(run).poll()
     assert snapshot.nodes[0].times[0] == began
 

@@ -20,7 +20,7 @@ from textual.widgets import Input, OptionList, Static, Tooltip
 
 from so_tui import ui as package
 from so_tui.machine.known import machine_of
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import RunDirectory
 from so_tui.runs.records import EvaluationRecord
 from so_tui.settings import ScreenSettings, Settings
 from so_tui.ui.chart_metrics import ChartLayout
@@ -42,6 +42,7 @@ from so_tui.ui.dialogs import (
 from so_tui.ui.machine.validation import ValidationScreen
 from so_tui.ui.runs.table import RunTable
 from tests.support.make_run import write_run
+from tests.support.records import append_records
 from tests.support.screen import Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
@@ -155,9 +156,9 @@ async def test_a_click_on_a_heading_sorts_and_marks_it(runs_dir: Path) -> None:
         run = write_run(
             runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name
         )
-    writer = MetricsWriter(run, 1)
-    writer.append(EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, tokens=1000))
-    writer.close()
+    append_records(
+        run, EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, tokens=1000)
+    )
     compact = Settings(screen=ScreenSettings(layout="compact"))
     async with opened(runs_dir, (200, 50), settings=compact) as ui:
         await ui.press("4")

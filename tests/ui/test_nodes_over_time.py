@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.runs import RunDirectory, SampleWriter
+from so_tui.runs import RunDirectory
 from so_tui.runs.records import ForeignProcess, NodeSample, Sample
 from so_tui.runs.samples import SampleReader
 from so_tui.ui.numa_nodes import LEVELS, NumaNodes, _group_cores, _heat_rows, _heat_texts
 from so_tui.ui.snapshot import CORES, LoadStore
 from tests.support.make_run import quad_machine, write_run
+from tests.support.records import append_samples
 from tests.support.screen import SIZES, opened
 
 
@@ -120,6 +121,6 @@ async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -
 def _add_foreign(run: RunDirectory, host: str) -> None:
     newest = SampleReader(run, host).poll()[-1]
     foreign = ForeignProcess(pid=9, name="x\x1b[2Jy", cores=1.5, cpu=66)
-    writer = SampleWriter(run, host)
-    writer.append(msgspec.structs.replace(newest, time=newest.time + 0.5, foreign=(foreign,)))
-    writer.close()
+    append_samples(
+        run, host, msgspec.structs.replace(newest, time=newest.time + 0.5, foreign=(foreign,))
+    )

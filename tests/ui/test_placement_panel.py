@@ -12,11 +12,12 @@ import pytest
 
 from so_tui.launch.supervisor.slowness import _cause_text
 from so_tui.plan.plan import RankBinding
-from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, read_state, write_state
+from so_tui.runs import RunDirectory, SampleWriter, read_state, write_state
 from so_tui.runs.records import BindingRecord, Cause, RankBindingReport, RankPlacement, Slowdown
 from so_tui.ui.dashboard.panels import PlacementPanel
 from tests.support.hostile import HOSTILE, unsafe
 from tests.support.make_run import GIB, plan_for, quad_machine, sample, write_run
+from tests.support.records import append_records
 from tests.support.screen import opened
 
 MACHINE = quad_machine()
@@ -111,9 +112,7 @@ def write_report(run: RunDirectory, rank: int, host: str, problem: str = "") -> 
         corrected=False,
         problem=problem,
     )
-    writer = MetricsWriter(run, 1)
-    writer.append(BindingRecord(attempt=1, time=time.time(), ranks=(report,)))
-    writer.close()
+    append_records(run, BindingRecord(attempt=1, time=time.time(), ranks=(report,)))
 
 
 async def test_failed_and_foreign_bindings_are_shown(run: RunDirectory, runs_dir: Path) -> None:

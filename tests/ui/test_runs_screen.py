@@ -11,15 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
 from rich.text import Text
 from textual.widgets import DataTable, Static
 
-from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs import MetricsWriter, read_state
 from so_tui.runs.liveness import OLD_S, STALE_S
 from so_tui.ui.charts.chart import Chart
 from tests.support.make_run import write_run
-from tests.support.records import step_record
+from tests.support.records import append_records, change_state, step_record
 from tests.support.screen import SIZES, opened
 
 
@@ -96,7 +95,7 @@ async def test_a_resume_without_checkpoints_asks_first(runs_dir: Path) -> None:
         gpus=2,
         name="moved",
     )
-    write_state(run, replace(read_state(run), saved_step=9))
+    change_state(run, saved_step=9)
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: "r Resume" in ui.key_line)
@@ -121,9 +120,7 @@ async def test_a_resume_without_checkpoints_asks_first(runs_dir: Path) -> None:
 @pytest.mark.parametrize("answer", ["n", "y"])
 async def test_the_user_may_declare_a_run_ended(runs_dir: Path, answer: str) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
-    write_state(
-        run, replace(read_state(run), state="training", host="elsewhere", boot_id="another")
-    )
+    change_state(run, state="training", host="elsewhere", boot_id="another")
     before = time.time() - (STALE_S + OLD_S) / 2
     os.utime(run.state_path, (before, before))
     async with opened(runs_dir) as ui:
@@ -149,9 +146,7 @@ async def test_a_seemingly_lost_run_is_deleted_by_the_users_word(
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: "D Delete" in ui.key_line)
-        write_state(
-            run, replace(read_state(run), state="training", host="elsewhere", boot_id="another")
-        )
+        change_state(run, state="training", host="elsewhere", boot_id="another")
         await ui.press("D", "y")
         await ui.until(lambda: "Has far ended?" in ui.text())
         assert run.path.exists()
@@ -203,11 +198,10 @@ async def test_a_run_resumed_elsewhere_has_its_whole_curve(
             )
         )
         await ui.press("3")
-        writer = MetricsWriter(run, 2)
-        for step in range(11, 31):
-            writer.append(step_record(step, attempt=2, loss=1.0))
-        writer.close()
-        write_state(run, replace(read_state(run), state="finished", attempt=2, step=30))
+        append_records(
+            run, *(step_record(step, attempt=2, loss=1.0) for step in range(11, 31)), attempt=2
+        )
+        change_state(run, state="finished", attempt=2, step=30)
         await ui.until(lambda: ui.app.runs and ui.app.runs[0].state.step == 30)
         await ui.press("4")
         await ui.until(

@@ -8,10 +8,11 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs import read_state, write_state
 from so_tui.runs.records import PhaseRecord
 from so_tui.ui.run_status import CHECKS, FIRST_STEP, LAUNCHER, _stages, timeline_lines
 from tests.support.make_run import write_run
+from tests.support.records import append_records
 from tests.support.screen import opened
 
 
@@ -102,17 +103,16 @@ def test_the_lines_fit_and_their_bars_follow_each_other() -> None:
 async def test_the_dashboard_shows_it_until_the_first_step(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=0, seconds_of_samples=5, state="loading")
     started = read_state(run).started or 0.0
-    writer = MetricsWriter(run, 1)
-    writer.append(
+    append_records(
+        run,
         PhaseRecord(
             attempt=1,
             time=started + 12,
             phase="loading",
             detail="preparing the optimizer",
             stage="optimizer",
-        )
+        ),
     )
-    writer.close()
     async with opened(runs_dir, (80, 24), open_run=run) as ui:
         await ui.state_shown("loading")
         await ui.until(lambda: "▸ optimizer  preparing the optimizer" in ui.text())

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 from textual.widgets import Button, DataTable, Static
 
 from so_tui.launch.checks import Check
 from so_tui.launch.launch import prepare
 from so_tui.plan.plan import Launch
-from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs import RunDirectory
 from so_tui.runs.state import pending
 from so_tui.spec import Refusal, Refused, RunSpec, find_preset
 from so_tui.ui.app import SoTuiApp
@@ -23,6 +22,7 @@ from so_tui.ui.dialogs import Notice, Question
 from tests.support.held_threads import LateThreads
 from tests.support.make_run import write_run
 from tests.support.planning import CPU_ONLY
+from tests.support.records import change_state
 from tests.support.screen import SIZES, Driver, opened
 from tests.support.waiting import LIMIT_S
 
@@ -75,7 +75,7 @@ async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(
 
     def resume(run: RunDirectory, prepared: str) -> None:
         resumed.append((run, prepared))
-        write_state(run, replace(read_state(run), state="training", attempt=2))
+        change_state(run, state="training", attempt=2)
 
     monkeypatch.setattr(
         "so_tui.launch.launch.prepare_resume", lambda run, *_, **__: f"attempt 2 of {run.name}"
@@ -94,7 +94,7 @@ async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(
         assert not pending(run), "no is the default"
         await ui.press("s", "y")
         await ui.until(lambda: "stop" in pending(run))
-        write_state(run, replace(read_state(run), state="stopped"))
+        change_state(run, state="stopped")
         await ui.state_shown("stopped")
         await ui.until(lambda: "r Resume" in ui.key_line)
         await ui.press("r")
