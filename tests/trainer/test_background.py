@@ -17,7 +17,7 @@ from so_tui.runs import create_run, state
 from so_tui.runs.directory import checkpoint_folders, run_id
 from so_tui.runs.records import BindingRecord, CheckpointRecord, EndRecord, PhaseRecord, StepRecord
 from so_tui_trainer import checkpoint, checkpoint_folder
-from tests.support.launching import log, records, start, tiny
+from tests.support.launching import log, of_kind, records, start, tiny
 from tests.support.python_path import python_path
 
 pytestmark = pytest.mark.slow
@@ -89,8 +89,8 @@ class Run:
         """Whether a checkpoint is being written while this attempt trains."""
         phases = [
             record
-            for record in records(self.directory)
-            if isinstance(record, PhaseRecord) and record.attempt == self.attempt
+            for record in of_kind(self.directory, PhaseRecord)
+            if record.attempt == self.attempt
         ]
         return bool(phases) and phases[-1].detail.startswith("writing the checkpoint")
 
@@ -98,8 +98,8 @@ class Run:
     def saved(self) -> list[CheckpointRecord]:
         return [
             record
-            for record in records(self.directory)
-            if isinstance(record, CheckpointRecord) and record.attempt == self.attempt
+            for record in of_kind(self.directory, CheckpointRecord)
+            if record.attempt == self.attempt
         ]
 
     @property
@@ -113,8 +113,8 @@ class Run:
         """Of this attempt, by step."""
         found = (
             record
-            for record in records(self.directory)
-            if isinstance(record, StepRecord) and record.attempt == self.attempt
+            for record in of_kind(self.directory, StepRecord)
+            if record.attempt == self.attempt
         )
         return {record.step: record.loss for record in found}
 

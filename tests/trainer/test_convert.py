@@ -16,7 +16,7 @@ from so_tui.spec import InputError
 from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.tools.convert import convert
 from tests.support.engine import by_name
-from tests.support.launching import log, records, start, tiny
+from tests.support.launching import log, of_kind, start, tiny
 from tests.support.model_checkpoints import run_with_checkpoints
 from tests.support.problems import refusal
 from tests.support.shared_run import TWELVE_STEPS
@@ -113,7 +113,7 @@ def test_converted_runs_resume_elsewhere(finished_run: RunDirectory, tmp_path: P
     made = from_deepspeed(tmp_path / "theirs", spec, tmp_path / "back", silent)
     assert start(made, spec).wait(timeout=400) == 0, log(made)
     before, after = (
-        {record.step: record.loss for record in records(one) if isinstance(record, StepRecord)}
+        {record.step: record.loss for record in of_kind(one, StepRecord)}
         for one in (finished_run, made)
     )
     assert sorted(after) == [11, 12]

@@ -18,7 +18,7 @@ from so_tui_trainer.model.loss import HeadLoss, expected_first_loss
 from so_tui_trainer.model.trained import TrainedModel
 from tests.support.attention import backends
 from tests.support.documents import documents, spec
-from tests.support.launching import log, records, tiny, train
+from tests.support.launching import log, of_kind, records, tiny, train
 from tests.support.models import ONE_OF_EACH, SMALL, causal_model, grad_of, scaled_down
 
 pytestmark = [
@@ -175,7 +175,7 @@ def test_evaluating_changes_nothing_of_the_training_on_a_gpu(tmp_path: Path) -> 
             tmp_path / every,
         )
         assert code == 0, log(run)
-        losses.append([record.loss for record in records(run) if isinstance(record, StepRecord)])
+        losses.append([record.loss for record in of_kind(run, StepRecord)])
         assert any(isinstance(record, EvaluationRecord) for record in records(run))
     assert losses[0] == losses[1]
 
@@ -188,7 +188,7 @@ def test_each_mode_trains_saves_and_exports(tmp_path: Path, mode: str) -> None:
     )
     assert code == 0, log(run)
     found = records(run)
-    steps = [record for record in found if isinstance(record, StepRecord)]
+    steps = of_kind(found, StepRecord)
     assert steps[0].loss == pytest.approx(expected_first_loss(load_config(tiny().model)), abs=0.2)
     assert steps[-1].loss < steps[0].loss - 1
     for step in steps:

@@ -18,7 +18,7 @@ import pytest
 from so_tui.runs import create_run
 from so_tui.runs.records import EndRecord, StepRecord
 from so_tui.spec import RunSpec
-from tests.support.launching import log, records, start, tiny
+from tests.support.launching import log, of_kind, records, start, tiny
 from tests.support.python_path import checkout_path
 
 STEPS = 8
@@ -109,7 +109,7 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
     *_, end = records(run)
     assert isinstance(end, EndRecord)
     assert (end.state, end.step, end.saved) == ("finished", STEPS, "")
-    steps = [record for record in records(run) if isinstance(record, StepRecord)]
+    steps = of_kind(run, StepRecord)
     assert end.summary["measured_steps"] == STEPS - 1
     assert end.summary["step_s"] == pytest.approx(median(step.step_s for step in steps[1:]))
     trainers = [step.loss for step in steps]

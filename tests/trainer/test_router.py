@@ -22,7 +22,7 @@ from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.tools.presets import parameter_table
 from tests.support import models
 from tests.support.documents import documents, spec
-from tests.support.launching import log, records, start, tiny
+from tests.support.launching import log, of_kind, start, tiny
 from tests.support.models import another, causal_model
 from tests.support.problems import refusal
 
@@ -197,7 +197,7 @@ def test_a_mixture_trains_alike_with_and_without_recompute(tmp_path: Path) -> No
     found = {}
     for policy, (run, process) in started.items():
         assert process.wait(timeout=400) == 0, log(run)
-        found[policy] = [record for record in records(run) if isinstance(record, StepRecord)]
+        found[policy] = of_kind(run, StepRecord)
     for one, other in zip(found["full"], found["none"], strict=True):
         assert one.router_loss == pytest.approx(other.router_loss, rel=1e-3)
         assert one.loss == pytest.approx(other.loss, rel=1e-3)

@@ -30,7 +30,7 @@ from so_tui_trainer import checkpoint
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.loss import expected_first_loss
-from tests.support.launching import log, records, start, tiny, train
+from tests.support.launching import log, of_kind, records, start, tiny, train
 from tests.support.models import causal_model, load_pretrained
 from tests.support.shared_run import SUPEROFFLOAD, TWELVE_STEPS
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 
 def steps_of(found: list[MetricRecord]) -> list[StepRecord]:
-    return [record for record in found if isinstance(record, StepRecord)]
+    return of_kind(found, StepRecord)
 
 
 def end_of(found: list[MetricRecord]) -> EndRecord:
@@ -49,13 +49,13 @@ def end_of(found: list[MetricRecord]) -> EndRecord:
 
 def test_a_run_records_its_start_its_steps_and_last_its_end(finished_run: RunDirectory) -> None:
     found = records(finished_run)
-    start_record = next(record for record in found if isinstance(record, StartRecord))
+    start_record = of_kind(found, StartRecord)[0]
     assert (start_record.ranks, start_record.total_steps) == (2, 12)
     assert start_record.parameters == tiny().model.parameter_count or not tiny().model.parameters
-    binding = next(record for record in found if isinstance(record, BindingRecord))
+    binding = of_kind(found, BindingRecord)[0]
     assert [rank.rank for rank in binding.ranks] == [0, 1]
     assert all(rank.cpus and not rank.problem for rank in binding.ranks)
-    assert [record.phase for record in found if isinstance(record, PhaseRecord)][-1] == "saving"
+    assert [record.phase for record in of_kind(found, PhaseRecord)][-1] == "saving"
     assert [record.step for record in steps_of(found)] == list(range(1, 13))
     end = end_of(found)
     assert (end.state, end.step) == ("finished", 12)
@@ -90,9 +90,7 @@ def test_the_figures_of_a_step_agree_with_each_other(finished_run: RunDirectory)
 
 
 def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory) -> None:
-    saved = [
-        record.step for record in records(finished_run) if isinstance(record, CheckpointRecord)
-    ]
+    saved = [record.step for record in of_kind(finished_run, CheckpointRecord)]
     assert saved == [5, 10, 12]
     assert sorted(path.name for path in finished_run.checkpoints_dir.iterdir()) == [
         "run.json",
@@ -157,7 +155,7 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
     learned = steps_of(records(finished_run))
     assert steps_of(records(run))[0].loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert steps_of(records(run))[0].loss < learned[0].loss - 1
-    before, after = (record for record in records(run) if isinstance(record, EvaluationRecord))
+    before, after = (record for record in of_kind(run, EvaluationRecord))
     assert (before.step, after.step) == (0, 2)
     assert before.loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert after.loss < before.loss
@@ -176,7 +174,7 @@ def test_a_resumed_run_trains_as_if_never_stopped(
         assert process.poll() is None, log(run)
         time.sleep(0.05)
     # A scheduler's warning is a request like any other.
-    binding = next(record for record in records(run) if isinstance(record, BindingRecord))
+    binding = of_kind(run, BindingRecord)[0]
     os.kill(binding.ranks[1].pid, signal.SIGUSR1)
     assert process.wait(timeout=120) == 0, log(run)
     asked = state.details(run, "stop")
@@ -205,7 +203,7 @@ def test_a_resumed_run_trains_as_if_never_stopped(
     state.clear(run, "stop")
     assert start(run, spec).wait(timeout=300) == 0, log(run, 3)
     second = [record for record in records(run) if record.attempt == 3]
-    assert next(record for record in second if isinstance(record, ResumedRecord)).step == end.step
+    assert of_kind(second, ResumedRecord)[0].step == end.step
     assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
     straight, stopped = (
         {record.step: (record.loss, record.gradient_norm) for record in steps_of(records(each))}
@@ -213,11 +211,7 @@ def test_a_resumed_run_trains_as_if_never_stopped(
     )
     assert stopped == straight
     at_end, often = (
-        {
-            record.step: record.loss
-            for record in records(each)
-            if isinstance(record, EvaluationRecord)
-        }
+        {record.step: record.loss for record in of_kind(each, EvaluationRecord)}
         for each in (finished_run, run)
     )
     assert set(at_end) == {12}
@@ -241,12 +235,12 @@ def test_one_rank_goes_on_for_two(finished_run: RunDirectory, tmp_path: Path) ->
     states.write_bytes(states.read_bytes()[:-100])
     assert start(run, spec).wait(timeout=300) == 0, log(run)
     found = records(run)
-    warning = next(record for record in found if isinstance(record, WarningRecord))
+    warning = of_kind(found, WarningRecord)[0]
     assert warning.code == "checkpoint-damaged"
     assert all(
         name in warning.message for name in ("step-000012", "rank_00001.states", "step-000010")
     )
-    assert next(record for record in found if isinstance(record, ResumedRecord)).step == 10
+    assert of_kind(found, ResumedRecord)[0].step == 10
     expected = {record.step: record for record in steps_of(records(finished_run))}
     assert [record.step for record in steps_of(found)] == [11, 12]
     for record in steps_of(found):
@@ -316,11 +310,7 @@ def test_a_step_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> 
     run, code = train(tiny(**shape, **data, **train_it, train__seed="3"), tmp_path / "runs")
     found = records(run)
     assert code == 0, log(run)
-    skips = [
-        record
-        for record in found
-        if isinstance(record, WarningRecord) and record.code == "step-skipped"
-    ]
+    skips = [record for record in of_kind(found, WarningRecord) if record.code == "step-skipped"]
     steps = steps_of(found)
     assert len(skips) == 1
     assert [record.skipped_steps for record in steps][-1] == 1

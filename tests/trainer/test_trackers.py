@@ -30,7 +30,7 @@ from so_tui_trainer.recorder import (
     _Sidecars,
     trackers_of,
 )
-from tests.support.launching import records, tiny
+from tests.support.launching import of_kind, records, tiny
 from tests.support.records import step_record
 
 Event = tuple[int, dict[str, float], bool]
@@ -186,11 +186,11 @@ def recorded(
 @pytest.mark.parametrize("part", ["start", "write", "close"])
 def test_a_tracker_that_fails_is_one_warning_and_no_more(tmp_path: Path, part: str) -> None:
     recorder, found, _ = recorded(RunDirectory(tmp_path), Fickle(fails=part), 20)
-    warnings = [record for record in found if isinstance(record, WarningRecord)]
+    warnings = of_kind(found, WarningRecord)
     assert [warning.message for warning in warnings] == [
         f"Fickle ConnectionError: no {part}; nothing more is sent there"
     ]
-    assert [record.step for record in found if isinstance(record, StepRecord)] == list(range(1, 21))
+    assert [record.step for record in of_kind(found, StepRecord)] == list(range(1, 21))
     assert isinstance(found[-1], EndRecord)
     assert not recorder.hanging
 
@@ -205,7 +205,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(
     recorder, found, seconds = recorded(
         RunDirectory(tmp_path), tracker, 9 if part == "close" else 50
     )
-    warnings = [record for record in found if isinstance(record, WarningRecord)]
+    warnings = of_kind(found, WarningRecord)
     assert len(warnings) == 1
     assert ("did not finish" if part == "close" else "has not answered") in warnings[0].message
     assert recorder.hanging
@@ -234,8 +234,8 @@ def test_a_run_with_a_broken_wandb_trains_to_its_end(finished_run: RunDirectory)
     found = records(finished_run)
     failed = [
         record.message
-        for record in found
-        if isinstance(record, WarningRecord) and record.code == "tracker-failed"
+        for record in of_kind(found, WarningRecord)
+        if record.code == "tracker-failed"
     ]
     assert len(failed) == 1
     assert "Weights & Biases ConnectionError: no route to host" in failed[0]
@@ -247,6 +247,6 @@ def test_a_run_with_a_broken_wandb_trains_to_its_end(finished_run: RunDirectory)
         for number, scalars, _ in events(file)
         if "train/loss" in scalars
     }
-    losses = {record.step: record.loss for record in found if isinstance(record, StepRecord)}
+    losses = {record.step: record.loss for record in of_kind(found, StepRecord)}
     assert written == {number: pytest.approx(loss, rel=1e-6) for number, loss in losses.items()}
     assert len(losses) == 12

@@ -9,7 +9,7 @@ import random
 import shutil
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import ResumedRecord, StepRecord
+from so_tui.runs.records import ResumedRecord
 from so_tui.runs.results import mean_steps
 from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
 from so_tui.ui.chart_metrics import EMAS
@@ -243,19 +243,6 @@ def run(tmp_path: Path) -> RunDirectory:
     return create_run(SPEC, tmp_path / "runs")
 
 
-def test_a_run_looks_the_same_live_and_opened_again(run: RunDirectory, tmp_path: Path) -> None:
-    writer = MetricsWriter(run, 1, segment_bytes=300_000)
-    reader = MetricsReader(run)
-    live = FollowedSteps(reader)
-    for step in range(1, 12_101):
-        writer.append(step_record(step, loss=float(step * 7919 % 4999)))
-        if step in (10, 300, 3999, 4000, 7999, 8000, 8001, 11_990, 12_000, 12_049, 12_100):
-            while read_on(reader, live, 50):
-                continue
-            assert same(live.series, fresh(run, 50)), step
-    writer.close()
-
-
 @pytest.mark.parametrize("ema", [EMAS[1], pytest.param(EMAS[-1], marks=pytest.mark.slow)])
 def test_an_ema_is_exact_at_every_time(run: RunDirectory, tmp_path: Path, ema: float) -> None:
     """Also with steps without a number, and with a resume."""
@@ -281,7 +268,9 @@ def test_an_ema_is_exact_at_every_time(run: RunDirectory, tmp_path: Path, ema: f
         if step in (300, 7999, 8000, 12_000, 12_100):
             while read_on(reader, live, 50):
                 continue
-            for series in (live.series, fresh(run, 50, ema)):
+            opened = fresh(run, 50, ema)
+            assert same(live.series, opened), step
+            for series in (live.series, opened):
                 shown = series.line("loss mean", "main", len(series))
                 assert shown.steps is not None
                 assert shown.length > 250
@@ -290,28 +279,3 @@ def test_an_ema_is_exact_at_every_time(run: RunDirectory, tmp_path: Path, ema: f
                         exact[int(shown.steps[row])], rel=1e-9
                     ), shown.steps[row]
     writer.close()
-
-
-def test_a_line_ends_where_records_are_still_to_be_read(
-    run: RunDirectory, step: Callable[..., StepRecord]
-) -> None:
-    writer = MetricsWriter(run, 1, segment_bytes=50_000)
-    for number in range(1, 2001):
-        writer.append(step(number, loss=float(number)))
-    writer.close()
-    reader = MetricsReader(run)
-    steps, seen = FollowedSteps(reader), []
-    while read_on(reader, steps, 50, limit_s=0.0):
-        if steps.series.steps:
-            shown = list(steps.series.steps)
-            assert shown == [float(number) for number in range(1, len(shown) + 1)]
-            seen.append(steps.unread_share)
-    assert steps.unread_share == 0
-    assert len(seen) > 5
-    assert seen == sorted(seen, reverse=True)
-    assert list(steps.series.steps) == [float(number) for number in range(1, 2001)]
-
-
-@pytest.fixture
-def step() -> Callable[..., StepRecord]:
-    return step_record

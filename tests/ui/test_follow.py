@@ -12,17 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.runs import (
     MetricsWriter,
     RunReader,
-    SampleWriter,
     read_spec,
-    read_state,
     write_spec,
-    write_state,
 )
-from so_tui.runs.records import EvaluationRecord, ResumedRecord, RunState, StepRecord
+from so_tui.runs.records import EvaluationRecord, ResumedRecord, StepRecord
 from so_tui.runs.results import mean_steps
 from so_tui.runs.samples import SampleReader
 from so_tui.spec import with_values
@@ -32,15 +30,13 @@ from so_tui.ui.dashboard.follow import RunFollower
 from so_tui.ui.dashboard.view import Overlays, View, axis_of, extent_of
 from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
-from tests.support.records import append_records, append_samples, step_record
+from tests.support.records import append_records, append_samples, change_state, step_record
 
 pytestmark = pytest.mark.usefixtures("_unhurried_reading")
 
 
 def later(record: StepRecord, **changes: object) -> StepRecord:
-    import msgspec
-
-    return msgspec.structs.replace(record, **changes)
+    return replace(record, **changes)
 
 
 def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
@@ -54,9 +50,7 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     assert first.nodes[1].cpus == tuple(range(72, 144))
     assert first.series["loss"].has_gap(99, 109)
     assert not first.series["loss"].has_gap(0, 99)
-    assert [line.text for line in first.log_lines][-1].startswith(
-        time.strftime("%H")
-    ) or first.log_lines
+    assert first.log_lines
     assert first.latest is not None
 
     writer = MetricsWriter(run, 1)
@@ -142,10 +136,7 @@ def test_an_unchanged_heartbeat_is_timed(runs_dir: Path, monkeypatch: pytest.Mon
     assert follower.poll().heartbeat_age_s == 0
     clock[0] = 20.0
     assert follower.poll().heartbeat_age_s == pytest.approx(20, abs=1)
-    state: RunState = read_state(run)
-    import msgspec
-
-    write_state(run, msgspec.structs.replace(state, heartbeat=2))
+    change_state(run, heartbeat=2)
     assert follower.poll().heartbeat_age_s == 0
 
 
@@ -166,15 +157,8 @@ def test_zoom_keeps_the_newest_in_sight_and_stays_inside_the_run() -> None:
 
 
 def test_a_mean_covers_a_share_of_the_run() -> None:
-    assert [mean_steps(total) for total in (0, 60, 249, 250, 625, 1250, 10**6)] == [
-        5,
-        5,
-        5,
-        10,
-        25,
-        50,
-        50,
-    ]
+    shares = {0: 5, 60: 5, 249: 5, 250: 10, 625: 25, 1250: 50, 10**6: 50}
+    assert {total: mean_steps(total) for total in shares} == shares
     assert mean_steps(12_500, log_interval=10) == 500
     assert mean_steps(8500, log_interval=7) == 200
 
@@ -193,16 +177,10 @@ def test_an_ended_run_shows_its_host_while_it_trained(runs_dir: Path) -> None:
     ended = RunFollower(run).poll()
     assert ended.averaged
     busy = ended.gpus[0].sample.busy_percent
-    writer = SampleWriter(run, "quad-gh200")
     last = RunReader(run).poll().samples["quad-gh200"][-1]
-    import msgspec
-
-    idle = tuple(
-        msgspec.structs.replace(gpu, busy_percent=0, memory_used_bytes=0) for gpu in last.gpus
-    )
-    for second in range(2, 60):
-        writer.append(msgspec.structs.replace(last, time=last.time + second, gpus=idle))
-    writer.close()
+    idle = tuple(replace(gpu, busy_percent=0, memory_used_bytes=0) for gpu in last.gpus)
+    later_ones = (replace(last, time=last.time + second, gpus=idle) for second in range(2, 60))
+    append_samples(run, "quad-gh200", *later_ones)
     later_on = RunFollower(run).poll()
     assert later_on.gpus[0].sample.busy_percent == busy
     assert not RunFollower(write_run(runs_dir, steps=60, seconds_of_samples=30)).poll().averaged

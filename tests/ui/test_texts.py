@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
 import msgspec
 import pytest
@@ -36,6 +34,7 @@ from so_tui.units import count, duration, mark_duration, memory_of, rate, signif
 from so_tui.units import disk_size as disk
 from so_tui.units import memory_size as memory
 from tests.support.make_run import plan_for, quad_machine
+from tests.support.python_path import printed
 
 
 def test_numbers_have_units_and_no_noise() -> None:
@@ -101,8 +100,6 @@ def test_cores_are_grouped_and_folded() -> None:
 
 
 def test_every_setting_is_in_the_form_once() -> None:
-    from so_tui.spec import field_index
-
     grouped = [path for _, paths in GROUPS for path in paths]
     assert len(grouped) == len(set(grouped))
     assert set(grouped) - {LENGTH} <= field_index().keys()
@@ -220,34 +217,21 @@ def test_no_line_ends_between_a_figure_and_its_unit(width: int) -> None:
     assert len(lines[-1].split()) > 1
 
 
-@pytest.mark.parametrize("width", [44, 60, 73, 120])
-def test_what_is_too_much_is_said_in_the_line_of_its_bar(width: int) -> None:
-    plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
-    assert plan.gpu_capacity_bytes
-    lines = plan_view._memory_lines(
-        msgspec.structs.replace(plan, gpu_bytes=2 * plan.gpu_capacity_bytes), width
-    )
-    assert "✗" in lines[0].plain
-    assert max(line.cell_length for line in lines) <= width
-
-
 def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
     spec = find_preset("tiny").spec
-    lengths = {"train.steps": "1200", "train.epochs": "1", "train.tokens": "5000000"}
-    told = [
-        plan_view._run_length(with_values(spec, {key: value})) for key, value in lengths.items()
-    ]
-    assert told == ["1,200 steps", "1 epoch", "5,000,000 tokens"]
-    facts = [
-        line.plain for line in plan_view.launch_facts(plan_for(quad_machine(), "tiny", 2, 100))
-    ]
+    for length, told in (
+        ({"train.steps": "1200"}, "1,200 steps"),
+        ({"train.epochs": "1"}, "1 epoch"),
+        ({"train.tokens": "5000000"}, "5,000,000 tokens"),
+    ):
+        assert plan_view._run_length(with_values(spec, length)) == told
+    here = plan_for(quad_machine(), "tiny", 2, 100)
+    facts = [line.plain for line in plan_view.launch_facts(here)]
     assert "100 steps on builtin:tiny/rows.jsonl" in facts
     assert not any("partition" in fact for fact in facts)
-    elsewhere = plan_for(quad_machine(), "tiny", 2, 100)
-    elsewhere = msgspec.structs.replace(
-        elsewhere, spec=with_values(elsewhere.spec, {"slurm.partition": "gh"})
-    )
-    assert any("partition gh" in line.plain for line in plan_view.launch_facts(elsewhere))
+    job = with_values(here.spec, {"slurm.partition": "gh"})
+    elsewhere = plan_view.launch_facts(msgspec.structs.replace(here, spec=job))
+    assert any("partition gh" in line.plain for line in elsewhere)
 
 
 def test_a_plan_that_does_not_fit_shows_no_speed() -> None:
@@ -273,6 +257,10 @@ def test_memory_bars_have_the_colours_of_the_verdict() -> None:
     found = []
     for share in (0.5, 0.95, 0.99, 1.2):
         filled = msgspec.structs.replace(plan, gpu_bytes=int(share * plan.gpu_capacity_bytes))
+        for width in (44, 60, 73, 120):
+            lines = plan_view._memory_lines(filled, width)
+            assert max(line.cell_length for line in lines) <= width
+            assert ("✗" in lines[0].plain) == (share > 1)
         bar = plan_view._memory_lines(filled, 80)[0]
         found.append((str(bar.spans[1].style), "too much" in bar.plain))
     assert found == [("$memory", False), ("$warning", False), ("$error", True), ("$error", True)]
@@ -380,19 +368,9 @@ def test_glyphs_ignore_pythons_own_locale(variables: dict[str, str], expected: s
         "from so_tui.ui.text import chosen_glyphs, environment_at_start; "
         "print(chosen_glyphs(environment_at_start()))"
     )
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "LANG" and not name.startswith(("LC_", "SO_TUI_GLYPHS", "TERM"))
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=kept | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == expected
+    others = ("LC_", "LANG", "SO_TUI_GLYPHS", "TERM")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    assert printed("-c", code, env=kept | variables).strip() == expected
 
 
 def test_a_plan_for_apus_has_one_memory_and_was_never_run() -> None:

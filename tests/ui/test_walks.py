@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state
 from so_tui.runs.records import StepRecord
-from tests.support.launching import log, records
+from tests.support.launching import log, of_kind
 from tests.ui.terminal import Keyboard, Mouse, Terminal
 
 pytestmark = [
@@ -45,7 +45,7 @@ def runs_of(user: Terminal) -> list[RunDirectory]:
 
 def losses_of(run: RunDirectory) -> list[float]:
     """Return the loss of every step that a run has recorded."""
-    return [record.loss for record in records(run) if isinstance(record, StepRecord)]
+    return [record.loss for record in of_kind(run, StepRecord)]
 
 
 def end(user: Terminal) -> None:
