@@ -157,12 +157,18 @@ def test_two_ranks(tmp_path: Path) -> None:
             support.train(made, support.batches(2))
 
 
-@pytest.mark.parametrize("speculation_bytes", [0, ALL])
-def test_a_skipped_step_leaves_the_weights(speculation_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parameters", "speculation_bytes"), [("cpu", 0), ("cpu", ALL), ("none", ALL)]
+)
+def test_a_skipped_step_leaves_the_weights(
+    parameters: Parameters, speculation_bytes: int, tmp_path: Path
+) -> None:
     data = support.batches(8)
     with engine("none", ratio=1.0) as made:
         expected = support.train(made, data), support.states(made, tmp_path / "expected")
-    with engine("cpu", ratio=1.0, speculation_bytes=speculation_bytes, max_skipped_steps=1) as made:
+    with engine(
+        parameters, ratio=1.0, speculation_bytes=speculation_bytes, max_skipped_steps=1
+    ) as made:
         losses = support.train(made, data[:4])
         superoffload.synchronize(made)
         before = [group.weights.clone() for group in core_of(made).sub_groups]

@@ -42,16 +42,6 @@ def test_the_example_loop_has_the_losses_of_the_gpu_mode() -> None:
     assert ours != own_loop.train(8, clipping=1e-3), "updates must show in the losses"
 
 
-@pytest.mark.slow
-def test_deepspeeds_checkpoints_resume_the_example_loop(tmp_path: Path) -> None:
-    whole = own_loop.train(6)
-    assert (
-        own_loop.train(3, checkpoint=tmp_path / "saved")
-        + own_loop.train(3, checkpoint=tmp_path / "saved")
-        == whole
-    )
-
-
 @pytest.mark.parametrize("speculation_bytes", [0, 1 << 30])
 def test_deepspeeds_script_reads_checkpoints(speculation_bytes: int, tmp_path: Path) -> None:
     run = support.spec("superoffload", 0.5, clipping=1e6)

@@ -18,6 +18,7 @@ from tests.support import rank_processes
 MODES: tuple[tuple[support.Mode, float, StatesFormat], ...] = (
     ("superoffload", 0.5, "fp32"),
     ("superoffload", 1.0, "int8-moments"),
+    ("superoffload", 1.0, "bf16-moments"),
     ("zerooffload", 0.5, "fp32"),
     ("gpu", 0.0, "fp32"),
 )

@@ -4,8 +4,6 @@ the norm turns out to be.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -176,24 +174,6 @@ def test_a_step_that_is_not_finite_might_never_have_been(
         assert support.states(made, tmp_path / "with") == expected
 
 
-def test_the_weights_on_the_gpu_are_those_before_a_skipped_step(tmp_path: Path) -> None:
-    with support.engine(
-        support.spec("superoffload", 0.8, clipping=5.0), speculation_bytes=ALL, max_skipped_steps=1
-    ) as made:
-        support.train(made, support.batches(3))
-        superoffload.synchronize(made)
-        before = [group.weights.clone() for group in core_of(made).sub_groups]
-        support.poison(made)
-        support.train(made, support.batches(1))
-        superoffload.synchronize(made)
-        assert all(
-            torch.equal(*pair)
-            for pair in zip(
-                before, (group.weights for group in core_of(made).sub_groups), strict=True
-            )
-        )
-
-
 def test_too_many_skipped_steps_end_the_run_with_sound_states(tmp_path: Path) -> None:
     with support.engine(
         support.spec("superoffload", 0.8, clipping=5.0), speculation_bytes=ALL, max_skipped_steps=2
@@ -231,28 +211,6 @@ def test_a_saved_state_is_that_of_the_set_that_was_accepted(tmp_path: Path) -> N
                     made.optimizer.fp16_partitioned_groups_flat[index], master_weights.bfloat16()
                 )
         assert superoffload.stats(made).kept_steps == 2
-
-
-def test_killed_while_speculating_a_run_resumes_exactly(tmp_path: Path) -> None:
-    run = support.spec("superoffload", 1.0, clipping=5.0)
-    data = support.batches(8)
-    with support.engine(run, speculation_bytes=ALL) as made:
-        support.train(made, data)
-        expected = support.states(made, tmp_path / "whole")
-    with support.engine(run, speculation_bytes=ALL) as made:
-        support.train(made, data[:5])
-        support.states(made, tmp_path / "saved")
-        made.backward(made(data[5]))
-        pid = superoffload.worker_pid(made)
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(superoffload.WorkerLostError):  # noqa: PT012
-            made.step()
-            superoffload.synchronize(made)
-    with support.engine(run, speculation_bytes=ALL) as made:
-        superoffload.load_state(made, tmp_path / "saved")
-        support.train(made, data[5:])
-        assert support.states(made, tmp_path / "resumed") == expected
 
 
 def steps_early(core: SuperOffload) -> bool:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
+import signal
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -288,3 +293,44 @@ def test_an_unremovable_checkpoint_is_no_error(
     assert "step-000003.partial" in names(folder)
     checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
     assert "step-000003.partial" not in names(folder)
+
+
+MODIFYING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
+
+
+def ended_by_itself(act: Callable[[], object], most: int) -> bool:
+    """Do something in another process, which is killed before it changes more than ``most`` things
+    in a file system. Return whether it was not.
+    """
+    child = os.fork()
+    if not child:
+        changes = itertools.count()
+
+        def count(event: str, arguments: tuple[object, ...]) -> None:
+            writes = event == "open" and bool(int(str(arguments[2])) & (os.O_WRONLY | os.O_RDWR))
+            if (writes or event in MODIFYING) and next(changes) >= most:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        act()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_save_killed_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    spec = tiny(checkpoint__keep="1")
+    written(tmp_path, 3, "", spec)
+    found, ended = [], False
+    while not ended:
+        folder = tmp_path / str(len(found))
+        shutil.copytree(tmp_path / "step-000003", folder / "step-000003")
+        ended = ended_by_itself(partial(written, folder, 4, "", spec), len(found))
+        left = newest(folder)
+        assert left is not None
+        assert not left.damaged
+        found.append(left.manifest.step)
+        checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
+        assert not list(folder.glob("*.partial"))
+    assert len(found) > 10
+    assert found == sorted(found)
+    assert set(found) == {3, 4}

@@ -6,13 +6,11 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from so_tui.runs import RunDirectory, create_run, state
-from so_tui.runs.directory import run_id
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -26,12 +24,11 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.runs.results import read_answers
-from so_tui_trainer import checkpoint
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.loss import expected_first_loss
 from tests.support.launching import log, of_kind, records, start, tiny, train
-from tests.support.models import causal_model, load_pretrained
+from tests.support.models import causal_model
 from tests.support.shared_run import SUPEROFFLOAD, TWELVE_STEPS
 
 pytestmark = pytest.mark.slow
@@ -97,30 +94,6 @@ def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory
         "step-000010",
         "step-000012",
     ]
-
-
-def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: RunDirectory) -> None:
-    from transformers import AutoTokenizer
-
-    from so_tui_trainer.export import weights
-
-    model: Any
-    model, info = load_pretrained(finished_run.path / "export")
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    tokenizer = AutoTokenizer.from_pretrained(finished_run.path / "export")
-    ids = tokenizer("### Instruction:\nSay hello.\n\n### Response:\n", return_tensors="pt")[
-        "input_ids"
-    ]
-    found = checkpoint.newest(finished_run.checkpoints_dir, run_id(finished_run))
-    assert found is not None
-    other = causal_model(model.config, dtype=torch.bfloat16)
-    shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
-    other.load_state_dict(weights(found.path, shapes), strict=False)
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
-        assert torch.equal(logits, other(input_ids=ids).logits)
-    assert logits.std() > 0.5  # it learned something: random weights give 0.28
 
 
 def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_path: Path) -> None:
@@ -347,17 +320,6 @@ def test_a_gradient_that_is_not_finite_ends_a_run_without_skips(tmp_path: Path) 
     assert end.saved == ""
     assert "learning_rate" in end.suggestion
     assert not any(run.checkpoints_dir.glob("step-*"))
-
-
-def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "a", "answer": "b"}\n')
-    spec = tiny(offload__mode="zerooffload", data__source=str(rows), data__format="auto")
-    run, code = train(spec, tmp_path / "runs")
-    assert code == 1
-    end = end_of(records(run))
-    assert (end.state, end.code) == ("failed", "data-columns-unknown")
-    assert end.suggestion
 
 
 def test_prompts_are_answered_before_during_and_after_training(finished_run: RunDirectory) -> None:

@@ -13,11 +13,8 @@ from so_tui.runs import RunReader, SampleWriter
 from so_tui.runs.records import GpuSample, NodeSample, Sample
 from so_tui.ui import snapshot
 from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys, marked_lines, sampled_lines
-from so_tui.ui.charts.chart import Chart
-from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.snapshot import Loads, LoadStore, sampled_value
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
-from tests.support.screen import opened
 
 EVERY_NAME = tuple(
     name for metric in HARDWARE for name in (*metric.samples, metric.limit, metric.marked) if name
@@ -141,26 +138,6 @@ def test_a_screen_open_for_weeks_has_few_rows(
     assert memory.times[0] <= 1e9 + 30, "the begin is not forgotten"
     assert memory.times[memory.length - 1] == 1e9 + 999
     writer.close()
-
-
-async def test_hardware_charts_replace_metrics_and_go_again(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=120, seconds_of_samples=120)
-    async with opened(runs_dir, (160, 45), open_run=run) as ui:
-        await ui.state_shown("training")
-        panel = ui.find("ChartPanel", ChartPanel)
-        await ui.press("H")
-        await ui.until(
-            lambda: panel.page.metrics[0].key == "gpu-busy" and ui.find("#gpu-clock", Chart).lines
-        )
-        clock = ui.find("#gpu-clock", Chart)
-        await ui.until(
-            lambda: "▼" in "".join(clock.render_line(y).text for y in range(clock.size.height))
-        )
-        assert "limit 700" in ui.heading("#gpu-power")
-        await ui.press("greater_than_sign")
-        await ui.until(lambda: panel.page.metrics[0].key == "gpu-temperature")
-        await ui.press("H")
-        await ui.until(lambda: panel.page.metrics[0].key == panel.chart_layout.shown[0] == "loss")
 
 
 def test_numbers_of_samples_are_named_after_their_fields() -> None:

@@ -27,19 +27,6 @@ from tests.support.pictured import FixedMonitor
 from tests.support.screen import SIZES, Driver, opened
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_the_tree_shows_what_belongs_together(runs_dir: Path, size: tuple[int, int]) -> None:
-    async with opened(runs_dir, size) as ui:
-        await ui.press("5")
-        await ui.until(lambda: "node 0" in ui.shown("#tree"))
-        tree = ui.shown("#tree")
-        for word in ("72 cores 216-287", "GPU 3", "node 28", "its own memory", "NVLink-C2C"):
-            assert word in tree, word
-        await ui.until(lambda: ui.app.findings is not None)
-        assert "deepspeed 0.19.8" in ui.shown("#software")
-        assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
-
-
 @pytest.fixture(autouse=True)
 def _sampled_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.ui.machine.screen.SAMPLE_S", 0.2)

@@ -39,6 +39,7 @@ from so_tui.ui.dialogs import (
     Question,
     SettingsDialog,
 )
+from so_tui.ui.machine.host import HostPanel
 from so_tui.ui.machine.validation import ValidationScreen
 from so_tui.ui.runs.table import RunTable
 from tests.support.make_run import write_run
@@ -220,6 +221,7 @@ async def test_nothing_starts_while_another_machine_is_planned_for(runs_dir: Pat
         await ui.press("escape", "5")
         await ui.until(lambda: "software: not known of a described machine" in ui.text())
         assert "absent" not in ui.text()
+        assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
 
 
 async def test_the_tab_of_configure_takes_over_what_is_selected(runs_dir: Path) -> None:

@@ -25,33 +25,13 @@ from so_tui.units import duration, rate
 from tests.support.machines import x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
-from tests.support.screen import SIZES, opened
+from tests.support.screen import opened
 from tests.support.waiting import LIMIT_S
 
 
 def never(*_: object, **__: object) -> RunDirectory:
     """Stand in for the start of a run where none may be started."""
     raise AssertionError("a run was started")
-
-
-@pytest.mark.parametrize("size", SIZES)
-async def test_presets_say_what_fits(runs_dir: Path, size: tuple[int, int]) -> None:
-    async with opened(runs_dir, size) as ui:
-        table = await ui.presets()
-        assert table.row_count == len(load_catalog().presets)
-        text = ui.text()
-        for word in (
-            "quad-gh200",
-            "4 GPUs",
-            "tiny (embedded)",
-            "✓",
-            "✗ too big",
-            "First time here?",
-            "no live runs",
-        ):
-            assert word in text, word
-        await ui.until(lambda: re.search(r" on \d GPU", ui.shown("#detail-title")))
-        assert "each GPU" in ui.shown("#detail")
 
 
 async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir: Path) -> None:

@@ -12,7 +12,6 @@ from so_tui.runs import read_state, write_state
 from so_tui.runs.records import PhaseRecord
 from so_tui.ui.run_status import CHECKS, FIRST_STEP, LAUNCHER, _stages, timeline_lines
 from tests.support.make_run import write_run
-from tests.support.records import append_records
 from tests.support.screen import opened
 
 
@@ -98,26 +97,6 @@ def test_the_lines_fit_and_their_bars_follow_each_other() -> None:
     assert "1 m 10 s" in lines[-1]
     many = [phase(100 + number, f"stage {number}") for number in range(40)]
     assert "stage 39" in timeline_lines(_stages(many, 2, 100.0, 200.0), 80).plain
-
-
-async def test_the_dashboard_shows_it_until_the_first_step(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=0, seconds_of_samples=5, state="loading")
-    started = read_state(run).started or 0.0
-    append_records(
-        run,
-        PhaseRecord(
-            attempt=1,
-            time=started + 12,
-            phase="loading",
-            detail="preparing the optimizer",
-            stage="optimizer",
-        ),
-    )
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown("loading")
-        await ui.until(lambda: "▸ optimizer  preparing the optimizer" in ui.text())
-        assert "✓ weights 3 of 8" in ui.text()
-        assert "12.0 s" in ui.text()
 
 
 async def test_a_resumed_run_has_a_timeline_too(runs_dir: Path) -> None:
