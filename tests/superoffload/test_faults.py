@@ -10,7 +10,8 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,15 @@ from tests.support.reference_adamw import core_of
 pytestmark = pytest.mark.slow
 
 
+@contextmanager
+def no_engine(code: str, match: str | None = None) -> Iterator[None]:
+    """Expect that no engine can be made, and that nothing of it stays."""
+    kind = superoffload.WorkerLostError if code == "worker-ended" else superoffload.OffloadError
+    with coded(kind, code, match=match):
+        yield
+    assert not traces()
+
+
 def traces() -> list[str]:
     """Return what an engine has left behind in this process: shared memory, Adam workers,
     threads.
@@ -44,56 +54,7 @@ def traces() -> list[str]:
     return [line for line in memory if STATES_MEMORY_NAME in line] + workers + threads
 
 
-def test_another_deepspeed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed.__version__", "0.19.9")
-    with (
-        coded(superoffload.OffloadError, "deepspeed-version"),
-        support.engine(support.spec("superoffload")),
-    ):
-        pass
-    assert not traces()
-
-
-def test_no_engine_starts_without_a_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with (
-        coded(superoffload.OffloadError, "no-compiler"),
-        support.engine(support.spec("superoffload")),
-    ):
-        pass
-    assert not traces()
-
-
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'unrecognized option -fopenmp' >&2; exit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with (
-        coded(superoffload.OffloadError, "compiler-failed", match="unrecognized option"),
-        support.engine(support.spec("superoffload")),
-    ):
-        pass
-    assert not traces()
-    assert not list(tmp_path.rglob("*.so"))
-
-
-def test_kernels_may_be_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.warns(UserWarning, match="this process only"):
-        built = kernel.library()
-    assert (built.parent.parent, stat.S_IMODE(built.parent.stat().st_mode)) == (tmp_path, 0o700)
-    assert kernel.library() == built
-
-
-def test_no_kernel_without_a_private_folder(
+def test_without_a_private_cache_a_kernel_is_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -101,6 +62,11 @@ def test_no_kernel_without_a_private_folder(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     with coded(superoffload.OffloadError, "no-cache-folder"):
         kernel.library()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match="this process only"):
+        built = kernel.library()
+    assert (built.parent.parent, stat.S_IMODE(built.parent.stat().st_mode)) == (tmp_path, 0o700)
+    assert kernel.library() == built
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
@@ -130,30 +96,40 @@ def test_cached_kernels_need_no_compiler(tmp_path: Path, monkeypatch: pytest.Mon
         kernel.library()
 
 
-def test_a_worker_that_fails_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "worker.py").write_text("raise SystemExit(1)")
-    monkeypatch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
-    with (
-        coded(
-            superoffload.WorkerLostError,
-            "worker-ended",
-            match=r"ended with code 1 during initialize of sub-group 0.*in the log",
-        ),
-        support.engine(support.spec("superoffload")),
-    ):
+def make_engine() -> None:
+    with support.engine(support.spec("superoffload")):
         pass
-    assert not traces()
+
+
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, no_engine("deepspeed-version"):
+        patch.setattr("deepspeed.__version__", "0.19.9")
+        make_engine()
+    with monkeypatch.context() as patch, no_engine("worker-ended", "code 1 during initialize"):
+        (tmp_path / "worker.py").write_text("raise SystemExit(1)")
+        patch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
+        make_engine()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch, no_engine("no-compiler"):
+        patch.setenv("PATH", str(tmp_path))
+        patch.delenv("CXX", raising=False)
+        make_engine()
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'unrecognized option -fopenmp' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    with monkeypatch.context() as patch, no_engine("compiler-failed", "unrecognized option"):
+        patch.setenv("CXX", str(compiler))
+        make_engine()
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_nothing_stays_when_deepspeed_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = support.ds_config
-    monkeypatch.setattr(
-        support,
-        "ds_config",
-        lambda *settings: {**config(*settings), "scheduler": {"type": "Nonsense"}},
-    )
-    with pytest.raises(Exception, match="Nonsense"), support.engine(support.spec("superoffload")):
-        pass
+    nonsense, config = {"scheduler": {"type": "Nonsense"}}, support.ds_config
+    monkeypatch.setattr(support, "ds_config", lambda *given: config(*given) | nonsense)
+    with pytest.raises(Exception, match="Nonsense"):
+        make_engine()
     assert not traces()
 
 

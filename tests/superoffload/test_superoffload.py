@@ -282,9 +282,8 @@ def test_a_stopped_worker_is_reported_after_a_timeout(monkeypatch: pytest.Monkey
         support.train(made, support.batches(2))
         superoffload.synchronize(made)
         client = core_of(made)._cpu._client
-        monkeypatch.setattr(
-            client, "_watchdog_timeout_s", 0.5
-        )  # only now: a busy machine may start the worker for longer
+        # Only now: a busy machine may start the worker for longer.
+        monkeypatch.setattr(client, "_watchdog_timeout_s", 0.5)
         os.kill(superoffload.worker_pid(made), signal.SIGSTOP)  # type: ignore[arg-type]
         with coded(
             superoffload.WorkerLostError,
@@ -316,18 +315,14 @@ def test_weights_on_an_nvme_disk_are_refused(tmp_path: Path) -> None:
     support.ensure_process_group()
     run = support.spec("superoffload", 1.0)
     config = support.ds_config(run)
-    config["zero_optimization"]["offload_param"] = {
-        "device": "nvme",
-        "nvme_path": str(tmp_path),
-        "pin_memory": False,
-    }
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False}
+    config["zero_optimization"]["offload_param"] = nvme
     model = support.Model().to(support.DEVICE, torch.bfloat16)
     settings = engine_settings(run, support.binding())
     with coded(superoffload.OffloadError, "offload-param", match=r"nvme.*device \"cpu\""):
         superoffload.initialize(model, support.parameter_groups(model), settings, config)
-    with support.engine(
-        support.spec("superoffload", 1.0, parameters="cpu")
-    ) as made:  # nothing is left of it
+    # Nothing is left of it.
+    with support.engine(support.spec("superoffload", 1.0, parameters="cpu")) as made:
         assert support.train(made, support.batches(1))
 
 
@@ -371,14 +366,10 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
     """
     run = support.spec("superoffload", ratio)
     with support.engine(run, model=support.OddModel()) as made:
-        trainable = [
-            (name, parameter)
-            for name, parameter in made.module.named_parameters()
-            if parameter.requires_grad
-        ]
         parameters = [
             Parameter(name, parameter.ds_numel, len(parameter.ds_shape) >= 2)
-            for name, parameter in trainable
+            for name, parameter in made.module.named_parameters()
+            if parameter.requires_grad
         ]
         planned = _layout_of(parameters, 1, run.offload.sub_group_size, ratio, "so-tui")
         core = core_of(made)
@@ -417,9 +408,8 @@ def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> N
     )
     with support.engine(run, model=TrainedModel(causal, "sdpa")) as made:
         core = core_of(made)
-        for _ in range(
-            2
-        ):  # ZeRO-3 records the order of the modules first, and prefetches by it afterwards
+        # ZeRO-3 records the order of the modules first, and prefetches by it afterwards.
+        for _ in range(2):
             made.backward(made(batch, 1.0))
             made.step()
         used = record_waits(core, monkeypatch)

@@ -97,24 +97,12 @@ def test_only_attached_threads_copy_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_plan_counts_the_traffic_that_the_worker_reports() -> None:
     step = Command(Operation.STEP, 0)
-    assert (
-        bytes_moved(step, 1, 2)
-        == bytes_moved(step._replace(operation=Operation.SPECULATE), 1, 2)
-        == ADAM_BYTES
-    )
-    assert (
-        bytes_moved(step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING), 1, 2)
-        == ADAM_BYTES + 4
-    )
+    early = step._replace(operation=Operation.SPECULATE)
+    summed = step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING)
+    assert bytes_moved(step, 1, 2) == bytes_moved(early, 1, 2) == ADAM_BYTES
+    assert bytes_moved(summed, 1, 2) == ADAM_BYTES + 4
     assert bytes_moved(Command(Operation.ACCUMULATE, 0), 1, 2) == ACCUMULATE_BYTES
-
-
-def test_compact_moments_save_traffic() -> None:
-    assert [bytes_moved(Command(Operation.STEP, 0), 1, 2, moments) for moments in Moments] == [
-        28,
-        20,
-        16,
-    ]
+    assert [bytes_moved(step, 1, 2, moments) for moments in Moments] == [28, 20, 16]
 
 
 def test_a_worker_without_settings_ends_with_its_starter() -> None:
