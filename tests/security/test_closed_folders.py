@@ -1,6 +1,4 @@
-"""Folders that a user may not open: a command that meets one goes on without it, or says which it
-is.
-"""
+"""Folders that a user may not open: a command goes on without one, or names it."""
 
 from __future__ import annotations
 

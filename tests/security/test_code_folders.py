@@ -34,9 +34,7 @@ for name in code_folders({}):
 def use(
     machine: SharedMachine, changes: Mapping[str, str] | None = None
 ) -> tuple[int, list[Path], str]:
-    """Let the owner make and use the folders, as a run does with a lax umask; return the exit code,
-    the folders and the errors.
-    """
+    """Let the owner make and use the folders, with a lax umask: exit code, folders and errors."""
     user = machine.owner
     with user.start(user.interpreter, "-P", "-c", USE, umask=0o002, **(changes or {})) as process:
         out, errors = process.communicate(timeout=60)

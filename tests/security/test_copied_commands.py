@@ -1,6 +1,4 @@
-"""Commands that so-tui offers for copying do in a shell what they say, whatever names other people
-chose.
-"""
+"""Commands offered for copying do in a shell what they say, whatever names people chose."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ NAMES = [INJECTION, "--to=/etc", IN_A_NAME]
 
 
 def arguments_of(command: str, folder: Path) -> list[str]:
-    """Return the arguments that a command gets when it is pasted into a shell, without its own
-    name.
-    """
+    """Return the arguments of a command that is pasted into a shell."""
     name = command.split()[0]
     shell = f"""{name}() {{ printf '%s\\0' "$@"; }}; {command}"""
     done = subprocess.run(["bash", "-c", shell], capture_output=True, cwd=folder, check=True)

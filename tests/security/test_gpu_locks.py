@@ -1,6 +1,4 @@
-"""Where the locks of GPUs are: the same for all of a user's shells, and out of the reach of other
-users.
-"""
+"""Where the locks of GPUs are: the same in all shells of a user, out of reach of others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A host whose /proc shows each user only processes of their own (mount option hidepid), as many
-login nodes have it.
-"""
+"""A host whose /proc shows each user only processes of their own (mount option hidepid)."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def hidden(user: User, *argv: str, timeout_s: float = 60.0) -> subprocess.Comple
 
 @pytest.fixture(autouse=True)
 def hiding(machine: SharedMachine) -> None:
-    """Skip where a process of another user cannot be hidden: no privilege, or no hidepid in this
-    kernel.
-    """
+    """Skip where a process of another user cannot be hidden: no privilege, or no hidepid."""
     shown = hidden(machine.other, "test", "-e", f"/proc/{os.getpid()}/stat")
     if shown.returncode != 1 or shown.stderr:
         pytest.skip(f"/proc cannot be mounted with hidepid here ({shown.stderr.strip()})")

@@ -25,9 +25,7 @@ print("loaded", path)
 
 
 def plant(machine: SharedMachine, cache: Path) -> None:
-    """Let the other user put a library in place of the owner's compiled kernels, which runs code
-    when it is loaded.
-    """
+    """Let the other user replace the owner's kernels by a library that runs code when loaded."""
     source = machine.scratch / "planted.c"
     source.write_text("#include <stdio.h>\n" + PLANTED)
     code = (
@@ -45,9 +43,7 @@ def plant(machine: SharedMachine, cache: Path) -> None:
 
 
 def fast_compiler(machine: SharedMachine) -> str:
-    """Return a compiler that does not optimise: who can have written a kernel matters here, not its
-    speed.
-    """
+    """Return a compiler that does not optimise: the speed of a kernel does not matter here."""
     path = machine.scratch / "fast-compiler"
     if not path.exists():
         path.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
@@ -131,9 +127,7 @@ def test_a_kernel_that_the_group_can_write_is_replaced(machine: SharedMachine) -
 
 
 def test_a_kernel_exchanged_after_the_check_is_not_loaded(machine: SharedMachine) -> None:
-    """The other user holds the folder above the owner's, moves the owner's away after the check,
-    and puts another there.
-    """
+    """The other user holds the folder above the owner's, and exchanges the owner's."""
     cache = shared_cache(machine)
     load(machine, cache)
     (cache / "so-tui").chmod(0o777)

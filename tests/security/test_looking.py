@@ -1,6 +1,4 @@
-"""Looking at a run only reads: whatever a run folder says, nothing of it is executed and nobody's
-process is signalled.
-"""
+"""Looking at a run only reads: nothing of it is executed, nobody's process is signalled."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ class Scene:
         return run
 
     def nothing_happened(self) -> None:
-        """Fail if anything of the run was executed, a supervisor was started or the bystander was
-        ended.
-        """
+        """Fail if anything was executed, a supervisor started or the bystander ended."""
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             assert not supervisors_of(self.viewer), "a supervisor was started"
@@ -138,9 +134,8 @@ def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.Com
             "screen": user.python(LOOK_ON_THE_SCREEN, folder, path),
         }
         try:
-            watching.wait(
-                timeout=max(0.1, began + 7 - time.monotonic())
-            )  # it looks after the supervisor every 5 s
+            # It looks after the supervisor every 5 s.
+            watching.wait(timeout=max(0.1, began + 7 - time.monotonic()))
         except subprocess.TimeoutExpired:
             watching.send_signal(signal.SIGINT)
             watching.wait(timeout=LIMIT_S)
@@ -222,9 +217,7 @@ def test_a_copied_run_without_processes_is_lost(scene: Scene) -> None:
 )
 @pytest.mark.parametrize("trick", ["another-users", "link", "writable"])
 def test_a_run_that_others_control_is_not_acted_upon(scene: Scene, part: str, trick: str) -> None:
-    """The folder is the viewer's own, with a process that carries its marker, so that only this
-    part stands in the way.
-    """
+    """In the viewer's own folder, with a marked process: only this part stands in the way."""
     folder = scene.viewer.home / "runs"
     run = write_hostile_run(folder, scene.proof, state="training", supervisor=gone())
     scene.viewer.give(folder)
@@ -261,9 +254,7 @@ def test_a_run_that_others_control_is_not_acted_upon(scene: Scene, part: str, tr
 
 
 def test_only_marked_processes_of_a_run_are_stopped(scene: Scene) -> None:
-    """The opposite of the tests above: the marker, and not the state file, decides which processes
-    are stopped.
-    """
+    """The marker, and not the state file, decides which processes are stopped."""
     viewer = scene.viewer
     folder = viewer.home / "runs"
     run = write_hostile_run(

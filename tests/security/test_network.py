@@ -68,9 +68,7 @@ def test_listening_sockets_are_found_with_their_addresses() -> None:
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a run under its supervisor: two ranks with Adam workers, from its start to
-    its end.
-    """
+    """What was seen of a run under its supervisor: two ranks with Adam workers."""
 
     last: RunState
     sockets: dict[str, set[OpenSocket]]
@@ -84,9 +82,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A run with a site's network named for NCCL and gloo, as modules of clusters do, in which
-    exchanging pickles fails.
-    """
+    """A run with a site's network named for NCCL and gloo, in which pickles fail."""
     folder = tmp_path_factory.mktemp("watched")
     (folder / "sitecustomize.py").write_text(NO_PICKLES)
     spec = tiny(gpus="2", train__steps="6", checkpoint__every_steps="3", **SUPEROFFLOAD)
@@ -181,7 +177,5 @@ def _command(pid: int) -> str:
 
 
 def _network() -> str:
-    """Return the name of an interface other than loopback, or of loopback where there is no
-    other.
-    """
+    """Return the name of an interface, of loopback where there is no other."""
     return next((name for _, name in socket.if_nameindex() if name != "lo"), "lo")

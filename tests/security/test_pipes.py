@@ -1,6 +1,4 @@
-"""A run folder whose files are pipes or devices: opening a pipe waits for a writer, and reading a
-device may never end.
-"""
+"""A run folder with pipes and devices: opening waits for a writer, reading may never end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Who can read a run, on a machine with other users: its owner alone, or the owner's group if the
-owner says so.
-"""
+"""Who can read a run on a shared machine: its owner, or the owner's group if told so."""
 
 from __future__ import annotations
 

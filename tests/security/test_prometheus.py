@@ -1,6 +1,4 @@
-"""Figures for Prometheus: off by default, one file of a run for node_exporter, and names that stay
-in their labels.
-"""
+"""Figures for Prometheus: off by default, one file of a run, and names stay in labels."""
 
 from __future__ import annotations
 

@@ -150,9 +150,7 @@ def looked_at() -> dict[bytes, list[Progress | DataPreview]]:
 def _the_same_data_is_looked_at_once(
     looked_at: dict[bytes, list[Progress | DataPreview]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the helper process, which takes seconds, answer the first of three commands that ask for
-    the same.
-    """
+    """Let the helper process, which takes seconds, answer the same question once."""
     preview_data = helper_jobs.preview_data
 
     def remembered(spec: RunSpec, rows: int) -> Iterator[Progress | DataPreview]:

@@ -1,6 +1,4 @@
-"""Whole checkpoints in their folder, with a small engine of one rank: which are used, how they are
-verified, which are removed.
-"""
+"""Whole checkpoints of an engine of one rank: which are used, verified and removed."""
 
 from __future__ import annotations
 
@@ -145,9 +143,8 @@ def test_a_failed_background_save_is_reported(
         support.train(made, support.batches(1))
         first = save(made, tmp_path, 1, one_rank, run)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (50_000, limits[1])
-        )  # the random state fits, the states do not
+        # The random state fits, the states do not.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         try:
             saving = checkpoint.Saving(
                 made, support.manifest(2, run), tmp_path, one_rank, 1, background=True
@@ -158,9 +155,8 @@ def test_a_failed_background_save_is_reported(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert caught.value.code == "checkpoint-failed"
         assert names(tmp_path) == [first.name]
-        assert (
-            save(made, tmp_path, 3, one_rank, run).name == "step-000003"
-        )  # the copies were given back
+        # The copies were given back.
+        assert save(made, tmp_path, 3, one_rank, run).name == "step-000003"
 
 
 def test_older_checkpoints_stay_until_a_new_is_verified(tmp_path: Path, one_rank: Ranks) -> None:

@@ -1,6 +1,4 @@
-"""Moments in bf16 and in 8 bits: how they round, and that a run with them does not depend on ranks,
-threads, speculation or resuming.
-"""
+"""Moments in bf16 and 8 bits: how they round, whatever ranks, threads and speculation are."""
 
 from __future__ import annotations
 
@@ -127,9 +125,8 @@ def test_moments_round_to_a_neighbour_without_bias(moments: Moments) -> None:
     for each in (states, exact):
         each.run(1, gradient)
     for found, expected in zip(states.found()[1:], exact.found()[1:], strict=True):
-        sizeable = (
-            np.abs(gradient) > 2**-10
-        )  # what is smaller than the codes reach is not tested here
+        # What is smaller than the codes reach is not tested here.
+        sizeable = np.abs(gradient) > 2**-10
         error = (found - expected)[sizeable] / expected[sizeable]
         assert np.abs(error).max() < PRECISION[moments]
         assert abs(error.mean()) < 6 * error.std() / len(error) ** 0.5
@@ -139,9 +136,7 @@ def test_moments_round_to_a_neighbour_without_bias(moments: Moments) -> None:
 
 @pytest.mark.parametrize("moments", PRECISION)
 def test_small_changes_of_a_second_moment_are_not_lost(moments: Moments) -> None:
-    """After the gradient has become smaller, it decays by a thousandth a step: far less than the
-    distance of two codes.
-    """
+    """It decays by a thousandth a step: far less than the distance of two codes."""
     states, large, small = (
         States(moments),
         np.full(NUMEL, 1.0, np.float32),
@@ -305,9 +300,7 @@ def test_the_memory_is_as_large_as_the_plan_says(states: StatesFormat, accumulat
 def trained(
     states: StatesFormat, data: list[torch.Tensor], folder: Path, poisoned: int = 0, **settings: Any
 ) -> tuple[Any, ...]:
-    """Train and return losses, states and stats. After ``poisoned`` steps comes one whose gradient
-    is not finite.
-    """
+    """Train and return losses, states and stats; one step after ``poisoned`` ones is not finite."""
     with support.engine(
         support.spec("superoffload", 0.8, clipping=10.7),
         states=states,
@@ -326,9 +319,7 @@ def trained(
 
 @pytest.mark.parametrize("states", EACH_FORMAT)
 def test_compact_runs_are_close_to_fp32(states: StatesFormat, tmp_path: Path) -> None:
-    """Steps are kept, redone, and in the middle skipped. The bits are those of steps that are held
-    back.
-    """
+    """Steps are kept, redone and skipped. The bits are those of steps that are held back."""
     data = support.batches(2) * 10
     exact = trained("fp32", data, tmp_path / "fp32")
     held = trained(states, data, tmp_path / "held")
@@ -420,9 +411,7 @@ def test_blocks_are_counted_if_both_runs_have_them_on_host(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("states", EACH_FORMAT)
 def test_moments_that_no_run_can_have_are_refused(states: StatesFormat, tmp_path: Path) -> None:
-    """Left alone, a negative second moment would be the largest of its block, and a NaN could
-    become a number.
-    """
+    """A negative one would be the largest of its block, and a NaN could become a number."""
     run = support.spec("superoffload", 1.0)
     with support.engine(run) as made:
         support.train(made, support.batches(1))

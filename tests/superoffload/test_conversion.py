@@ -1,6 +1,4 @@
-"""States converted to DeepSpeed's universal format, and from it and from ZeRO-3's own files:
-DeepSpeed itself writes and reads them.
-"""
+"""States converted to DeepSpeed's universal format and from its files, which it writes itself."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ LOADS_UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
 def model(seed: int) -> torch.nn.Module:
-    """The same model for a seed. The checkpoint is of seed 0; what loads it begins with other
-    weights.
-    """
+    """The same model for a seed. The checkpoint is of seed 0; others load it."""
     torch.manual_seed(seed)
     return support.OddModel().bfloat16()
 
@@ -52,9 +48,7 @@ def ours(universal: Path) -> list[float]:
 
 
 def deepspeeds_own(universal: Path) -> list[float]:
-    """Return the losses of DeepSpeed's ZeRO-3 with its own CPU Adam, from a universal checkpoint
-    on.
-    """
+    """Return the losses of ZeRO-3 with DeepSpeed's CPU Adam, from a universal checkpoint on."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -231,9 +225,7 @@ def test_reading_a_checkpoint_runs_no_code_of_it(two_ranks: Path, tmp_path: Path
 
 
 class Attribute:
-    """Is saved as the attribute of ``kind`` that ``getattr`` reads, as Python 3.11.2 saves the
-    members of enums.
-    """
+    """Is saved as an attribute of ``kind``, as Python 3.11.2 saves the members of enums."""
 
     def __init__(self, kind: object, name: str) -> None:
         self._kind, self._name = kind, name

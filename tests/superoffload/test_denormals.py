@@ -1,6 +1,4 @@
-"""Moments of parameters that get no gradient for long: they decay into denormal numbers, which
-count as zero and cost nothing.
-"""
+"""Moments without gradients decay into denormal numbers, which count as zero and cost nothing."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ RUNS = 20
 
 
 class Product(torch.nn.Module):
-    """The sum of a parameter's products with given factors, which are its gradient whatever its
-    weights are.
-    """
+    """The sum of a parameter's products with given factors, which are its gradient."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -190,9 +188,7 @@ class Plain:
         """Magnitude of each parameter's gradients so far."""
 
     def step(self, learning_rate: float, micro_batches: list[list[torch.Tensor]]) -> float:
-        """Step and return the norm before clipping. Gradients are those of the weights' own type,
-        summed in float32.
-        """
+        """Step and return the norm before clipping. Gradients are summed in float32."""
         sums = [torch.zeros_like(weights) for weights in self.weights]
         for factors in micro_batches:
             (self.model(factors) / self.run.accumulation).backward()
@@ -212,9 +208,7 @@ class Plain:
 
 
 def try_run(run: Drawn) -> superoffload.OffloadStats:
-    """Train with the engine and without; compare norms, states and weights. Return the engine's
-    stats.
-    """
+    """Compare norms, states and weights with and without the engine; return its stats."""
     plain, made_model = Plain(run), run.model()
     names = [name for name, _ in made_model.named_parameters()]
     made, *_ = superoffload.initialize(

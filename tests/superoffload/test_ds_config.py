@@ -162,9 +162,8 @@ def test_deepspeed_receives_exactly_what_the_file_says(
         raise ReceivedError
 
     monkeypatch.setattr(deepspeed, "initialize", receive)
-    monkeypatch.setattr(
-        api, "_deepspeed_optimizer", lambda *_: None
-    )  # some need CUDA or a compiler
+    # Some need CUDA or a compiler.
+    monkeypatch.setattr(api, "_deepspeed_optimizer", lambda *_: None)
     settings = Settings(
         mode=mode, engine=engine, learning_rate=1e-3, adam_cpus=(0,), run_ahead_parameters=1
     )

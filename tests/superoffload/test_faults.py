@@ -1,6 +1,4 @@
-"""Starting, using or ending our SuperOffload optimizer in the wrong way: it raises a clear error
-and leaves nothing behind.
-"""
+"""Our optimizer started, used or ended in the wrong way: a clear error, and nothing stays."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def no_engine(code: str, match: str | None = None) -> Iterator[None]:
 
 
 def traces() -> list[str]:
-    """Return what an engine has left behind in this process: shared memory, Adam workers,
-    threads.
-    """
+    """Return what an engine has left in this process: shared memory, Adam workers, threads."""
     gc.collect()
     memory = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     memory += Path("/proc/self/maps").read_text().splitlines()
@@ -169,9 +165,7 @@ def test_an_engine_that_is_closed_says_so(ratio: float, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("clipping", "accumulation"), [(0.0, 1), (1.0, 1), (1.0, 3)])
 def test_no_save_or_load_within_a_step(clipping: float, accumulation: int, tmp_path: Path) -> None:
-    """Gradients that have arrived would be lost by a save, and applied to other weights after a
-    load.
-    """
+    """A save would lose gradients that have arrived; a load would apply them elsewhere."""
     run = support.spec("superoffload", 1.0, clipping=clipping, accumulation=accumulation)
     with support.engine(run) as made:
         support.train(made, support.batches(accumulation))

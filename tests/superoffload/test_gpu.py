@@ -1,6 +1,4 @@
-"""Tests of the offload engine that need CUDA: pinned memory, copies concurrent with computation,
-weights that arrive late.
-"""
+"""The engine with CUDA: pinned memory, copies beside computation, weights that arrive late."""
 
 from __future__ import annotations
 
@@ -40,23 +38,18 @@ pytestmark = [
 
 STEPS = 20
 WIDTH = 256
-"""Wide enough that copies and Adam take longer than queueing them: 1.6 million parameters, matrices
-of 131072.
-"""
+"""Copies and Adam take longer than queueing them: 1.6 million parameters, matrices of 131072."""
 SUB_GROUP = 300_000
 BUCKET = 200_000
-"""Elements. One matrix fills a bucket, so every gradient is reduced in a bucket that the next one
-overwrites.
-"""
+"""Elements: one matrix fills a bucket, which the next one overwrites."""
 
 
 @contextmanager
 def engine(run: RunSpec, **settings: Any) -> Iterator[Any]:
     torch.manual_seed(run.train.seed)
     model = support.Model(width=WIDTH)
-    torch.nn.init.normal_(
-        model.embedding.weight, std=0.02
-    )  # also the head: with torch's 1.0 the first losses would be in the hundreds
+    # Also the head: with torch's 1.0 the first losses would be in the hundreds.
+    torch.nn.init.normal_(model.embedding.weight, std=0.02)
     with support.engine(run, model=model, bucket=BUCKET, **settings) as made:
         yield made
 
@@ -75,9 +68,7 @@ def spec(mode: support.Mode, ratio: float, **settings: Any) -> RunSpec:
 def test_twenty_steps_are_those_of_float32_adamw(
     clipping: float, speculation_bytes: int, accumulation: int
 ) -> None:
-    """The test never makes the host wait for the GPU: gradients are recorded there, and the
-    reference is stepped at the end.
-    """
+    """The host never waits for the GPU: the reference is stepped at the end."""
     data = [tokens.to(support.DEVICE) for tokens in support.batches(STEPS * accumulation)]
     rates = [1e-3 * (1 + step) / STEPS for step in range(STEPS)]
     with engine(
@@ -113,9 +104,7 @@ def test_twenty_steps_are_those_of_float32_adamw(
 def test_a_background_save_is_the_state_of_its_step(
     clipping: float, speculation_bytes: int, copies_bytes: int, tmp_path: Path
 ) -> None:
-    """States on the GPU are copied behind what it has still to do, and written by a thread with
-    steps under way.
-    """
+    """States on the GPU are copied behind its work, and written beside steps."""
     data = support.batches(STEPS)
     settings = {"speculation_bytes": speculation_bytes, "copies_bytes": copies_bytes}
     ends: list[tuple[bytes, bytes]] = []
@@ -202,9 +191,7 @@ def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
 
 @contextmanager
 def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
-    """Make an engine with DeepSpeed's own SuperOffload, undo its change of this process's cores,
-    and check that its worker ends.
-    """
+    """Make an engine with DeepSpeed's SuperOffload; undo its change of cores, end its worker."""
     cores = os.sched_getaffinity(0)
     try:
         with engine(run) as made:
@@ -246,9 +233,8 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_
         losses = support.train(whole, data[5:])
         expected = support.states(whole, tmp_path / "whole")
     with engine(run) as second:
-        support.train(
-            second, support.batches(2, seed=9)
-        )  # what was trained before must have no effect
+        # What was trained before must have no effect.
+        support.train(second, support.batches(2, seed=9))
         superoffload.load_state(second, tmp_path / "middle")
         assert support.train(second, data[5:]) == losses
         assert support.states(second, tmp_path / "end") == expected

@@ -143,9 +143,7 @@ def test_with_deepspeeds_zero_offload_too(ratio: float, tmp_path: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """Also: a state of two ranks with weights in host memory is loaded by one without, and the
-    reverse.
-    """
+    """Also: states with weights in host memory are loaded without, and the reverse."""
     script = Path(rank_processes.__file__).with_name("engine_ranks.py")
     rank_processes.finish(rank_processes.start(script, ["host_weights", str(tmp_path)], 2))
     saved = support.by_name(tmp_path / "cpu")
@@ -197,9 +195,8 @@ def test_a_run_resumes_with_weights_elsewhere(
         superoffload.save_state(made, tmp_path / "saved")
         expected = support.train(made, data[6:]), support.states(made, tmp_path / "expected")
     with engine(second, ratio=0.8) as made:
-        support.train(
-            made, support.batches(3, seed=5)
-        )  # what was trained before must have no effect
+        # What was trained before must have no effect.
+        support.train(made, support.batches(3, seed=5))
         superoffload.load_state(made, tmp_path / "saved")
         assert (support.train(made, data[6:]), support.states(made, tmp_path / "found")) == expected
 

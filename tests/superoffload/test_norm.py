@@ -20,9 +20,7 @@ from tests.support.problems import coded
 
 
 def norm_of_two(*others: float) -> GradientNorm:
-    """Return the norm of two sub-groups, with another rank that has ``others`` as sums of
-    squares.
-    """
+    """Return the norm of two sub-groups; another rank has ``others`` as sums of squares."""
     groups = [
         SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False) for name in ("first", "second")
     ]
@@ -178,9 +176,7 @@ def test_step_policy_of_clipping_accumulation_and_speculation(
     operations: tuple[Operation | None, Operation | None],
     sources: tuple[GradientSource, GradientSource],
 ) -> None:
-    """Operations on a complete sub-group before the boundary and at it. Sources of the gradient in
-    the step's first micro-batch, if the step is cut short to it, and in a later one.
-    """
+    """Operations before the boundary and at it; sources in the first micro-batch and a later."""
     policy = step_policy(accumulation, clipping, speculates=speculates)
     assert (policy.step_time, policy.norm_source) == (time, norm)
     assert (policy.norm_is_read_before_step, policy.accumulates) == (is_read, accumulation > 1)

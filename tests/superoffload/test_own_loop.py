@@ -1,6 +1,4 @@
-"""The engine in a loop that is not so-tui's: the example, DeepSpeed's own checkpoints, and its
-script that reads them.
-"""
+"""The engine in a loop that is not so-tui's: examples, and DeepSpeed's own checkpoints."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def _process_group() -> None:
 
 @pytest.mark.slow
 def test_the_example_loop_has_the_losses_of_the_gpu_mode() -> None:
-    """DeepSpeed's ZeRO-3 with torch's AdamW, without clipping: it clips in another order of
-    floating-point operations.
-    """
+    """Torch's AdamW under ZeRO-3, without clipping, which it does in another order."""
     ours, theirs = (own_loop.train(8, mode=mode, clipping=1e9) for mode in ("superoffload", "gpu"))
     assert ours == pytest.approx(theirs, rel=2e-3)
     assert ours != own_loop.train(8, clipping=1e-3), "updates must show in the losses"
@@ -83,9 +79,7 @@ def test_a_checkpoint_of_other_sub_groups_is_refused(tmp_path: Path) -> None:
 def test_an_untrained_group_lends_its_options_to_no_other(
     ratio: float, empty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed 0.18.9 and 0.19.0 count only the groups that have some; later versions note the
-    place of each.
-    """
+    """DeepSpeed before 0.19.1 counts only the groups that have some; later ones note places."""
     original = DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups
 
     def without_places(optimizer: Any) -> Any:
@@ -164,11 +158,7 @@ print(json.dumps(losses))
 
 @pytest.mark.slow
 def test_a_hf_trainer_has_the_losses_of_deepspeed(tmp_path: Path) -> None:
-    """In a process of its own, since transformers keeps a Trainer's DeepSpeed config for every
-    model that is made after it.
-
-    Without clipping, which the two optimizers do in another order of floating-point operations.
-    """
+    """In a process of its own, as a Trainer's DeepSpeed config stays; clipping differs."""
     # Not the variables with which other tests of this process joined a group.
     inherited = {
         name: value

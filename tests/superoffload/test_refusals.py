@@ -1,6 +1,4 @@
-"""What a script can get wrong in its call of ``initialize``: refused by name, with the value,
-before anything is made.
-"""
+"""What a script can get wrong in its call of ``initialize`` is refused by name and value."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Two ranks over gloo resume from the state of one rank, and one rank from that of two. The ranks
-run this file as a script.
-"""
+"""Two ranks resume from the state of one, and one from that of two. The ranks run this file."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None
 
 
 def resume(folder: Path) -> None:
-    """Resume two ranks, which see the same data, from one rank's state: they train on as that rank
-    did.
-    """
+    """Resume two ranks with the same data from one rank's state: they train on as it did."""
     superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     losses = torch.load(folder / "losses")
     for mode, ratio, states in MODES:

@@ -67,9 +67,7 @@ def test_the_host_waits_when_it_is_too_far_ahead(
 
 
 class _Coordinator:
-    """Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs
-    (``benchmarks/planner.py --gpus 2``).
-    """
+    """Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs."""
 
     def __init__(self) -> None:
         self.fetched: list[tuple[torch.nn.Module, bool]] = []

@@ -1,6 +1,4 @@
-"""Saving while training goes on: what is written is the state of the step at which the save began,
-and training is none the wiser.
-"""
+"""Saving while training goes on: the state of the step of its beginning is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The memory shared with the Adam worker: how it is allocated, and what happens if there is not
-enough.
-"""
+"""The memory shared with the Adam worker: how it is allocated, and too little of it."""
 
 from __future__ import annotations
 

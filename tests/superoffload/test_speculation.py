@@ -1,6 +1,4 @@
-"""Stepping before the gradient norm is known: the same bits as holding sub-groups back, whatever
-the norm turns out to be.
-"""
+"""Stepping before the gradient norm is known has the bits of holding back, whatever the norm."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ ALL = 1 << 30
 
 
 LIMIT = {1: 10.7, 4: 7.1}
-"""A gradient norm that about half of the small model's first steps exceed, by gradient accumulation
-steps.
-"""
+"""A norm that half of the small model's first steps exceed, by accumulation steps."""
 
 
 def trained(
@@ -37,9 +33,7 @@ def trained(
     dtype: torch.dtype = torch.bfloat16,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """Train and return losses, states and stats. What is held back is compared with float32 AdamW
-    after every step.
-    """
+    """Train; return losses, states and stats. What is held back is compared with float32 AdamW."""
     accumulation = run.train.gradient_accumulation
     with support.engine(run, dtype, **settings) as made:
         reference = None if settings else Reference(made, run.train.gradient_clipping)
@@ -107,9 +101,7 @@ def test_what_speculates_is_spread_as_far_as_memory_goes() -> None:
 def test_the_ranks_of_a_host_share_what_they_all_find_available(
     ranks: int, speculates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher starts them at once, and each sees all of the host's memory before any has taken
-    its part.
-    """
+    """The launcher starts them at once, and each sees all of the host's memory."""
     with support.engine(support.spec("superoffload", 1.0)) as made:
         numel = sum(group.weights.numel() for group in core_of(made).sub_groups)
     for_two = 2 * (28 * numel + (17 << 20))
@@ -125,9 +117,7 @@ def test_the_ranks_of_a_host_share_what_they_all_find_available(
 
 
 def test_weights_are_restored_after_the_last_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the norm is known before that, and the copy would overwrite the weights in the
-    staging buffer.
-    """
+    """On a GPU the copy would overwrite the weights in the staging buffer."""
     with support.engine(
         support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL, max_skipped_steps=1
     ) as made:
@@ -195,9 +185,7 @@ def test_too_many_skipped_steps_end_the_run_with_sound_states(tmp_path: Path) ->
 
 
 def test_a_saved_state_is_that_of_the_set_that_was_accepted(tmp_path: Path) -> None:
-    """After an odd and an even number of accepted steps; the weights that DeepSpeed knows are its
-    cast.
-    """
+    """After an odd and an even number of accepted steps; DeepSpeed's weights are its cast."""
     run = support.spec("superoffload", 1.0, clipping=1e6)
     with support.engine(run, speculation_bytes=ALL) as made:
         for step in range(2):

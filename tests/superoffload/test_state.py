@@ -40,9 +40,7 @@ MODES: list[tuple[support.Mode, float]] = [
 
 @pytest.mark.slow
 def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
-    """Each mode loads the state of the one before, with other sub-groups. All states hold the same
-    values.
-    """
+    """Each mode loads the state of the one before, with other sub-groups and the same values."""
     data = support.batches(10)
     with support.engine(support.spec("superoffload", 0.5)) as first:
         support.train(first, data[:5])
@@ -63,9 +61,7 @@ def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["superoffload", "gpu"])
 def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: Path) -> None:
-    """As DeepSpeed's own SuperOffload saves it, which needs a GPU: of sub-groups on the CPU neither
-    moments nor steps.
-    """
+    """As DeepSpeed's own SuperOffload saves it: of the CPU neither moments nor steps."""
     folder = tmp_path / "saved"
     with support.engine(support.spec("superoffload", 0.5)) as saved:
         support.train(saved, support.batches(3))
@@ -226,9 +222,7 @@ def rank_files(folder: Path, *records: checkpoint.SubGroupRecord) -> None:
 
 @pytest.mark.parametrize("change", [("names", ("b", "a")), ("numels", (3, 4)), ("numel", 5)])
 def test_other_layouts_of_ranks_are_not_joined(change: tuple[str, Any], tmp_path: Path) -> None:
-    """A parameter is looked up where the first rank has it: another's values would be read there,
-    with the right checksums.
-    """
+    """Parameters are looked up where the first rank has them: others would be read there."""
     same = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
     rank_files(tmp_path, same, msgspec.structs.replace(same, **dict([change])))
     for read in (superoffload.verify_state, lambda folder: list(resharding.saved_states(folder))):

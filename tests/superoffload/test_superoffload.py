@@ -1,6 +1,4 @@
-"""Our SuperOffload optimizer compared with plain float32 AdamW, and its behaviour when something
-goes wrong. One rank, on the CPU.
-"""
+"""Our optimizer compared with float32 AdamW, and what goes wrong. One rank, on the CPU."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ def train_late(made: Any, tokens: torch.Tensor) -> None:
     ("between", "exposed_s"), [("evaluation", 0.3), ("left out", 0.0), ("checkpoint", 0.0)]
 )
 def test_waits_between_steps_can_be_left_out_of_stats(between: str, exposed_s: float) -> None:
-    """An evaluation or a checkpoint waits for the weights before the next step's forward, which
-    then has nothing to wait for.
-    """
+    """An evaluation or a checkpoint waits for the weights, and the next forward no more."""
     with support.engine(support.spec("superoffload", 1.0, clipping=1.0)) as made:
         one, other = support.batches(2)
         train_late(made, one)
@@ -96,9 +92,7 @@ def test_waits_between_steps_can_be_left_out_of_stats(between: str, exposed_s: f
 
 @pytest.mark.slow
 def test_waits_are_measured_in_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed all-gathers in a stream of its own, which has nothing else to do and tells nothing
-    of the computation.
-    """
+    """DeepSpeed all-gathers in a stream of its own, which tells nothing of the computation."""
     streams: list[object] = []
     mark = Transfers.mark
 
@@ -203,9 +197,8 @@ def test_sub_groups_return_in_the_order_of_forward(monkeypatch: pytest.MonkeyPat
             sorted(range(len(core.sub_groups)), key=lambda index: core.sub_groups[index].first_use)
             == order
         )
-        norms = (
-            len(core.sub_groups) - 1
-        )  # the group without weight decay is the last, and the first layer begins with a norm
+        # The group without weight decay is the last, and the first layer begins with a norm.
+        norms = len(core.sub_groups) - 1
         assert order.index(norms) == 1
 
 
@@ -344,9 +337,7 @@ def test_a_learning_rate_that_changes_too_late_is_refused(in_tensor: bool) -> No
 
 @pytest.mark.slow
 def test_a_step_keeps_the_learning_rate_of_its_tensor(tmp_path: Path) -> None:
-    """Most of a step's commands leave later, while the scheduler already writes the next step's
-    rate.
-    """
+    """Most commands leave later, while the scheduler already writes the next step's rate."""
     found: list[bytes] = []
     for rate in (torch.tensor(0.5), 0.5):
         with support.engine(support.spec("superoffload", 1.0, clipping=1e-3)) as made:
@@ -361,9 +352,7 @@ def test_a_step_keeps_the_learning_rate_of_its_tensor(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.0, 0.37, 1.0])
 def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
-    """Compare names, sizes and devices: if they differed, the planner would predict another
-    optimizer's memory and speed.
-    """
+    """Were they others, the planner would predict another optimizer's memory and speed."""
     run = support.spec("superoffload", ratio)
     with support.engine(run, model=support.OddModel()) as made:
         parameters = [
@@ -380,9 +369,7 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
 
 @pytest.mark.slow
 def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head is in the last sub-group: if it were needed first, no part of forward could run
-    concurrently with Adam.
-    """
+    """It is in the last sub-group: were it needed first, forward could not run beside Adam."""
     shape = {
         "vocab_size": 64,
         "hidden_size": 32,

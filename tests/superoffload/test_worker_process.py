@@ -1,6 +1,4 @@
-"""The engine's worker process, threads and memory on one rank, on the CPU: where they run, and that
-nothing is left behind.
-"""
+"""The worker process, threads and memory of a rank: where they run, and that nothing stays."""
 
 from __future__ import annotations
 
@@ -33,10 +31,8 @@ from tests.support.waiting import LIMIT_S
 
 def test_nothing_is_left_behind() -> None:
     support.ensure_process_group()
-    numbers = (
-        os.getpid(),
-        int(os.environ["MASTER_PORT"]),
-    )  # DeepSpeed's and torch's names have one of them
+    # DeepSpeed's and torch's names have one of them.
+    numbers = (os.getpid(), int(os.environ["MASTER_PORT"]))
     before, used = named_after(*numbers), files_in_shared_memory(os.getpid())
     with support.engine(support.spec("superoffload", 1.0)) as made:
         support.train(made, support.batches(1))
@@ -106,9 +102,7 @@ def test_the_plan_counts_the_traffic_that_the_worker_reports() -> None:
 
 
 def test_a_worker_without_settings_ends_with_its_starter() -> None:
-    """Another process that was forked meanwhile has the pipe open, so that the settings never
-    end.
-    """
+    """Another process that was forked meanwhile has the pipe open, so that settings never end."""
     start = (
         "import os, subprocess, sys; from superoffload import worker\n"
         "command = [sys.executable, '-I', '-S', worker.__file__, str(os.getpid())]\n"

@@ -91,9 +91,7 @@ def found(
     folder: Path | None = None,
     **context: Any,
 ) -> tuple[Finding, ...]:
-    """Return the findings about a machine; with ``folder``, system files with this content are
-    written there and read.
-    """
+    """Return the findings about a machine; with ``folder``, of system files written there."""
     if folder is not None:
         context["files"] = SystemFiles(build_files(files or {}, folder))
     return run_checks(CheckContext(machine=machine, **context))

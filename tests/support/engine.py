@@ -196,9 +196,7 @@ def ds_config(
 
 
 def ensure_process_group() -> None:
-    """Join a process group of one rank, over gloo or NCCL, unless this process is in a group
-    already.
-    """
+    """Join a process group of one rank, over gloo or NCCL, unless this process is in one."""
     if torch.distributed.is_initialized():
         return
     with socket.socket() as probe:
@@ -269,9 +267,7 @@ def train(made: Any, data: list[torch.Tensor]) -> list[float]:
 
 
 def suspend_worker(made: Any, seconds: float) -> threading.Timer:
-    """Suspend the engine's Adam worker, from now until ``seconds`` after the returned timer is
-    started.
-    """
+    """Suspend the Adam worker from now until ``seconds`` after the returned timer's start."""
     pid = superoffload.worker_pid(made)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -279,9 +275,7 @@ def suspend_worker(made: Any, seconds: float) -> threading.Timer:
 
 
 def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
-    """Return every parameter's saved state, joined from all ranks: step, and master weights and
-    moments as bytes without padding.
-    """
+    """Return the step and the bytes of each parameter's saved state, joined from all ranks."""
     saved = checkpoint.manifests(folder)
     files = [
         np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32)

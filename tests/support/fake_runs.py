@@ -1,6 +1,4 @@
-"""Runs of the fake trainer, started by the real supervisor and the real ``deepspeed`` launcher on
-this machine.
-"""
+"""Runs of the fake trainer, started by the real supervisor and ``deepspeed`` launcher."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Texts that would control the terminal, put wherever another person could put text: a preset, a
-run, a machine, rows of data.
-"""
+"""Texts that would control the terminal, wherever another person could put text."""
 
 from __future__ import annotations
 
@@ -28,21 +26,15 @@ HOSTILE = (
     "\u202ei\u2066j\u200bk\u2028l\ufeff\U000e0041m\tn\nforged "
     "line\x7f[red]o[/][@click=app.quit]p[/]:smile:"
 )
-"""Sequences of ESC and of C1 characters, single controls, bidirectional and invisible characters, a
-line of its own, markup.
-"""
+"""ESC and C1 sequences, controls, bidirectional and invisible characters, a line, markup."""
 SURROGATE = "\udc9b"
-"""What Python makes of the byte 9b in a file's name or an argument: written out raw, that byte is a
-CSI.
-"""
+"""What Python makes of the byte 9b in a name: written out raw, it is a CSI."""
 IN_A_NAME = (HOSTILE + SURROGATE).replace("/", "|")
 """The same as a file's name."""
 
 
 def unsafe(text: str) -> set[str]:
-    """Return the characters of an output that are more than text: all but printable ones, tabs and
-    ends of lines.
-    """
+    """Return what of an output is no printable character, tab or end of a line."""
     return {character for character in set(text) if printable(character) != character}
 
 
@@ -60,9 +52,7 @@ class HostileWorld:
 
 
 def hostile_world(folder: Path) -> HostileWorld:
-    """Write a preset, a broken one, a failed run, a machine file and rows of data, full of such
-    texts.
-    """
+    """Write presets, a failed run, a machine file and rows of data, full of such texts."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     row = {

@@ -1,6 +1,4 @@
-"""A run folder that would do harm if somebody's so-tui acted on it: its command leaves a proof, and
-it names processes to kill.
-"""
+"""A run folder that would do harm if acted on: its command leaves a proof, it names processes."""
 
 from __future__ import annotations
 

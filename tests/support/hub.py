@@ -110,9 +110,7 @@ class Hub:
 
 @contextmanager
 def loopback_hub() -> Iterator[Hub]:
-    """Serve an empty hub, and its store, which is another host to clients: they follow redirects
-    there only for content.
-    """
+    """Serve an empty hub, and its store on another host: clients follow redirects for content."""
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server,
         ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as store,
@@ -237,9 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(302, b"", {**linked, "Location": where, "ETag": f'"{sha}"'})
 
     def _refusal(self) -> int:
-        """Return the status for a gated repository: 401 without a token, 403 with one that has no
-        access, 0 with access.
-        """
+        """Return 401 without a token, 403 with one that has no access, 0 with access."""
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         return 401 if not given else 0 if given == TOKEN else 403
 

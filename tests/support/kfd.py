@@ -17,9 +17,7 @@ _SAME_SOCKET, _XGMI = 13, 15
 
 
 def apu_files(node_mib: Sequence[int], *, partitions: int = 1) -> dict[str, str]:
-    """Return the files of a host with one APU on each NUMA node, each split into ``partitions``
-    devices (CPX has 6).
-    """
+    """Return the files of a host with one APU a NUMA node, each split into ``partitions``."""
     apus = len(node_mib)
     files: dict[str, str] = {}
     for apu, mib in enumerate(node_mib):

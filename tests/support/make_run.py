@@ -1,6 +1,4 @@
-"""A run directory with plausible numbers, written with the real writers: what dashboards are looked
-at and tested with.
-"""
+"""A run directory with plausible numbers, written with the real writers."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
 
 
 def plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
-    """Return the plan of a preset, made once unless there is something in the state folder that
-    plans may read.
-    """
+    """Return the plan of a preset, made once unless the state folder has what plans may read."""
     if any(state_home().rglob("*.json")):
         return _plan_for(machine, preset, gpus, steps)
     asked = msgspec.msgpack.encode((machine, preset, gpus, steps))

@@ -39,9 +39,7 @@ ONE_OF_EACH = {
 
 
 def known(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the kinds that the installed transformers has; older ones that are supported lack the
-    newest.
-    """
+    """Return the kinds that the installed transformers has; older ones lack the newest."""
     return {kind: keys for kind, keys in kinds.items() if kind in CONFIG_MAPPING}
 
 
@@ -197,9 +195,7 @@ def scaled_down(name: str) -> ModelSpec:
 
 
 def saved(name: str, folder: Path, **changes: object) -> PreTrainedModel:
-    """Save a preset's model, scaled down with random weights, in the layout of the hub: saving
-    reverts what loading converts.
-    """
+    """Save a preset's model, scaled down with random weights, in the layout of the hub."""
     torch.manual_seed(0)
     config = load_config(scaled_down(name))
     for key, value in changes.items():

@@ -83,9 +83,7 @@ def _row(strip: Strip, y: int, colour: str, background: str) -> Iterator[str]:
 
 
 def _width(text: str) -> str:
-    """Return the attribute that keeps text in its cells if its characters may come from another
-    font; empty for others.
-    """
+    """Return the attribute that keeps text in its cells where another font may be used."""
     return (
         ""
         if text.isascii()

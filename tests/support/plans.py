@@ -79,9 +79,7 @@ def plan_of(
     cpus: tuple[tuple[int, ...], ...] = ((0,), (1,)),
     gpus: bool = False,
 ) -> Plan:
-    """A plan with one rank per entry of ``cpus``; nine tenths of the cores run Adam in superoffload
-    mode.
-    """
+    """A plan with one rank per entry of ``cpus``; nine tenths of the cores run Adam."""
     binding = []
     for rank, cores in enumerate(cpus):
         main = (

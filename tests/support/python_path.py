@@ -14,16 +14,12 @@ PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install")
 
 
 def python_path(*first: Path | str) -> str:
-    """Return a ``PYTHONPATH`` with these folders before the current ones, which on some machines
-    provide torch or DeepSpeed.
-    """
+    """Return a ``PYTHONPATH`` with these folders before those that may provide torch."""
     return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def checkout_path(*more: Path | str) -> str:
-    """Return a ``PYTHONPATH`` with this checkout first, so that it takes precedence over installed
-    packages.
-    """
+    """Return a ``PYTHONPATH`` with this checkout before installed packages."""
     return python_path(ROOT, ROOT / "trainer", *more)
 
 

@@ -1,6 +1,4 @@
-"""The application under test: opened without a terminal, driven by keys, and read as a user reads
-it.
-"""
+"""The application without a terminal, driven by keys, and read as a user reads it."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S
 
 SIZES = [(80, 24), pytest.param((120, 36), marks=pytest.mark.slow)]
-"""The smallest terminal, and a common one; what is tried at both is tried at the second in the slow
-tier.
-"""
+"""The smallest terminal, and a common one, which is tried in the slow tier."""
 WidgetType = TypeVar("WidgetType", bound=Widget)
 
 
@@ -56,9 +52,7 @@ async def settled(min_sleep: float = 0, max_sleep: float = LIMIT_S) -> None:
 
 
 def wait_for_what_runs(patch: pytest.MonkeyPatch) -> None:
-    """Let the pilot wait until what it did has had its effects, on an idle machine as on a busy
-    one.
-    """
+    """Let the pilot wait until what it did has had its effects, on a busy machine too."""
     patch.setattr("textual.app.wait_for_idle", settled)
     patch.setattr("textual.pilot.wait_for_idle", settled)
 
@@ -78,18 +72,14 @@ class Driver:
         await self.pilot.press(*keys)
 
     async def resize(self, width: int, height: int) -> None:
-        """Give the terminal another size, and wait until the screen has it: Textual waits for
-        further sizes first.
-        """
+        """Give the terminal another size, and wait until the screen has it."""
         await self.pilot.resize_terminal(width, height)
         await self.until(
             lambda: self.app._resize_event is None and self.screen._size == (width, height)
         )
 
     async def type_text(self, text: str, *, replace: bool = False) -> None:
-        """Type into the text field with the focus, as fast as a terminal pastes; ``replace`` what
-        stands in it.
-        """
+        """Type into the text field with the focus, or ``replace`` what stands in it, at once."""
         field = self.app.focused
         assert isinstance(field, Input)
         if replace:
@@ -180,9 +170,7 @@ async def opened(
     tooltips: bool = False,
     machine_file: str = "",
 ) -> AsyncIterator[Driver]:
-    """Open the application on ``machine`` (four GH200 unless given, the present host with
-    ``this_machine``).
-    """
+    """Open the application on ``machine``, four GH200 unless given or ``this_machine``."""
     chosen = None if this_machine else machine or quad_machine()
     loaded = Loaded(settings) if isinstance(settings, Settings) else settings
     app = SoTuiApp(

@@ -71,9 +71,7 @@ class Case:
     tile: int = 0
     """Tokens of a tile; 0: whole feed-forward blocks."""
     uneven: bool = False
-    """Whether only the ends of documents carry loss, so that ranks have very different shares of
-    it.
-    """
+    """Whether only the ends of documents carry loss, of which ranks have uneven shares."""
 
 
 CASES = (
@@ -103,9 +101,7 @@ CASES = (
         uneven=True,
     ),
 )
-"""gpt-oss has sinks. Where the policy is full or attention, all that layers keep is in host
-memory.
-"""
+"""gpt-oss has sinks. With full or attention, all that layers keep is in host memory."""
 
 
 def uneven() -> Documents:
@@ -220,9 +216,7 @@ def plain_attention(
 
 
 def steps(**changes: str) -> list[tuple[float, float]]:
-    """Train two steps of four sequences as a run does; return the mean losses of all ranks, and
-    gradient norms.
-    """
+    """Train two steps of four sequences; return mean losses of all ranks, and norms."""
     size = dist.get_world_size()
     plan = make_plan(
         spec(
@@ -298,9 +292,8 @@ def train() -> None:
         )
     for (loss, norm), (expected, expected_norm) in zip(norms_too, plain_norms, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4)
-        assert norm == pytest.approx(
-            expected_norm, rel=0.01
-        )  # Adam amplifies how bf16 rounds small gradients
+        # Adam amplifies how bf16 rounds small gradients.
+        assert norm == pytest.approx(expected_norm, rel=0.01)
 
 
 if __name__ == "__main__":

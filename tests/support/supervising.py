@@ -13,9 +13,7 @@ from so_tui.runs import RunDirectory
 def supervise_to_end(
     run: RunDirectory, attempt: int = 1, environ: Mapping[str, str] = os.environ
 ) -> int:
-    """Start the attempt under a supervisor, wait for its end, and return the supervisor's exit
-    code.
-    """
+    """Start the attempt under a supervisor, and return the exit code of its end."""
     command = [
         sys.executable,
         "-m",

@@ -28,9 +28,7 @@ LONGEST = (
     "tests/superoffload/",
     "tests/trainer/",
 )
-"""Files and folders that several workers begin with, so that none is still busy with one when the
-others have ended.
-"""
+"""What several workers begin with, so that none is busy with one when the others end."""
 _TRAINING_COMMANDS = {"run", "resume", "supervise", "validate"}
 _started: list[list[str]] = []
 

@@ -49,9 +49,7 @@ class User:
         }
 
     def start(self, *argv: str, umask: int = 0o022, **changes: str) -> subprocess.Popen[str]:
-        """Start a command as this user, with its output in pipes. ``changes`` are of the
-        environment.
-        """
+        """Start a command as this user, in a changed environment, with its output in pipes."""
         return subprocess.Popen(
             argv,
             user=self.uid,
@@ -118,9 +116,7 @@ class SharedMachine:
 
 @contextmanager
 def shared_machine() -> Iterator[SharedMachine]:
-    """Yield two users with empty homes. Everything they leave behind, processes too, is removed.
-    Skips where it is not root.
-    """
+    """Yield two users with empty homes, whose traces and processes go. Skips unless root."""
     if os.geteuid() != 0:
         pytest.skip("only root can run processes of other users")
     folder = Path(tempfile.mkdtemp(prefix="so-tui-users-", dir="/tmp"))
@@ -153,17 +149,13 @@ def _user(folder: Path, name: str, place: int) -> User:
 
 
 def _interpreters() -> tuple[str, ...]:
-    """Return this interpreter and the system's of the same version: a home folder may hide the
-    first.
-    """
+    """Return this interpreter and the system's: a home folder may hide the first."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return (sys.executable, f"/usr/bin/{name}", f"/usr/local/bin/{name}")
 
 
 def _python_path() -> str:
-    """Return where this interpreter finds modules, without Python's own library, which every
-    interpreter brings itself.
-    """
+    """Return where this interpreter finds modules, but for Python's own library."""
     library = Path(os.__file__).parent
     return os.pathsep.join(
         path

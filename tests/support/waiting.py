@@ -1,6 +1,4 @@
-"""Waiting for what another process or thread does: until it has happened, however long a busy
-machine takes, and never just for a while.
-"""
+"""Waiting until something has happened, however long a busy machine takes."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ def wait_for_environment(pid: int) -> None:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not; nor does one that is being ended, as soon
-    as it has.
-    """
+    """Return whether a process runs: no zombie, and none that is being ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in b"ZX"
     except (FileNotFoundError, ProcessLookupError):

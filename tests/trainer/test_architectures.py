@@ -1,6 +1,4 @@
-"""Every architecture of the presets, scaled down: packed documents train as if each were alone,
-whatever attention runs.
-"""
+"""Packed documents of every architecture train as if each were alone, whatever attention runs."""
 
 import json
 import subprocess
@@ -49,9 +47,7 @@ from tests.support.problems import refusal
     ids=[*ONE_OF_EACH, *OTHERS, *RECURRENT],
 )
 def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
-    """In every attention that the CPU runs; the flash path with plain kernels in place of
-    CUDA's.
-    """
+    """In every attention that the CPU runs; flash with plain kernels in place of CUDA's."""
     check_packing(model)
 
 
@@ -158,9 +154,7 @@ def test_a_model_with_unlisted_recurrent_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", IN_ROWS)
 def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
-    """Padding after a document changes neither loss nor gradients. Packed, the same model is
-    refused.
-    """
+    """Padding after a document changes no loss or gradient. Packed, the same model is refused."""
     torch.manual_seed(0)
     config = load_config(another(kind))
     needs = attention.needs_of(config, supports_sdpa=True, sinks=False, deterministic=False)
@@ -322,9 +316,7 @@ OTHER_KINDS = tuple(sorted(kind for kind in (*KINDS, *MULTIMODAL) if kind in CON
     ],
 )
 def test_architectures_train_resume_and_export(names: tuple[str, ...], tmp_path: Path) -> None:
-    """The benchmark that makes the table, on the CPU and without the launcher, which has nothing to
-    do with architectures.
-    """
+    """The benchmark that makes the table, on the CPU and without the launcher."""
     rows = tmp_path / "rows.json"
     script = Path(__file__).parents[2] / "benchmarks" / "architectures.py"
     command = [sys.executable, str(script), "--out", str(rows)]

@@ -1,6 +1,4 @@
-"""Attention by kernels, with sinks, windows and capped scores: in float64, against eager attention;
-every backend on a GPU.
-"""
+"""Attention by kernels, with sinks, windows and caps: against eager attention in float64."""
 
 import json
 from collections.abc import Callable
@@ -26,18 +24,15 @@ NAMES = ("out", "query", "key", "value", "sinks")
 LENGTHS = (1, 37, 5, 64, 21)
 HEADS, KEY_HEADS, SIZE = 6, 2, 16
 ROUNDING = sum(LENGTHS) ** 2 * 2**6 * 2**-53
-"""Most by which sums in float64 can differ that threads add up in another order: of as many terms
-as tokens, each below 2**6.
-"""
+"""Most by which sums in another order differ: of as many terms as tokens, each below 2**6."""
 
 
 def case(
     window: int | None, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[list[Tensor], Tensor, Documents]:
     """Query, key, value and sinks; the gradient that comes back; the documents."""
-    drawn = torch.Generator().manual_seed(
-        3
-    )  # of its own, so that nothing else of this process can draw in between
+    # Of its own, so that nothing else of this process can draw in between.
+    drawn = torch.Generator().manual_seed(3)
     tokens = sum(LENGTHS)
     shapes = [(tokens, HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (HEADS,)]
     inputs = [
@@ -258,9 +253,7 @@ def test_the_docs_show_what_was_measured(
 
 
 def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ROCm torch calls an MI300A 9.4, as if it were a Hopper, for which flash-attn 3 and 4
-    are made.
-    """
+    """Under ROCm torch calls an MI300A 9.4, as if it were a Hopper."""
     monkeypatch.setattr(torch.version, "hip", "7.0.1")
     here = present(torch.device("cuda", 0))
     assert here.generation == UNKNOWN_GPU

@@ -1,6 +1,4 @@
-"""Where training starts and stops in what a chat template writes: templates that do what those of
-the presets' models do, and worse.
-"""
+"""Where training starts and stops in what templates like those of the presets write, and worse."""
 
 from __future__ import annotations
 

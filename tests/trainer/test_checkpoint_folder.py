@@ -274,9 +274,7 @@ def test_large_removed_files_are_freed_by_pieces(
 def test_an_unremovable_checkpoint_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a network file system a folder stays as long as somebody has a file in it open, such as an
-    export.
-    """
+    """A network file system keeps a folder while somebody, such as an export, reads in it."""
     spec = tiny(checkpoint__keep="1")
     run = create_run(spec, tmp_path / "runs")
     folder, own = claim(run, spec), run_id(run)
@@ -299,9 +297,7 @@ MODIFYING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 
 
 def ended_by_itself(act: Callable[[], object], most: int) -> bool:
-    """Do something in another process, which is killed before it changes more than ``most`` things
-    in a file system. Return whether it was not.
-    """
+    """Act in a process that is killed before it changes more than ``most`` files; say if not."""
     child = os.fork()
     if not child:
         changes = itertools.count()

@@ -102,9 +102,7 @@ def test_a_checkpoint_of_another_model_leaves_no_run_behind(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_converted_runs_resume_elsewhere(finished_run: RunDirectory, tmp_path: Path) -> None:
-    """Two ranks of SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed
-    would read.
-    """
+    """SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed would read."""
     run = RunDirectory(tmp_path / finished_run.name)
     shutil.copytree(finished_run.path, run.path)
     shutil.rmtree(run.checkpoints_dir / "step-000012")

@@ -1,6 +1,4 @@
-"""What people are shown of their data before anything starts: the helper's answer, and the command
-that prints it.
-"""
+"""What people are shown of their data before anything starts, and the command that prints it."""
 
 from __future__ import annotations
 

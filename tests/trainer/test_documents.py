@@ -1,6 +1,4 @@
-"""From files that people have to documents: layouts, sources, mixtures, what is lost and what is
-refused.
-"""
+"""From files that people have to documents: layouts, mixtures, what is lost and refused."""
 
 from __future__ import annotations
 

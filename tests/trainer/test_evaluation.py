@@ -47,9 +47,7 @@ def test_a_part_that_leaves_nothing_on_one_side_is_refused(wanted: str) -> None:
 
 
 def test_a_row_that_was_cut_is_held_out_whole() -> None:
-    """Rows of one to three documents; the second source begins with the number that the first one
-    ended with.
-    """
+    """Rows of one to three documents; the second source begins with the first one's last number."""
     cut = np.array([1, 2, 2, 3, 3, 3, 3, 4, 5, 6, 7, 7])
     counts = Counts(3, 0, 0)
     sources = (SourcePart("a", 1.0, "text", 6, counts), SourcePart("b", 1.0, "text", 6, counts))

@@ -26,9 +26,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def example(gate: Gate, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Weights]:
-    """Expert 2 has no token. The clamped kind is gpt-oss's: with biases, and with the inputs
-    first.
-    """
+    """Expert 2 has no token. The clamped kind is gpt-oss's: with biases, and inputs first."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -118,9 +116,8 @@ def test_it_is_the_sum_of_what_each_expert_says(
     expected, found = results
     assert len(found) == len(expected) == (5 if gate is SILU else 7)
     for mine, theirs in zip(found, expected, strict=True):
-        assert (
-            (mine - theirs).norm() <= 1e-5 * theirs.norm()
-        )  # single elements are small beside what they are summed from
+        # Single elements are small beside what they are summed from.
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
@@ -247,9 +244,8 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, width: int) -> None:
     hidden, chosen, shares, weights = example(gate, 64, width)
-    hidden = (
-        hidden / 8
-    )  # within the limit: where a number of eight bits falls to its other side, a gradient is gone
+    # Within the limit: where a number of eight bits falls to its other side, a gradient is gone.
+    hidden = hidden / 8
     results = []
     for like in (torch.empty(0), torch.empty(0, device="cuda", dtype=torch.bfloat16)):
         own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, like)
@@ -274,7 +270,5 @@ def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, widt
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 def test_transformers_own_path_multiplies_in_groups_too(name: str) -> None:
-    """Its other one asks the GPU in every layer which experts have tokens, and waits for the
-    answer.
-    """
+    """Its other path asks the GPU in every layer which experts have tokens, and waits."""
     assert meta_model(load_config(scaled_down(name))).config._experts_implementation == "grouped_mm"

@@ -1,6 +1,4 @@
-"""What an export holds for every architecture, may replace and leaves behind; checkpoints of real
-runs are exported in ``test_runs.py``.
-"""
+"""What an export holds for every architecture, may replace and leaves behind."""
 
 import json
 import logging
@@ -165,9 +163,8 @@ def test_exports_load_silently_and_compute_the_same(
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2:
-                parameter.add_(
-                    torch.randn_like(parameter), alpha=0.1
-                )  # norms and biases are not all ones and zeros
+                # Norms and biases are not all ones and zeros.
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     checkpoint_of(model, spec, tmp_path / "checkpoint")
     transformers_log = logging.getLogger("transformers")
     monkeypatch.setattr(transformers_log, "propagate", True)
@@ -216,11 +213,7 @@ def test_a_tied_model_is_built_from_its_checkpoint(tmp_path: Path) -> None:
     "kind", sorted(OTHERS.keys() & {"deepseek_v3", "ernie4_5_moe", "gemma4_text"})
 )
 def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
-    """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have
-    them.
-
-    They are buffers, or parameters that the model has frozen (ERNIE 4.5).
-    """
+    """Buffers, or frozen parameters (ERNIE 4.5), of the weights: no checkpoint has them."""
     torch.manual_seed(0)
     model: Any = causal_model(load_config(another(kind)), dtype=torch.float32)
     trained = {
@@ -271,9 +264,7 @@ def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) ->
 
 
 def test_exports_keep_the_settings_of_generation(tmp_path: Path) -> None:
-    """The settings of generation are a file of their own, which weights and configuration know
-    nothing of.
-    """
+    """They are a file of their own, which weights and configuration know nothing of."""
     from transformers import GenerationConfig
 
     base = chat_model(tmp_path / "base")
@@ -440,9 +431,7 @@ STOP_ID = 2048
 
 
 def chat_model(folder: Path) -> Path:
-    """A model's folder without weights, whose chat template ends an answer with another token than
-    the end of a text.
-    """
+    """A model's folder without weights, whose chat template ends answers with another token."""
     from transformers import AutoTokenizer
 
     from so_tui.spec import resolve_source
@@ -462,9 +451,7 @@ def chat_model(folder: Path) -> Path:
 
 
 def exported(base: Path, tmp_path: Path) -> Any:
-    """The generation config of an export of a checkpoint of this model; nothing is said about
-    it.
-    """
+    """The generation config of an export of a checkpoint of this model, without a warning."""
     from transformers import GenerationConfig
 
     spec = tiny(model__id=str(base), model__weights="pretrained", data__sequence_length="128")

@@ -1,6 +1,4 @@
-"""How tokens are chosen and become text, when an answer ends, and what a model is given to
-answer.
-"""
+"""How tokens are chosen and become text, when an answer ends, and what a model is given."""
 
 from __future__ import annotations
 

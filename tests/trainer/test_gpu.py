@@ -1,6 +1,4 @@
-"""What only a CUDA device can show: the variable-length kernels, and training in each offload
-mode.
-"""
+"""What only a CUDA device can show: variable-length kernels, and training in each mode."""
 
 from pathlib import Path
 
@@ -70,9 +68,7 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_packed_gradients_are_the_same_in_every_kernel(kind: str) -> None:
-    """bf16, against eager attention; every token meets every expert, whose choice would hang on the
-    last bit otherwise.
-    """
+    """bf16, against eager attention; every token meets every expert, as choices hang on a bit."""
     torch.manual_seed(0)
     config = load_config(scaled_down(ONE_OF_EACH[kind]))
     config.num_experts_per_tok = SMALL["num_experts"]
@@ -143,9 +139,8 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     try:
         with Prefetcher(batches.iterate(1, 5), device) as prefetcher:
             for _, batch in prefetcher:
-                for _ in range(
-                    20
-                ):  # the GPU is far behind, and memory of earlier batches is used again meanwhile
+                # The GPU is far behind, and memory of earlier batches is used again meanwhile.
+                for _ in range(20):
                     weight = weight @ weight / 64
                 found.append([tensor.clone() for tensor in batch.tensors])
                 del batch

@@ -92,9 +92,8 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
 
 def test_a_norm_that_computes_otherwise_is_left_alone() -> None:
     config = AutoConfig.for_model("gemma2", **SHAPE)
-    causal = causal_model(
-        config, dtype=torch.float32
-    )  # its norms multiply with 1 + weight, its activation is GELU
+    # Its norms multiply with 1 + weight, its activation is GELU.
+    causal = causal_model(config, dtype=torch.float32)
     assert fused.install_kernels(causal, (fused.NORM, fused.GATE)) == ()
 
 
@@ -189,9 +188,8 @@ def test_gpu_rotation_is_that_of_the_cpu(rows: int, count: int, size: int, strid
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "columns"), [(5, 1), (3, 1000), (17, 4352), (0, 8)])
 def test_the_softmax_on_the_gpu_is_that_of_the_cpu(rows: int, columns: int) -> None:
-    logits = 30 * torch.randn(
-        rows, columns
-    )  # far apart, so that a sum that is not taken from the maximum overflows
+    # Far apart, so that a sum that is not taken from the maximum overflows.
+    logits = 30 * torch.randn(rows, columns)
     targets = torch.randint(-3, columns + 3, (rows,))
     expected = log_sum_exp(logits)
     torch.testing.assert_close(log_sum_exp(logits.cuda()).cpu(), expected)

@@ -1,6 +1,4 @@
-"""Weights into a model that is cut over two ranks, and the memory that takes. The ranks are this
-file, run as a script.
-"""
+"""Weights into a model cut over two ranks, and its memory. The ranks are this file, as a script."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a checkpoint must hold, and what is said when it does not; on the layouts that the hub
-has.
-"""
+"""What a checkpoint must hold, and what is said when it does not, in the hub's layouts."""
 
 import json
 import os

@@ -76,9 +76,7 @@ KINDS = known(
 
 
 def saved(kind: str, folder: Path, *, as_before: bool) -> Any:
-    """Save a multimodal model with random weights; ``as_before``: under the names that transformers
-    gave tensors before 4.52.
-    """
+    """Save a multimodal model; ``as_before``: with the names of transformers before 4.52."""
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
     model = factory.from_config(AutoConfig.for_model(kind, **KINDS[kind]), dtype=torch.float32)
@@ -129,9 +127,8 @@ def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path
     assert {name for name in missing if name != "lm_head.weight"} == set()
     tokens = torch.randint(1, 300, (1, 24))
     with torch.no_grad():
-        asked = (
-            whole.language_model if kind == "llama4" else whole
-        )  # transformers 5.24 wants a picture for a whole Llama 4
+        # Transformers 5.24 wants a picture for a whole Llama 4.
+        asked = whole.language_model if kind == "llama4" else whole
         expected = asked(input_ids=tokens).logits
         torch.testing.assert_close(
             language.eval()(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5
@@ -164,9 +161,7 @@ QWEN3_5 = known(
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", QWEN3_5)
 def test_a_head_tied_by_the_whole_is_the_embedding(kind: str, tied: bool, tmp_path: Path) -> None:
-    """Its text_config says nothing of it, and transformers' default there is that the head is
-    stored.
-    """
+    """Its text_config says nothing of it; transformers' default is that the head is stored."""
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
     whole = factory.from_config(

@@ -1,6 +1,4 @@
-"""The MXFP4 weights of gpt-oss in bf16: the same numbers as transformers gives, one file at a time,
-whole or not at all.
-"""
+"""The MXFP4 weights of gpt-oss in bf16: transformers' numbers, file by file, whole or not."""
 
 import json
 import os
@@ -35,9 +33,7 @@ from tests.support.problems import refusal
 
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small gpt-oss in two files, its experts in blocks and scales, some scales in the other file
-    than their blocks.
-    """
+    """A small gpt-oss in two files, its experts in blocks and scales, some of them apart."""
     (tmp_path / "cache").mkdir()
     compiled = [Path(extensions_folder(os.environ)), *Path(get_default_build_root()).glob("*_cpu")]
     if found := next(

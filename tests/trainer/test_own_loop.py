@@ -1,6 +1,4 @@
-"""A loop of one's own on the engine, with transformers' own loss, has the losses of the trainer
-from the same weights and rows.
-"""
+"""A loop of one's own with transformers' loss has the losses of the trainer."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ GROUP = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADD
 
 
 def loop(folder: Path) -> list[float]:
-    """Train as a script does that knows neither plan nor run. Only which rows come when is asked of
-    the trainer.
-    """
+    """Train as a script that knows no plan or run; the trainer says which rows come when."""
     import torch
     from transformers import AutoModelForCausalLM
 

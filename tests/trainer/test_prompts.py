@@ -1,6 +1,4 @@
-"""Answers during training: those that the model gives by itself, whatever shares a batch with
-them.
-"""
+"""Answers during training: those that the model gives alone, whatever shares a batch."""
 
 from __future__ import annotations
 

@@ -129,9 +129,7 @@ def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: checkpointing.P
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_attentions_results_go_to_pinned_memory_on_a_gpu() -> None:
-    """On a stream of their own, so that they run beside the kernels; numbers are those of keeping
-    them on the GPU.
-    """
+    """On a stream of their own; numbers are those of keeping them on the GPU."""
     expected, gradients = trained("attention", passes=4, device="cuda", with_kernels=PLAIN)
     found, ours = trained("attention", passes=4, device="cuda", with_kernels=PLAIN, offloaded=True)
     assert found == pytest.approx(expected, rel=1e-6)
@@ -198,9 +196,7 @@ def test_only_the_last_layers_results_stay_on_the_gpu() -> None:
 
 
 def test_backward_fetches_one_layer_ahead() -> None:
-    """Its input before that layer's attention, and its results when that layer has taken its
-    own.
-    """
+    """Its input before that layer's attention, its results once that layer has taken its own."""
     causal: Any = model_of("attention", "qwen3", offloaded=True, with_kernels=PLAIN)
     layers = SHAPE["num_hidden_layers"]
     with Copies() as copies:
@@ -345,12 +341,9 @@ def test_selective_repeats_no_matrix_product(
     linear: Callable[..., Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A layer of Qwen3 has seven products; their gradients are two each. The last one of a layer
-    feeds nothing that backward needs.
-    """
-    monkeypatch.setattr(
-        torch.nn.functional, "linear", linear
-    )  # DeepSpeed puts its own there under ZeRO-3
+    """A layer of Qwen3 has seven products, with two gradients each; backward needs not the last."""
+    # DeepSpeed puts its own there under ZeRO-3.
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
     torch.manual_seed(0)
     causal = causal_model(
         AutoConfig.for_model("qwen3", **SHAPE), dtype=torch.float32, attention="sdpa"
@@ -366,9 +359,7 @@ def test_selective_repeats_no_matrix_product(
 def test_the_last_product_of_odd_layers_is_not_repeated(
     policy: checkpointing.Policy, kind: str, all_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The feed-forward block of Falcon-H1 comes last, and is listed first; that of HunYuan knows
-    its layer's number, as attention does.
-    """
+    """Falcon-H1 lists its feed-forward block first; HunYuan's knows its layer's number."""
     repeated = all_products - 1 if policy == "full" else 0
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     torch.manual_seed(0)
@@ -386,9 +377,7 @@ def test_the_last_product_of_odd_layers_is_not_repeated(
 def test_selective_repeats_no_product_of_experts(
     policy: checkpointing.Policy, repeated: int, model_type: str
 ) -> None:
-    """Theirs are two a layer. The second one, whose result backward does not need, is never
-    repeated.
-    """
+    """Theirs are two a layer. The second one, which backward does not need, is never repeated."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type, **SHAPE, **{key: value for key, value in EXPERTS.items() if key not in SHAPE}

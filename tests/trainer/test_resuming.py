@@ -81,9 +81,7 @@ READ = (
 
 
 class Away:
-    """A file system that does not let files of a name be opened, for some tries or for good; or
-    folders be listed.
-    """
+    """A file system that refuses to open files of a name, or list folders, for some tries."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> None:
         self.left = tries

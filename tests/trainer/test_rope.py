@@ -1,6 +1,4 @@
-"""Rotary positions beyond a model's length: what transformers computes for the same configuration,
-in training and in the export.
-"""
+"""Rotary positions beyond a model's length are those of transformers, also in the export."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The load-balancing loss: transformers' own on plain data, blind to packing and padding, and exact
-through ZeRO-3.
-"""
+"""The load-balancing loss is transformers' own, blind to packing, and exact through ZeRO-3."""
 
 from pathlib import Path
 from typing import Any

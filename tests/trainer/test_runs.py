@@ -97,9 +97,7 @@ def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory
 
 
 def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_path: Path) -> None:
-    """The weights come from the hub's cache, on a node without a network: nothing waits for the
-    hub.
-    """
+    """The weights come from the hub's cache, on a node without a network."""
     cached = tmp_path / "hub" / "models--someone--tiny"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0123")
@@ -137,9 +135,7 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
 def test_a_resumed_run_trains_as_if_never_stopped(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """Nor does evaluating change anything, though under ZeRO-3 weights still arrive while the next
-    forward pass runs.
-    """
+    """Evaluating changes nothing either, though weights arrive while the next forward runs."""
     spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, train__evaluate_every_steps="5")
     run = create_run(spec, tmp_path)
     process = start(run, spec)
@@ -193,17 +189,14 @@ def test_a_resumed_run_trains_as_if_never_stopped(
 
 
 def test_one_rank_goes_on_for_two(finished_run: RunDirectory, tmp_path: Path) -> None:
-    """With two micro-batches, one rank trains the sequences of two ranks: the same losses and
-    gradients, from the newest readable checkpoint.
-    """
+    """One rank trains the sequences of two, from the newest readable checkpoint."""
     spec = tiny(
         **TWELVE_STEPS, gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload"
     )
     run = create_run(spec, tmp_path)
     shutil.copytree(finished_run.checkpoints_dir, run.checkpoints_dir)
-    shutil.copyfile(
-        finished_run.manifest_path, run.manifest_path
-    )  # the checkpoints of another run would be refused
+    # The checkpoints of another run would be refused.
+    shutil.copyfile(finished_run.manifest_path, run.manifest_path)
     states = run.checkpoints_dir / "step-000012" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
     assert start(run, spec).wait(timeout=300) == 0, log(run)
@@ -294,9 +287,7 @@ def test_a_step_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> 
 
 
 def test_a_gradient_that_is_not_finite_ends_a_run_without_skips(tmp_path: Path) -> None:
-    """Though its loss is finite: what the first layer's feed-forward block computes is huge and
-    comes to nothing, until the first step changes what it reads.
-    """
+    """Its loss is finite: a huge product comes to nothing, until its input changes."""
     causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
     layer = causal.model.layers[0]
     causal.model.embed_tokens.weight.data[:, 0] = layer.self_attn.o_proj.weight.data[0] = 0.0

@@ -1,6 +1,4 @@
-"""Feed-forward blocks and norms in tiles of tokens: they change memory and time, never the
-numbers.
-"""
+"""Feed-forward blocks and norms in tiles of tokens change memory and time, never the numbers."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ def test_frozen_norms_in_tiles_pass_their_gradient_on(policy: checkpointing.Poli
 
 
 class WholeCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the float32 tensors that are made of as many elements as a micro-batch's hidden
-    states.
-    """
+    """Counts the float32 tensors that are made as large as a micro-batch's hidden states."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,9 +128,7 @@ class WholeCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
 def test_norms_in_tiles_make_no_whole_float32_copy(policy: checkpointing.Policy) -> None:
-    """In forward, recomputation and backward of a micro-batch in bf16. No tensor of attention is as
-    wide as the hidden states.
-    """
+    """In all passes of a micro-batch in bf16; no tensor of attention is as wide."""
     counts = {}
     for tile in (0, 32):
         causal: Any = model_of(

@@ -1,6 +1,4 @@
-"""Trackers beside a run: real event files, and trackers that fail or hang without anyone noticing
-but in a warning.
-"""
+"""Trackers beside a run: event files, and trackers that fail or hang with a warning only."""
 
 import struct
 import threading
@@ -34,9 +32,7 @@ from tests.support.launching import of_kind, records, tiny
 from tests.support.records import step_record
 
 Event = tuple[int, dict[str, float], bool]
-"""Step, scalars by tag, and whether it starts a session: what comes earlier in other files and is
-not older is taken back.
-"""
+"""Step, scalars by tag, and whether a session starts, which takes back what is not older."""
 
 
 step = partial(step_record, mfu=None, gradient_norm=None)

@@ -1,6 +1,4 @@
-"""Keys that arrive all at once, as a slow connection delivers them, act in their order: what
-is typed for a field reaches the field.
-"""
+"""Keys that arrive all at once act in their order: what is typed for a field reaches it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The charts that a user chooses: metrics, grids, smoothing, scales, the mouse, and other runs over
-them.
-"""
+"""The charts that a user chooses: metrics, grids, scales, the mouse, and other runs over them."""
 
 from __future__ import annotations
 

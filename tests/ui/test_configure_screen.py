@@ -198,9 +198,8 @@ async def test_presets_are_not_overwritten_unasked(runs_dir: Path, tmp_path: Pat
         await ui.type_text("taken", replace=True)
         await ui.press("enter", "y")
         await ui.until(lambda: "learning_rate = 0.0002" in taken.read_text())
-        await ui.until(
-            titled(ui, "preset taken, no changes")
-        )  # what was typed over it before is gone as well
+        # What was typed over it before is gone as well.
+        await ui.until(titled(ui, "preset taken, no changes"))
 
 
 async def test_the_plan_follows_the_width_and_its_command_is_copied(

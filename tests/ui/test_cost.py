@@ -1,6 +1,4 @@
-"""What the dashboard of a live run costs, beside bare Textual applications that run at the same
-time.
-"""
+"""What the dashboard of a live run costs, beside bare applications that run at the same time."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from tests.support.yardstick import seconds_of_plain_python, slowness
 SECONDS = 12
 """Ticks of each measurement."""
 MOST_CPU = 1.3
-"""Times the bare application's, by the median of rounds. The aim is 1.2; single rounds on a shared
-machine are a tenth more or less.
-"""
+"""Times the bare application's, by the median of rounds. The aim is 1.2; rounds differ."""
 ROUNDS = 7
 """At most; more than LEAST_ROUNDS only where these are over."""
 LEAST_ROUNDS = 3

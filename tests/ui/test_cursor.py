@@ -1,6 +1,4 @@
-"""The linked cursor: the step's anatomy, the NUMA nodes, the GPUs and the log show what was at the
-inspected step.
-"""
+"""The linked cursor: step, NUMA nodes, GPUs and log show what was at the inspected step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What counts as a change in Configure: what differs from what was opened, a preset with what was
-recommended for it.
-"""
+"""What counts as a change in Configure: what differs from what was opened or recommended."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every record of a run is in what is drawn, however it is read: in any portions, now or again
-later.
-"""
+"""Every record of a run is in what is drawn, in whatever portions it is read."""
 
 from __future__ import annotations
 
@@ -63,9 +61,8 @@ def check_drawn(
         for step in steps:
             while series.steps[row] < step:
                 row += 1
-            column = min(
-                number - 1, max(0, bisect_right(edges, series.steps[row]) - 1)
-            )  # where the row of this step is drawn
+            # Where the row of this step is drawn.
+            column = min(number - 1, max(0, bisect_right(edges, series.steps[row]) - 1))
             assert series.steps[row] - step < 1 << series.halvings
             if math.isfinite(losses[step]):
                 inside[column].append(losses[step])

@@ -251,9 +251,7 @@ def test_the_cursor_stands_on_a_recorded_step() -> None:
 def test_every_step_is_drawn_however_slowly_the_run_is_read(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch, seconds_a_look: float
 ) -> None:
-    """On a busy host, or from a slow disk, one poll reads a part of the segments. The next ones
-    read the others.
-    """
+    """From a slow disk, one poll reads a part of the segments; the next ones read the others."""
     run = write_run(runs_dir, steps=0, seconds_of_samples=0)
     writer = MetricsWriter(run, 1, segment_bytes=64_000)
     steps = 9_000
@@ -312,10 +310,8 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
     write_long_run(run, 3 * SEGMENT_STEPS)
     machine, chance, began = quad_machine(), random.Random(1), 1e9 + FIRST
     plan = plan_for(machine, "qwen3-14b", 4, 5000)
-    for first, last in (
-        (0, 40),
-        (60, 65),
-    ):  # two segments: the newest is followed, the other one is history
+    # Two segments: the newest is followed, the other one is history.
+    for first, last in ((0, 40), (60, 65)):
         append_samples(
             run,
             machine.hostname,

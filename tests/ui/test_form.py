@@ -1,6 +1,4 @@
-"""The form of Configure: moving between fields, finding one, its description, and what other values
-would do.
-"""
+"""The form of Configure: its fields, their descriptions, and what other values would do."""
 
 from __future__ import annotations
 
@@ -49,9 +47,8 @@ async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Pa
             await ui.press("down")
             await ui.until(partial(reached, ui, path))
             row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
-            await ui.until(
-                partial(in_view, form, row)
-            )  # a longer description takes rows from the fields, once it is laid out
+            # A longer description takes rows from the fields, once it is laid out.
+            await ui.until(partial(in_view, form, row))
             assert path in ui.shown("#about")
             control = ui.app.focused
             if isinstance(control, Input):

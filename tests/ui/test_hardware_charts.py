@@ -1,6 +1,4 @@
-"""What GPUs and nodes did over time: as charts, with limits and marks of throttling, bounded
-however long a screen is open.
-"""
+"""What GPUs and nodes did over time: charts with limits and throttling, bounded for weeks."""
 
 from __future__ import annotations
 

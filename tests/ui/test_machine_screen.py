@@ -1,6 +1,4 @@
-"""The Machine screen: this host as it works now, the host as a tree, its software, and doctor's
-findings.
-"""
+"""The Machine screen: this host at work, as a tree, its software, and doctor's findings."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def bound_child() -> Iterator[tuple[int, int]]:
 
 
 def offered(ui: Driver) -> set[str]:
-    """Return which keys of the half that describes the machine are in force, and the one that
-    changes to the other half.
-    """
+    """Return which keys of the half that describes the machine are in force."""
     actions = {
         active.binding.action for active in ui.screen.active_bindings.values() if active.enabled
     }

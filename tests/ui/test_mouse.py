@@ -1,6 +1,4 @@
-"""What a hand that stays on the mouse can do: every dialog closes, and what is seen as a control is
-one.
-"""
+"""What a hand that stays on the mouse can do: every dialog closes, what looks a control is one."""
 
 from __future__ import annotations
 

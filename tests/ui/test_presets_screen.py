@@ -158,9 +158,7 @@ async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
 async def test_no_key_is_offered_before_it_can_do_anything(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning takes seconds on a busy machine: what is pressed meanwhile is not offered, or
-    waits.
-    """
+    """Planning takes seconds on a busy machine: what is pressed meanwhile is not offered."""
     planned = threading.Event()
 
     def slowly(*given: Any) -> Any:

@@ -1,6 +1,4 @@
-"""The list of runs: its order and groups, comparison of several, notes, and what is exported from
-it.
-"""
+"""The list of runs: order, groups, comparison, notes, and what is exported from it."""
 
 from __future__ import annotations
 

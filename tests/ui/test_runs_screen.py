@@ -68,9 +68,8 @@ async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[
 async def test_a_run_whose_folder_is_gone_is_reported_as_gone(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "so_tui.ui.app.RUNS_POLL_S", 1e6
-    )  # the list does not notice in the middle of this
+    # The list does not notice in the middle of this.
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed")
     async with opened(runs_dir, open_run=run) as ui:
         await ui.state_shown("failed")

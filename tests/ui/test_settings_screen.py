@@ -1,6 +1,4 @@
-"""Settings on the screen: applied, changed, kept; vim's keys and keys of one's own; themes for all
-eyes.
-"""
+"""Settings on the screen: applied, changed, kept; vim's and own keys; themes for all eyes."""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.usefixtures("_short_form")
 
 
 def filtered(ui: Driver) -> list[Strip]:
-    """Return the rows of the screen as the terminal gets them, through the application's own
-    filter.
-    """
+    """Return the rows of the screen as the terminal gets them, through the application's filter."""
     strips = ui.screen._compositor.render_strips(ui.app.size)
     return [
         strip.apply_filter(ui.app._filters[-1], ui.screen.background_colors[1]) for strip in strips
