@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +109,10 @@ def _watch(run: RunDirectory) -> Watched:
         assert state.supervisor is not None
         pids = tree(state.supervisor.pid)
         sockets.setdefault(state.state, set()).update(open_sockets(pids))
-        commands |= {_command(pid) for pid in pids}
+        for pid in pids:
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                commands.add(command.decode(errors="replace"))
         time.sleep(0.1)
     log = run.log_path(1, state.host).read_text(errors="replace")
     while state.supervisor is not None and alive(state.supervisor) and time.monotonic() < deadline:
@@ -121,6 +125,7 @@ def _watch(run: RunDirectory) -> Watched:
 @pytest.mark.slow
 def test_no_process_of_a_run_listens_on_a_network(watched: Watched) -> None:
     assert watched.last.state == "finished", watched.log[-3000:]
+    assert watched.rendezvous == (), "it vanishes with the run"
     for part in (
         "supervise",
         "deepspeed.launcher.runner",
@@ -143,11 +148,6 @@ def test_ranks_exchange_no_pickles(watched: Watched) -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_rendezvous_of_a_run_vanishes_with_it(watched: Watched) -> None:
-    assert watched.rendezvous == ()
-
-
 def test_a_rendezvous_is_private_and_replaces_earlier_ones(tmp_path: Path) -> None:
     first = make_rendezvous(tmp_path, Path("/runs/one"), 1)
     other = make_rendezvous(tmp_path, Path("/runs/two"), 1)
@@ -165,15 +165,6 @@ def test_a_rendezvous_that_another_user_prepared_is_refused(tmp_path: Path) -> N
     with pytest.raises(NotOwnError) as refused:
         make_rendezvous(tmp_path, Path("/runs/one"), 1)
     assert (refused.value.path, refused.value.distrust) == (planted, Distrust.WRONG_KIND)
-
-
-def _command(pid: int) -> str:
-    try:
-        return (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        )
-    except OSError:
-        return ""
 
 
 def _network() -> str:

@@ -20,6 +20,7 @@ from tests.support import engine as support
 from tests.support.problems import coded
 
 BEFORE, AFTER = support.batches(3), support.batches(3, seed=9)
+STATES_FILE = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
@@ -168,38 +169,22 @@ class Hostile:
         return os.system, (f"touch {self._path}",)
 
 
-def torn(folder: Path) -> None:
-    path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def linked(folder: Path) -> None:
     shutil.move(folder / MODEL_FILE, folder.parent / "elsewhere")
     (folder / MODEL_FILE).symlink_to(folder.parent / "elsewhere")
 
 
-def cut_by_tensor(folder: Path) -> None:
-    (folder / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt").touch()
-
-
-def other_sizes(folder: Path) -> None:
-    torch.save(
-        {"param_shapes": [{"a": torch.Size([500])}], "global_steps": 7, "global_samples": 56},
-        folder / MODEL_FILE,
-    )
+OTHER_SIZES = {"param_shapes": [{"a": torch.Size([500])}], "global_steps": 7, "global_samples": 56}
 
 
 @pytest.mark.parametrize(
     ("harm", "code"),
     [
-        (torn, "unreadable"),
+        (lambda folder: os.truncate(folder / STATES_FILE, 500), "unreadable"),
+        (lambda folder: (folder / STATES_FILE).unlink(), "unreadable"),
         (linked, "unreadable"),
-        (other_sizes, "unreadable"),
-        (cut_by_tensor, "tensor-parallel"),
-        (
-            lambda folder: (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(),
-            "unreadable",
-        ),
+        (lambda folder: torch.save(OTHER_SIZES, folder / MODEL_FILE), "unreadable"),
+        (lambda folder: (folder / STATES_FILE.replace("00_o", "01_o")).touch(), "tensor-parallel"),
         (lambda folder: (folder / MODEL_FILE).unlink(), "not-deepspeeds"),
         (
             lambda folder: (folder / MODEL_FILE).write_bytes(pickle.dumps({"global_steps": 7})),

@@ -13,9 +13,10 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -217,7 +218,10 @@ def try_run(run: Drawn) -> superoffload.OffloadStats:
         run.settings,
         copy.deepcopy(run.ds_config),
     )
-    with closing(made), tempfile.TemporaryDirectory() as folder:
+    with (
+        closing(SimpleNamespace(close=lambda: superoffload.close(made))),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         for step, micro_batches in run.factors():
             superoffload.set_learning_rate(made, step.learning_rate)
             for factors in micro_batches:
@@ -250,14 +254,6 @@ def try_run(run: Drawn) -> superoffload.OffloadStats:
 def assert_close(found: np.ndarray[Any, Any], expected: torch.Tensor, atol: float) -> None:
     """Assert that values agree to 1e-6, or to what cancels out of them."""
     np.testing.assert_allclose(found, expected.detach().flatten().numpy(), rtol=1e-6, atol=atol)
-
-
-@contextmanager
-def closing(made: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        superoffload.close(made)
 
 
 def seeds() -> Iterator[int]:

@@ -29,7 +29,6 @@ from tests.support.reference_adamw import Reference, core_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(
         support.DEVICE.type != "cuda",
         reason="DeepSpeed runs on the CPU in this process: select these tests with -m gpu",

@@ -46,10 +46,6 @@ def test_norm_names_a_sub_group_that_is_infinite_elsewhere() -> None:
     assert (caught.value.step, caught.value.sub_group) == (7, 1)
 
 
-def group(*names: str) -> SubGroup:
-    return SubGroup(torch.zeros(len(names)), 0, names, tuple(range(len(names))), on_gpu=False)
-
-
 def gradient(sub_group: int, member: int) -> Gradient:
     return Gradient(sub_group, member, torch.zeros(1))
 
@@ -62,7 +58,11 @@ def micro_batch(arrivals: _Arrivals) -> None:
 
 @pytest.fixture
 def arrivals() -> _Arrivals:
-    return _Arrivals([group("a", "b"), group("c")], accumulation_steps=2)
+    groups = [
+        SubGroup(torch.zeros(len(names)), 0, names, tuple(range(len(names))), on_gpu=False)
+        for names in (("a", "b"), ("c",))
+    ]
+    return _Arrivals(groups, accumulation_steps=2)
 
 
 def test_a_sub_group_is_complete_with_its_last_gradient(arrivals: _Arrivals) -> None:

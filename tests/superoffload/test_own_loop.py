@@ -25,11 +25,6 @@ from tests.support.python_path import checkout_path
 from tests.support.reference_adamw import core_of
 
 
-@pytest.fixture(autouse=True)
-def _process_group() -> None:
-    support.ensure_process_group()
-
-
 @pytest.mark.slow
 def test_the_example_loop_has_the_losses_of_the_gpu_mode() -> None:
     """Torch's AdamW under ZeRO-3, without clipping, which it does in another order."""

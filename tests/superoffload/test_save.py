@@ -9,7 +9,6 @@ import pytest
 
 import superoffload
 from so_tui.model.sharding import copied
-from superoffload.optimizer import SuperOffload
 from tests.support import engine as support
 from tests.support.problems import coded
 from tests.support.reference_adamw import core_of
@@ -18,15 +17,6 @@ pytestmark = pytest.mark.slow
 
 ALL = 1 << 30
 """Bytes that suffice for every sub-group of the small model."""
-
-
-def waiting(save: superoffload.Save) -> set[int]:
-    """Return the sub-groups that are written from copies."""
-    return set(save.copies)
-
-
-def speculating(core: SuperOffload) -> frozenset[int]:
-    return core.speculating
 
 
 @pytest.mark.parametrize(
@@ -71,8 +61,8 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
                 on_gpu = {
                     index for index, group in enumerate(core_of(made).sub_groups) if group.on_gpu
                 }
-                assert bool(waiting(save)) == bool(speculation_bytes or copies_bytes)
-                assert (on_gpu <= waiting(save)) == bool(copies_bytes)
+                assert bool(set(save.copies)) == bool(speculation_bytes or copies_bytes)
+                assert (on_gpu <= set(save.copies)) == bool(copies_bytes)
                 save.finish()
             superoffload.verify_state(folder)
             ends.append((folder / "rank_00000.states").read_bytes())
@@ -87,16 +77,16 @@ def test_a_lent_sub_group_speculates_again_once_written(tmp_path: Path) -> None:
         support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL
     ) as made:
         core = core_of(made)
-        every = speculating(core)
+        every = core.speculating
         support.train(made, support.batches(2))
         save = superoffload.begin_save(made, tmp_path)
-        assert waiting(save) == every
-        assert not speculating(core)
+        assert set(save.copies) == every
+        assert not core.speculating
         support.train(made, support.batches(2))
         assert superoffload.stats(made).kept_steps == 2
         save.finish()
         support.train(made, support.batches(2))
-        assert speculating(core) == every
+        assert core.speculating == every
         assert superoffload.stats(made).kept_steps == 3  # a step begins when the one before ends
 
 
@@ -121,10 +111,10 @@ def test_what_keeps_sub_groups_from_speculating_is_written_first(tmp_path: Path)
         speculation_bytes=ALL,
         copies_bytes=states_bytes // 2,
     ) as made:
-        every = speculating(core_of(made))
+        every = core_of(made).speculating
         support.train(made, support.batches(2))
         save = superoffload.begin_save(made, tmp_path)
-        lent = every - speculating(core_of(made))
+        lent = every - core_of(made).speculating
         assert 0 < len(lent) < len(every)
         assert set(list(save.copies)[: len(lent)]) == lent
         save.finish()

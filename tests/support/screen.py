@@ -34,6 +34,11 @@ SIZES = [(80, 24), pytest.param((120, 36), marks=pytest.mark.slow)]
 WidgetType = TypeVar("WidgetType", bound=Widget)
 
 
+def rows_of(widget: Widget) -> list[str]:
+    """Return the rows of a widget that draws lines."""
+    return [widget.render_line(y).text for y in range(widget.size.height)]
+
+
 async def settled(min_sleep: float = 0, max_sleep: float = LIMIT_S) -> None:
     """Wait until the event loop has nothing left to run before a timer, a thread or another process
     has something for it.
@@ -169,8 +174,9 @@ async def opened(
     settings: Loaded | Settings | None = None,
     tooltips: bool = False,
     machine_file: str = "",
+    shows: str = "",
 ) -> AsyncIterator[Driver]:
-    """Open the application on ``machine``, four GH200 unless given or ``this_machine``."""
+    """Open the application on a machine (four GH200 by default); wait until a run ``shows``."""
     chosen = None if this_machine else machine or quad_machine()
     loaded = Loaded(settings) if isinstance(settings, Settings) else settings
     app = SoTuiApp(
@@ -184,4 +190,6 @@ async def opened(
     async with app.run_test(size=size, tooltips=tooltips) as pilot:
         driver = Driver(app, pilot)
         await driver.until(lambda: app.machine is not None and app.catalog is not None)
+        if shows:
+            await driver.state_shown(shows)
         yield driver

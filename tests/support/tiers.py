@@ -119,9 +119,14 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Forget the test before; the fixtures of this one are set up after this."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Forget the test before, and skip one that needs a CUDA device where there is none."""
     _started.clear()
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -175,7 +175,6 @@ def on_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", [kernel.name for kernel in KERNELS])
 @pytest.mark.parametrize(
     ("size", "options"),
@@ -208,7 +207,6 @@ def test_backends_err_no_more_than_plain(backend: Any, size: int, options: dict[
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", [kernel.name for kernel in KERNELS])
 def test_deterministic_backward_passes_repeat_bit_for_bit(backend: Any) -> None:
     available = backends(Needs(head_size=128, deterministic=True))

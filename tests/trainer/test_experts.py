@@ -22,7 +22,6 @@ from tests.support.models import grad_of, scaled_down
 
 SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
 TOKENS, CHOICES, EXPERTS = 13, 3, 6
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def example(gate: Gate, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Weights]:
@@ -121,9 +120,7 @@ def test_it_is_the_sum_of_what_each_expert_says(
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate) -> None:
     """As Mixtral, GLM 4 and DeepSeek have them; lying in memory however their router left them."""
     hidden, chosen, shares, weights = example(gate, 16, 24)
@@ -204,7 +201,6 @@ def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("width", [40, 768, 2880])
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
@@ -239,7 +235,6 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("width", [24, 768, 2880])
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, width: int) -> None:

@@ -19,10 +19,7 @@ from tests.support.documents import documents, spec
 from tests.support.launching import log, of_kind, records, tiny, train
 from tests.support.models import ONE_OF_EACH, SMALL, causal_model, grad_of, scaled_down
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("window", [None, 16])

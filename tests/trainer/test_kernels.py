@@ -143,7 +143,6 @@ def test_gradients_are_those_of_the_formulas() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("columns", [40, 1000, 9728])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> None:
@@ -162,7 +161,6 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("rows", "count", "size"), [(1, 1, 8), (2, 32, 128), (3, 8, 64), (2, 5, 24)]
 )
@@ -185,7 +183,6 @@ def test_gpu_rotation_is_that_of_the_cpu(rows: int, count: int, size: int, strid
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "columns"), [(5, 1), (3, 1000), (17, 4352), (0, 8)])
 def test_the_softmax_on_the_gpu_is_that_of_the_cpu(rows: int, columns: int) -> None:
     # Far apart, so that a sum that is not taken from the maximum overflows.

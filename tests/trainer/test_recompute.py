@@ -115,7 +115,6 @@ def test_a_layer_that_runs_twice_is_refused_with_offload() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("policy", ["full", "attention", "selective"])
 def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: checkpointing.Policy) -> None:
     """Their copies run beside the computation: one that came too late would leave other numbers."""
@@ -127,7 +126,6 @@ def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: checkpointing.P
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_attentions_results_go_to_pinned_memory_on_a_gpu() -> None:
     """On a stream of their own; numbers are those of keeping them on the GPU."""
     expected, gradients = trained("attention", passes=4, device="cuda", with_kernels=PLAIN)

@@ -39,7 +39,9 @@ def test_the_parts_of_a_row_are_equal_and_make_it_up(ranks: int, packing: str) -
     joined = torch.cat([part.input_ids for part in found], dim=1)
     assert torch.equal(joined[:, :width], whole.input_ids[:, : joined.shape[1]])
     assert torch.equal(
-        torch.cat([part.position_ids for part in found], dim=1)[whole_real(found)],
+        torch.cat([part.position_ids for part in found], dim=1)[
+            torch.cat([part.real for part in found], dim=1)
+        ],
         whole.position_ids[whole.real],
     )
     each = found[0].input_ids.shape[1]
@@ -54,10 +56,6 @@ def test_the_parts_of_a_row_are_equal_and_make_it_up(ranks: int, packing: str) -
     for part in found:
         assert (part.is_part, part.longest) == (True, found[0].longest)
         assert int(part.boundaries[-1]) == ranks * each
-
-
-def whole_real(found: list[Batch]) -> torch.Tensor:
-    return torch.cat([part.real for part in found], dim=1)
 
 
 def test_groups_of_ranks_share_the_sequences_of_a_step() -> None:

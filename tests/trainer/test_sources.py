@@ -28,14 +28,6 @@ def write_gzip(path: Path, rows: list[dict[str, Any]]) -> None:
         file.write("\n".join(map(json.dumps, rows)))
 
 
-def _write_json(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text(json.dumps(rows))
-
-
-def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    datasets.Dataset.from_list(rows).to_parquet(path)
-
-
 def _write_tsv_folder(path: Path, rows: list[dict[str, Any]]) -> None:
     path.mkdir()
     write_csv(path / "rows.tsv", rows, "\t")
@@ -47,21 +39,19 @@ def _write_folder(path: Path, rows: list[dict[str, Any]]) -> None:
     lines(path, rows[1:], "train-2.jsonl")
 
 
-def _save_to_disk(path: Path, rows: list[dict[str, Any]]) -> None:
-    datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(path)
-
-
 WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], object]] = {
     "rows.jsonl": lambda path, rows: lines(path.parent, rows, path.name),
-    "rows.json": _write_json,
-    "rows.parquet": _write_parquet,
+    "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "rows.parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
     "rows.csv": lambda path, rows: write_csv(path, rows),
     "semicolons.csv": lambda path, rows: write_csv(path, rows, ";"),
     "rows.tsv": lambda path, rows: write_csv(path, rows, "\t"),
     "folder of tsv": _write_tsv_folder,
     "rows.jsonl.gz": write_gzip,
     "folder": _write_folder,
-    "saved": _save_to_disk,
+    "saved": lambda path, rows: datasets.DatasetDict(
+        train=datasets.Dataset.from_list(rows)
+    ).save_to_disk(path),
 }
 
 

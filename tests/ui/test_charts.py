@@ -40,11 +40,6 @@ from tests.support.records import append_records, step_record
 from tests.support.screen import Driver, opened
 
 
-@pytest.fixture(autouse=True)
-def _own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 def shown(ui: Driver) -> list[str]:
     """Return which metrics are drawn; none while a dialog is open."""
     return [chart.id or "" for panel in ui.screen.query(ChartPanel) for chart in panel.charts]
@@ -56,8 +51,7 @@ def drawn(chart: Chart, expected: bool) -> bool:
 
 async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         assert shown(ui) == ["loss", "throughput"]
         await ui.press("M")
         await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
@@ -68,15 +62,13 @@ async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> 
         await ui.until(lambda: re.search(r"MFU +(last )?43.6 %", ui.heading("#mfu")))
         await ui.until(lambda: re.search(r"step time +(last )?3\.", ui.heading("#step")))
         await ui.until(_layout_path().is_file)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         assert shown(ui) == ["mfu", "step"]
 
 
 async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         for keys in (("enter", "n"), ("enter", "a"), ()):
             await ui.press("M")
             await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
@@ -94,8 +86,7 @@ async def test_metrics_of_a_run_without_gpus_are_those_it_has(runs_dir: Path) ->
     run = write_run(
         runs_dir, machine=machine, preset="tiny", gpus=2, steps=20, seconds_of_samples=2
     )
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         await ui.until(lambda: "TFLOPS/rank" in ui.text())
         await ui.press("M")
         await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
@@ -142,8 +133,7 @@ def test_every_name_is_whole_in_the_details_of_a_step() -> None:
 async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
     save_layout(ChartLayout(shown=tuple(metric.key for metric in METRICS), grid=(3, 3)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=20)
-    async with opened(runs_dir, (200, 50), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (200, 50), open_run=run, shows="training") as ui:
         seen: list[str] = []
         for _ in range(math.ceil(len(METRICS) / 9)):
             for key in shown(ui):
@@ -156,10 +146,6 @@ async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
             await ui.press("greater_than_sign")
         assert seen == [metric.key for metric in METRICS]
         await ui.until(lambda: shown(ui)[0] == "loss")
-
-
-def laid_out(panel: ChartPanel) -> bool:
-    return all(chart.region.height >= 6 for chart in panel.charts)
 
 
 async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir: Path) -> None:
@@ -186,15 +172,14 @@ async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir:
 
 async def test_grids_and_pages(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         grids = []
         for _ in GRIDS:
             await ui.press("G")
             panel = ui.find("ChartPanel", ChartPanel)
             grids.append((panel.page.rows, panel.page.columns))
             assert len(panel.charts) == min(6, math.prod(grids[-1]))
-            await ui.until(partial(laid_out, panel))
+            await ui.until(lambda: all(each.region.height >= 6 for each in panel.charts))  # noqa: B023 - called at once
         assert grids == [*GRIDS[2:-1], (2, 3), *GRIDS[:2]]
         await ui.press("less_than_sign")
         assert shown(ui) == ["parts", "gpu-memory"]
@@ -205,8 +190,7 @@ async def test_grids_and_pages(runs_dir: Path) -> None:
 
 async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=2)
-    async with opened(runs_dir, (150, 36), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (150, 36), open_run=run, shows="training") as ui:
         await ui.until(lambda: "mean of" in ui.heading("#loss"))
         await ui.press("w")
         await ui.until(
@@ -228,8 +212,7 @@ async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
 
 async def test_the_mouse_zooms_pans_and_points(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=400, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         await ui.until(lambda: ui.find("#loss", Chart).axis)
         await ui.pilot.mouse_down("#loss", offset=(20, 3))
         await ui.pilot.hover("#loss", offset=(40, 3))
@@ -373,8 +356,7 @@ def test_no_two_of_many_lines_look_alike() -> None:
 async def test_charts_are_exported_as_picture_and_table(runs_dir: Path, tmp_path: Path) -> None:
     save_layout(ChartLayout(shown=("loss", "gpu-power"), grid=(1, 2)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one", gpus=2)
-    async with opened(runs_dir, (120, 36), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (120, 36), open_run=run, shows="training") as ui:
         await ui.until(lambda: ui.find("#gpu-power", Chart).lines and ui.find("#loss", Chart).lines)
         for key, file in (
             ("loss", "loss.svg"),

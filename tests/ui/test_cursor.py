@@ -110,8 +110,7 @@ def test_a_position_is_a_step_and_a_time_on_either_axis(run: RunDirectory) -> No
 @pytest.mark.parametrize("size", SIZES)
 async def test_panels_follow_the_cursor_and_return(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=300)
-    async with opened(runs_dir, size, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, size, open_run=run, shows="training") as ui:
         screen, log = ui.screen, ui.find("#log", LogView)
         assert isinstance(screen, DashboardScreen)
         await ui.until(

@@ -29,8 +29,7 @@ MEAN = r"mean of 50( steps)?"
 
 async def test_keys_move_the_axis_of_a_live_run(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=10)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         assert "step 120 / 5,000" in ui.shown("#title")
         assert len(ui.screen.query_one(NumaNodes).pictures) == 4
         loss = ui.find("#loss", Chart)
@@ -103,8 +102,7 @@ async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple
 @pytest.mark.parametrize("size", SIZES)
 async def test_maximised_panels_keep_run_and_keys(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
-    async with opened(runs_dir, size, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, size, open_run=run, shows="training") as ui:
         await ui.until(lambda: "● 1 run live" in ui.text())  # the runs are listed by a thread
         for number, panel in enumerate((Chart, Chart, NumaNodes, LogView)):
             await ui.press(*["tab"] * min(number, 1), "m")
@@ -250,8 +248,7 @@ async def test_the_log_of_a_run_opened_second_is_followed(runs_dir: Path) -> Non
 @pytest.mark.parametrize("size", SIZES)
 async def test_the_search_bar_moves_no_panel(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
-    async with opened(runs_dir, size, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, size, open_run=run, shows="training") as ui:
         panels = ui.screen.query_one("#panels")
         before = [child.region.offset for child in panels.children], panels.max_scroll_y
         await ui.press("slash")
@@ -289,8 +286,7 @@ def offered(ui: Driver) -> set[str]:
 @pytest.mark.parametrize("state", ["training", "failed"])
 async def test_a_run_whose_folder_is_deleted_offers_nothing(runs_dir: Path, state: State) -> None:
     run = write_run(runs_dir, steps=30, seconds_of_samples=2, state=state)
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown(state)
+    async with opened(runs_dir, (80, 24), open_run=run, shows=state) as ui:
         if state == "failed":
             text = " ".join(ui.text().split())
             assert "ran out of GPU memory" in text
@@ -311,8 +307,7 @@ async def test_a_run_that_may_be_lost_is_checked_first(
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
     before = time.time() - 120
     os.utime(run.state_path, (before, before))
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("checking")
+    async with opened(runs_dir, open_run=run, shows="checking") as ui:
         assert "training" not in ui.shown("#title")
         assert "now " not in ui.heading("#loss")
         assert "r Resume" not in ui.key_line

@@ -19,11 +19,6 @@ EVERY_NAME = tuple(
 )
 
 
-@pytest.fixture(autouse=True)
-def _own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 def one_sample(second: float, *gpus: GpuSample, run_cpu_s: float = 0.0) -> Sample:
     node = NodeSample(
         id=0, cores=(100, 50), memory_used_bytes=3, memory_total_bytes=9, file_cache_bytes=2

@@ -18,8 +18,7 @@ MULTIPLEXERS = {"ctrl+b", "ctrl+a", "ctrl+enter"}
 
 async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         names = {command.title for command in ui.app.get_system_commands(ui.screen)}
         assert {
             "Stop",

@@ -22,7 +22,7 @@ from so_tui.ui.machine.screen import MachineScreen
 from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import quad_machine, write_run
 from tests.support.pictured import FixedMonitor
-from tests.support.screen import SIZES, Driver, opened
+from tests.support.screen import SIZES, Driver, opened, rows_of
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,6 @@ def offered(ui: Driver) -> set[str]:
     return actions & {"copy", "distances", "inspect_again", "hardware"}
 
 
-def rows(nodes: NumaNodes) -> list[str]:
-    return [nodes.render_line(y).text for y in range(nodes.size.height)]
-
-
 @pytest.mark.parametrize("size", [*SIZES, pytest.param((200, 50), marks=pytest.mark.slow)])
 async def test_this_host_is_sampled_while_it_is_shown(
     runs_dir: Path, size: tuple[int, int], bound_child: tuple[int, int]
@@ -77,7 +73,7 @@ async def test_this_host_is_sampled_while_it_is_shown(
             assert ui.find("HostPanel Chart", Chart).lines
         await ui.press("h")
         await ui.until(
-            lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows(nodes))
+            lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows_of(nodes))
         )
         about = ui.find("#about", Vertical)
         both = size[0] >= 160

@@ -257,8 +257,7 @@ async def test_no_tooltip_covers_an_open_list(runs_dir: Path) -> None:
 async def test_clicks_turn_pages_and_follow_the_log(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=30, seconds_of_samples=1, name="one")
     other = write_run(runs_dir, steps=30, seconds_of_samples=1, name="two")
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("one")
+    async with opened(runs_dir, open_run=run, shows="one") as ui:
         panel = ui.find("ChartPanel", ChartPanel)
 
         def lower() -> str:

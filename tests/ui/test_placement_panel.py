@@ -50,8 +50,7 @@ async def panels_of(
     run: RunDirectory, runs_dir: Path, *sizes: tuple[int, int]
 ) -> AsyncIterator[list[str]]:
     """Yield the lines of the panel in each size; none while it is hidden."""
-    async with opened(runs_dir, sizes[0], open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, sizes[0], open_run=run, shows="training") as ui:
         for size in sizes:
             await ui.resize(*size)
             await ui.until(lambda: "node 3" in ui.text() or ui.app.size.height < 30)

@@ -71,8 +71,7 @@ async def test_a_run_whose_folder_is_gone_is_reported_as_gone(
     # The list does not notice in the middle of this.
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed")
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("failed")
+    async with opened(runs_dir, open_run=run, shows="failed") as ui:
         await ui.press("4")
         await ui.until(lambda: "r Resume" in ui.key_line)
         shutil.rmtree(run.path)

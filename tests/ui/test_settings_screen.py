@@ -52,8 +52,7 @@ async def test_the_last_change_is_kept_whichever_thread_is_first(runs_dir: Path)
     run = write_run(
         runs_dir, steps=20, total=20, seconds_of_samples=2, state="finished", name="one"
     )
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("finished")
+    async with opened(runs_dir, open_run=run, shows="finished") as ui:
         threads = HeldThreads()
         asyncio.get_running_loop().set_default_executor(threads)
         await ui.press("G", "G", "G")

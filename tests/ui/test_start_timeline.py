@@ -103,7 +103,6 @@ async def test_a_resumed_run_has_a_timeline_too(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=5, state="loading")
     state = read_state(run)
     write_state(run, replace(state, attempt=2, attempt_started=time.time() - 9, checks_s=4.0))
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown("loading")
+    async with opened(runs_dir, (80, 24), open_run=run, shows="loading") as ui:
         await ui.until(lambda: "▸ launcher" in ui.text())
         assert "✓ checks" in ui.text()

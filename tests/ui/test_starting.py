@@ -167,8 +167,7 @@ async def test_a_dialog_is_not_covered_by_the_run_that_was_started(runs_dir: Pat
 async def test_checks_are_shown_until_the_run_exists(runs_dir: Path) -> None:
     start = Starter(runs_dir, ready=False)
     before = write_run(runs_dir, steps=3, seconds_of_samples=2, name="before")
-    async with opened(runs_dir, start=start, open_run=before) as ui:
-        await ui.state_shown("before")
+    async with opened(runs_dir, start=start, open_run=before, shows="before") as ui:
         await ui.press("1")
         await ui.presets()
         await ui.press("l", "y")
