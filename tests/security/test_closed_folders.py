@@ -70,13 +70,5 @@ def test_what_a_command_cannot_do_without_is_named(machine: SharedMachine, close
 @pytest.mark.slow
 def test_runs_and_reports_name_closed_folders(machine: SharedMachine, closed: Path) -> None:
     is_refused(machine.owner, closed, "validate", "--out", str(closed / "report"), "--minutes", "1")
-    is_refused(
-        machine.owner,
-        closed,
-        "run",
-        "tiny",
-        "--plain",
-        "--force",
-        "--runs-dir",
-        str(closed / "runs"),
-    )
+    run = f"run tiny --plain --force --runs-dir {closed / 'runs'}"
+    is_refused(machine.owner, closed, *run.split())

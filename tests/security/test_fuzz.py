@@ -1,8 +1,6 @@
-"""Whatever is in a file that somebody else could have written: an error that is meant for it,
-within two seconds and 200 MB.
+"""Whatever is in a file that others wrote: an error meant for it, within 2 s and 200 MB.
 
-``SO_TUI_FUZZ_S=600 pytest tests/security/test_fuzz.py`` tries new examples for ten minutes. By
-default the same few are tried each time.
+``SO_TUI_FUZZ_S=600`` tries new examples for ten minutes; by default the same few are tried.
 """
 
 from __future__ import annotations

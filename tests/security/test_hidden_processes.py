@@ -39,17 +39,8 @@ sys.stdin.read()
 
 def hidden(user: User, *argv: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run a command as a user in a mount namespace whose /proc hides processes of others."""
-    command = [
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "bash",
-        "-c",
-        HIDING,
-        str(user.uid),
-        *argv,
-    ]
+    unshared = ["unshare", "--mount", "--propagation", "private", "bash", "-c"]
+    command = [*unshared, HIDING, str(user.uid), *argv]
     return subprocess.run(
         command,
         capture_output=True,

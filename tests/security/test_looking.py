@@ -15,7 +15,7 @@ import pytest
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.records import Process, State
+from so_tui.runs.records import Process, RunState, State
 from tests.support.hostile_run import gone, open_to_all, write_hostile_run
 from tests.support.users import SharedMachine, User
 from tests.support.waiting import LIMIT_S, wait_until
@@ -93,6 +93,12 @@ def scene(machine: SharedMachine) -> Iterator[Scene]:
     yield Scene(machine, machine.scratch / "proof", bystander)
     bystander.kill()
     bystander.communicate()
+
+
+def marked(user: User, run: RunDirectory, known: str) -> subprocess.Popen[str]:
+    """Start a process that carries the marker of a run."""
+    marker = {"SO_TUI_RUN": str(run.path), "SO_TUI_RUN_ID": known, "SO_TUI_ATTEMPT": "1"}
+    return user.start(user.interpreter, "-c", SLEEPER, **marker)
 
 
 def supervisors_of(user: User) -> list[int]:
@@ -191,12 +197,8 @@ def test_a_copied_run_without_processes_is_lost(scene: Scene) -> None:
     run = scene.hostile("training")
     copy = copied(run, scene.viewer)
     state = read_state(copy)
-    write_state(
-        copy,
-        type(state)(
-            name=state.name, state="training", attempt=1, host=state.host, processes=(gone(),)
-        ),
-    )
+    named = {"name": state.name, "state": "training", "attempt": 1, "host": state.host}
+    write_state(copy, RunState(**named, processes=(gone(),)))  # type: ignore[arg-type]
     scene.viewer.give(copy.path.parent)
     shown = scene.viewer.so_tui("runs", "--json", "--runs-dir", str(copy.path.parent))
     assert '"state": "lost"' in shown.stdout
@@ -232,14 +234,7 @@ def test_a_run_that_others_control_is_not_acted_upon(scene: Scene, part: str, tr
         case _:
             target.chmod(target.stat().st_mode | 0o020)
     viewer = scene.viewer
-    with viewer.start(
-        viewer.interpreter,
-        "-c",
-        SLEEPER,
-        SO_TUI_RUN=str(run.path),
-        SO_TUI_RUN_ID=known,
-        SO_TUI_ATTEMPT="1",
-    ) as member:
+    with marked(viewer, run, known) as member:
         try:
             listed = viewer.so_tui("runs", "--runs-dir", str(folder))
             assert (listed.returncode, listed.stderr) == (0, "")
@@ -262,14 +257,7 @@ def test_only_marked_processes_of_a_run_are_stopped(scene: Scene) -> None:
     )
     viewer.give(folder)
     known = run_id(run)
-    with viewer.start(
-        viewer.interpreter,
-        "-c",
-        SLEEPER,
-        SO_TUI_RUN=str(run.path),
-        SO_TUI_RUN_ID=known,
-        SO_TUI_ATTEMPT="1",
-    ) as member:
+    with marked(viewer, run, known) as member:
         try:
             assert viewer.so_tui("runs", "--runs-dir", str(folder)).returncode == 0
             assert member.wait(timeout=LIMIT_S) == -signal.SIGTERM, "the request to stop is overdue"

@@ -57,16 +57,8 @@ def test_no_file_makes_commands_hang(run: RunDirectory, names: tuple[str, ...], 
                 with path.open("wb") as file:
                     file.truncate(8 << 30)
     for command in (("runs", "--runs-dir", str(run.path.parent)), ("logs", str(run.path))):
-        limited = [
-            "/bin/sh",
-            "-c",
-            'ulimit -v 2000000; exec "$@"',
-            "sh",
-            sys.executable,
-            "-m",
-            "so_tui",
-            *command,
-        ]
+        limited = ["/bin/sh", "-c", 'ulimit -v 2000000; exec "$@"', "sh"]
+        limited += [sys.executable, "-m", "so_tui", *command]
         done = subprocess.run(limited, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert "Traceback" not in done.stderr
         assert done.returncode in (0, 2)

@@ -109,20 +109,6 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["supervise", "RUN", "--attempt", HOSTILE],
     ],
 }
-WITH_RUNS = (
-    "runs",
-    "watch",
-    "stop",
-    "resume",
-    "logs",
-    "export",
-    "generate",
-    "chat",
-    "export-metrics",
-    "compare",
-    "note",
-    "supervise",
-)
 OWN_STYLING = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -175,7 +161,9 @@ def called(
             so_tui=HOSTILE, begun=HOSTILE, host=HOSTILE, gpus=1, shape=HOSTILE, outcomes=()
         )
         reports.write(Path(names["REPORT"]), other)
-    where = ["--runs-dir", str(world.runs_dir)] if argv[0] in WITH_RUNS else []
+    with_runs = "runs watch stop resume logs export generate chat export-metrics compare note"
+    known = argv[0] in (*with_runs.split(), "supervise")
+    where = ["--runs-dir", str(world.runs_dir)] if known else []
     with suppress(SystemExit):  # argparse ends so
         main([*(names.get(word, word) for word in argv), *where])
     printed = capsys.readouterr()

@@ -1,8 +1,6 @@
-"""Engines with drawn shapes, settings and configs, compared with plain AdamW and clipping. One
-rank, on the CPU.
+"""Engines with drawn settings, compared with plain AdamW. One rank, on the CPU.
 
-``SO_TUI_FUZZ_S=600 pytest tests/superoffload/test_drawn_settings.py`` draws new runs for ten
-minutes. By default the same few are drawn each time.
+``SO_TUI_FUZZ_S=600`` draws new runs for ten minutes; by default the same few are drawn.
 """
 
 from __future__ import annotations

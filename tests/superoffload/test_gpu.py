@@ -202,12 +202,8 @@ def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
 
 
 def test_losses_follow_deepspeeds_own_superoffload() -> None:
-    """Both run AdamW in float32 on the same bf16 gradients, but sometimes round the last bit of a
-    master weight differently.
-
-    Where that bit decides to which bf16 neighbour (2 ** -8 apart, relative) the weight is rounded,
-    the next step's gradients differ, too. Over 15 steps, 2 % of the loss allows for this, but not
-    for a lost, doubled or late update.
+    """They may round the last bit of a master weight differently, and so a bf16 weight (2 ** -8
+    apart): 2 % of the loss allows for that, but not for a lost, doubled or late update.
     """
     data = support.batches(1) * 15  # one batch, so that the loss falls if updates are made
     with deepspeeds_own(

@@ -1,8 +1,6 @@
-"""Weights in host memory: the same losses, gradients, weights and states bit for bit as with
-weights on the GPU.
+"""Weights in host memory: losses, gradients, weights and states as on the GPU, bit for bit.
 
-On the CPU both are the same memory, but the weights take the other way: the Adam worker writes them
-where DeepSpeed gathers them from.
+On the CPU the Adam worker writes them where DeepSpeed gathers them from.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from tests.support.reference_adamw import core_of
 @pytest.mark.slow
 def test_the_example_loop_has_the_losses_of_the_gpu_mode() -> None:
     """Torch's AdamW under ZeRO-3, without clipping, which it does in another order."""
+    support.ensure_process_group()
     ours, theirs = (own_loop.train(8, mode=mode, clipping=1e9) for mode in ("superoffload", "gpu"))
     assert ours == pytest.approx(theirs, rel=2e-3)
     assert ours != own_loop.train(8, clipping=1e-3), "updates must show in the losses"

@@ -226,15 +226,7 @@ def engine(
     bucket: int = 3000,
     **settings: Any,
 ) -> Iterator[Any]:
-    """Make an engine on ``DEVICE``, which is closed at the end in any case.
-
-    Args:
-        run: The run's spec.
-        dtype: Type of the weights.
-        model: A small model if None.
-        bucket: Elements that are reduced together.
-        settings: Values of the engine's settings that the spec does not determine.
-    """
+    """Make an engine on ``DEVICE``, of a small model if None, which is closed in any case."""
     ensure_process_group()
     if model is None:
         torch.manual_seed(run.train.seed)

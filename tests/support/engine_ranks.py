@@ -59,11 +59,8 @@ def reference(folder: Path) -> None:
 
 
 def speculation(folder: Path) -> None:
-    """Step before the norm is known, with norms above and below the limit, and with one rank's
-    gradient not finite in one step.
-
-    The states must be those of holding back, and of never having had that step. Meanwhile each rank
-    writes a state for another while, in which it does not speculate.
+    """Step before the norm is known, also with one rank's gradient not finite in one step: the
+    states of holding back. Meanwhile each rank writes a state, and does not speculate.
     """
     rank = torch.distributed.get_rank()
     ends: list[bytes] = []

@@ -25,16 +25,8 @@ def write_hostile_run(
     processes: Sequence[Process] = (),
     supervisor: Process | None = None,
 ) -> RunDirectory:
-    """Write a run whose first attempt, if anybody started it, would write its user's number into
-    ``proof``.
-
-    Args:
-        folder: Where the run is made.
-        proof: What the command of the attempt writes.
-        state: The state that the run claims.
-        processes: What it claims to be its processes, which a request to stop in ``control/`` would
-            have killed.
-        supervisor: What it claims to be its supervisor.
+    """Write a run whose first attempt would write its user's number into ``proof``, and which
+    claims these processes, which a request to stop would have killed, and a supervisor.
     """
     launch = prepare(
         find_preset("tiny").spec, msgspec.structs.replace(inspect_machine(), gpus=()), force=True

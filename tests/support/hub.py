@@ -1,8 +1,6 @@
-"""A hub on loopback that speaks what ``huggingface_hub``, ``transformers`` and ``datasets`` ask
-for.
+"""A hub on loopback for ``huggingface_hub``, ``transformers`` and ``datasets``.
 
-Small files are answered directly; large ones redirect to a store of their own, as on the real hub,
-which takes ranges. Requests are recorded. Connections can be cut, and repositories be gated.
+Large files redirect to a store. Requests are recorded, connections cut, repositories gated.
 """
 
 from __future__ import annotations
@@ -70,16 +68,7 @@ class Hub:
         gated: bool = False,
         tags: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
-        """Add a repository with a commit for each version, of which ``main`` is the last, and
-        return the commits.
-
-        Args:
-            kind: ``models`` or ``datasets``.
-            name: ``owner/name``.
-            versions: Files by path.
-            gated: Whether only ``TOKEN`` may read files.
-            tags: Names of the first commits.
-        """
+        """Add a repository with a commit for each version, and return the commits."""
         commits = [
             hashlib.sha1(f"{name} {number}".encode(), usedforsecurity=False).hexdigest()
             for number in range(len(versions))

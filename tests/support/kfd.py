@@ -1,8 +1,6 @@
-"""The topology of AMD's compute driver (KFD) on a host of four MI300A, as Linux writes it.
+"""The topology of AMD's compute driver (KFD) on a host of four MI300A, as Linux writes it:
 
-Names, order and most values are those of a host whose ``nodes/*/properties`` were published with
-the tests of a Kubernetes device plugin; banks and links, which that listing lacks, are as
-``kfd_crat.c`` of Linux fills them in.
+as published with a Kubernetes device plugin; banks and links as in ``kfd_crat.c``.
 """
 
 from __future__ import annotations

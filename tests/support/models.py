@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,14 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a leaf, which must have one."""
     assert tensor.grad is not None
     return tensor.grad
+
+
+def are_close(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    relative: float,
+    absolute: float,
+) -> None:
+    """Assert that tensors agree with those of the same name."""
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=relative, atol=absolute, msg=name)

@@ -40,14 +40,9 @@ def rows_of(widget: Widget) -> list[str]:
 
 
 async def settled(min_sleep: float = 0, max_sleep: float = LIMIT_S) -> None:
-    """Wait until the event loop has nothing left to run before a timer, a thread or another process
-    has something for it.
+    """Wait until the event loop has nothing left to run before a timer, thread or process does.
 
-    Textual's pilot looks whether the process uses the CPU instead. It waits 20 ms at least, and
-    takes a process that gets no CPU time on a busy machine for one that is idle.
-
-    Raises:
-        TimeoutError: There is something to run all the time.
+    Textual looks at CPU use instead: 20 ms at least, and wrong on busy machines.
     """
     ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
     async with asyncio.timeout(max_sleep):
@@ -95,11 +90,7 @@ class Driver:
         await self.until(lambda: field.value == expected)
 
     async def until(self, happened: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-        """Wait until ``happened`` returns something true, and everything on the screen is drawn.
-
-        Raises:
-            TimeoutError: It has not happened within ``limit_s`` seconds.
-        """
+        """Wait until ``happened`` returns something true, and everything is drawn."""
         async with asyncio.timeout(limit_s):
             await settled()  # a screen that has just been opened is not laid out yet
             while not happened():

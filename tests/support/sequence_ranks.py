@@ -1,9 +1,5 @@
-"""A rank that shares sequences with others. Run as a script: ``sequence_ranks.py FOLDER``, once per
-rank.
-
-It compares loss and gradients with a plain reference: one rank that has whole sequences, a row
-each, in transformers' own attention with masks, and that keeps all activations. Models are in
-float64, the loss and mixtures of experts in float32.
+"""A rank that shares sequences with others: a script, started once per rank. It compares loss
+and gradients with one rank that has whole sequences, masks, and keeps all activations.
 """
 
 from __future__ import annotations
@@ -256,11 +252,9 @@ def steps(**changes: str) -> list[tuple[float, float]]:
 
 
 def train() -> None:
-    """Under ZeRO-3 with our engine, whose weights are in bf16: the same sequences, each rank its
-    own, or both a part of each.
+    """Under ZeRO-3 with our engine in bf16: the same sequences, each rank its own, or shared.
 
-    Inputs, attention's results and weights in host memory must not change a bit, tiles and parts
-    round differently.
+    Host memory must not change a bit; tiles and parts round differently.
     """
     attention.choose = plain_attention  # type: ignore[assignment]
     building.HostActivations = Measured  # type: ignore[assignment, attr-defined]

@@ -14,13 +14,6 @@ def supervise_to_end(
     run: RunDirectory, attempt: int = 1, environ: Mapping[str, str] = os.environ
 ) -> int:
     """Start the attempt under a supervisor, and return the exit code of its end."""
-    command = [
-        sys.executable,
-        "-m",
-        "so_tui",
-        "supervise",
-        str(run.path),
-        "--attempt",
-        str(attempt),
-    ]
+    command = [sys.executable, "-m", "so_tui", "supervise", str(run.path)]
+    command += ["--attempt", str(attempt)]
     return subprocess.run(command, timeout=60, check=False, env=environ).returncode

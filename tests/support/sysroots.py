@@ -1,7 +1,4 @@
-"""Generate files of /sys and /proc for other machines from short descriptions.
-
-NUMA ids, CPU ranges and sizes follow published listings; distances follow the pattern of real ones.
-"""
+"""Files of /sys and /proc of other machines, as published, from short descriptions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""A pytest plugin that keeps tests in their tier: a test that launches ranks must be marked
-``slow`` (or ``smoke``, ``system``, ``gpu``).
+"""A plugin that keeps tests in their tier: one that launches ranks must be marked ``slow``.
 
-It also tells what a session cost, in CPU seconds, which a busy machine changes little. Tiers are
-markers, described in CONTRIBUTING.md. The plugin watches the processes that the test process
-starts, directly: a launch in a grandchild goes unnoticed, so commands that train in a process of
-their own are recognised by their arguments.
+It watches the processes that tests start, directly, and tells the CPU seconds of a session.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Two users without privileges who share a machine, for tests of what one may make the other do.
+"""Two users without privileges who share a machine, for what one may make the other do.
 
-They need no accounts: a process may run under any number. Only root can start such processes, so
-elsewhere these tests are skipped.
+They need no accounts, but only root can start their processes: else tests are skipped.
 """
 
 from __future__ import annotations
@@ -80,16 +79,8 @@ class User:
         self, *arguments: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str
     ) -> subprocess.CompletedProcess[str]:
         """Run ``so-tui`` as this user to its end."""
-        return self.run(
-            self.interpreter,
-            "-P",
-            "-m",
-            "so_tui",
-            *arguments,
-            timeout_s=timeout_s,
-            umask=umask,
-            **changes,
-        )
+        command = (self.interpreter, "-P", "-m", "so_tui", *arguments)
+        return self.run(*command, timeout_s=timeout_s, umask=umask, **changes)
 
     def python(
         self, code: str, *arguments: str, timeout_s: float = 60.0

@@ -20,11 +20,7 @@ def wait_until(happened: Callable[[], object], limit_s: float = LIMIT_S) -> None
 
 
 def wait_for_environment(pid: int) -> None:
-    """Return once /proc shows the arguments and the environment of a process that has just been
-    started.
-
-    ``Popen`` returns when the new program is being loaded. Until that is done, both are empty.
-    """
+    """Return once /proc shows the environment of a new process, which is being loaded."""
     wait_until(lambda: Path(f"/proc/{pid}/environ").read_bytes())
 
 

@@ -30,21 +30,8 @@ def test_a_converted_run_keeps_states_and_place_in_the_data(tmp_path: Path) -> N
     run = run_with_checkpoints(tmp_path / "runs", 5)
     *_, answer = convert({"run": str(run.path), "to": str(tmp_path / "theirs")})
     assert answer["step"] == 5
-    assert (
-        main(
-            [
-                "convert",
-                str(tmp_path / "theirs"),
-                "--as",
-                "tiny",
-                "--runs-dir",
-                str(tmp_path / "back"),
-                "--set",
-                "train.steps=9",
-            ]
-        )
-        == 0
-    )
+    where = f"{tmp_path / 'theirs'} --runs-dir {tmp_path / 'back'}"
+    assert main(f"convert {where} --as tiny --set train.steps=9".split()) == 0
     (back,) = list_runs(tmp_path / "back")
     state = read_state(back)
     assert (state.state, state.step, state.saved_step, state.total_steps) == ("stopped", 5, 5, 9)
@@ -84,19 +71,8 @@ def test_a_checkpoint_of_another_model_leaves_no_run_behind(tmp_path: Path) -> N
         from_deepspeed(tmp_path / "runs", tiny(), tmp_path / "back", silent)
     assert caught.value.problems[0].code == "not-deepspeeds"
     assert list_runs(tmp_path / "back") == ()
-    assert (
-        main(
-            [
-                "convert",
-                str(tmp_path / "theirs"),
-                "--as",
-                "qwen3-14b",
-                "--runs-dir",
-                str(tmp_path / "back"),
-            ]
-        )
-        == 2
-    )
+    where = f"{tmp_path / 'theirs'} --runs-dir {tmp_path / 'back'}"
+    assert main(f"convert {where} --as qwen3-14b".split()) == 2
     assert list_runs(tmp_path / "back") == ()
 
 

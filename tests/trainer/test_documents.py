@@ -308,36 +308,19 @@ def test_packing_has_every_document_once(seed: int) -> None:
     assert sorted(sequences.documents.tolist()) == list(range(500))
     assert sequences.sums(lengths).max() <= 256
     assert sequences.sums(lengths).sum() == lengths.sum()
+    assert _pack(lengths, 256).documents.tolist() == sequences.documents.tolist()
 
 
-def test_best_fit_decreasing_leaves_little_room() -> None:
-    lengths = np.random.default_rng(0).integers(1, 120, size=5000)
-    sequences = _pack(lengths, 256)
-    assert lengths.sum() / (len(sequences) * 256) > 0.99
-
-
-def test_a_document_goes_where_it_leaves_least() -> None:
-    sequences = _pack(np.array([6, 5, 4, 5]), 10)
-    assert [sorted(sequences.of(index).tolist()) for index in range(len(sequences))] == [
-        [0, 2],
-        [1, 3],
-    ]
-
-
-def test_packing_fills_the_fullest_sequence_first() -> None:
-    """7 and 6 open a sequence each: 3 fits both, and fills the first."""
-    sequences = _pack(np.array([7, 6, 3]), 10)
-    assert [sequences.of(index).tolist() for index in range(len(sequences))] == [[0, 2], [1]]
-
-
-def test_equal_input_packs_equally() -> None:
-    lengths = np.full(100, 7)
-    assert _pack(lengths, 64).documents.tolist() == _pack(lengths, 64).documents.tolist()
-
-
-def test_without_packing_each_document_is_a_sequence() -> None:
-    sequences = _one_each(3)
-    assert [sequences.of(index).tolist() for index in range(3)] == [[0], [1], [2]]
+@pytest.mark.parametrize(
+    ("lengths", "packed"),
+    [([6, 5, 4, 5], [[0, 2], [1, 3]]), ([7, 6, 3], [[0, 2], [1]])],
+    ids=["where it leaves least", "the fullest with room"],
+)
+def test_packing_is_best_fit(lengths: list[int], packed: list[list[int]]) -> None:
+    sequences = _pack(np.array(lengths), 10)
+    assert [sorted(sequences.of(index).tolist()) for index in range(len(sequences))] == packed
+    alone = _one_each(3)
+    assert [alone.of(index).tolist() for index in range(3)] == [[0], [1], [2]]
 
 
 def test_a_million_documents_are_packed_within_seconds() -> None:

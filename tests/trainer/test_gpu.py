@@ -1,6 +1,8 @@
 """What only a CUDA device can show: variable-length kernels, and training in each mode."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,45 +24,39 @@ from tests.support.models import ONE_OF_EACH, SMALL, causal_model, grad_of, scal
 pytestmark = pytest.mark.gpu
 
 
+def agree(causal: Any, attentions: Sequence[str | attention.Kernels], share: float) -> None:
+    """Check loss and gradients of packed documents with kernels against the first attention."""
+    torch.nn.Module.cuda(causal)
+    batches = Batches(documents(), spec(data__sequence_length="128"), 0)
+    batch = next(batches.micro_batches(1)).to(torch.device("cuda"))
+    results = []
+    for each in attentions:
+        implementation = each if isinstance(each, str) else attention.register(each)
+        causal.set_attn_implementation(implementation)
+        causal.zero_grad()
+        loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
+        torch.autograd.backward(loss)
+        gradients = {
+            name: grad_of(parameter).float().clone()
+            for name, parameter in causal.named_parameters()
+        }
+        results.append((loss.item(), gradients))
+    (expected, gradients), *others = results
+    for loss, found in others:
+        assert loss == pytest.approx(expected, rel=2e-3)
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() < share * gradient.norm() + 1e-5, name
+
+
 @pytest.mark.parametrize("window", [None, 16])
 def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) -> None:
     torch.manual_seed(0)
     config = load_config(tiny().model)
     if window:
-        config.use_sliding_window, config.sliding_window, config.layer_types = (
-            True,
-            window,
-            ["sliding_attention", "full_attention"] * 3,
-        )
-    device = torch.device("cuda")
+        config.use_sliding_window, config.sliding_window = True, window
+        config.layer_types = ["sliding_attention", "full_attention"] * 3
     causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
-    torch.nn.Module.to(causal, device)
-    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(
-        device
-    )
-    results = []
-    masked: tuple[tuple[str, attention.Kernels | None], ...] = (("eager", None), ("sdpa", None))
-    for name, kernels in (*masked, *backends().items()):
-        implementation = attention.register(kernels) if kernels else name
-        causal.set_attn_implementation(implementation)
-        model = TrainedModel(causal, implementation)
-        model.zero_grad()
-        loss = model(batch, 1 / len(batch.targets))
-        torch.autograd.backward(loss)
-        results.append(
-            (
-                loss.item(),
-                {
-                    name: grad_of(parameter).float().clone()
-                    for name, parameter in causal.named_parameters()
-                },
-            )
-        )
-    (expected, gradients), *others = results
-    for loss, found in others:
-        assert loss == pytest.approx(expected, rel=2e-3)
-        for name, gradient in gradients.items():
-            assert (found[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
+    agree(causal, ("eager", "sdpa", *backends().values()), 0.05)
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
@@ -71,31 +67,7 @@ def test_packed_gradients_are_the_same_in_every_kernel(kind: str) -> None:
     config.num_experts_per_tok = SMALL["num_experts"]
     disable_dropout(config)
     causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
-    torch.nn.Module.cuda(causal)
-    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(
-        torch.device("cuda")
-    )
-    results = []
-    for kernels in (None, *backends().values()):
-        implementation = attention.register(kernels) if kernels else "eager"
-        causal.set_attn_implementation(implementation)
-        causal.zero_grad()
-        loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
-        torch.autograd.backward(loss)
-        results.append(
-            (
-                loss.item(),
-                {
-                    name: grad_of(parameter).float().clone()
-                    for name, parameter in causal.named_parameters()
-                },
-            )
-        )
-    (expected, gradients), *found = results
-    for loss, ours in found:
-        assert loss == pytest.approx(expected, rel=2e-3)
-        for name, gradient in gradients.items():
-            assert (ours[name] - gradient).norm() < 0.06 * gradient.norm() + 1e-5, name
+    agree(causal, ("eager", *backends().values()), 0.06)
 
 
 def test_the_loss_takes_the_memory_of_the_plan_on_a_gpu() -> None:

@@ -22,7 +22,7 @@ from so_tui_trainer.model import attention, checkpointing, fused
 from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import load_config
 from tests.support.attention import PLAIN
-from tests.support.models import another, causal_model, grad_of
+from tests.support.models import another, are_close, causal_model, grad_of
 from tests.support.problems import coded
 from tests.support.small_training import (
     EXPERTS,
@@ -47,8 +47,7 @@ def test_recomputing_keeps_loss_and_gradients(
     expected, gradients = trained("none", model_type)
     found, ours = trained(policy, model_type)
     assert found == expected
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    are_close(ours, gradients, 1e-5, 1e-7)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,7 @@ def test_random_routers_draw_the_same_again(kind: str, noise: dict[str, float]) 
     expected, gradients = trained_with("none")
     found, ours = trained_with("full")
     assert found == expected
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    are_close(ours, gradients, 1e-5, 1e-7)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +85,7 @@ def test_inputs_in_host_memory_change_no_bit(policy: checkpointing.Policy, model
     expected, gradients = trained(policy, model_type, passes=2)
     found, ours = trained(policy, model_type, passes=2, offloaded=True)
     assert found == expected
-    for name, gradient in gradients.items():
-        assert torch.equal(ours[name], gradient), name
+    are_close(ours, gradients, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", *MIXTURES])
@@ -97,8 +94,7 @@ def test_attentions_results_in_host_memory_change_no_bit(model_type: str) -> Non
     expected, gradients = trained("attention", model_type, passes=2, with_kernels=PLAIN)
     found, ours = trained("attention", model_type, passes=2, with_kernels=PLAIN, offloaded=True)
     assert found == expected
-    for name, gradient in gradients.items():
-        assert torch.equal(ours[name], gradient), name
+    are_close(ours, gradients, 0.0, 0.0)
 
 
 def test_a_layer_that_runs_twice_is_refused_with_offload() -> None:
@@ -121,8 +117,7 @@ def test_inputs_in_pinned_memory_change_nothing_on_a_gpu(policy: checkpointing.P
     expected, gradients = trained(policy, passes=4, device="cuda")
     found, ours = trained(policy, passes=4, offloaded=True, device="cuda")
     assert found == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    are_close(ours, gradients, 1e-4, 1e-6)
 
 
 @pytest.mark.gpu
@@ -131,8 +126,7 @@ def test_attentions_results_go_to_pinned_memory_on_a_gpu() -> None:
     expected, gradients = trained("attention", passes=4, device="cuda", with_kernels=PLAIN)
     found, ours = trained("attention", passes=4, device="cuda", with_kernels=PLAIN, offloaded=True)
     assert found == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    are_close(ours, gradients, 1e-4, 1e-6)
 
     causal = model_of("attention", "qwen3", device="cuda", offloaded=True, with_kernels=PLAIN)
     batch_bytes: list[int] = []

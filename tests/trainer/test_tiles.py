@@ -16,7 +16,7 @@ from so_tui_trainer.model import checkpointing
 from so_tui_trainer.model import fused as kernels
 from so_tui_trainer.model import fused as tiles
 from so_tui_trainer.model.config import load_config
-from tests.support.models import another, causal_model
+from tests.support.models import another, are_close, causal_model
 from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model_of, pairs, trained
 
 
@@ -30,8 +30,7 @@ def test_tiles_change_no_loss_and_no_gradient(
     expected, gradients = trained(policy, model_type)
     found, ours = trained(policy, model_type, tile=100)
     assert found == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    are_close(ours, gradients, 1e-4, 1e-7)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,4 @@
-"""so-tui in a real terminal: tmux runs it, what a user's hands do is written to it, and its rows
-are read as text.
-
-A ``Keyboard`` presses only keys that the screen names at that moment, and a ``Mouse`` has no keys
-at all.
-"""
+"""so-tui in tmux: hands are written to it, rows read. A ``Keyboard`` presses only shown keys."""
 
 from __future__ import annotations
 
@@ -32,11 +27,7 @@ LEFT, WHEEL_UP, WHEEL_DOWN = 0, 64, 65
 
 
 class Terminal:
-    """A tmux server of its own with one pane, in which a command runs.
-
-    Its socket and the command's home and working folder lie in ``folder``. Of the user's
-    environment, the command gets ``PATH`` only.
-    """
+    """A tmux server with one pane, whose home and working folder lie in ``folder``."""
 
     def __init__(self, folder: Path, columns: int = 120, rows: int = 36) -> None:
         self.folder = folder
@@ -103,13 +94,7 @@ class Terminal:
         return int(status) if status else None
 
     def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:
-        """Wait until ``happened`` returns something true of the rows of the screen, and return
-        these.
-
-        Raises:
-            AssertionError: Nothing of the kind within ``GIVE_UP_S``; with ``what`` was awaited, and
-                the last screen.
-        """
+        """Wait until ``happened`` is true of the rows, and return them; name ``what``."""
         deadline = time.monotonic() + GIVE_UP_S
         while True:
             rows = self.rows()
