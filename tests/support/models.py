@@ -237,3 +237,12 @@ def are_close(
     """Assert that tensors agree with those of the same name."""
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=relative, atol=absolute, msg=name)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the gradients of a model's parameters, by name."""
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }

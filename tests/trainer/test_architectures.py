@@ -34,11 +34,14 @@ from tests.support.models import (
     RECURRENT,
     SMALL,
     another,
+    are_close,
     causal_model,
+    gradients_of,
     known,
     scaled_down,
 )
 from tests.support.problems import refusal
+from tests.support.python_path import printed
 
 
 @pytest.mark.parametrize(
@@ -107,12 +110,8 @@ def check_packing(model: ModelSpec) -> None:
     weight = 1 / len(batch.targets)
     alone = loss_alone(causal, docs, batches, len(batch.input_ids))
     torch.autograd.backward(alone * weight)
-    expected = {
-        key: parameter.grad
-        for key, parameter in causal.named_parameters()
-        if parameter.requires_grad
-    }
-    assert None not in expected.values()
+    expected = gradients_of(causal)
+    assert len(expected) == sum(each.requires_grad for each in causal.parameters())
     for implementation in (
         "eager",
         *(["sdpa"] if causal._supports_sdpa else []),
@@ -123,11 +122,7 @@ def check_packing(model: ModelSpec) -> None:
         packed = TrainedModel(causal, implementation)(batch, weight)
         torch.autograd.backward(packed)
         torch.testing.assert_close(packed, alone * weight, msg=implementation)
-        found = dict(causal.named_parameters())
-        for key, gradient in expected.items():
-            torch.testing.assert_close(
-                found[key].grad, gradient, rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}"
-            )
+        are_close(gradients_of(causal), expected, 1e-3, 1e-5)
 
 
 def listed(model: ModelSpec, config: Any) -> ModelSpec:
@@ -170,13 +165,12 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     weight = 1 / len(batch.targets)
     alone = loss_alone(causal, docs, batches, len(batch.input_ids))
     torch.autograd.backward(alone * weight)
-    expected = {key: parameter.grad for key, parameter in causal.named_parameters()}
+    expected = gradients_of(causal)
     causal.zero_grad()
     found = TrainedModel(causal, implementation)(batch, weight)
     torch.autograd.backward(found)
     torch.testing.assert_close(found, alone * weight)
-    for key, parameter in causal.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=key)
+    are_close(gradients_of(causal), expected, 1e-3, 1e-5)
     packed = spec(data__packing="true")
     problem = refusal(
         lambda: build(msgspec.structs.replace(packed, model=another(kind)), torch.device("cpu"), {})
@@ -205,18 +199,12 @@ def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) ->
         causal.zero_grad()
         loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
         torch.autograd.backward(loss)
-        gradients = {
-            key: parameter.grad.clone()
-            for key, parameter in causal.named_parameters()
-            if parameter.grad is not None
-        }
-        found.append((loss.item(), gradients, batch.input_ids.numel()))
+        found.append((loss.item(), gradients_of(causal), batch.input_ids.numel()))
     (expected, theirs, more), (loss, ours, fewer) = found
     assert loss == pytest.approx(expected, rel=1e-6)
     assert fewer < more
     assert ours.keys() == theirs.keys()
-    for key, gradient in theirs.items():
-        torch.testing.assert_close(ours[key], gradient, rtol=1e-4, atol=1e-6, msg=key)
+    are_close(ours, theirs, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -245,11 +233,10 @@ def test_sink_attention_is_kept_with_activations(
         checkpointing.install(causal, asked)
         batch = next(Batches(documents(30), spec(data__sequence_length="128"), 0).micro_batches(1))
         torch.autograd.backward(TrainedModel(causal, implementation)(batch, 1 / len(batch.targets)))
-        found[kernels] = {name: parameter.grad for name, parameter in causal.named_parameters()}
+        found[kernels] = gradients_of(causal)
     assert calls == config.num_hidden_layers + repeated
     expected, ours = found.values()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    are_close(ours, expected, 1e-5, 1e-7)
 
 
 @pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")
@@ -338,11 +325,6 @@ def test_the_docs_show_the_tables_of_the_data() -> None:
         root / "benchmarks" / "architectures.py",
         root / "benchmarks" / "results" / "architectures.json",
     )
-    tables = subprocess.run(
-        [sys.executable, str(script), "--table", "--out", str(data)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    tables = printed(str(script), "--table", "--out", str(data))
     shown = (root / "docs" / "models.md").read_text()
     assert all(table in shown for table in tables.strip().split("\n\n"))

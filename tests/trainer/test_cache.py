@@ -112,24 +112,11 @@ def test_other_data_or_options_are_another_entry(tmp_path: Path, change: dict[st
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (
-            {"instruction": "Ask.", "output": "Answer."},
-            {"output": "Ask.", "instruction": "Answer."},
-        ),
+        ({"instruction": "Ask.", "output": "Yes."}, {"output": "Ask.", "instruction": "Yes."}),
         ({"text": "Trained.", "title": "Not."}, {"title": "Trained.", "text": "Not."}),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": "Ask."},
-                    {"role": "assistant", "content": "Answer."},
-                ]
-            },
-            {
-                "conversations": [
-                    {"from": "user", "value": "Ask."},
-                    {"from": "assistant", "value": "Answer."},
-                ]
-            },
+            {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]},
+            {"conversations": [{"from": role, "value": "a"} for role in ("user", "assistant")]},
         ),
     ],
 )
@@ -158,18 +145,12 @@ def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> 
 
 def test_another_chat_template_is_another_entry(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny())
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     folders = set()
-    for number, template in enumerate(
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", None)
-    ):
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path / str(number))
-        folders.add(
-            prepare(
-                spec_of(rows_file(tmp_path), model__tokenizer=str(tmp_path / str(number))),
-                tmp_path / "cache",
-            )
-        )
+    for name, tokenizer.chat_template in (("templated", template), ("plain", None)):
+        tokenizer.save_pretrained(tmp_path / name)
+        spec = spec_of(rows_file(tmp_path), model__tokenizer=str(tmp_path / name))
+        folders.add(prepare(spec, tmp_path / "cache"))
     assert len(folders) == 2
 
 

@@ -32,6 +32,19 @@ def spec_in(folder: Path, keep: int = 2) -> RunSpec:
     return tiny(checkpoint__folder=str(folder), checkpoint__keep=str(keep))
 
 
+def claimed(folder: Path, spec: RunSpec) -> tuple[Path, str]:
+    """Return the checkpoint folder of a new run, and the run's identity."""
+    run = create_run(spec, folder / "runs")
+    return claim(run, spec), run_id(run)
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> Path:
+    """The states of a checkpoint."""
+    (tmp_path / "checkpoints").mkdir()
+    return written(tmp_path / "checkpoints", 3, "", spec_in(tmp_path)) / "optimizer"
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -92,8 +105,7 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
 
 def test_foreign_checkpoints_are_not_used_or_counted(tmp_path: Path) -> None:
     spec = tiny(checkpoint__keep="2")
-    run = create_run(spec, tmp_path / "runs")
-    folder, own = claim(run, spec), run_id(run)
+    folder, own = claimed(tmp_path, spec)
     written(folder, 3, own, spec)
     shutil.copytree(written(folder, 4, own, spec), folder / "step-000098")
     shutil.copytree(written(tmp_path, 7, "another", spec), folder / "step-000097")
@@ -119,8 +131,7 @@ def test_foreign_checkpoints_are_not_used_or_counted(tmp_path: Path) -> None:
 
 def test_starting_over_renames_checkpoints_and_deletes_none(tmp_path: Path) -> None:
     spec = tiny()
-    run = create_run(spec, tmp_path / "runs")
-    folder, own = claim(run, spec), run_id(run)
+    folder, own = claimed(tmp_path, spec)
     for step in (3, 6):
         written(folder, step, own, spec)
     copied = written(folder, 9, "of another run", spec)
@@ -194,10 +205,9 @@ def test_impossible_sizes_are_refused(hostile: dict[str, object], tmp_path: Path
     "name",
     ["optimizer", "optimizer/rank_00000.states", "optimizer/rank_00000.json", "checkpoint.json"],
 )
-def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    path = written(folder, 3, "", spec_in(tmp_path)) / name
+def test_a_link_in_a_checkpoint_is_damage(name: str, states: Path, tmp_path: Path) -> None:
+    folder = states.parents[1]
+    path = states.parent / name
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises((superoffload.OffloadError, OSError)):
@@ -211,25 +221,17 @@ def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rank_00000.states", "rank_00000.json"])
-def test_a_pipe_as_a_state_does_not_block(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    states = written(folder, 3, "", spec_in(tmp_path)) / "optimizer"
+def test_a_pipe_as_a_state_does_not_block(name: str, states: Path) -> None:
     (states / name).unlink()
     os.mkfifo(states / name)
     with coded(superoffload.OffloadError, "unreadable"):
         superoffload.verify_state(states)
 
 
-def test_a_states_description_of_more_than_its_limit_is_not_read(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    states = written(folder, 3, "", spec_in(tmp_path)) / "optimizer"
+def test_a_states_description_of_more_than_its_limit_is_not_read(states: Path) -> None:
     os.truncate(states / "rank_00000.json", 65 << 20)
-    with pytest.raises(superoffload.OffloadError) as caught:
+    with coded(superoffload.OffloadError, "unreadable", match="more than"):
         superoffload.verify_state(states)
-    assert caught.value.code == "unreadable"
-    assert "more than" in str(caught.value)
 
 
 def test_leftover_links_go_and_their_targets_stay(tmp_path: Path) -> None:
@@ -276,8 +278,7 @@ def test_an_unremovable_checkpoint_is_no_error(
 ) -> None:
     """A network file system keeps a folder while somebody, such as an export, reads in it."""
     spec = tiny(checkpoint__keep="1")
-    run = create_run(spec, tmp_path / "runs")
-    folder, own = claim(run, spec), run_id(run)
+    folder, own = claimed(tmp_path, spec)
     written(folder, 3, own, spec)
 
     def held(path: Path) -> None:

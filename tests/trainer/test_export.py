@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from so_tui.launch.helper_jobs import ExportProgress, in_steps
 from so_tui.runs import create_run, read_spec
 from so_tui.runs.directory import run_id
-from so_tui.spec import InputError, ModelSpec
+from so_tui.spec import InputError, ModelSpec, RunSpec
 from so_tui_trainer import export as whole
 from so_tui_trainer.export import (
     ExportMarker,
@@ -155,9 +155,8 @@ def test_exports_load_silently_and_compute_the_same(
 ) -> None:
     """From the states of two ranks, in two sub-groups each."""
     torch.manual_seed(0)
-    spec = tiny(data__sequence_length="128")
     spec = msgspec.structs.replace(
-        spec, model=msgspec.structs.replace(scaled_down(name), id="builtin:tiny")
+        with_model(), model=msgspec.structs.replace(scaled_down(name), id="builtin:tiny")
     )
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     with torch.no_grad():
@@ -191,11 +190,8 @@ def test_exports_load_silently_and_compute_the_same(
 
 def test_a_tied_model_is_built_from_its_checkpoint(tmp_path: Path) -> None:
     spec = tiny()
-    tied = msgspec.structs.replace(
-        spec.model, config=spec.model.config | {"tie_word_embeddings": True}
-    )
-    spec = msgspec.structs.replace(spec, model=tied)
-    model: Any = causal_model(load_config(tied), dtype=torch.float32)
+    spec = with_model(config=spec.model.config | {"tie_word_embeddings": True})
+    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     checkpoint_of(model, spec, tmp_path)
     written: Any = whole.of_checkpoint(tmp_path, spec)
     assert written.lm_head.weight is written.get_input_embeddings().weight
@@ -230,11 +226,9 @@ def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
     model.load_state_dict(kept, strict=False)
     base = tmp_path / "base"
     model.save_pretrained(base)
-    spec = tiny(data__sequence_length="128")
-    spec = msgspec.structs.replace(spec, model=ModelSpec(id=str(base), tokenizer="builtin:tiny"))
-    checkpoint_of(model, spec, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
-    loaded, info = load_pretrained(tmp_path / "model")
+    trained_on = ModelSpec(id=str(base), tokenizer="builtin:tiny")
+    spec = msgspec.structs.replace(with_model(), model=trained_on)
+    loaded, info = load_pretrained(write_export(spec, model, tmp_path))
     assert not any(info.values()), info
     written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
     for found in (loaded, written):
@@ -248,17 +242,12 @@ def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
 def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) -> None:
     """Apertus stores two of its activation, which no initialisation of weights touches."""
     shape = tiny().model.config | {"model_type": "apertus", "hidden_act": "xielu"}
-    spec = tiny(data__sequence_length="128")
-    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, config=shape))
+    spec = with_model(config=shape)
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     kept = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     assert kept
-    checkpoint_of(model, spec, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
-    for found in (
-        load_pretrained(tmp_path / "model")[0],
-        whole.of_checkpoint(tmp_path / "checkpoint", spec),
-    ):
+    loaded, _ = load_pretrained(write_export(spec, model, tmp_path))
+    for found in (loaded, whole.of_checkpoint(tmp_path / "checkpoint", spec)):
         for name, tensor in kept.items():
             assert torch.equal(found.state_dict()[name], tensor.bfloat16()), name
 
@@ -356,20 +345,8 @@ def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
         return ExportProgress(doing=doing, done_bytes=done, total_bytes=1000)
 
     read = [at("reading", done) for done in range(0, 1001, 5)]
-    told = list(
-        in_steps(
-            iter(
-                [
-                    "exporting step 5",
-                    *read,
-                    at("writing", 0),
-                    at("writing", 50),
-                    at("writing", 1000),
-                ]
-            ),
-            10,
-        )
-    )
+    written = [at("writing", done) for done in (0, 50, 1000)]
+    told = list(in_steps(iter(["exporting step 5", *read, *written]), 10))
     assert told[0] == "exporting step 5"
     assert [event.done_bytes for event in told if isinstance(event, ExportProgress)] == [
         *range(0, 1001, 100),
@@ -392,18 +369,12 @@ def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -
     )
     checkpoint_of(model, spec, run.checkpoints_dir / "step-000005", run=run_id(run))
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        environment.pop(name, None)
+    asked = json.dumps({"run": str(run.path), "to": str(tmp_path / "model")})
+    command = [sys.executable, "-m", "so_tui_trainer.tools.export"]
     done = subprocess.run(
-        [sys.executable, "-m", "so_tui_trainer.tools.export"],
-        input=json.dumps({"run": str(run.path), "to": str(tmp_path / "model")}),
-        env={
-            name: value
-            for name, value in environment.items()
-            if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+        command, input=asked, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
@@ -424,6 +395,19 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
         lambda: list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
     )
     assert (problem.code, problem.field) == ("checkpoints-unreadable", "run")
+
+
+def with_model(**model: object) -> RunSpec:
+    """Return the tiny preset, whose model is changed."""
+    spec = tiny(data__sequence_length="128")
+    return msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, **model))
+
+
+def write_export(spec: RunSpec, model: Any, folder: Path) -> Path:
+    """Export a checkpoint of a model in a folder."""
+    checkpoint_of(model, spec, folder / "checkpoint")
+    export(folder / "checkpoint", folder / "model", "r", spec)
+    return folder / "model"
 
 
 STOP_ID = 2048
@@ -456,8 +440,7 @@ def exported(base: Path, tmp_path: Path) -> Any:
 
     spec = tiny(model__id=str(base), model__weights="pretrained", data__sequence_length="128")
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
-    checkpoint_of(model, spec, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
+    folder = write_export(spec, model, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return GenerationConfig.from_pretrained(tmp_path / "model")
+        return GenerationConfig.from_pretrained(folder)

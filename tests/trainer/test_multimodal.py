@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from so_tui.spec import InputError, ModelSpec
+from so_tui.spec import ModelSpec
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import read_index
 from so_tui_trainer.model.weights import _realised, match_weights, meta_model, refuse_mismatch
 from so_tui_trainer.tools.describe_model import describe
 from tests.support.models import SMALL, known
+from tests.support.problems import refusal
 
 TEXT = {
     key: SMALL[key]
@@ -135,6 +136,14 @@ def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path
         )
 
 
+def described(folder: Path, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Describe the model in a folder, of a configuration that is written there if one is given."""
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    answer: dict[str, Any] = list(describe({"model": str(folder)}))[-1]
+    return answer
+
+
 QWEN3_5 = known(
     {
         "qwen3_5": {
@@ -176,7 +185,7 @@ def test_a_head_tied_by_the_whole_is_the_embedding(kind: str, tied: bool, tmp_pa
     config = load_config(model)
     assert config.tie_word_embeddings == tied
     refuse_mismatch(match_weights(meta_model(config), read_index(tmp_path)), model)
-    answer: dict[str, Any] = list(describe({"model": str(tmp_path)}))[-1]
+    answer = described(tmp_path)
     tensors = [
         tensor
         for block in msgspec.convert(answer["model"], ModelSpec).parameters
@@ -187,8 +196,7 @@ def test_a_head_tied_by_the_whole_is_the_embedding(kind: str, tied: bool, tmp_pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **KINDS[kind]}))
-    answer: dict[str, Any] = list(describe({"model": str(tmp_path)}))[-1]
+    answer = described(tmp_path, {"model_type": kind, **KINDS[kind]})
     model = msgspec.convert(answer["model"], ModelSpec)
     assert (
         model.config["model_type"]
@@ -200,24 +208,23 @@ def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None
     assert any("multimodal" in note and "exported" in note for note in answer["notes"])
 
 
-def test_one_without_a_model_for_its_language_part_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 32}})
-    )
-    with pytest.raises(InputError) as refused:
-        list(describe({"model": str(tmp_path)}))
-    (problem,) = refused.value.problems
-    assert problem.code == "model-multimodal"
-    assert "qwen2_5_vl_text" in problem.message
+QUANTISED = {"quantization_config": {"quant_method": "fp8"}}
 
 
-def test_quantised_weights_are_found_of_the_whole(tmp_path: Path) -> None:
-    config = {
-        "model_type": "gemma3",
-        **KINDS["gemma3"],
-        "quantization_config": {"quant_method": "fp8"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError) as refused:
-        list(describe({"model": str(tmp_path)}))
-    assert refused.value.problems[0].code == "weights-quantised"
+@pytest.mark.parametrize(
+    ("config", "code", "said"),
+    [
+        (
+            {"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 32}},
+            "model-multimodal",
+            "qwen2_5_vl_text",
+        ),
+        ({"model_type": "gemma3", **KINDS["gemma3"], **QUANTISED}, "weights-quantised", ""),
+    ],
+)
+def test_a_model_whose_language_part_cannot_be_trained_is_refused(
+    config: dict[str, Any], code: str, said: str, tmp_path: Path
+) -> None:
+    problem = refusal(lambda: described(tmp_path, config))
+    assert problem.code == code
+    assert said in problem.message

@@ -21,7 +21,7 @@ from so_tui_trainer.tools.presets import parameter_table
 from tests.support import models
 from tests.support.documents import documents, spec
 from tests.support.launching import log, of_kind, start, tiny
-from tests.support.models import another, causal_model
+from tests.support.models import another, causal_model, gradients_of
 from tests.support.problems import refusal
 
 SMALL: dict[str, Any] = {
@@ -43,14 +43,6 @@ def mixture(name: str) -> PreTrainedModel:
     for parameter in causal.parameters():  # routers that choose
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return causal
-
-
-def gradients_of(causal: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in causal.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
