@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import superoffload
 from so_tui.runs import RunDirectory, state, write_state
@@ -38,9 +39,7 @@ def one_rank() -> Ranks:
 
 
 def spec(keep: int = 2) -> RunSpec:
-    return msgspec.structs.replace(
-        support.spec("superoffload", 0.5), checkpoint=CheckpointSpec(keep=keep)
-    )
+    return replace(support.spec("superoffload", 0.5), checkpoint=CheckpointSpec(keep=keep))
 
 
 def save(made: Any, folder: Path, step: int, ranks: Ranks, run: RunSpec) -> Path:
@@ -238,7 +237,7 @@ def test_a_checkpoint_replaced_while_read_is_not_damaged(tmp_path: Path, one_ran
         """Save and remove checkpoints all the time, as a run does."""
         for step in itertools.count(2):
             shutil.copytree(model, folder / "new.partial")
-            manifest = msgspec.structs.replace(checkpoint.read_manifest(model), step=step)
+            manifest = replace(checkpoint.read_manifest(model), step=step)
             (folder / "new.partial" / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
             (folder / "new.partial").rename(folder / f"step-{step:06d}")
             shutil.rmtree((folder / f"step-{step - 1:06d}").rename(folder / "old.partial"))

@@ -14,9 +14,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import superoffload
 from so_tui.model.sharding import partition_numel
@@ -224,7 +224,7 @@ def rank_files(folder: Path, *records: checkpoint.SubGroupRecord) -> None:
 def test_other_layouts_of_ranks_are_not_joined(change: tuple[str, Any], tmp_path: Path) -> None:
     """Parameters are looked up where the first rank has them: others would be read there."""
     same = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
-    rank_files(tmp_path, same, msgspec.structs.replace(same, **dict([change])))
+    rank_files(tmp_path, same, replace(same, **dict([change])))
     for read in (superoffload.verify_state, lambda folder: list(resharding.saved_states(folder))):
         with coded(superoffload.OffloadError, "unreadable"):
             read(tmp_path)

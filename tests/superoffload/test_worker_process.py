@@ -11,9 +11,9 @@ import sys
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import superoffload
 from so_tui.plan.plan import MemoryPolicy
@@ -59,7 +59,7 @@ def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
     """The worker touches the pages first, so they are allocated by the policy that it inherits."""
     policy = MemoryPolicy(mode="bind", nodes=(0,))
     unbound = binding._memory_policy()
-    bound = binding.bind(msgspec.structs.replace(support.binding(), memory_policy=policy))
+    bound = binding.bind(replace(support.binding(), memory_policy=policy))
     if bound.problem or unbound != "default":
         pytest.skip(
             bound.problem or f"the memory policy here is {unbound}, which cannot be set again"

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import tomli_w
+from msgspec.structs import replace
 
 from so_tui.folders import user_folder
 from so_tui.machine import machine_json
@@ -83,7 +83,6 @@ def hostile_world(folder: Path) -> HostileWorld:
 def hostile_machine() -> Machine:
     """Return a host whose every text is hostile."""
     plain = quad_machine()
-    replace = msgspec.structs.replace
     software = replace(
         plain.software,
         **dict.fromkeys(("python", "torch", "deepspeed", "compiler", "numactl"), HOSTILE),
@@ -133,7 +132,7 @@ def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
     state = read_state(run)
     write_state(
         run,
-        msgspec.structs.replace(
+        replace(
             state,
             reason=HOSTILE,
             detail=HOSTILE,

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.ending import request_stop
@@ -28,14 +28,10 @@ def write_hostile_run(
     """Write a run whose first attempt would write its user's number into ``proof``, and which
     claims these processes, which a request to stop would have killed, and a supervisor.
     """
-    launch = prepare(
-        find_preset("tiny").spec, msgspec.structs.replace(inspect_machine(), gpus=()), force=True
-    )
+    launch = prepare(find_preset("tiny").spec, replace(inspect_machine(), gpus=()), force=True)
     run = create_run(launch.spec, folder)
     attempt = new_attempt(run)
-    write_launch(
-        run, attempt, msgspec.structs.replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}"))
-    )
+    write_launch(run, attempt, replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}")))
     claimed = RunState(
         name=run.name,
         state=state,

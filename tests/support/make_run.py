@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from so_tui.folders import state_home
 from so_tui.launch.launch import write_launch
@@ -65,7 +66,6 @@ _plans: dict[bytes, Plan] = {}
 def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
     """A host like four GH200: a CPU node and a GPU with its own memory node each."""
     chips = superchips(nodes, node_mib=117 * 1024, hbm_mib=95 * 1024, cores=cores)
-    replace = msgspec.structs.replace
     return replace(
         chips,
         hostname="quad-gh200",
@@ -158,9 +158,7 @@ def write_run(
     for second in range(seconds_of_samples, 0, -1):
         placement = tuple(map(_place, plan.binding)) if second % 10 == 1 else ()
         samples.append(
-            msgspec.structs.replace(
-                sample(chance, attempt, now - second, machine, plan), placement=placement
-            )
+            replace(sample(chance, attempt, now - second, machine, plan), placement=placement)
         )
     samples.close()
     _write_log(run, attempt, machine.hostname, steps, total, began)

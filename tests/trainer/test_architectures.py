@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
@@ -103,7 +103,7 @@ def check_packing(model: ModelSpec) -> None:
     docs = documents(30, longest=120)
     batches = Batches(
         docs,
-        msgspec.structs.replace(spec(data__sequence_length="128"), model=listed(model, config)),
+        replace(spec(data__sequence_length="128"), model=listed(model, config)),
         0,
     )
     batch = next(batches.micro_batches(1))
@@ -128,15 +128,13 @@ def check_packing(model: ModelSpec) -> None:
 def listed(model: ModelSpec, config: Any) -> ModelSpec:
     """Return a model's spec as ``presets add`` writes it: with the kind of each layer."""
     kinds = getattr(config, "layer_types", None)
-    return msgspec.structs.replace(
-        model, config=model.config | ({"layer_types": list(kinds)} if kinds else {})
-    )
+    return replace(model, config=model.config | ({"layer_types": list(kinds)} if kinds else {}))
 
 
 def test_a_model_with_unlisted_recurrent_layers_is_refused() -> None:
     """Data is laid out by the spec: without the list, documents would meet in them."""
     model = another("qwen3_next")
-    unlisted = msgspec.structs.replace(
+    unlisted = replace(
         model, config={key: value for key, value in model.config.items() if key != "layer_types"}
     )
     causal = causal_model(load_config(unlisted))
@@ -172,9 +170,7 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     torch.testing.assert_close(found, alone * weight)
     are_close(gradients_of(causal), expected, 1e-3, 1e-5)
     packed = spec(data__packing="true")
-    problem = refusal(
-        lambda: build(msgspec.structs.replace(packed, model=another(kind)), torch.device("cpu"), {})
-    )
+    problem = refusal(lambda: build(replace(packed, model=another(kind)), torch.device("cpu"), {}))
     assert problem.code == "packing-mixes-documents"
 
 

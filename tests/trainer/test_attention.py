@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -255,7 +255,5 @@ def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.version, "hip", "7.0.1")
     here = present(torch.device("cuda", 0))
     assert here.generation == UNKNOWN_GPU
-    everything = msgspec.structs.replace(
-        here, packages=frozenset(kernel.package for kernel in KERNELS)
-    )
+    everything = replace(here, packages=frozenset(kernel.package for kernel in KERNELS))
     assert choose_backend(Needs(head_size=128), everything).backend == "torch-flash"

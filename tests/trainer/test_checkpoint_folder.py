@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import superoffload.checkpoint
 from so_tui.runs import RunDirectory, create_run
@@ -149,7 +150,7 @@ def test_starting_over_renames_checkpoints_and_deletes_none(tmp_path: Path) -> N
 def test_a_manifest_names_no_file_outside_its_checkpoint(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, 3, "", tiny())
     (tmp_path / "outside").write_text("x")
-    manifest = msgspec.structs.replace(read_manifest(path), files={name: 1})
+    manifest = replace(read_manifest(path), files={name: 1})
     (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(superoffload.OffloadError, match="not inside"):
         _verify(path)
@@ -157,7 +158,7 @@ def test_a_manifest_names_no_file_outside_its_checkpoint(name: str, tmp_path: Pa
 
 def test_what_a_manifest_says_does_not_fill_the_message(tmp_path: Path) -> None:
     path = written(tmp_path, 3, "", tiny())
-    manifest = msgspec.structs.replace(read_manifest(path), files={"n" * 1_000_000: 1})
+    manifest = replace(read_manifest(path), files={"n" * 1_000_000: 1})
     (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(TrainingError) as caught:
         newest(tmp_path)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from deepspeed.utils import get_z3_leaf_modules
+from msgspec.structs import replace
 from transformers import AutoConfig, PreTrainedModel
 
 from so_tui.machine.host import available_bytes
@@ -123,7 +123,7 @@ def test_copies_take_what_second_states_leave(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:
-    undivided = msgspec.structs.replace(binding(), adam_cpus=())
+    undivided = replace(binding(), adam_cpus=())
     assert engine_settings(spec(), undivided).adam_cpus == undivided.cpus
 
 

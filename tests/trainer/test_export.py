@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from so_tui.launch.helper_jobs import ExportProgress, in_steps
@@ -155,9 +156,7 @@ def test_exports_load_silently_and_compute_the_same(
 ) -> None:
     """From the states of two ranks, in two sub-groups each."""
     torch.manual_seed(0)
-    spec = msgspec.structs.replace(
-        with_model(), model=msgspec.structs.replace(scaled_down(name), id="builtin:tiny")
-    )
+    spec = replace(with_model(), model=replace(scaled_down(name), id="builtin:tiny"))
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -227,7 +226,7 @@ def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     model.save_pretrained(base)
     trained_on = ModelSpec(id=str(base), tokenizer="builtin:tiny")
-    spec = msgspec.structs.replace(with_model(), model=trained_on)
+    spec = replace(with_model(), model=trained_on)
     loaded, info = load_pretrained(write_export(spec, model, tmp_path))
     assert not any(info.values()), info
     written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
@@ -400,7 +399,7 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
 def with_model(**model: object) -> RunSpec:
     """Return the tiny preset, whose model is changed."""
     spec = tiny(data__sequence_length="128")
-    return msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, **model))
+    return replace(spec, model=replace(spec.model, **model))
 
 
 def write_export(spec: RunSpec, model: Any, folder: Path) -> Path:

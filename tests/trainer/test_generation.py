@@ -71,7 +71,7 @@ def causal() -> PreTrainedModel:
 def shape(**changes: object) -> Any:
     """The embedded model's configuration, changed."""
     model = tiny().model
-    return load_config(msgspec.structs.replace(model, config=model.config | changes))
+    return load_config(replace(model, config=model.config | changes))
 
 
 def written(parts: Iterator[str | Written]) -> Written:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, read_answers
@@ -41,9 +42,7 @@ def model() -> TrainedModel:
     torch.manual_seed(1)
     shape = tiny().model
     config = load_config(
-        msgspec.structs.replace(
-            shape, config=shape.config | {"num_hidden_layers": 2, "initializer_range": 0.3}
-        )
+        replace(shape, config=shape.config | {"num_hidden_layers": 2, "initializer_range": 0.3})
     )
     return TrainedModel(causal_model(config), "sdpa")
 

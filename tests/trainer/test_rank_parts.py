@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from so_tui.machine import inspect_machine
 from so_tui.plan.planner import make_plan
@@ -98,7 +99,7 @@ def test_binding_moves_every_thread_or_reports_a_problem(possible: bool) -> None
     here = tuple(sorted(os.sched_getaffinity(0)))
     cpus = here[:1] if possible else (4000,)
     planned = make_plan(tiny(offload__mode="zerooffload"), inspect_machine()).binding[0]
-    wanted = msgspec.structs.replace(planned, cpus=cpus, main_cpus=cpus)
+    wanted = replace(planned, cpus=cpus, main_cpus=cpus)
     said = printed("-c", BIND, given=msgspec.json.encode(wanted).decode())
     report = msgspec.json.decode(said, type=RankBindingReport)
     assert report.found_cpus == here

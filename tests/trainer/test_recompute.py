@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from msgspec.structs import replace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedModel
@@ -256,7 +256,7 @@ def test_plans_count_kept_queries_and_keys(model_type: str) -> None:
     found = {product.untyped_storage().data_ptr() in saved for product in products}
 
     shape = architecture(causal.config.to_dict())
-    normed = msgspec.structs.replace(shape, model_type="qwen3")
+    normed = replace(shape, model_type="qwen3")
     least = _stored_bytes(normed, "none", fused=True) - 2 * (
         shape.query_width + shape.key_value_width
     )

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.directory import run_id
@@ -159,9 +159,7 @@ def test_other_shares_of_a_mixture_are_another_order(
             DataSource(source=f"part-{number}", weight=weight)
             for number, weight in enumerate(weights)
         )
-        return msgspec.structs.replace(
-            SPEC, data=msgspec.structs.replace(SPEC.data, source=sources)
-        )
+        return replace(SPEC, data=replace(SPEC.data, source=sources))
 
     monkeypatch.setattr(checkpoint, "load", lambda *unused: Rounded(0, 0))
     path = written(claim(run, SPEC), 1, run_id(run), mixture(1.0, 2.0))

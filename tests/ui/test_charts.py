@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from textual.widgets import Input
 
 from so_tui.runs.records import EvaluationRecord
@@ -82,7 +82,7 @@ async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Pa
 
 
 async def test_metrics_of_a_run_without_gpus_are_those_it_has(runs_dir: Path) -> None:
-    machine = msgspec.structs.replace(quad_machine(), gpus=())
+    machine = replace(quad_machine(), gpus=())
     run = write_run(
         runs_dir, machine=machine, preset="tiny", gpus=2, steps=20, seconds_of_samples=2
     )
@@ -124,9 +124,7 @@ def test_every_name_is_whole_in_the_details_of_a_step() -> None:
         for field in metric.fields
         if getattr(record, field) is None
     }
-    names = " ".join(
-        line.plain for line in _detail_lines(msgspec.structs.replace(record, **known), 40)
-    )
+    names = " ".join(line.plain for line in _detail_lines(replace(record, **known), 40))
     assert all(metric.title in names for metric in STEP_METRICS if len(metric.fields) == 1)
 
 
@@ -434,8 +432,8 @@ def test_pages_and_smoothing_go_round() -> None:
         layout = layout.smoother(1)
         seen.append(layout.ema)
     assert seen == [*EMAS, None]
-    assert msgspec.structs.replace(layout, ema=0.93).smoother(-1).ema == 0.9
-    assert msgspec.structs.replace(layout, ema=0.93).smoother(1).ema == 0.95
+    assert replace(layout, ema=0.93).smoother(-1).ema == 0.9
+    assert replace(layout, ema=0.93).smoother(1).ema == 0.95
 
 
 def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:

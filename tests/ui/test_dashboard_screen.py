@@ -8,8 +8,8 @@ import shutil
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from so_tui.runs import read_state, write_state
 from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
@@ -122,7 +122,7 @@ async def test_maximised_panels_keep_run_and_keys(runs_dir: Path, size: tuple[in
         await ui.type_text("step 42/")
         await ui.until(lambda: "step 42/" in ui.lines()[-2])
         await ui.press("enter")
-        state = msgspec.structs.replace(
+        state = replace(
             read_state(run), state="failed", reason="rank 2 was lost", suggestion="so-tui resume it"
         )
         write_state(run, state)
@@ -168,9 +168,7 @@ async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
     async with opened(runs_dir, open_run=run) as ui:
         news = ui.find("#news", StyledLines)
         training = read_state(run)
-        write_state(
-            run, msgspec.structs.replace(training, state="saving", detail="checkpoint of step 60")
-        )
+        write_state(run, replace(training, state="saving", detail="checkpoint of step 60"))
         await ui.until(lambda: "checkpoint of step 60" in ui.text())
         write_state(run, training)
         await ui.until(lambda: not news.display)
@@ -180,7 +178,7 @@ async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
                 attempt=1, time=time.time(), step=60, path="/checkpoint", bytes=1, seconds=1.0
             ),
         )
-        write_state(run, msgspec.structs.replace(training, state="finished", saved_step=60))
+        write_state(run, replace(training, state="finished", saved_step=60))
         await ui.until(lambda: "E exports the model" in ui.text())
 
 

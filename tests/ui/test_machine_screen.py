@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from textual.containers import Vertical
 from textual.widgets import Static
 
@@ -90,7 +90,7 @@ async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("so_tui.ui.machine.screen.Monitor", FixedMonitor)
-    machine = msgspec.structs.replace(quad_machine(), live=True)
+    machine = replace(quad_machine(), live=True)
     view = FixedMonitor(machine).poll()
     async with opened(runs_dir, (200, 50), machine=machine) as ui:
         await ui.press("5")

@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from so_tui.runs import RunDirectory
 from so_tui.runs.records import ForeignProcess, NodeSample, Sample
@@ -115,6 +115,4 @@ async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -
 def _add_foreign(run: RunDirectory, host: str) -> None:
     newest = SampleReader(run, host).poll()[-1]
     foreign = ForeignProcess(pid=9, name="x\x1b[2Jy", cores=1.5, cpu=66)
-    append_samples(
-        run, host, msgspec.structs.replace(newest, time=newest.time + 0.5, foreign=(foreign,))
-    )
+    append_samples(run, host, replace(newest, time=newest.time + 0.5, foreign=(foreign,)))

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from so_tui.launch.supervisor.slowness import _cause_text
 from so_tui.plan.plan import RankBinding
@@ -32,14 +32,14 @@ def placed(binding: RankBinding, **changes: object) -> RankPlacement:
         adam_cpus=binding.adam_cpus,
         node_bytes={node: 80 * GIB},
     )
-    return msgspec.structs.replace(right, **changes)
+    return replace(right, **changes)
 
 
 def write_placement(run: RunDirectory, *placement: RankPlacement) -> None:
     """Add a newer sample with the placement of ranks."""
     writer = SampleWriter(run, MACHINE.hostname)
     found = sample(random.Random(1), 1, time.time(), MACHINE, PLAN)
-    writer.append(msgspec.structs.replace(found, placement=placement))
+    writer.append(replace(found, placement=placement))
     writer.close()
 
 
@@ -148,9 +148,7 @@ async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
     from so_tui.commands.follow import _Printer
 
     fine = read_state(run)
-    slow = msgspec.structs.replace(
-        fine, slowdown=Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES)
-    )
+    slow = replace(fine, slowdown=Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES))
     write_state(run, slow)
     async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.until(lambda: "slower than planned" in ui.shown("#news"))
@@ -158,7 +156,7 @@ async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
         assert _cause_text(CAUSES[0]).split(" (")[0] in news
         assert not unsafe(news)
     printer = _Printer(quiet=False)
-    for state in (fine, slow, slow, msgspec.structs.replace(slow, state="saving"), fine):
+    for state in (fine, slow, slow, replace(slow, state="saving"), fine):
         printer.compare(state)
     told = capsys.readouterr().out.splitlines()
     assert ["warning" in line for line in told] == [True, False]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 
 from so_tui.machine.doctor import Finding
@@ -222,7 +222,7 @@ def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
     assert "100 steps on builtin:tiny/rows.jsonl" in facts
     assert not any("partition" in fact for fact in facts)
     job = with_values(here.spec, {"slurm.partition": "gh"})
-    elsewhere = plan_view.launch_facts(msgspec.structs.replace(here, spec=job))
+    elsewhere = plan_view.launch_facts(replace(here, spec=job))
     assert any("partition gh" in line.plain for line in elsewhere)
 
 
@@ -230,7 +230,7 @@ def test_a_plan_that_does_not_fit_shows_no_speed() -> None:
     plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
     assert plan.fits
     assert "tokens/s" in plan_view.headline(plan, 120).plain
-    too_large = msgspec.structs.replace(plan, fits=False, verdict="does not fit")
+    too_large = replace(plan, fits=False, verdict="does not fit")
     text = "\n".join(
         line.plain
         for line in (
@@ -248,7 +248,7 @@ def test_memory_bars_have_the_colours_of_the_verdict() -> None:
     assert plan.gpu_capacity_bytes
     found = []
     for share in (0.5, 0.95, 0.99, 1.2):
-        filled = msgspec.structs.replace(plan, gpu_bytes=int(share * plan.gpu_capacity_bytes))
+        filled = replace(plan, gpu_bytes=int(share * plan.gpu_capacity_bytes))
         for width in (44, 60, 73, 120):
             lines = plan_view._memory_lines(filled, width)
             assert max(line.cell_length for line in lines) <= width
