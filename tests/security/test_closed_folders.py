@@ -1,6 +1,4 @@
-"""Folders that a user may not open: a command that meets one goes on without it, or says which it
-is.
-"""
+"""Folders that a user may not open: a command goes on without one, or names it."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ def json_of(user: User, *argv: str, **changes: str) -> tuple[object, str]:
     return json.loads(done.stdout), done.stderr
 
 
-def test_presets_of_ones_own_that_cannot_be_read_do_not_hide_the_others(
-    machine: SharedMachine, closed: Path
-) -> None:
+def test_unreadable_presets_do_not_hide_the_others(machine: SharedMachine, closed: Path) -> None:
     found, _ = json_of(machine.owner, "presets", XDG_CONFIG_HOME=str(closed))
     assert isinstance(found, dict)
     assert "tiny" in [preset["name"] for preset in found["presets"]]
@@ -72,17 +68,7 @@ def test_what_a_command_cannot_do_without_is_named(machine: SharedMachine, close
 
 
 @pytest.mark.slow
-def test_a_run_and_a_report_name_the_folder_that_they_cannot_write(
-    machine: SharedMachine, closed: Path
-) -> None:
+def test_runs_and_reports_name_closed_folders(machine: SharedMachine, closed: Path) -> None:
     is_refused(machine.owner, closed, "validate", "--out", str(closed / "report"), "--minutes", "1")
-    is_refused(
-        machine.owner,
-        closed,
-        "run",
-        "tiny",
-        "--plain",
-        "--force",
-        "--runs-dir",
-        str(closed / "runs"),
-    )
+    run = f"run tiny --plain --force --runs-dir {closed / 'runs'}"
+    is_refused(machine.owner, closed, *run.split())

@@ -34,9 +34,7 @@ for name in code_folders({}):
 def use(
     machine: SharedMachine, changes: Mapping[str, str] | None = None
 ) -> tuple[int, list[Path], str]:
-    """Let the owner make and use the folders, as a run does with a lax umask; return the exit code,
-    the folders and the errors.
-    """
+    """Let the owner make and use the folders, with a lax umask: exit code, folders and errors."""
     user = machine.owner
     with user.start(user.interpreter, "-P", "-c", USE, umask=0o002, **(changes or {})) as process:
         out, errors = process.communicate(timeout=60)
@@ -59,9 +57,7 @@ def test_the_folders_are_private_whatever_the_umask(machine: SharedMachine) -> N
     "planted_as",
     ["folder of another user", "link to a folder of another user", "folder that all can write"],
 )
-def test_a_folder_that_a_site_or_another_user_prepared_is_not_used(
-    machine: SharedMachine, planted_as: str
-) -> None:
+def test_a_prepared_code_folder_is_not_used(machine: SharedMachine, planted_as: str) -> None:
     planted = machine.scratch / "shared"
     planted.mkdir()
     planted.chmod(0o777)
@@ -78,9 +74,7 @@ def test_a_folder_that_a_site_or_another_user_prepared_is_not_used(
 
 
 @pytest.mark.parametrize("kind", ["folder", "link"])
-def test_what_another_user_planted_before_the_first_run_is_refused(
-    machine: SharedMachine, kind: str
-) -> None:
+def test_a_planted_code_folder_is_refused(machine: SharedMachine, kind: str) -> None:
     """The owner's cache is on a scratch file system that all users share."""
     cache = machine.scratch / "cache" / "so-tui" / "compiled"
     cache.mkdir(parents=True)
@@ -100,9 +94,7 @@ def test_what_another_user_planted_before_the_first_run_is_refused(
 
 
 @pytest.mark.parametrize("squatted", [False, True])
-def test_a_folder_in_tmp_that_another_user_made_first_is_refused(
-    squatted: bool, machine: SharedMachine
-) -> None:
+def test_a_squatted_folder_in_tmp_is_refused(squatted: bool, machine: SharedMachine) -> None:
     """Its owner could exchange the folders in it, whoever made those."""
     usual = Path(f"/tmp/so-tui-{machine.owner.uid}")
     try:
@@ -125,9 +117,7 @@ def test_a_private_folder_of_ones_own_choice_stays(tmp_path: Path) -> None:
     assert code_folders({"HOME": "/home/a"}).keys() == set(NAMES)
 
 
-def test_a_relative_folder_counts_as_nobodys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir(mode=0o700)
     assert os.environ.get("HOME") is not None

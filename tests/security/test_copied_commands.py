@@ -1,6 +1,4 @@
-"""Commands that so-tui offers for copying do in a shell what they say, whatever names other people
-chose.
-"""
+"""Commands offered for copying do in a shell what they say, whatever names people chose."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ NAMES = [INJECTION, "--to=/etc", IN_A_NAME]
 
 
 def arguments_of(command: str, folder: Path) -> list[str]:
-    """Return the arguments that a command gets when it is pasted into a shell, without its own
-    name.
-    """
+    """Return the arguments of a command that is pasted into a shell."""
     name = command.split()[0]
     shell = f"""{name}() {{ printf '%s\\0' "$@"; }}; {command}"""
     done = subprocess.run(["bash", "-c", shell], capture_output=True, cwd=folder, check=True)
@@ -44,9 +40,7 @@ def offered(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_names_of_shared_memory_that_doctor_says_to_remove_are_quoted(
-    name: str, tmp_path: Path
-) -> None:
+def test_names_of_shared_memory_are_quoted(name: str, tmp_path: Path) -> None:
     left = f"/dev/shm/torch_4711_99_{name.replace('/', '|')}"
     (tmp_path / "t/dev/shm").mkdir(parents=True)
     with (tmp_path / "t" / left[1:]).open("wb") as file:
@@ -58,7 +52,7 @@ def test_the_names_of_shared_memory_that_doctor_says_to_remove_are_quoted(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
-def test_another_users_link_in_shared_memory_is_not_reported_as_ones_own(tmp_path: Path) -> None:
+def test_anothers_link_in_shared_memory_is_not_reported(tmp_path: Path) -> None:
     files = {"/home/me/large": "x" * (40 << 20), "/dev/shm/sem.mp-abc": "x"}
     machine = healthy()
     assert found(machine, files, tmp_path / "t") == ()

@@ -1,8 +1,6 @@
-"""Whatever is in a file that somebody else could have written: an error that is meant for it,
-within two seconds and 200 MB.
+"""Whatever is in a file that others wrote: an error meant for it, within 2 s and 200 MB.
 
-``SO_TUI_FUZZ_S=600 pytest tests/security/test_fuzz.py`` tries new examples for ten minutes. By
-default the same few are tried each time.
+``SO_TUI_FUZZ_S=600`` tries new examples for ten minutes; by default the same few are tried.
 """
 
 from __future__ import annotations
@@ -120,10 +118,6 @@ def valid_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return run
 
 
-def files_of(run: RunDirectory) -> list[Path]:
-    return sorted(path.relative_to(run.path) for path in run.path.rglob("*") if path.is_file())
-
-
 def harmed(path: Path) -> st.SearchStrategy[bytes]:
     content = path.read_bytes()
     if path.suffix == ".json" or path.parent.name == "control":
@@ -132,7 +126,8 @@ def harmed(path: Path) -> st.SearchStrategy[bytes]:
 
 
 def test_any_file_of_a_run(valid_run: RunDirectory, tmp_path: Path) -> None:
-    names = files_of(valid_run)
+    files = (path for path in valid_run.path.rglob("*") if path.is_file())
+    names = sorted(path.relative_to(valid_run.path) for path in files)
     assert {"run.json", "state.json", "spec.json"} <= {str(name) for name in names}
     copy = RunDirectory(shutil.copytree(valid_run.path, tmp_path / "runs" / "fuzzed"))
 

@@ -1,6 +1,4 @@
-"""Where the locks of GPUs are: the same for all of a user's shells, and out of the reach of other
-users.
-"""
+"""Where the locks of GPUs are: the same in all shells of a user, out of reach of others."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ def folders(user: User) -> set[Path]:
 
 
 @pytest.mark.parametrize("squatted", [False, True])
-def test_locks_of_gpus_are_the_same_in_all_shells_also_if_another_user_took_the_name(
-    squatted: bool, machine: SharedMachine
-) -> None:
+def test_gpu_locks_are_the_same_in_all_shells(squatted: bool, machine: SharedMachine) -> None:
     usual = Path(f"/tmp/so-tui-{machine.owner.uid}")
     try:
         if squatted:

@@ -1,6 +1,4 @@
-"""A host whose /proc shows each user only processes of their own (mount option hidepid), as many
-login nodes have it.
-"""
+"""A host whose /proc shows each user only processes of their own (mount option hidepid)."""
 
 from __future__ import annotations
 
@@ -41,17 +39,8 @@ sys.stdin.read()
 
 def hidden(user: User, *argv: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run a command as a user in a mount namespace whose /proc hides processes of others."""
-    command = [
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "bash",
-        "-c",
-        HIDING,
-        str(user.uid),
-        *argv,
-    ]
+    unshared = ["unshare", "--mount", "--propagation", "private", "bash", "-c"]
+    command = [*unshared, HIDING, str(user.uid), *argv]
     return subprocess.run(
         command,
         capture_output=True,
@@ -65,9 +54,7 @@ def hidden(user: User, *argv: str, timeout_s: float = 60.0) -> subprocess.Comple
 
 @pytest.fixture(autouse=True)
 def hiding(machine: SharedMachine) -> None:
-    """Skip where a process of another user cannot be hidden: no privilege, or no hidepid in this
-    kernel.
-    """
+    """Skip where a process of another user cannot be hidden: no privilege, or no hidepid."""
     shown = hidden(machine.other, "test", "-e", f"/proc/{os.getpid()}/stat")
     if shown.returncode != 1 or shown.stderr:
         pytest.skip(f"/proc cannot be mounted with hidepid here ({shown.stderr.strip()})")
@@ -83,7 +70,7 @@ def listed(user: User, folder: Path) -> dict[str, object]:
     return run
 
 
-def test_a_run_whose_processes_the_kernel_hides_is_not_called_lost(machine: SharedMachine) -> None:
+def test_a_run_with_hidden_processes_is_not_lost(machine: SharedMachine) -> None:
     owner, folder = machine.owner, machine.scratch / "runs"
     with subprocess.Popen(
         [owner.interpreter, "-P", "-c", WITH_A_RUN, str(folder)],
@@ -99,7 +86,7 @@ def test_a_run_whose_processes_the_kernel_hides_is_not_called_lost(machine: Shar
     assert listed(owner, folder)["state"] == "lost"
 
 
-def test_commands_work_where_the_kernel_hides_other_users_processes(machine: SharedMachine) -> None:
+def test_commands_work_where_processes_are_hidden(machine: SharedMachine) -> None:
     user = machine.other
     for arguments in (["inspect", "--json"], ["doctor"], ["plan", "tiny"], ["runs"]):
         done = hidden(user, user.interpreter, "-P", "-m", "so_tui", *arguments)

@@ -25,9 +25,7 @@ print("loaded", path)
 
 
 def plant(machine: SharedMachine, cache: Path) -> None:
-    """Let the other user put a library in place of the owner's compiled kernels, which runs code
-    when it is loaded.
-    """
+    """Let the other user replace the owner's kernels by a library that runs code when loaded."""
     source = machine.scratch / "planted.c"
     source.write_text("#include <stdio.h>\n" + PLANTED)
     code = (
@@ -45,9 +43,7 @@ def plant(machine: SharedMachine, cache: Path) -> None:
 
 
 def fast_compiler(machine: SharedMachine) -> str:
-    """Return a compiler that does not optimise: who can have written a kernel matters here, not its
-    speed.
-    """
+    """Return a compiler that does not optimise: the speed of a kernel does not matter here."""
     path = machine.scratch / "fast-compiler"
     if not path.exists():
         path.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
@@ -57,15 +53,8 @@ def fast_compiler(machine: SharedMachine) -> str:
 
 def load(machine: SharedMachine, cache: Path, umask: int = 0o022) -> str:
     user = machine.owner
-    done = user.run(
-        user.interpreter,
-        "-P",
-        "-c",
-        LOAD,
-        umask=umask,
-        XDG_CACHE_HOME=str(cache),
-        CXX=fast_compiler(machine),
-    )
+    changes = {"XDG_CACHE_HOME": str(cache), "CXX": fast_compiler(machine)}
+    done = user.run(user.interpreter, "-P", "-c", LOAD, umask=umask, **changes)
     assert done.returncode == 0, done.stderr
     assert "planted" not in done.stdout
     return done.stdout + done.stderr
@@ -78,9 +67,7 @@ def shared_cache(machine: SharedMachine) -> Path:
     return cache
 
 
-def test_a_kernel_in_a_folder_that_others_can_write_is_compiled_in_another_folder(
-    machine: SharedMachine,
-) -> None:
+def test_a_kernel_in_a_writable_folder_is_not_used(machine: SharedMachine) -> None:
     cache = shared_cache(machine)
     load(machine, cache)
     folder = cache / "so-tui" / "kernels"
@@ -120,9 +107,7 @@ def test_a_folder_that_another_user_made_first_is_not_used(machine: SharedMachin
     assert list(folder.iterdir()) == []
 
 
-def test_a_kernel_that_the_group_can_write_is_replaced_and_a_lax_umask_makes_none(
-    machine: SharedMachine,
-) -> None:
+def test_a_kernel_that_the_group_can_write_is_replaced(machine: SharedMachine) -> None:
     cache = shared_cache(machine)
     load(machine, cache, umask=0o002)
     (path,) = (cache / "so-tui" / "kernels").glob("adam-*.so")
@@ -134,10 +119,8 @@ def test_a_kernel_that_the_group_can_write_is_replaced_and_a_lax_umask_makes_non
     assert "compiled anew" in load(machine, cache)
 
 
-def test_exchanging_a_kernel_between_check_and_load_changes_nothing(machine: SharedMachine) -> None:
-    """The other user holds the folder above the owner's, moves the owner's away after the check,
-    and puts another there.
-    """
+def test_a_kernel_exchanged_after_the_check_is_not_loaded(machine: SharedMachine) -> None:
+    """The other user holds the folder above the owner's, and exchanges the owner's."""
     cache = shared_cache(machine)
     load(machine, cache)
     (cache / "so-tui").chmod(0o777)

@@ -1,6 +1,4 @@
-"""Looking at a run only reads: whatever a run folder says, nothing of it is executed and nobody's
-process is signalled.
-"""
+"""Looking at a run only reads: nothing of it is executed, nobody's process is signalled."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from msgspec.structs import replace
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.records import Process, State
+from so_tui.runs.records import Process, RunState, State
 from tests.support.hostile_run import gone, open_to_all, write_hostile_run
 from tests.support.users import SharedMachine, User
 from tests.support.waiting import LIMIT_S, wait_until
@@ -79,9 +77,7 @@ class Scene:
         return run
 
     def nothing_happened(self) -> None:
-        """Fail if anything of the run was executed, a supervisor was started or the bystander was
-        ended.
-        """
+        """Fail if anything was executed, a supervisor started or the bystander ended."""
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             assert not supervisors_of(self.viewer), "a supervisor was started"
@@ -98,6 +94,12 @@ def scene(machine: SharedMachine) -> Iterator[Scene]:
     yield Scene(machine, machine.scratch / "proof", bystander)
     bystander.kill()
     bystander.communicate()
+
+
+def marked(user: User, run: RunDirectory, known: str) -> subprocess.Popen[str]:
+    """Start a process that carries the marker of a run."""
+    marker = {"SO_TUI_RUN": str(run.path), "SO_TUI_RUN_ID": known, "SO_TUI_ATTEMPT": "1"}
+    return user.start(user.interpreter, "-c", SLEEPER, **marker)
 
 
 def supervisors_of(user: User) -> list[int]:
@@ -139,9 +141,8 @@ def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.Com
             "screen": user.python(LOOK_ON_THE_SCREEN, folder, path),
         }
         try:
-            watching.wait(
-                timeout=max(0.1, began + 7 - time.monotonic())
-            )  # it looks after the supervisor every 5 s
+            # It looks after the supervisor every 5 s.
+            watching.wait(timeout=max(0.1, began + 7 - time.monotonic()))
         except subprocess.TimeoutExpired:
             watching.send_signal(signal.SIGINT)
             watching.wait(timeout=LIMIT_S)
@@ -151,9 +152,7 @@ def look_in_every_way(user: User, run: RunDirectory) -> dict[str, subprocess.Com
 @pytest.mark.parametrize(
     ("state", "supervised"), [("starting", False), ("training", False), ("training", True)]
 )
-def test_looking_at_another_users_run_starts_and_signals_nothing(
-    scene: Scene, state: State, supervised: bool
-) -> None:
+def test_looking_at_anothers_run_is_harmless(scene: Scene, state: State, supervised: bool) -> None:
     run = scene.hostile(state, supervised=supervised)
     done = look_in_every_way(scene.viewer, run)
     scene.nothing_happened()
@@ -164,7 +163,7 @@ def test_looking_at_another_users_run_starts_and_signals_nothing(
     assert run.path.exists()
 
 
-def test_a_request_that_cannot_be_written_is_an_error_and_no_traceback(scene: Scene) -> None:
+def test_a_request_that_cannot_be_written_is_an_error(scene: Scene) -> None:
     folder = scene.viewer.home / "runs"
     run = write_hostile_run(folder, scene.proof, state="training", supervisor=scene.known)
     scene.viewer.give(folder)
@@ -195,16 +194,12 @@ def test_a_copied_run_is_data(scene: Scene) -> None:
     scene.nothing_happened()
 
 
-def test_a_copied_run_whose_processes_are_gone_is_lost_and_starts_nothing(scene: Scene) -> None:
+def test_a_copied_run_without_processes_is_lost(scene: Scene) -> None:
     run = scene.hostile("training")
     copy = copied(run, scene.viewer)
     state = read_state(copy)
-    write_state(
-        copy,
-        type(state)(
-            name=state.name, state="training", attempt=1, host=state.host, processes=(gone(),)
-        ),
-    )
+    named = {"name": state.name, "state": "training", "attempt": 1, "host": state.host}
+    write_state(copy, RunState(**named, processes=(gone(),)))  # type: ignore[arg-type]
     scene.viewer.give(copy.path.parent)
     shown = scene.viewer.so_tui("runs", "--json", "--runs-dir", str(copy.path.parent))
     assert '"state": "lost"' in shown.stdout
@@ -224,12 +219,8 @@ def test_a_copied_run_whose_processes_are_gone_is_lost_and_starts_nothing(scene:
     ],
 )
 @pytest.mark.parametrize("trick", ["another-users", "link", "writable"])
-def test_a_run_with_a_part_that_others_control_is_not_acted_upon(
-    scene: Scene, part: str, trick: str
-) -> None:
-    """The folder is the viewer's own, with a process that carries its marker, so that only this
-    part stands in the way.
-    """
+def test_a_run_that_others_control_is_not_acted_upon(scene: Scene, part: str, trick: str) -> None:
+    """In the viewer's own folder, with a marked process: only this part stands in the way."""
     folder = scene.viewer.home / "runs"
     run = write_hostile_run(folder, scene.proof, state="training", supervisor=gone())
     scene.viewer.give(folder)
@@ -244,14 +235,7 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(
         case _:
             target.chmod(target.stat().st_mode | 0o020)
     viewer = scene.viewer
-    with viewer.start(
-        viewer.interpreter,
-        "-c",
-        SLEEPER,
-        SO_TUI_RUN=str(run.path),
-        SO_TUI_RUN_ID=known,
-        SO_TUI_ATTEMPT="1",
-    ) as member:
+    with marked(viewer, run, known) as member:
         try:
             listed = viewer.so_tui("runs", "--runs-dir", str(folder))
             assert (listed.returncode, listed.stderr) == (0, "")
@@ -265,12 +249,8 @@ def test_a_run_with_a_part_that_others_control_is_not_acted_upon(
     assert not scene.proof.exists()
 
 
-def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_process_is_left_alone(
-    scene: Scene,
-) -> None:
-    """The opposite of the tests above: the marker, and not the state file, decides which processes
-    are stopped.
-    """
+def test_only_marked_processes_of_a_run_are_stopped(scene: Scene) -> None:
+    """The marker, and not the state file, decides which processes are stopped."""
     viewer = scene.viewer
     folder = viewer.home / "runs"
     run = write_hostile_run(
@@ -278,14 +258,7 @@ def test_a_run_of_ones_own_is_attached_to_and_what_merely_claims_to_be_its_proce
     )
     viewer.give(folder)
     known = run_id(run)
-    with viewer.start(
-        viewer.interpreter,
-        "-c",
-        SLEEPER,
-        SO_TUI_RUN=str(run.path),
-        SO_TUI_RUN_ID=known,
-        SO_TUI_ATTEMPT="1",
-    ) as member:
+    with marked(viewer, run, known) as member:
         try:
             assert viewer.so_tui("runs", "--runs-dir", str(folder)).returncode == 0
             assert member.wait(timeout=LIMIT_S) == -signal.SIGTERM, "the request to stop is overdue"

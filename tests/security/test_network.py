@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +69,7 @@ def test_listening_sockets_are_found_with_their_addresses() -> None:
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a run under its supervisor: two ranks with Adam workers, from its start to
-    its end.
-    """
+    """What was seen of a run under its supervisor: two ranks with Adam workers."""
 
     last: RunState
     sockets: dict[str, set[OpenSocket]]
@@ -84,9 +83,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A run with a site's network named for NCCL and gloo, as modules of clusters do, in which
-    exchanging pickles fails.
-    """
+    """A run with a site's network named for NCCL and gloo, in which pickles fail."""
     folder = tmp_path_factory.mktemp("watched")
     (folder / "sitecustomize.py").write_text(NO_PICKLES)
     spec = tiny(gpus="2", train__steps="6", checkpoint__every_steps="3", **SUPEROFFLOAD)
@@ -112,7 +109,10 @@ def _watch(run: RunDirectory) -> Watched:
         assert state.supervisor is not None
         pids = tree(state.supervisor.pid)
         sockets.setdefault(state.state, set()).update(open_sockets(pids))
-        commands |= {_command(pid) for pid in pids}
+        for pid in pids:
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+                commands.add(command.decode(errors="replace"))
         time.sleep(0.1)
     log = run.log_path(1, state.host).read_text(errors="replace")
     while state.supervisor is not None and alive(state.supervisor) and time.monotonic() < deadline:
@@ -125,6 +125,7 @@ def _watch(run: RunDirectory) -> Watched:
 @pytest.mark.slow
 def test_no_process_of_a_run_listens_on_a_network(watched: Watched) -> None:
     assert watched.last.state == "finished", watched.log[-3000:]
+    assert watched.rendezvous == (), "it vanishes with the run"
     for part in (
         "supervise",
         "deepspeed.launcher.runner",
@@ -147,12 +148,7 @@ def test_ranks_exchange_no_pickles(watched: Watched) -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_rendezvous_of_a_run_vanishes_with_it(watched: Watched) -> None:
-    assert watched.rendezvous == ()
-
-
-def test_a_rendezvous_is_private_and_replaces_those_of_earlier_attempts(tmp_path: Path) -> None:
+def test_a_rendezvous_is_private_and_replaces_earlier_ones(tmp_path: Path) -> None:
     first = make_rendezvous(tmp_path, Path("/runs/one"), 1)
     other = make_rendezvous(tmp_path, Path("/runs/two"), 1)
     (first / "store").write_text("stale")
@@ -171,17 +167,6 @@ def test_a_rendezvous_that_another_user_prepared_is_refused(tmp_path: Path) -> N
     assert (refused.value.path, refused.value.distrust) == (planted, Distrust.WRONG_KIND)
 
 
-def _command(pid: int) -> str:
-    try:
-        return (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        )
-    except OSError:
-        return ""
-
-
 def _network() -> str:
-    """Return the name of an interface other than loopback, or of loopback where there is no
-    other.
-    """
+    """Return the name of an interface, of loopback where there is no other."""
     return next((name for _, name in socket.if_nameindex() if name != "lo"), "lo")

@@ -1,6 +1,4 @@
-"""Figures for Prometheus: off by default, one file of a run for node_exporter, and names that stay
-in their labels.
-"""
+"""Figures for Prometheus: off by default, one file of a run, and names stay in labels."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def test_nothing_is_written_by_default(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_file_can_be_read_by_the_collector_and_goes_at_the_end(tmp_path: Path) -> None:
+def test_the_collector_reads_the_file_which_goes_at_the_end(tmp_path: Path) -> None:
     file = Textfile("r", "h")
     before = os.umask(0o077)
     try:
@@ -67,7 +65,7 @@ def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
     assert (folder / "so-tui-r-h.prom").read_text() == _exposition("r", "h", *KNOWN)
 
 
-def test_a_missing_folder_is_reported_once(
+def test_missing_folder_is_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Textfile("r", "h")

@@ -46,9 +46,7 @@ def test_commands_name_the_model_whose_code_runs(
     assert NAMED in capsys.readouterr().out
 
 
-async def test_configure_and_the_question_before_a_launch_name_the_model_whose_code_runs(
-    preset: str, tmp_path: Path
-) -> None:
+async def test_screens_name_the_model_whose_code_runs(preset: str, tmp_path: Path) -> None:
     async with opened(tmp_path / "runs", (160, 45)) as ui:
         await ui.press("1", "slash", *"theirs", "enter", "enter")
         await ui.until(lambda: "trust_remote_code is on" in ui.text())
@@ -68,9 +66,7 @@ async def test_configure_and_the_question_before_a_launch_name_the_model_whose_c
         ({"model.id": "/models/one"}, RemoteCode(model="/models/one", revision="")),
     ],
 )
-def test_a_plan_has_the_origin_of_the_code_as_a_fact(
-    values: dict[str, str], fact: RemoteCode
-) -> None:
+def test_a_plan_has_the_origin_of_the_code(values: dict[str, str], fact: RemoteCode) -> None:
     spec = with_values(find_preset("tiny").spec, values)
     assert not any(
         isinstance(warning, RemoteCode) for warning in make_plan(spec, quad_machine()).warnings

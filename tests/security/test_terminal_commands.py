@@ -61,10 +61,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["presets", "hostile", "--set", HOSTILE],
         ["presets", "add", HOSTILE],
     ],
-    "data": [
-        ["data", "hostile"],
-        ["data", "hostile", "--json"],
-    ],
+    "data": [["data", "hostile"], ["data", "hostile", "--json"]],
     "fetch": [["fetch", HOSTILE]],
     "prepare": [["prepare", HOSTILE]],
     "run": [
@@ -112,20 +109,6 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["supervise", "RUN", "--attempt", HOSTILE],
     ],
 }
-WITH_RUNS = (
-    "runs",
-    "watch",
-    "stop",
-    "resume",
-    "logs",
-    "export",
-    "generate",
-    "chat",
-    "export-metrics",
-    "compare",
-    "note",
-    "supervise",
-)
 OWN_STYLING = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -153,9 +136,7 @@ def looked_at() -> dict[bytes, list[Progress | DataPreview]]:
 def _the_same_data_is_looked_at_once(
     looked_at: dict[bytes, list[Progress | DataPreview]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let the helper process, which takes seconds, answer the first of three commands that ask for
-    the same.
-    """
+    """Let the helper process, which takes seconds, answer the same question once."""
     preview_data = helper_jobs.preview_data
 
     def remembered(spec: RunSpec, rows: int) -> Iterator[Progress | DataPreview]:
@@ -180,7 +161,9 @@ def called(
             so_tui=HOSTILE, begun=HOSTILE, host=HOSTILE, gpus=1, shape=HOSTILE, outcomes=()
         )
         reports.write(Path(names["REPORT"]), other)
-    where = ["--runs-dir", str(world.runs_dir)] if argv[0] in WITH_RUNS else []
+    with_runs = "runs watch stop resume logs export generate chat export-metrics compare note"
+    known = argv[0] in (*with_runs.split(), "supervise")
+    where = ["--runs-dir", str(world.runs_dir)] if known else []
     with suppress(SystemExit):  # argparse ends so
         main([*(names.get(word, word) for word in argv), *where])
     printed = capsys.readouterr()
@@ -232,7 +215,7 @@ def test_commands_print_only_printable_characters(
         COMMANDS["data"][0],
     ],
 )
-def test_of_control_sequences_only_so_tuis_own_colours_reach_a_terminal(
+def test_only_so_tuis_own_colours_reach_a_terminal(
     argv: list[str],
     world: HostileWorld,
     monkeypatch: pytest.MonkeyPatch,
@@ -255,7 +238,7 @@ def test_json_and_toml_still_say_what_was_written(
     assert (listed["name"], listed["reason"]) == (IN_A_NAME, HOSTILE)
 
 
-def test_a_traceback_and_bytes_that_are_no_text_are_printed_safely() -> None:
+def test_tracebacks_and_odd_bytes_are_printed_safely() -> None:
     code = (
         "import sys; from so_tui.trust.streams import guard_output; guard_output(); "
         "print(sys.argv[1]); raise OSError(sys.argv[1])"

@@ -7,7 +7,6 @@ import re
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -18,7 +17,6 @@ from textual.strip import Strip
 from textual.widgets import Checkbox, DataTable, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from so_tui.runs import read_state, write_state
 from so_tui.trust.text import brief_message, printable_line
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
@@ -31,6 +29,7 @@ from so_tui.ui.text import Content, shorten, shorten_path
 from so_tui.ui.textual_fixes import DrawsPrintable, FixedApp
 from tests.support.hostile import HOSTILE, SURROGATE, HostileWorld, hostile_world
 from tests.support.make_run import write_run
+from tests.support.records import change_state
 from tests.support.screen import Driver, opened, wait_for_what_runs
 
 WAYS = {
@@ -84,9 +83,7 @@ def test_every_screen_is_tried() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 50), marks=pytest.mark.slow)])
-async def test_screens_show_only_printable_characters(
-    size: tuple[int, int], world: HostileWorld
-) -> None:
+async def test_screens_show_printable_text(size: tuple[int, int], world: HostileWorld) -> None:
     async with opened(world.runs_dir, size, machine=world.machine) as driver:
         await driver.until(lambda: driver.app.runs and driver.app.findings is not None)
         for name, keys in WAYS.items():
@@ -144,9 +141,7 @@ class Widgets(FixedApp[None]):
         table.add_row(RichText(HOSTILE + SURROGATE), label=RichText(HOSTILE))
 
 
-def test_a_copied_path_of_a_run_is_quoted(
-    world: HostileWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copied_path_is_quoted(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     from so_tui.ui.run_actions import copy_path
 
     copied: list[str] = []
@@ -179,7 +174,7 @@ def test_content_spells_out_what_is_not_text() -> None:
     assert Content("\x1b").join(["\x9b", AnyContent("x")]).plain == "\\x9b\\x1bx"
 
 
-def test_texts_of_any_length_and_width_are_shortened_to_their_cells() -> None:
+def test_texts_are_shortened_to_their_cells() -> None:
     began = time.process_time()
     for text in (
         "漢字" * 500_000,
@@ -213,10 +208,7 @@ def test_messages_of_any_length_take_no_more_than_some_lines(text: str) -> None:
 async def test_a_run_with_a_megabyte_of_reason_opens_at_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs", steps=3, seconds_of_samples=3, state="failed")
     reason = "why\n\u202e" * 200_000
-    write_state(
-        run,
-        msgspec.structs.replace(read_state(run), reason=reason, suggestion=reason, detail=reason),
-    )
+    change_state(run, reason=reason, suggestion=reason, detail=reason)
     began = time.process_time()
     async with opened(tmp_path / "runs", open_run=run) as driver:
         await driver.until(lambda: "why \\u202ewhy" in driver.text())

@@ -1,6 +1,4 @@
-"""Select DeepSpeed's accelerator. There is one per process, chosen on import, so this happens
-before any test is collected.
-"""
+"""Select DeepSpeed's accelerator, one per process, before any test is collected."""
 
 import os
 from collections.abc import Iterator
@@ -9,9 +7,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Select CUDA for ``-m gpu`` if there is a device, and the CPU for all other tests, even on
-    machines with GPUs.
-    """
+    """Select CUDA for ``-m gpu`` if there is a device, and the CPU for all other tests."""
     if config.getoption("markexpr") == "gpu":
         import torch
 
@@ -21,9 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="package", autouse=True)
 def _process_group_of_its_own() -> Iterator[None]:
-    """Remove the process group of one rank that the tests in this folder share, and the environment
-    variables that it set.
-    """
+    """Remove the process group that the tests in this folder share, and its variables."""
     import torch.distributed as dist
 
     before = dict(os.environ)

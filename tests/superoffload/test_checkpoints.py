@@ -1,6 +1,4 @@
-"""Whole checkpoints in their folder, with a small engine of one rank: which are used, how they are
-verified, which are removed.
-"""
+"""Whole checkpoints of an engine of one rank: which are used, verified and removed."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import superoffload
 from so_tui.runs import RunDirectory, state, write_state
@@ -40,9 +39,7 @@ def one_rank() -> Ranks:
 
 
 def spec(keep: int = 2) -> RunSpec:
-    return msgspec.structs.replace(
-        support.spec("superoffload", 0.5), checkpoint=CheckpointSpec(keep=keep)
-    )
+    return replace(support.spec("superoffload", 0.5), checkpoint=CheckpointSpec(keep=keep))
 
 
 def save(made: Any, folder: Path, step: int, ranks: Ranks, run: RunSpec) -> Path:
@@ -66,9 +63,7 @@ def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_damaged_checkpoints_are_named_and_passed_over(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=5)
     with support.engine(run) as made:
         paths = [save(made, tmp_path, step, one_rank, run) for step in (5, 10, 15, 20, 25)]
@@ -110,9 +105,7 @@ def test_the_newest_that_can_be_read_is_taken_and_the_damaged_ones_are_named(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_a_background_checkpoint_is_that_of_its_step(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=1)
     with support.engine(run, copies_bytes=1 << 30) as made:
         support.train(made, support.batches(2))
@@ -145,7 +138,7 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_checkpoint_that_cannot_be_written_meanwhile_is_reported_and_the_one_before_stays(
+def test_a_failed_background_save_is_reported(
     trains: bool, tmp_path: Path, one_rank: Ranks
 ) -> None:
     run = spec(keep=1)
@@ -153,9 +146,8 @@ def test_a_checkpoint_that_cannot_be_written_meanwhile_is_reported_and_the_one_b
         support.train(made, support.batches(1))
         first = save(made, tmp_path, 1, one_rank, run)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (50_000, limits[1])
-        )  # the random state fits, the states do not
+        # The random state fits, the states do not.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         try:
             saving = checkpoint.Saving(
                 made, support.manifest(2, run), tmp_path, one_rank, 1, background=True
@@ -166,14 +158,11 @@ def test_a_checkpoint_that_cannot_be_written_meanwhile_is_reported_and_the_one_b
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert caught.value.code == "checkpoint-failed"
         assert names(tmp_path) == [first.name]
-        assert (
-            save(made, tmp_path, 3, one_rank, run).name == "step-000003"
-        )  # the copies were given back
+        # The copies were given back.
+        assert save(made, tmp_path, 3, one_rank, run).name == "step-000003"
 
 
-def test_older_checkpoints_stay_until_the_new_one_is_verified(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_older_checkpoints_stay_until_a_new_is_verified(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=1)
     with support.engine(run) as made:
         first = save(made, tmp_path, 1, one_rank, run)
@@ -193,9 +182,7 @@ def test_older_checkpoints_stay_until_the_new_one_is_verified(
 
 
 @pytest.mark.slow
-def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everything(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_a_checkpoint_restores_all_and_leftovers_go(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec()
     data = support.batches(4)
     with support.engine(run) as made:
@@ -213,9 +200,7 @@ def test_leftovers_of_a_killed_save_are_removed_and_a_checkpoint_restores_everyt
         assert names(tmp_path) == ["step-000002", "step-000004"]
 
 
-def test_a_checkpoint_without_enough_disk_space_is_refused_with_field_value_and_remedy(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_without_disk_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         checkpoint_folder.make_room(tmp_path / "new", 10**18, "checkpoint.folder")
     assert caught.value.code == "disk-full"
@@ -244,9 +229,7 @@ def test_one_flipped_bit_in_a_small_file_is_found(tmp_path: Path, one_rank: Rank
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_a_checkpoint_replaced_while_read_is_not_damaged(tmp_path: Path, one_rank: Ranks) -> None:
     run = spec(keep=1)
     with support.engine(run) as made:
         model = save(made, tmp_path / "model", 1, one_rank, run)
@@ -258,7 +241,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_damaged(
         """Save and remove checkpoints all the time, as a run does."""
         for step in itertools.count(2):
             shutil.copytree(model, folder / "new.partial")
-            manifest = msgspec.structs.replace(checkpoint_folder.read_manifest(model), step=step)
+            manifest = replace(checkpoint_folder.read_manifest(model), step=step)
             (folder / "new.partial" / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
             (folder / "new.partial").rename(folder / f"step-{step:06d}")
             shutil.rmtree((folder / f"step-{step - 1:06d}").rename(folder / "old.partial"))
@@ -328,9 +311,7 @@ def test_an_attempt_ends_once_a_newer_one_has_been_started(
     watched.close()
 
 
-def test_an_attempt_that_counts_as_lost_makes_no_checkpoint_valid(
-    tmp_path: Path, one_rank: Ranks
-) -> None:
+def test_a_superseded_attempt_makes_no_checkpoint_valid(tmp_path: Path, one_rank: Ranks) -> None:
     """The newer one may be writing the same step: its files stay."""
     directory, run = RunDirectory(tmp_path / "run"), spec()
     directory.path.mkdir()

@@ -1,6 +1,4 @@
-"""States converted to DeepSpeed's universal format, and from it and from ZeRO-3's own files:
-DeepSpeed itself writes and reads them.
-"""
+"""States converted to DeepSpeed's universal format and from its files, which it writes itself."""
 
 from __future__ import annotations
 
@@ -22,6 +20,7 @@ from tests.support import engine as support
 from tests.support.problems import coded
 
 BEFORE, AFTER = support.batches(3), support.batches(3, seed=9)
+STATES_FILE = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
@@ -29,9 +28,7 @@ LOADS_UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
 def model(seed: int) -> torch.nn.Module:
-    """The same model for a seed. The checkpoint is of seed 0; what loads it begins with other
-    weights.
-    """
+    """The same model for a seed. The checkpoint is of seed 0; others load it."""
     torch.manual_seed(seed)
     return support.OddModel().bfloat16()
 
@@ -52,9 +49,7 @@ def ours(universal: Path) -> list[float]:
 
 
 def deepspeeds_own(universal: Path) -> list[float]:
-    """Return the losses of DeepSpeed's ZeRO-3 with its own CPU Adam, from a universal checkpoint
-    on.
-    """
+    """Return the losses of ZeRO-3 with DeepSpeed's CPU Adam, from a universal checkpoint on."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -75,9 +70,7 @@ def deepspeeds_own(universal: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("mode", "ratio"), [("superoffload", 0.5), ("zerooffload", 1.0), ("gpu", 1.0)]
 )
-def test_training_goes_on_alike_on_either_side(
-    mode: support.Mode, ratio: float, tmp_path: Path
-) -> None:
+def test_converted_states_train_on_alike(mode: support.Mode, ratio: float, tmp_path: Path) -> None:
     with support.engine(support.spec(mode, ratio), model=model(0)) as made:
         support.train(made, BEFORE)
         superoffload.save_state(made, tmp_path / "ours")
@@ -125,7 +118,7 @@ def two_ranks(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_shards_of_several_ranks_are_joined_without_their_padding(two_ranks: Path) -> None:
+def test_shards_of_ranks_are_joined_without_padding(two_ranks: Path) -> None:
     found = superoffload.deepspeed_states(two_ranks)
     assert (found.progress.step, found.progress.samples, found.adam_step, found.numels) == (
         7,
@@ -176,38 +169,22 @@ class Hostile:
         return os.system, (f"touch {self._path}",)
 
 
-def torn(folder: Path) -> None:
-    path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def linked(folder: Path) -> None:
     shutil.move(folder / MODEL_FILE, folder.parent / "elsewhere")
     (folder / MODEL_FILE).symlink_to(folder.parent / "elsewhere")
 
 
-def cut_by_tensor(folder: Path) -> None:
-    (folder / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt").touch()
-
-
-def other_sizes(folder: Path) -> None:
-    torch.save(
-        {"param_shapes": [{"a": torch.Size([500])}], "global_steps": 7, "global_samples": 56},
-        folder / MODEL_FILE,
-    )
+OTHER_SIZES = {"param_shapes": [{"a": torch.Size([500])}], "global_steps": 7, "global_samples": 56}
 
 
 @pytest.mark.parametrize(
     ("harm", "code"),
     [
-        (torn, "unreadable"),
+        (lambda folder: os.truncate(folder / STATES_FILE, 500), "unreadable"),
+        (lambda folder: (folder / STATES_FILE).unlink(), "unreadable"),
         (linked, "unreadable"),
-        (other_sizes, "unreadable"),
-        (cut_by_tensor, "tensor-parallel"),
-        (
-            lambda folder: (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(),
-            "unreadable",
-        ),
+        (lambda folder: torch.save(OTHER_SIZES, folder / MODEL_FILE), "unreadable"),
+        (lambda folder: (folder / STATES_FILE.replace("00_o", "01_o")).touch(), "tensor-parallel"),
         (lambda folder: (folder / MODEL_FILE).unlink(), "not-deepspeeds"),
         (
             lambda folder: (folder / MODEL_FILE).write_bytes(pickle.dumps({"global_steps": 7})),
@@ -233,9 +210,7 @@ def test_reading_a_checkpoint_runs_no_code_of_it(two_ranks: Path, tmp_path: Path
 
 
 class Attribute:
-    """Is saved as the attribute of ``kind`` that ``getattr`` reads, as Python 3.11.2 saves the
-    members of enums.
-    """
+    """Is saved as an attribute of ``kind``, as Python 3.11.2 saves the members of enums."""
 
     def __init__(self, kind: object, name: str) -> None:
         self._kind, self._name = kind, name

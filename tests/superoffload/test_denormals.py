@@ -1,6 +1,4 @@
-"""Moments of parameters that get no gradient for long: they decay into denormal numbers, which
-count as zero and cost nothing.
-"""
+"""Moments without gradients decay into denormal numbers, which count as zero and cost nothing."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def test_moments_without_gradient_reach_zero_and_not_denormals(weights: Floats) 
     assert not ((states.second > 0) & (states.second < SMALLEST)).any()
 
 
-def test_what_is_not_denormal_is_what_it_would_be_without_denormals_beside_it(
-    weights: Floats,
-) -> None:
+def test_denormals_change_no_neighbour(weights: Floats) -> None:
     """Also that a denormal moment does not change its weight."""
     gradient = np.random.default_rng(2).standard_normal(NUMEL, dtype=np.float32)
     gradient[::3] = 0

@@ -1,8 +1,6 @@
-"""Engines with drawn shapes, settings and configs, compared with plain AdamW and clipping. One
-rank, on the CPU.
+"""Engines with drawn settings, compared with plain AdamW. One rank, on the CPU.
 
-``SO_TUI_FUZZ_S=600 pytest tests/superoffload/test_drawn_settings.py`` draws new runs for ten
-minutes. By default the same few are drawn each time.
+``SO_TUI_FUZZ_S=600`` draws new runs for ten minutes; by default the same few are drawn.
 """
 
 from __future__ import annotations
@@ -13,9 +11,10 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -35,9 +34,7 @@ RUNS = 20
 
 
 class Product(torch.nn.Module):
-    """The sum of a parameter's products with given factors, which are its gradient whatever its
-    weights are.
-    """
+    """The sum of a parameter's products with given factors, which are its gradient."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -190,9 +187,7 @@ class Plain:
         """Magnitude of each parameter's gradients so far."""
 
     def step(self, learning_rate: float, micro_batches: list[list[torch.Tensor]]) -> float:
-        """Step and return the norm before clipping. Gradients are those of the weights' own type,
-        summed in float32.
-        """
+        """Step and return the norm before clipping. Gradients are summed in float32."""
         sums = [torch.zeros_like(weights) for weights in self.weights]
         for factors in micro_batches:
             (self.model(factors) / self.run.accumulation).backward()
@@ -212,9 +207,7 @@ class Plain:
 
 
 def try_run(run: Drawn) -> superoffload.OffloadStats:
-    """Train with the engine and without; compare norms, states and weights. Return the engine's
-    stats.
-    """
+    """Compare norms, states and weights with and without the engine; return its stats."""
     plain, made_model = Plain(run), run.model()
     names = [name for name, _ in made_model.named_parameters()]
     made, *_ = superoffload.initialize(
@@ -223,7 +216,10 @@ def try_run(run: Drawn) -> superoffload.OffloadStats:
         run.settings,
         copy.deepcopy(run.ds_config),
     )
-    with closing(made), tempfile.TemporaryDirectory() as folder:
+    with (
+        closing(SimpleNamespace(close=lambda: superoffload.close(made))),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         for step, micro_batches in run.factors():
             superoffload.set_learning_rate(made, step.learning_rate)
             for factors in micro_batches:
@@ -256,14 +252,6 @@ def try_run(run: Drawn) -> superoffload.OffloadStats:
 def assert_close(found: np.ndarray[Any, Any], expected: torch.Tensor, atol: float) -> None:
     """Assert that values agree to 1e-6, or to what cancels out of them."""
     np.testing.assert_allclose(found, expected.detach().flatten().numpy(), rtol=1e-6, atol=atol)
-
-
-@contextmanager
-def closing(made: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        superoffload.close(made)
 
 
 def seeds() -> Iterator[int]:

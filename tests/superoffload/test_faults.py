@@ -1,6 +1,4 @@
-"""Starting, using or ending our SuperOffload optimizer in the wrong way: it raises a clear error
-and leaves nothing behind.
-"""
+"""Our optimizer started, used or ended in the wrong way: a clear error, and nothing stays."""
 
 from __future__ import annotations
 
@@ -10,7 +8,8 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,17 @@ from tests.support.reference_adamw import core_of
 pytestmark = pytest.mark.slow
 
 
+@contextmanager
+def no_engine(code: str, match: str | None = None) -> Iterator[None]:
+    """Expect that no engine can be made, and that nothing of it stays."""
+    kind = superoffload.WorkerLostError if code == "worker-ended" else superoffload.OffloadError
+    with coded(kind, code, match=match):
+        yield
+    assert not traces()
+
+
 def traces() -> list[str]:
-    """Return what an engine has left behind in this process: shared memory, Adam workers,
-    threads.
-    """
+    """Return what an engine has left in this process: shared memory, Adam workers, threads."""
     gc.collect()
     memory = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     memory += Path("/proc/self/maps").read_text().splitlines()
@@ -44,60 +50,7 @@ def traces() -> list[str]:
     return [line for line in memory if STATES_MEMORY_NAME in line] + workers + threads
 
 
-def test_another_deepspeed_is_refused_before_anything_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("deepspeed.__version__", "0.19.9")
-    with (
-        coded(superoffload.OffloadError, "deepspeed-version"),
-        support.engine(support.spec("superoffload")),
-    ):
-        pass
-    assert not traces()
-
-
-def test_without_a_compiler_it_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with (
-        coded(superoffload.OffloadError, "no-compiler"),
-        support.engine(support.spec("superoffload")),
-    ):
-        pass
-    assert not traces()
-
-
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'unrecognized option -fopenmp' >&2; exit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with (
-        coded(superoffload.OffloadError, "compiler-failed", match="unrecognized option"),
-        support.engine(support.spec("superoffload")),
-    ):
-        pass
-    assert not traces()
-    assert not list(tmp_path.rglob("*.so"))
-
-
-def test_without_a_cache_folder_of_our_own_a_kernel_is_compiled_for_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.warns(UserWarning, match="this process only"):
-        built = kernel.library()
-    assert (built.parent.parent, stat.S_IMODE(built.parent.stat().st_mode)) == (tmp_path, 0o700)
-    assert kernel.library() == built
-
-
-def test_without_any_folder_of_our_own_there_is_no_kernel(
+def test_without_a_private_cache_a_kernel_is_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -105,6 +58,11 @@ def test_without_any_folder_of_our_own_there_is_no_kernel(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     with coded(superoffload.OffloadError, "no-cache-folder"):
         kernel.library()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match="this process only"):
+        built = kernel.library()
+    assert (built.parent.parent, stat.S_IMODE(built.parent.stat().st_mode)) == (tmp_path, 0o700)
+    assert kernel.library() == built
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
@@ -117,9 +75,7 @@ def test_the_cache_folder_is_the_one_in_which_the_doctor_looks(
     assert kernel._cache_folder().is_relative_to(tmp_path)
 
 
-def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_kernels_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", "/nowhere")
@@ -136,34 +92,40 @@ def test_without_a_compiler_a_kernel_cached_for_this_cpu_is_used(
         kernel.library()
 
 
-def test_a_worker_that_cannot_start_is_reported_and_nothing_stays(
+def make_engine() -> None:
+    with support.engine(support.spec("superoffload")):
+        pass
+
+
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "worker.py").write_text("raise SystemExit(1)")
-    monkeypatch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
-    with (
-        coded(
-            superoffload.WorkerLostError,
-            "worker-ended",
-            match=r"ended with code 1 during initialize of sub-group 0.*in the log",
-        ),
-        support.engine(support.spec("superoffload")),
-    ):
-        pass
-    assert not traces()
+    with monkeypatch.context() as patch, no_engine("deepspeed-version"):
+        patch.setattr("deepspeed.__version__", "0.19.9")
+        make_engine()
+    with monkeypatch.context() as patch, no_engine("worker-ended", "code 1 during initialize"):
+        (tmp_path / "worker.py").write_text("raise SystemExit(1)")
+        patch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
+        make_engine()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patch, no_engine("no-compiler"):
+        patch.setenv("PATH", str(tmp_path))
+        patch.delenv("CXX", raising=False)
+        make_engine()
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'unrecognized option -fopenmp' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    with monkeypatch.context() as patch, no_engine("compiler-failed", "unrecognized option"):
+        patch.setenv("CXX", str(compiler))
+        make_engine()
+    assert not list(tmp_path.rglob("*.so"))
 
 
-def test_when_deepspeed_fails_after_our_optimizer_started_nothing_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = support.ds_config
-    monkeypatch.setattr(
-        support,
-        "ds_config",
-        lambda *settings: {**config(*settings), "scheduler": {"type": "Nonsense"}},
-    )
-    with pytest.raises(Exception, match="Nonsense"), support.engine(support.spec("superoffload")):
-        pass
+def test_nothing_stays_when_deepspeed_fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    nonsense, config = {"scheduler": {"type": "Nonsense"}}, support.ds_config
+    monkeypatch.setattr(support, "ds_config", lambda *given: config(*given) | nonsense)
+    with pytest.raises(Exception, match="Nonsense"):
+        make_engine()
     assert not traces()
 
 
@@ -202,12 +164,8 @@ def test_an_engine_that_is_closed_says_so(ratio: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("clipping", "accumulation"), [(0.0, 1), (1.0, 1), (1.0, 3)])
-def test_the_middle_of_a_step_is_neither_saved_nor_loaded_into(
-    clipping: float, accumulation: int, tmp_path: Path
-) -> None:
-    """Gradients that have arrived would be lost by a save, and applied to other weights after a
-    load.
-    """
+def test_no_save_or_load_within_a_step(clipping: float, accumulation: int, tmp_path: Path) -> None:
+    """A save would lose gradients that have arrived; a load would apply them elsewhere."""
     run = support.spec("superoffload", 1.0, clipping=clipping, accumulation=accumulation)
     with support.engine(run) as made:
         support.train(made, support.batches(accumulation))
@@ -234,9 +192,7 @@ class Failing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_ended_in_the_middle_of_a_step_it_leaves_nothing_and_another_can_start(
-    clipping: float, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_end_within_a_step_is_clean(clipping: float, capfd: pytest.CaptureFixture[str]) -> None:
     run = support.spec("superoffload", 1.0, clipping=clipping, sub_group_size=1)
     with support.engine(run) as made:
         expected = support.train(made, support.batches(2))
@@ -269,7 +225,7 @@ def test_the_worker_ignores_signals_to_the_whole_process_group(number: signal.Si
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_one_infinite_value_in_the_second_of_three_micro_batches_is_found(clipping: float) -> None:
+def test_an_infinite_value_in_a_micro_batch_is_found(clipping: float) -> None:
     with support.engine(
         support.spec("superoffload", 1.0, clipping=clipping, accumulation=3)
     ) as made:
@@ -293,7 +249,7 @@ def test_one_infinite_value_in_the_second_of_three_micro_batches_is_found(clippi
         )
 
 
-def test_weights_changed_by_hand_are_copied_to_the_master_weights_on_request() -> None:
+def test_changed_weights_are_copied_to_master_weights() -> None:
     import deepspeed
     from deepspeed.utils import (
         safe_get_full_fp32_param,

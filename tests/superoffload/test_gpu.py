@@ -1,6 +1,4 @@
-"""Tests of the offload engine that need CUDA: pinned memory, copies concurrent with computation,
-weights that arrive late.
-"""
+"""The engine with CUDA: pinned memory, copies beside computation, weights that arrive late."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ from tests.support.reference_adamw import Reference, core_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(
         support.DEVICE.type != "cuda",
         reason="DeepSpeed runs on the CPU in this process: select these tests with -m gpu",
@@ -40,23 +37,18 @@ pytestmark = [
 
 STEPS = 20
 WIDTH = 256
-"""Wide enough that copies and Adam take longer than queueing them: 1.6 million parameters, matrices
-of 131072.
-"""
+"""Copies and Adam take longer than queueing them: 1.6 million parameters, matrices of 131072."""
 SUB_GROUP = 300_000
 BUCKET = 200_000
-"""Elements. One matrix fills a bucket, so every gradient is reduced in a bucket that the next one
-overwrites.
-"""
+"""Elements: one matrix fills a bucket, which the next one overwrites."""
 
 
 @contextmanager
 def engine(run: RunSpec, **settings: Any) -> Iterator[Any]:
     torch.manual_seed(run.train.seed)
     model = support.Model(width=WIDTH)
-    torch.nn.init.normal_(
-        model.embedding.weight, std=0.02
-    )  # also the head: with torch's 1.0 the first losses would be in the hundreds
+    # Also the head: with torch's 1.0 the first losses would be in the hundreds.
+    torch.nn.init.normal_(model.embedding.weight, std=0.02)
     with support.engine(run, model=model, bucket=BUCKET, **settings) as made:
         yield made
 
@@ -75,9 +67,7 @@ def spec(mode: support.Mode, ratio: float, **settings: Any) -> RunSpec:
 def test_twenty_steps_are_those_of_float32_adamw(
     clipping: float, speculation_bytes: int, accumulation: int
 ) -> None:
-    """The test never makes the host wait for the GPU: gradients are recorded there, and the
-    reference is stepped at the end.
-    """
+    """The host never waits for the GPU: the reference is stepped at the end."""
     data = [tokens.to(support.DEVICE) for tokens in support.batches(STEPS * accumulation)]
     rates = [1e-3 * (1 + step) / STEPS for step in range(STEPS)]
     with engine(
@@ -110,12 +100,10 @@ def test_twenty_steps_are_those_of_float32_adamw(
     ("clipping", "speculation_bytes", "copies_bytes"),
     [(0.0, 0, 1 << 30), (2.5, 1 << 30, 0), (2.5, 1 << 30, 1 << 30)],
 )
-def test_what_is_saved_while_training_goes_on_is_the_state_of_that_step(
+def test_a_background_save_is_the_state_of_its_step(
     clipping: float, speculation_bytes: int, copies_bytes: int, tmp_path: Path
 ) -> None:
-    """States on the GPU are copied behind what it has still to do, and written by a thread with
-    steps under way.
-    """
+    """States on the GPU are copied behind its work, and written beside steps."""
     data = support.batches(STEPS)
     settings = {"speculation_bytes": speculation_bytes, "copies_bytes": copies_bytes}
     ends: list[tuple[bytes, bytes]] = []
@@ -144,7 +132,7 @@ WIDE, SUB_GROUP_OF_WIDE = 2048, 20_000_000
 
 
 @pytest.mark.parametrize(("ratio", "clipping", "accumulation"), [(1.0, 1.0, 1), (0.5, 0.0, 2)])
-def test_weights_in_host_memory_take_none_of_the_gpus_and_change_no_bit(
+def test_host_weights_take_no_gpu_memory_and_change_no_bit(
     ratio: float, clipping: float, accumulation: int, tmp_path: Path
 ) -> None:
     data = support.batches(8 * accumulation)
@@ -202,9 +190,7 @@ def test_waiting_early_or_late_gives_the_same_bits(tmp_path: Path) -> None:
 
 @contextmanager
 def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
-    """Make an engine with DeepSpeed's own SuperOffload, undo its change of this process's cores,
-    and check that its worker ends.
-    """
+    """Make an engine with DeepSpeed's SuperOffload; undo its change of cores, end its worker."""
     cores = os.sched_getaffinity(0)
     try:
         with engine(run) as made:
@@ -216,12 +202,8 @@ def deepspeeds_own(run: RunSpec) -> Iterator[Any]:
 
 
 def test_losses_follow_deepspeeds_own_superoffload() -> None:
-    """Both run AdamW in float32 on the same bf16 gradients, but sometimes round the last bit of a
-    master weight differently.
-
-    Where that bit decides to which bf16 neighbour (2 ** -8 apart, relative) the weight is rounded,
-    the next step's gradients differ, too. Over 15 steps, 2 % of the loss allows for this, but not
-    for a lost, doubled or late update.
+    """They may round the last bit of a master weight differently, and so a bf16 weight (2 ** -8
+    apart): 2 % of the loss allows for that, but not for a lost, doubled or late update.
     """
     data = support.batches(1) * 15  # one batch, so that the loss falls if updates are made
     with deepspeeds_own(
@@ -246,15 +228,14 @@ def test_a_resumed_run_goes_on_bit_by_bit(mode: support.Mode, ratio: float, tmp_
         losses = support.train(whole, data[5:])
         expected = support.states(whole, tmp_path / "whole")
     with engine(run) as second:
-        support.train(
-            second, support.batches(2, seed=9)
-        )  # what was trained before must have no effect
+        # What was trained before must have no effect.
+        support.train(second, support.batches(2, seed=9))
         superoffload.load_state(second, tmp_path / "middle")
         assert support.train(second, data[5:]) == losses
         assert support.states(second, tmp_path / "end") == expected
 
 
-def test_killed_and_resumed_in_a_new_process_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
     """In every mode. The worker must end with its rank."""
     script = Path(rank_processes.__file__).with_name("engine_ranks.py")
     (rank,) = rank_processes.start(script, ["first", str(tmp_path)], 1, accelerator="cuda")
@@ -287,9 +268,7 @@ def test_a_state_goes_from_mode_to_mode_without_losing_a_bit(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_stops_with_step_and_sub_group(
-    clipping: float, tmp_path: Path
-) -> None:
+def test_a_gradient_that_is_not_finite_is_located(clipping: float, tmp_path: Path) -> None:
     with engine(spec("superoffload", 0.5, clipping=clipping)) as made:
         support.train(made, support.batches(2))
         support.poison(made)
@@ -360,7 +339,7 @@ print(weights.sum().item(), torch._C._cuda_hasPrimaryContext(0))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_weights_copied_by_a_thread_open_no_context_on_another_gpu() -> None:
+def test_copying_threads_open_no_context_on_another_gpu() -> None:
     """A context would take half a gigabyte of the first GPU for each rank on another GPU."""
     command = [sys.executable, "-c", WEIGHTS_FROM_A_THREAD]
     environment = os.environ | {"PYTHONPATH": checkout_path()}
@@ -371,9 +350,7 @@ def test_weights_copied_by_a_thread_open_no_context_on_another_gpu() -> None:
 
 
 @pytest.mark.parametrize(("computed_s", "late_s"), [(0.6, 0.3), (0.2, 0.6), (0.0, 0.4)])
-def test_waiting_for_a_late_worker_is_exposed_as_far_as_the_gpu_has_nothing_else_to_do(
-    computed_s: float, late_s: float
-) -> None:
+def test_waits_are_exposed_only_while_the_gpu_is_idle(computed_s: float, late_s: float) -> None:
     with engine(spec("superoffload", 1.0, clipping=1.0)) as made:
         data = [tokens.to(support.DEVICE) for tokens in support.batches(6)]
         support.train(made, data[:4])

@@ -18,9 +18,7 @@ from tests.support.problems import coded
 
 
 def norm_of_two(*others: float) -> GradientNorm:
-    """Return the norm of two sub-groups, with another rank that has ``others`` as sums of
-    squares.
-    """
+    """Return the norm of two sub-groups; another rank has ``others`` as sums of squares."""
     groups = [
         SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False) for name in ("first", "second")
     ]
@@ -46,10 +44,6 @@ def test_norm_names_a_sub_group_that_is_infinite_elsewhere() -> None:
     assert (caught.value.step, caught.value.sub_group) == (7, 1)
 
 
-def group(*names: str) -> SubGroup:
-    return SubGroup(torch.zeros(len(names)), 0, names, tuple(range(len(names))), on_gpu=False)
-
-
 def gradient(sub_group: int, member: int) -> Gradient:
     return Gradient(sub_group, member, torch.zeros(1))
 
@@ -62,12 +56,14 @@ def micro_batch(arrivals: _Arrivals) -> None:
 
 @pytest.fixture
 def arrivals() -> _Arrivals:
-    return _Arrivals([group("a", "b"), group("c")], accumulation_steps=2)
+    groups = [
+        SubGroup(torch.zeros(len(names)), 0, names, tuple(range(len(names))), on_gpu=False)
+        for names in (("a", "b"), ("c",))
+    ]
+    return _Arrivals(groups, accumulation_steps=2)
 
 
-def test_a_sub_group_is_complete_with_its_last_gradient(
-    arrivals: _Arrivals,
-) -> None:
+def test_a_sub_group_is_complete_with_its_last_gradient(arrivals: _Arrivals) -> None:
     assert not arrivals.has_begun
     arrivals.add(gradient(0, 1))
     assert arrivals.has_begun
@@ -121,9 +117,7 @@ def test_gradients_are_clipped_as_torch_clips_them(norm: float, limit: float) ->
         ((), 0.0),
     ],
 )
-def test_a_layer_waits_from_idleness_until_its_weights_are_there(
-    updated: tuple[float, ...], seconds: float
-) -> None:
+def test_layer_wait_from_idle_until_updated(updated: tuple[float, ...], seconds: float) -> None:
     assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(Transfers()) == pytest.approx(
         seconds
     )
@@ -178,9 +172,7 @@ def test_step_policy_of_clipping_accumulation_and_speculation(
     operations: tuple[Operation | None, Operation | None],
     sources: tuple[GradientSource, GradientSource],
 ) -> None:
-    """Operations on a complete sub-group before the boundary and at it. Sources of the gradient in
-    the step's first micro-batch, if the step is cut short to it, and in a later one.
-    """
+    """Operations before the boundary and at it; sources in the first micro-batch and a later."""
     policy = step_policy(accumulation, clipping, speculates=speculates)
     assert policy.step_time is time
     assert (policy.norm_is_read_before_step, policy.accumulates) == (is_read, accumulation > 1)

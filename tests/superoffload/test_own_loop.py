@@ -1,6 +1,4 @@
-"""The engine in a loop that is not so-tui's: the example, DeepSpeed's own checkpoints, and its
-script that reads them.
-"""
+"""The engine in a loop that is not so-tui's: examples, and DeepSpeed's own checkpoints."""
 
 from __future__ import annotations
 
@@ -27,35 +25,17 @@ from tests.support.python_path import checkout_path
 from tests.support.reference_adamw import core_of
 
 
-@pytest.fixture(autouse=True)
-def _process_group() -> None:
-    support.ensure_process_group()
-
-
 @pytest.mark.slow
-def test_an_outsiders_loop_has_the_losses_of_an_optimizer_on_the_gpu() -> None:
-    """DeepSpeed's ZeRO-3 with torch's AdamW, without clipping: it clips in another order of
-    floating-point operations.
-    """
+def test_the_example_loop_has_the_losses_of_the_gpu_mode() -> None:
+    """Torch's AdamW under ZeRO-3, without clipping, which it does in another order."""
+    support.ensure_process_group()
     ours, theirs = (own_loop.train(8, mode=mode, clipping=1e9) for mode in ("superoffload", "gpu"))
     assert ours == pytest.approx(theirs, rel=2e-3)
     assert ours != own_loop.train(8, clipping=1e-3), "updates must show in the losses"
 
 
-@pytest.mark.slow
-def test_deepspeeds_checkpoints_resume_an_outsiders_loop_bit_for_bit(tmp_path: Path) -> None:
-    whole = own_loop.train(6)
-    assert (
-        own_loop.train(3, checkpoint=tmp_path / "saved")
-        + own_loop.train(3, checkpoint=tmp_path / "saved")
-        == whole
-    )
-
-
 @pytest.mark.parametrize("speculation_bytes", [0, 1 << 30])
-def test_a_checkpoint_has_the_current_states_and_deepspeeds_script_reads_it(
-    speculation_bytes: int, tmp_path: Path
-) -> None:
+def test_deepspeeds_script_reads_checkpoints(speculation_bytes: int, tmp_path: Path) -> None:
     run = support.spec("superoffload", 0.5, clipping=1e6)
     with support.engine(run, model=support.OddModel(), speculation_bytes=speculation_bytes) as made:
         support.train(made, support.batches(3))
@@ -79,7 +59,7 @@ def test_a_checkpoint_has_the_current_states_and_deepspeeds_script_reads_it(
         assert torch.equal(found, expected[: found.numel()]), name
 
 
-def test_a_checkpoint_of_other_sub_groups_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_sub_groups_is_refused(tmp_path: Path) -> None:
     with support.engine(support.spec("superoffload", 1.0)) as made:
         made.save_checkpoint(str(tmp_path / "theirs"))
     with support.engine(support.spec("superoffload", 1.0, sub_group_size=5000)) as made:
@@ -92,12 +72,10 @@ def test_a_checkpoint_of_other_sub_groups_is_refused_and_changes_nothing(tmp_pat
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 @pytest.mark.parametrize("empty", [True, False])
-def test_a_group_without_trainable_parameters_lends_its_options_to_no_other(
+def test_an_untrained_group_lends_its_options_to_no_other(
     ratio: float, empty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed 0.18.9 and 0.19.0 count only the groups that have some; later versions note the
-    place of each.
-    """
+    """DeepSpeed before 0.19.1 counts only the groups that have some; later ones note places."""
     original = DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups
 
     def without_places(optimizer: Any) -> Any:
@@ -175,12 +153,8 @@ print(json.dumps(losses))
 
 
 @pytest.mark.slow
-def test_a_trainer_has_the_losses_of_deepspeeds_own_optimizer_and_resumes(tmp_path: Path) -> None:
-    """In a process of its own, since transformers keeps a Trainer's DeepSpeed config for every
-    model that is made after it.
-
-    Without clipping, which the two optimizers do in another order of floating-point operations.
-    """
+def test_a_hf_trainer_has_the_losses_of_deepspeed(tmp_path: Path) -> None:
+    """In a process of its own, as a Trainer's DeepSpeed config stays; clipping differs."""
     # Not the variables with which other tests of this process joined a group.
     inherited = {
         name: value
@@ -221,9 +195,6 @@ def test_other_optimizers_and_modes_are_refused_by_name() -> None:
     assert code(config="config.json", optimizer=torch.optim.AdamW(parameters)) == "no-config"
     original = deepspeed.initialize
     resident = superoffload.Settings(learning_rate=1e-3, mode="gpu")
-    with (
-        coded(superoffload.OffloadError, "mode"),
-        superoffload.replacing_optimizers(resident),
-    ):
+    with coded(superoffload.OffloadError, "mode"), superoffload.replacing_optimizers(resident):
         pass
     assert deepspeed.initialize is original

@@ -31,9 +31,7 @@ def test_two_ranks_that_speculate_and_wait_for_a_late_worker(tmp_path: Path) -> 
 
 
 def test_killed_ranks_leave_nothing_and_resume_bit_for_bit(tmp_path: Path) -> None:
-    """Neither Adam workers nor named shared memory: DeepSpeed's CPU collectives would leave 69 MB a
-    rank, named by the port.
-    """
+    """Neither workers nor shared memory: DeepSpeed's collectives would leave 69 MB a rank."""
     port = rank_processes.free_port()
     ranks = start("first", tmp_path, 2, port)
     workers = [rank_processes.worker_of(rank) for rank in ranks]
@@ -47,12 +45,8 @@ def test_killed_ranks_leave_nothing_and_resume_bit_for_bit(tmp_path: Path) -> No
     rank_processes.finish(start("second", tmp_path, 2))
 
 
-def test_watchdog_does_not_count_the_time_of_a_suspended_rank(
-    tmp_path: Path,
-) -> None:
-    """A scheduler suspends all processes of a job. The rank resumes first and finds its worker
-    without progress.
-    """
+def test_watchdog_does_not_count_the_time_of_a_suspended_rank(tmp_path: Path) -> None:
+    """A scheduler suspends a job. The rank resumes first and finds its worker without progress."""
     (rank,) = start("endless", tmp_path, 1)
     worker = rank_processes.worker_of(rank)
     os.kill(worker, signal.SIGSTOP)

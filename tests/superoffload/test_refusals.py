@@ -1,6 +1,4 @@
-"""What a script can get wrong in its call of ``initialize``: refused by name, with the value,
-before anything is made.
-"""
+"""What a script can get wrong in its call of ``initialize`` is refused by name and value."""
 
 from __future__ import annotations
 
@@ -151,13 +149,11 @@ def test_parameters_are_taken_in_every_form_that_torch_takes() -> None:
 
 
 @pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])
-def test_an_impossible_learning_rate_is_refused_before_it_reaches_the_optimizer(
-    rate: float,
-) -> None:
+def test_an_impossible_learning_rate_is_refused(rate: float) -> None:
     assert code_of(lambda: superoffload.set_learning_rate(None, rate), str(rate)) == "learning-rate"
 
 
-def test_cores_that_the_process_may_not_use_are_refused_by_number() -> None:
+def test_cores_out_of_reach_are_refused_by_number() -> None:
     def make() -> None:
         with support.engine(support.spec("superoffload"), adam_cpus=(0, 100_000)):
             pass

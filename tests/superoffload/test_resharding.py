@@ -1,6 +1,4 @@
-"""Two ranks over gloo resume from the state of one rank, and one rank from that of two. The ranks
-run this file as a script.
-"""
+"""Two ranks resume from the state of one, and one from that of two. The ranks run this file."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from tests.support import rank_processes
 MODES: tuple[tuple[support.Mode, float, StatesFormat], ...] = (
     ("superoffload", 0.5, "fp32"),
     ("superoffload", 1.0, "int8-moments"),
+    ("superoffload", 1.0, "bf16-moments"),
     ("zerooffload", 0.5, "fp32"),
     ("gpu", 0.0, "fp32"),
 )
@@ -48,9 +47,7 @@ def test_from_one_rank_to_two_and_back_every_bit_is_kept(tmp_path: Path) -> None
 
 
 def resume(folder: Path) -> None:
-    """Resume two ranks, which see the same data, from one rank's state: they train on as that rank
-    did.
-    """
+    """Resume two ranks with the same data from one rank's state: they train on as it did."""
     superoffload.join_process_group(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     losses = torch.load(folder / "losses")
     for mode, ratio, states in MODES:

@@ -41,47 +41,33 @@ class _Event:
         self._waited(self._number)
 
 
-def test_the_host_waits_when_it_is_too_far_ahead() -> None:
+@pytest.mark.parametrize(
+    ("used", "waited"),
+    [
+        ([(f"layer {number}", 100) for number in range(5)], [0, 1, 2]),
+        # The newest module is what the GPU computes next: without it, it would run out of work.
+        ([("layer", 100), ("head", 900)], [0]),
+        ([("layer", 100), ("head", 900), ("layer", 100)], [0, 1]),
+        # A recomputed layer counts once.
+        ([(name, 100) for name in "aabb"], []),
+        ([(name, 100) for name in "abab"], [0, 1]),
+        ([("activation", 0), ("norm", 1)] * 100, []),
+    ],
+)
+def test_the_host_waits_when_it_is_too_far_ahead(
+    used: list[tuple[str, int]], waited: list[int]
+) -> None:
     events = _Events()
     limiter = RunAheadLimiter(200, events)
-    for layer in range(5):
-        limiter.before_use(f"layer {layer}", 100)
-    assert events.waited == [0, 1, 2]
-
-
-def test_the_newest_module_is_not_waited_for_even_if_it_is_larger_than_the_limit() -> None:
-    """The GPU would run out of work, because the newest module is what it computes next."""
-    events = _Events()
-    limiter = RunAheadLimiter(200, events)
-    limiter.before_use("layer", 100)
-    limiter.before_use("head", 900)
-    assert events.waited == [0]
-    limiter.before_use("layer", 100)
-    assert events.waited == [0, 1]
-
-
-@pytest.mark.parametrize(("names", "waited"), [("aabb", []), ("abab", [0, 1])])
-def test_a_recomputed_layer_counts_once(names: str, waited: list[int]) -> None:
-    events = _Events()
-    limiter = RunAheadLimiter(200, events)
-    for name in names:
-        limiter.before_use(name, 100)
+    for name, numel in used:
+        limiter.before_use(name, numel)
     assert events.waited == waited
-
-
-def test_small_modules_are_not_waited_for() -> None:
-    events = _Events()
-    limiter = RunAheadLimiter(200, events)
-    for _ in range(100):
-        limiter.before_use("activation", 0)
-        limiter.before_use("norm", 1)
-    assert next(events.numbers) == 0
+    if all(numel <= 1 for _, numel in used):
+        assert next(events.numbers) == 0, "small modules are not even noted"
 
 
 class _Coordinator:
-    """Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs
-    (``benchmarks/planner.py --gpus 2``).
-    """
+    """Stands in for DeepSpeed's coordinator, whose gathering needs several GPUs."""
 
     def __init__(self) -> None:
         self.fetched: list[tuple[torch.nn.Module, bool]] = []
@@ -104,15 +90,24 @@ def _layers(count: int) -> list[torch.nn.Module]:
     return found
 
 
-def _gathering(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("ranks", "synchronized", "host_weights", "limited"),
+    [
+        (2, False, False, True),
+        (1, False, True, True),
+        (1, False, False, False),
+        (2, True, False, False),
+    ],
+    ids=["several GPUs", "copies of host weights", "one GPU", "a CPU"],
+)
+def test_what_is_gathered_or_copied_counts(
     ranks: int,
-    events: _Events,
-    *,
-    synchronized: bool = False,
-    host_weights: bool = False,
-) -> _Coordinator:
-    coordinator = _Coordinator()
+    synchronized: bool,
+    host_weights: bool,
+    limited: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator, events = _Coordinator(), _Events()
     parameter_offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
     engine = SimpleNamespace(
         optimizer=SimpleNamespace(parameter_offload=parameter_offload, offload_param=host_weights)
@@ -124,30 +119,8 @@ def _gathering(
     for layer in _layers(5):
         coordinator.fetch_sub_module(layer, forward=True)
     assert [forward for _, forward in coordinator.fetched] == [True] * 5
-    return coordinator
-
-
-def test_every_all_gather_of_several_gpus_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = _Events()
-    _gathering(monkeypatch, 2, events)
-    assert events.waited == [0, 1, 2]
-
-
-def test_copies_of_weights_in_host_memory_count_on_one_gpu_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    events = _Events()
-    _gathering(monkeypatch, 1, events, host_weights=True)
-    assert events.waited == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("ranks", "synchronized"), [(1, False), (2, True)])
-def test_one_gpu_or_a_cpu_is_not_limited(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, synchronized: bool
-) -> None:
-    events = _Events()
-    _gathering(monkeypatch, ranks, events, synchronized=synchronized)
-    assert next(events.numbers) == 0
+    assert events.waited == ([0, 1, 2] if limited else [])
+    assert limited or next(events.numbers) == 0
 
 
 def test_the_installed_deepspeed_has_the_coordinator() -> None:

@@ -1,6 +1,4 @@
-"""Saving while training goes on: what is written is the state of the step at which the save began,
-and training is none the wiser.
-"""
+"""Saving while training goes on: the state of the step of its beginning is written."""
 
 from __future__ import annotations
 
@@ -8,11 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 
 import superoffload
 from so_tui.model.sharding import copied
-from superoffload.optimizer import SuperOffload
 from tests.support import engine as support
 from tests.support.problems import coded
 from tests.support.reference_adamw import core_of
@@ -21,15 +17,6 @@ pytestmark = pytest.mark.slow
 
 ALL = 1 << 30
 """Bytes that suffice for every sub-group of the small model."""
-
-
-def waiting(save: superoffload.Save) -> set[int]:
-    """Return the sub-groups that are written from copies."""
-    return set(save.copies)
-
-
-def speculating(core: SuperOffload) -> frozenset[int]:
-    return core.speculating
 
 
 @pytest.mark.parametrize(
@@ -74,8 +61,8 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
                 on_gpu = {
                     index for index, group in enumerate(core_of(made).sub_groups) if group.on_gpu
                 }
-                assert bool(waiting(save)) == bool(speculation_bytes or copies_bytes)
-                assert (on_gpu <= waiting(save)) == bool(copies_bytes)
+                assert bool(set(save.copies)) == bool(speculation_bytes or copies_bytes)
+                assert (on_gpu <= set(save.copies)) == bool(copies_bytes)
                 save.finish()
             superoffload.verify_state(folder)
             ends.append((folder / "rank_00000.states").read_bytes())
@@ -85,23 +72,21 @@ def test_it_has_the_bits_of_a_save_for_which_training_waits(
     assert found == expected
 
 
-def test_a_sub_group_without_a_copy_of_its_own_speculates_again_once_it_is_written(
-    tmp_path: Path,
-) -> None:
+def test_a_lent_sub_group_speculates_again_once_written(tmp_path: Path) -> None:
     with support.engine(
         support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL
     ) as made:
         core = core_of(made)
-        every = speculating(core)
+        every = core.speculating
         support.train(made, support.batches(2))
         save = superoffload.begin_save(made, tmp_path)
-        assert waiting(save) == every
-        assert not speculating(core)
+        assert set(save.copies) == every
+        assert not core.speculating
         support.train(made, support.batches(2))
         assert superoffload.stats(made).kept_steps == 2
         save.finish()
         support.train(made, support.batches(2))
-        assert speculating(core) == every
+        assert core.speculating == every
         assert superoffload.stats(made).kept_steps == 3  # a step begins when the one before ends
 
 
@@ -126,16 +111,16 @@ def test_what_keeps_sub_groups_from_speculating_is_written_first(tmp_path: Path)
         speculation_bytes=ALL,
         copies_bytes=states_bytes // 2,
     ) as made:
-        every = speculating(core_of(made))
+        every = core_of(made).speculating
         support.train(made, support.batches(2))
         save = superoffload.begin_save(made, tmp_path)
-        lent = every - speculating(core_of(made))
+        lent = every - core_of(made).speculating
         assert 0 < len(lent) < len(every)
         assert set(list(save.copies)[: len(lent)]) == lent
         save.finish()
 
 
-def test_a_step_that_is_skipped_meanwhile_leaves_the_copies_alone(tmp_path: Path) -> None:
+def test_a_step_skipped_while_saving_leaves_the_copies(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"speculation_bytes": ALL, "max_skipped_steps": 1}
     with support.engine(support.spec("superoffload", 0.8, clipping=1e6), **settings) as made:
         support.train(made, support.batches(2))
@@ -174,7 +159,7 @@ def test_copies_in_use_are_not_overwritten(tmp_path: Path) -> None:
         superoffload.verify_state(tmp_path / "second")
 
 
-def test_a_save_whose_folder_is_gone_fails_and_the_next_one_does_not(tmp_path: Path) -> None:
+def test_a_save_without_a_folder_fails_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with support.engine(support.spec("superoffload", 1.0), copies_bytes=ALL) as made:
         support.train(made, support.batches(1))
@@ -183,27 +168,9 @@ def test_a_save_whose_folder_is_gone_fails_and_the_next_one_does_not(tmp_path: P
         superoffload.begin_save(made, tmp_path / "next").finish()
 
 
-def test_the_weights_are_trained_on_while_a_copy_is_read(tmp_path: Path) -> None:
-    with support.engine(support.spec("superoffload", 0.8), copies_bytes=ALL) as made:
-        support.train(made, support.batches(1))
-        save = superoffload.begin_save(made, tmp_path)
-        before = [
-            weights.clone() for weights, _, _ in (copy.tensors() for copy in save.copies.values())
-        ]
-        support.train(made, support.batches(3))
-        superoffload.synchronize(made)
-        core = core_of(made)
-        for index, copy, old in zip(save.copies, save.copies.values(), before, strict=True):
-            assert torch.equal(copy.tensors()[0], old)
-            assert not torch.equal(core.master_weights(index), old)
-        save.finish()
-
-
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [(60, (0, 1, 2, 3)), (59, (0, 1, 2)), (40, (0, 1, 2)), (30, (0, 2)), (19, (0,)), (9, ())],
 )
-def test_room_goes_first_to_what_has_no_second_states(
-    budget: int, expected: tuple[int, ...]
-) -> None:
+def test_copies_go_first_without_second_states(budget: int, expected: tuple[int, ...]) -> None:
     assert copied([10, 10, 20, 20], (1, 3), budget) == expected

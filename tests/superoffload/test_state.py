@@ -14,9 +14,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import superoffload
 from so_tui.model.sharding import partition_numel
@@ -39,9 +39,7 @@ MODES: list[tuple[support.Mode, float]] = [
 
 @pytest.mark.slow
 def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
-    """Each mode loads the state of the one before, with other sub-groups. All states hold the same
-    values.
-    """
+    """Each mode loads the state of the one before, with other sub-groups and the same values."""
     data = support.batches(10)
     with support.engine(support.spec("superoffload", 0.5)) as first:
         support.train(first, data[:5])
@@ -62,9 +60,7 @@ def test_any_mode_resumes_from_the_state_of_any_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["superoffload", "gpu"])
 def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: Path) -> None:
-    """As DeepSpeed's own SuperOffload saves it, which needs a GPU: of sub-groups on the CPU neither
-    moments nor steps.
-    """
+    """As DeepSpeed's own SuperOffload saves it: of the CPU neither moments nor steps."""
     folder = tmp_path / "saved"
     with support.engine(support.spec("superoffload", 0.5)) as saved:
         support.train(saved, support.batches(3))
@@ -206,27 +202,28 @@ def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
     assert (bound.oldest, bound.newest) == (OLDEST, NEWEST)
 
 
-@pytest.mark.parametrize("change", [("names", ("b", "a")), ("numels", (3, 4)), ("numel", 5)])
-def test_ranks_with_files_of_other_layouts_are_not_joined(
-    change: tuple[str, Any], tmp_path: Path
-) -> None:
-    """A parameter is looked up where the first rank has it: another's values would be read there,
-    with the right checksums.
-    """
-    same = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
-    for rank, record in enumerate((same, msgspec.structs.replace(same, **dict([change])))):
+def rank_files(folder: Path, *records: checkpoint.SubGroupRecord) -> None:
+    """Write the states of ranks with a sub-group each."""
+    for rank, record in enumerate(records):
         described = checkpoint.Manifest(
             deepspeed="0",
             mode="superoffload",
             engine="so-tui",
             ratio=1.0,
             rank=rank,
-            ranks=2,
+            ranks=len(records),
             sub_groups=(record,),
         )
-        with closing(checkpoint.StatesFile(tmp_path, described)) as file:
+        with closing(checkpoint.StatesFile(folder, described)) as file:
             file.write(0, (torch.ones(record.numel),) * 3)
             file.finish()
+
+
+@pytest.mark.parametrize("change", [("names", ("b", "a")), ("numels", (3, 4)), ("numel", 5)])
+def test_other_layouts_of_ranks_are_not_joined(change: tuple[str, Any], tmp_path: Path) -> None:
+    """Parameters are looked up where the first rank has them: others would be read there."""
+    same = checkpoint.SubGroupRecord(4, "cpu", 3, moments=True, names=("a", "b"), numels=(4, 4))
+    rank_files(tmp_path, same, replace(same, **dict([change])))
     for read in (superoffload.verify_state, lambda folder: list(checkpoint.saved_states(folder))):
         with coded(superoffload.OffloadError, "unreadable"):
             read(tmp_path)
@@ -235,18 +232,7 @@ def test_ranks_with_files_of_other_layouts_are_not_joined(
 @pytest.mark.parametrize("step", [-1, 2**70])
 def test_an_impossible_step_of_a_state_is_refused(step: int, tmp_path: Path) -> None:
     record = checkpoint.SubGroupRecord(1, "cpu", step, moments=True, names=("a",), numels=(1,))
-    described = checkpoint.Manifest(
-        deepspeed="0",
-        mode="superoffload",
-        engine="so-tui",
-        ratio=1.0,
-        rank=0,
-        ranks=1,
-        sub_groups=(record,),
-    )
-    with closing(checkpoint.StatesFile(tmp_path, described)) as file:
-        file.write(0, (torch.ones(1),) * 3)
-        file.finish()
+    rank_files(tmp_path, record)
     with coded(superoffload.OffloadError, "unreadable"):
         superoffload.verify_state(tmp_path)
 
@@ -310,8 +296,8 @@ def test_a_paced_file_keeps_two_pieces_in_memory_at_most(on_disk: Path) -> None:
     assert on_disk.read_bytes() == content
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_it_gets_every_piece_synced(
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_pieces_are_synced_where_ranges_cannot_be_unless_the_disk_fails(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: int) -> int:
@@ -324,19 +310,11 @@ def test_a_file_system_without_it_gets_every_piece_synced(
         os, "fdatasync", lambda descriptor: synced.append(os.fstat(descriptor).st_size)
     )
     content = os.urandom(3 * PIECE)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="file") as caught:
+            written(tmp_path / "file", content)
+        assert caught.value.errno == errno.EIO
+        return
     written(tmp_path / "file", content)
     assert len(synced) == 3
     assert (tmp_path / "file").read_bytes() == content
-
-
-def test_a_disk_that_fails_while_it_writes_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: int) -> int:
-        ctypes.set_errno(errno.EIO)
-        return -1
-
-    monkeypatch.setattr(checkpoint, "_sync_file_range", failing)
-    with pytest.raises(OSError, match="file") as caught:
-        written(tmp_path / "file", bytes(PIECE))
-    assert caught.value.errno == errno.EIO

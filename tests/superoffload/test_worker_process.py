@@ -1,6 +1,4 @@
-"""The engine's worker process, threads and memory on one rank, on the CPU: where they run, and that
-nothing is left behind.
-"""
+"""The worker process, threads and memory of a rank: where they run, and that nothing stays."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ import sys
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import superoffload
 from so_tui.plan.plan import MemoryPolicy
@@ -32,10 +30,8 @@ from tests.support.waiting import LIMIT_S
 
 def test_nothing_is_left_behind() -> None:
     support.ensure_process_group()
-    numbers = (
-        os.getpid(),
-        int(os.environ["MASTER_PORT"]),
-    )  # DeepSpeed's and torch's names have one of them
+    # DeepSpeed's and torch's names have one of them.
+    numbers = (os.getpid(), int(os.environ["MASTER_PORT"]))
     before, used = named_after(*numbers), files_in_shared_memory(os.getpid())
     with support.engine(support.spec("superoffload", 1.0)) as made:
         support.train(made, support.batches(1))
@@ -62,7 +58,7 @@ def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
     """The worker touches the pages first, so they are allocated by the policy that it inherits."""
     policy = MemoryPolicy(mode="bind", nodes=(0,))
     unbound = binding._memory_policy()
-    bound = binding.bind(msgspec.structs.replace(support.binding(), memory_policy=policy))
+    bound = binding.bind(replace(support.binding(), memory_policy=policy))
     if bound.problem or unbound != "default":
         pytest.skip(
             bound.problem or f"the memory policy here is {unbound}, which cannot be set again"
@@ -77,9 +73,7 @@ def test_shared_memory_follows_the_memory_policy_of_the_rank() -> None:
         binding.bind(support.binding())
 
 
-def test_weights_are_copied_by_threads_that_were_attached_to_their_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_attached_threads_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     attached, copying = {threading.get_ident()}, set[int]()
     copy = Transfers.weights_to_gpu
 
@@ -98,30 +92,16 @@ def test_weights_are_copied_by_threads_that_were_attached_to_their_device(
 
 def test_the_plan_counts_the_traffic_that_the_worker_reports() -> None:
     step = Command(Operation.STEP, 0)
-    assert (
-        bytes_moved(step, 1, 2)
-        == bytes_moved(step._replace(operation=Operation.SPECULATE), 1, 2)
-        == ADAM_BYTES
-    )
-    assert (
-        bytes_moved(step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING), 1, 2)
-        == ADAM_BYTES + 4
-    )
+    early = step._replace(operation=Operation.SPECULATE)
+    summed = step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING)
+    assert bytes_moved(step, 1, 2) == bytes_moved(early, 1, 2) == ADAM_BYTES
+    assert bytes_moved(summed, 1, 2) == ADAM_BYTES + 4
     assert bytes_moved(Command(Operation.ACCUMULATE, 0), 1, 2) == ACCUMULATE_BYTES
+    assert [bytes_moved(step, 1, 2, moments) for moments in Moments] == [28, 20, 16]
 
 
-def test_compact_moments_save_traffic() -> None:
-    assert [bytes_moved(Command(Operation.STEP, 0), 1, 2, moments) for moments in Moments] == [
-        28,
-        20,
-        16,
-    ]
-
-
-def test_a_worker_without_settings_ends_with_the_process_that_started_it() -> None:
-    """Another process that was forked meanwhile has the pipe open, so that the settings never
-    end.
-    """
+def test_a_worker_without_settings_ends_with_its_starter() -> None:
+    """Another process that was forked meanwhile has the pipe open, so that settings never end."""
     start = (
         "import os, subprocess, sys; from superoffload import worker\n"
         "command = [sys.executable, '-I', '-S', worker.__file__, str(os.getpid())]\n"

@@ -53,9 +53,7 @@ def plain_backward(
     normaliser: Tensor,
     documents: Documents,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients as a flash kernel does: from the given log-sum-exp and output, not from
-    a softmax of its own.
-    """
+    """Compute the gradients as a flash kernel does, from the given log-sum-exp and output."""
     groups = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     capped = scores(query, key, documents)

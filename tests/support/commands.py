@@ -10,9 +10,7 @@ from so_tui.spec import InputError, Refused
 
 
 def problems_of(*argv: str) -> list[tuple[str, str, str]]:
-    """Call a command that must fail because of its input, and return the code, field and value of
-    each problem.
-    """
+    """Call a command whose input is wrong; return code, field and value of each problem."""
     with pytest.raises(InputError) as caught:
         _call(build_parser().parse_args(argv))
     return [(problem.code, problem.field, problem.value) for problem in caught.value.problems]

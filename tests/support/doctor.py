@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from so_tui.machine import Machine, Mpam, Software
 from so_tui.machine.doctor import CheckContext, Finding, run_checks
@@ -57,7 +57,7 @@ def healthy(host: Host = QUAD_GH200, **changes: Any) -> Machine:
     """Return a live machine without findings, with some attributes changed."""
     machine = host.machine()
     gpus = tuple(
-        msgspec.structs.replace(gpu, uuid=f"GPU-{gpu.index}", compute_mode="Default", mig=False)
+        replace(gpu, uuid=f"GPU-{gpu.index}", compute_mode="Default", mig=False)
         for gpu in machine.gpus
     )
     mounted = Mpam(state="mounted", evidence="")
@@ -69,20 +69,18 @@ def healthy(host: Host = QUAD_GH200, **changes: Any) -> Machine:
         "shm_total_bytes": 200 * GIB,
         "shm_free_bytes": 200 * GIB,
     }
-    return msgspec.structs.replace(machine, **(base | changes))
+    return replace(machine, **(base | changes))
 
 
 def with_gpu(machine: Machine, **changes: Any) -> Machine:
     """Return the machine with attributes of its first GPU changed."""
     first, *others = machine.gpus
-    return msgspec.structs.replace(
-        machine, gpus=(msgspec.structs.replace(first, **changes), *others)
-    )
+    return replace(machine, gpus=(replace(first, **changes), *others))
 
 
 def with_software(machine: Machine, **changes: Any) -> Machine:
     """Return the machine with some versions changed."""
-    return msgspec.structs.replace(machine, software=msgspec.structs.replace(INSTALLED, **changes))
+    return replace(machine, software=replace(INSTALLED, **changes))
 
 
 def found(
@@ -91,9 +89,7 @@ def found(
     folder: Path | None = None,
     **context: Any,
 ) -> tuple[Finding, ...]:
-    """Return the findings about a machine; with ``folder``, system files with this content are
-    written there and read.
-    """
+    """Return the findings about a machine; with ``folder``, of system files written there."""
     if folder is not None:
         context["files"] = SystemFiles(build_files(files or {}, folder))
     return run_checks(CheckContext(machine=machine, **context))

@@ -196,9 +196,7 @@ def ds_config(
 
 
 def ensure_process_group() -> None:
-    """Join a process group of one rank, over gloo or NCCL, unless this process is in a group
-    already.
-    """
+    """Join a process group of one rank, over gloo or NCCL, unless this process is in one."""
     if torch.distributed.is_initialized():
         return
     with socket.socket() as probe:
@@ -228,15 +226,7 @@ def engine(
     bucket: int = 3000,
     **settings: Any,
 ) -> Iterator[Any]:
-    """Make an engine on ``DEVICE``, which is closed at the end in any case.
-
-    Args:
-        run: The run's spec.
-        dtype: Type of the weights.
-        model: A small model if None.
-        bucket: Elements that are reduced together.
-        settings: Values of the engine's settings that the spec does not determine.
-    """
+    """Make an engine on ``DEVICE``, of a small model if None, which is closed in any case."""
     ensure_process_group()
     if model is None:
         torch.manual_seed(run.train.seed)
@@ -269,9 +259,7 @@ def train(made: Any, data: list[torch.Tensor]) -> list[float]:
 
 
 def suspend_worker(made: Any, seconds: float) -> threading.Timer:
-    """Suspend the engine's Adam worker, from now until ``seconds`` after the returned timer is
-    started.
-    """
+    """Suspend the Adam worker from now until ``seconds`` after the returned timer's start."""
     pid = superoffload.worker_pid(made)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -279,9 +267,7 @@ def suspend_worker(made: Any, seconds: float) -> threading.Timer:
 
 
 def by_name(folder: Path) -> dict[str, tuple[int, list[bytes]]]:
-    """Return every parameter's saved state, joined from all ranks: step, and master weights and
-    moments as bytes without padding.
-    """
+    """Return the step and the bytes of each parameter's saved state, joined from all ranks."""
     saved = checkpoint.manifests(folder)
     files = [
         np.fromfile(folder / f"rank_{manifest.rank:05d}.states", dtype=np.float32)

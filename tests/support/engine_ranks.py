@@ -41,11 +41,7 @@ RUNS: tuple[tuple[support.Mode, float, float, int], ...] = (
 
 
 def reference(folder: Path) -> None:
-    """Compare each rank's shards with float32 AdamW, with padding, clipping in every step and two
-    gradient accumulation steps.
-
-    Some ranks hold nothing but padding of parameters with one or two elements.
-    """
+    """Compare each rank's shards, of which some are nothing but padding, with float32 AdamW."""
     run = support.spec("superoffload", 0.5, clipping=1e-3, accumulation=2)
     rank = torch.distributed.get_rank()
     torch.manual_seed(run.train.seed)
@@ -63,11 +59,8 @@ def reference(folder: Path) -> None:
 
 
 def speculation(folder: Path) -> None:
-    """Step before the norm is known, with norms above and below the limit, and with one rank's
-    gradient not finite in one step.
-
-    The states must be those of holding back, and of never having had that step. Meanwhile each rank
-    writes a state for another while, in which it does not speculate.
+    """Step before the norm is known, also with one rank's gradient not finite in one step: the
+    states of holding back. Meanwhile each rank writes a state, and does not speculate.
     """
     rank = torch.distributed.get_rank()
     ends: list[bytes] = []
@@ -104,9 +97,7 @@ def speculation(folder: Path) -> None:
 
 
 def late_worker(folder: Path) -> None:
-    """Have the last rank's Adam worker begin late in one step: in the next one's record exposed
-    grows by that, and forward does not.
-    """
+    """Have the last rank's worker begin late: exposed grows by that, and forward does not."""
     run, late_s = support.spec("superoffload", 1.0, clipping=1.0), 2.0
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ranks = Ranks(rank, size, support.DEVICE, torch.distributed.new_group(backend="gloo"))
@@ -150,9 +141,7 @@ def late_worker(folder: Path) -> None:
 
 
 def host_weights(folder: Path) -> None:
-    """Train with weights on the GPU and in host memory: losses, gradients, gathered weights and
-    states must be the same.
-    """
+    """Weights on the GPU and in host memory: the same losses, gradients, weights and states."""
     rank = torch.distributed.get_rank()
     for clipping, accumulation, speculation_bytes in ((0.0, 2, 0), (9.0, 1, 1 << 30)):
         ends: list[tuple[Any, ...]] = []
@@ -184,9 +173,7 @@ def host_weights(folder: Path) -> None:
 
 
 def first(folder: Path) -> None:
-    """Train, save, and train on for the losses that ``second`` must reproduce, in every mode. Then
-    train until killed.
-    """
+    """Train, save, train on for the losses of ``second``, in every mode; then until killed."""
     rank = torch.distributed.get_rank()
     for name, run in _runs():
         before, after = _data(run, rank)
@@ -199,9 +186,7 @@ def first(folder: Path) -> None:
 
 
 def second(folder: Path) -> None:
-    """Resume in new processes: losses, and the weights gathered from all ranks, equal those of
-    ``first`` bit for bit.
-    """
+    """Resume in new processes: losses and gathered weights equal those of ``first`` bit for bit."""
     rank = torch.distributed.get_rank()
     for name, run in _runs():
         _, after = _data(run, rank)

@@ -1,6 +1,4 @@
-"""Runs of the fake trainer, started by the real supervisor and the real ``deepspeed`` launcher on
-this machine.
-"""
+"""Runs of the fake trainer, started by the real supervisor and ``deepspeed`` launcher."""
 
 from __future__ import annotations
 
@@ -74,11 +72,9 @@ class Runs:
 
 
 class Ahead:
-    """Starts the run of a test while the test before it still waits, because a launch imports for
-    seconds and a test mostly waits.
+    """Starts the run of a test while the one before waits, because a launch imports for seconds.
 
-    Such tests are marked ``trains`` with the options of their fake trainer
-    (tests/launch/fake_trainer) and need no other environment.
+    Such tests are marked ``trains`` with the options of their fake trainer.
     """
 
     def __init__(self, folder: Path, spec: RunSpec, machine: Machine) -> None:
@@ -132,11 +128,9 @@ def kill(process: Process) -> None:
 def wait_for(
     run: RunDirectory, until: Until, *, timeout_s: float = 60.0, of_attempt: int = 1
 ) -> RunState:
-    """Return the first state that satisfies ``until``. Fail if this attempt (or a later one) ends
-    before, or after the timeout.
+    """Return the first state that satisfies ``until``; fail if an attempt ends, or too late.
 
-    What precedes training, which imports torch and DeepSpeed several times, takes as long as a busy
-    host needs: its time counts only while its processes compute nothing.
+    Before training, time counts only while the processes compute nothing.
     """
     deadline, seen = time.monotonic() + timeout_s, None
     while not until(state := read_state(run)):

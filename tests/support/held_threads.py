@@ -1,6 +1,4 @@
-"""Threads that begin or end late, as they may on a busy machine. An event loop takes them by
-``set_default_executor``.
-"""
+"""Threads that begin or end late, as on a busy machine, for ``set_default_executor``."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ class HeldThreads(ThreadPoolExecutor):
 
 
 class LateThreads(ThreadPoolExecutor):
-    """Does what it is given at once, but nobody hears that it is done until the results are
-    released.
-    """
+    """Works at once, but nobody hears that it is done until the results are released."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Texts that would control the terminal, put wherever another person could put text: a preset, a
-run, a machine, rows of data.
-"""
+"""Texts that would control the terminal, wherever another person could put text."""
 
 from __future__ import annotations
 
@@ -9,17 +7,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import tomli_w
+from msgspec.structs import replace
 
 from so_tui.folders import user_folder
 from so_tui.machine import machine_json
 from so_tui.machine.types import Machine
-from so_tui.runs import MetricsWriter, RunDirectory, read_state, write_state
+from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.records import EndRecord, PhaseRecord, WarningRecord
 from so_tui.spec import find_preset, spec_tree
 from so_tui.trust.text import printable
 from tests.support.make_run import quad_machine, write_run
+from tests.support.records import append_records
 
 HOSTILE = (
     "a\x1b]52;c;cm0gLXJm\x07b\x1b]0;owned\x1b\\c\x1b[2J\x1b[8md\x1bP1$r\x1b\\e\x9b31mf\x9d0;"
@@ -27,21 +26,15 @@ HOSTILE = (
     "\u202ei\u2066j\u200bk\u2028l\ufeff\U000e0041m\tn\nforged "
     "line\x7f[red]o[/][@click=app.quit]p[/]:smile:"
 )
-"""Sequences of ESC and of C1 characters, single controls, bidirectional and invisible characters, a
-line of its own, markup.
-"""
+"""ESC and C1 sequences, controls, bidirectional and invisible characters, a line, markup."""
 SURROGATE = "\udc9b"
-"""What Python makes of the byte 9b in a file's name or an argument: written out raw, that byte is a
-CSI.
-"""
+"""What Python makes of the byte 9b in a name: written out raw, it is a CSI."""
 IN_A_NAME = (HOSTILE + SURROGATE).replace("/", "|")
 """The same as a file's name."""
 
 
 def unsafe(text: str) -> set[str]:
-    """Return the characters of an output that are more than text: all but printable ones, tabs and
-    ends of lines.
-    """
+    """Return what of an output is no printable character, tab or end of a line."""
     return {character for character in set(text) if printable(character) != character}
 
 
@@ -59,9 +52,7 @@ class HostileWorld:
 
 
 def hostile_world(folder: Path) -> HostileWorld:
-    """Write a preset, a broken one, a failed run, a machine file and rows of data, full of such
-    texts.
-    """
+    """Write presets, a failed run, a machine file and rows of data, full of such texts."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     row = {
@@ -92,7 +83,6 @@ def hostile_world(folder: Path) -> HostileWorld:
 def hostile_machine() -> Machine:
     """Return a host whose every text is hostile."""
     plain = quad_machine()
-    replace = msgspec.structs.replace
     software = replace(
         plain.software,
         **dict.fromkeys(("python", "torch", "deepspeed", "compiler", "numactl"), HOSTILE),
@@ -125,10 +115,10 @@ def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
     )
     run = RunDirectory(written.path.rename(runs_dir / IN_A_NAME))
     now = time.time()
-    metrics = MetricsWriter(run, 1)
-    metrics.append(PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE))
-    metrics.append(WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE))
-    metrics.append(
+    append_records(
+        run,
+        PhaseRecord(attempt=1, time=now, phase="saving", detail=HOSTILE),
+        WarningRecord(attempt=1, time=now, message=HOSTILE, suggestion=HOSTILE),
         EndRecord(
             attempt=1,
             time=now,
@@ -137,13 +127,12 @@ def hostile_run(runs_dir: Path, machine: Machine) -> RunDirectory:
             reason=HOSTILE,
             suggestion=HOSTILE,
             summary={HOSTILE: 1.0},
-        )
+        ),
     )
-    metrics.close()
     state = read_state(run)
     write_state(
         run,
-        msgspec.structs.replace(
+        replace(
             state,
             reason=HOSTILE,
             detail=HOSTILE,

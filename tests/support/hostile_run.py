@@ -1,6 +1,4 @@
-"""A run folder that would do harm if somebody's so-tui acted on it: its command leaves a proof, and
-it names processes to kill.
-"""
+"""A run folder that would do harm if acted on: its command leaves a proof, it names processes."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from so_tui.launch.launch import prepare, write_launch
 from so_tui.launch.supervisor.ending import request_stop
@@ -27,25 +25,13 @@ def write_hostile_run(
     processes: Sequence[Process] = (),
     supervisor: Process | None = None,
 ) -> RunDirectory:
-    """Write a run whose first attempt, if anybody started it, would write its user's number into
-    ``proof``.
-
-    Args:
-        folder: Where the run is made.
-        proof: What the command of the attempt writes.
-        state: The state that the run claims.
-        processes: What it claims to be its processes, which a request to stop in ``control/`` would
-            have killed.
-        supervisor: What it claims to be its supervisor.
+    """Write a run whose first attempt would write its user's number into ``proof``, and which
+    claims these processes, which a request to stop would have killed, and a supervisor.
     """
-    launch = prepare(
-        find_preset("tiny").spec, msgspec.structs.replace(inspect_machine(), gpus=()), force=True
-    )
+    launch = prepare(find_preset("tiny").spec, replace(inspect_machine(), gpus=()), force=True)
     run = create_run(launch.spec, folder)
     attempt = new_attempt(run)
-    write_launch(
-        run, attempt, msgspec.structs.replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}"))
-    )
+    write_launch(run, attempt, replace(launch, argv=("/bin/sh", "-c", f"id -u >> {proof}")))
     claimed = RunState(
         name=run.name,
         state=state,

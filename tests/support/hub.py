@@ -1,8 +1,6 @@
-"""A hub on loopback that speaks what ``huggingface_hub``, ``transformers`` and ``datasets`` ask
-for.
+"""A hub on loopback for ``huggingface_hub``, ``transformers`` and ``datasets``.
 
-Small files are answered directly; large ones redirect to a store of their own, as on the real hub,
-which takes ranges. Requests are recorded. Connections can be cut, and repositories be gated.
+Large files redirect to a store. Requests are recorded, connections cut, repositories gated.
 """
 
 from __future__ import annotations
@@ -70,16 +68,7 @@ class Hub:
         gated: bool = False,
         tags: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
-        """Add a repository with a commit for each version, of which ``main`` is the last, and
-        return the commits.
-
-        Args:
-            kind: ``models`` or ``datasets``.
-            name: ``owner/name``.
-            versions: Files by path.
-            gated: Whether only ``TOKEN`` may read files.
-            tags: Names of the first commits.
-        """
+        """Add a repository with a commit for each version, and return the commits."""
         commits = [
             hashlib.sha1(f"{name} {number}".encode(), usedforsecurity=False).hexdigest()
             for number in range(len(versions))
@@ -110,9 +99,7 @@ class Hub:
 
 @contextmanager
 def loopback_hub() -> Iterator[Hub]:
-    """Serve an empty hub, and its store, which is another host to clients: they follow redirects
-    there only for content.
-    """
+    """Serve an empty hub, and its store on another host: clients follow redirects for content."""
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server,
         ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as store,
@@ -237,9 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(302, b"", {**linked, "Location": where, "ETag": f'"{sha}"'})
 
     def _refusal(self) -> int:
-        """Return the status for a gated repository: 401 without a token, 403 with one that has no
-        access, 0 with access.
-        """
+        """Return 401 without a token, 403 with one that has no access, 0 with access."""
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         return 401 if not given else 0 if given == TOKEN else 403
 

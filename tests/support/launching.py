@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -64,6 +65,15 @@ def records(run: RunDirectory) -> list[MetricRecord]:
         for path in paths
         for line in path.read_bytes().splitlines()
     ]
+
+
+Kind = TypeVar("Kind", bound=MetricRecord)
+
+
+def of_kind(found: RunDirectory | list[MetricRecord], kind: type[Kind]) -> list[Kind]:
+    """Return the records of a kind, of a run or of some records."""
+    every = records(found) if isinstance(found, RunDirectory) else found
+    return [record for record in every if isinstance(record, kind)]
 
 
 def log(run: RunDirectory, attempt: int = 1) -> str:

@@ -1,6 +1,4 @@
-"""The metrics of a run of any length, made of one real segment: what as many steps would have
-written, without encoding each.
-"""
+"""The metrics of a run of any length, made of one real segment."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from tests.support.records import step_record
 
 SEGMENT_STEPS = 5000
 FIRST = 1_000_001
-"""The first step: all numbers of steps have as many digits, so that all segments have as many
-bytes.
-"""
+"""The first step: all numbers of steps have as many digits, and segments as many bytes."""
 
 
 def loss_at(step: int) -> float:

@@ -1,6 +1,4 @@
-"""A run directory with plausible numbers, written with the real writers: what dashboards are looked
-at and tested with.
-"""
+"""A run directory with plausible numbers, written with the real writers."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import time
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from so_tui.folders import state_home
 from so_tui.launch.launch import write_launch
@@ -67,7 +66,6 @@ _plans: dict[bytes, Plan] = {}
 def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
     """A host like four GH200: a CPU node and a GPU with its own memory node each."""
     chips = superchips(nodes, node_mib=117 * 1024, hbm_mib=95 * 1024, cores=cores)
-    replace = msgspec.structs.replace
     return replace(
         chips,
         hostname="quad-gh200",
@@ -89,9 +87,7 @@ def quad_machine(nodes: int = 4, cores: int = 72) -> Machine:
 
 
 def plan_for(machine: Machine, preset: str, gpus: int, steps: int) -> Plan:
-    """Return the plan of a preset, made once unless there is something in the state folder that
-    plans may read.
-    """
+    """Return the plan of a preset, made once unless the state folder has what plans may read."""
     if any(state_home().rglob("*.json")):
         return _plan_for(machine, preset, gpus, steps)
     asked = msgspec.msgpack.encode((machine, preset, gpus, steps))
@@ -162,9 +158,7 @@ def write_run(
     for second in range(seconds_of_samples, 0, -1):
         placement = tuple(map(_place, plan.binding)) if second % 10 == 1 else ()
         samples.append(
-            msgspec.structs.replace(
-                sample(chance, attempt, now - second, machine, plan), placement=placement
-            )
+            replace(sample(chance, attempt, now - second, machine, plan), placement=placement)
         )
     samples.close()
     _write_log(run, attempt, machine.hostname, steps, total, began)

@@ -1,6 +1,4 @@
-"""Checkpoints of whole models, as two ranks would have saved them, and runs that have such
-checkpoints.
-"""
+"""Checkpoints of whole models, as two ranks would have saved them, and runs with such."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ def checkpoint_of(
 def _shares(
     groups: list[list[tuple[str, torch.Tensor]]], rank: int, ranks: int
 ) -> Iterator[torch.Tensor]:
-    """This rank's part of every sub-group, flat, each parameter padded to a multiple of the
-    ranks.
-    """
+    """This rank's part of every sub-group, flat, padded to a multiple of the ranks."""
     for group in groups:
         parts = []
         for _, parameter in group:

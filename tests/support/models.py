@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,7 @@ ONE_OF_EACH = {
 
 
 def known(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the kinds that the installed transformers has; older ones that are supported lack the
-    newest.
-    """
+    """Return the kinds that the installed transformers has; older ones lack the newest."""
     return {kind: keys for kind, keys in kinds.items() if kind in CONFIG_MAPPING}
 
 
@@ -197,9 +196,7 @@ def scaled_down(name: str) -> ModelSpec:
 
 
 def saved(name: str, folder: Path, **changes: object) -> PreTrainedModel:
-    """Save a preset's model, scaled down with random weights, in the layout of the hub: saving
-    reverts what loading converts.
-    """
+    """Save a preset's model, scaled down with random weights, in the layout of the hub."""
     torch.manual_seed(0)
     config = load_config(scaled_down(name))
     for key, value in changes.items():
@@ -229,3 +226,23 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a leaf, which must have one."""
     assert tensor.grad is not None
     return tensor.grad
+
+
+def are_close(
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    relative: float,
+    absolute: float,
+) -> None:
+    """Assert that tensors agree with those of the same name."""
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=relative, atol=absolute, msg=name)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the gradients of a model's parameters, by name."""
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }

@@ -1,6 +1,4 @@
-"""Hypothesis strategies that harm valid documents: values of any type in the wrong place, nesting,
-torn and flipped bytes.
-"""
+"""Hypothesis strategies that harm valid documents: wrong values, nesting, torn bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The screen as an SVG of few bytes: a line of the file for each row of the terminal, so that a
-diff shows which rows changed.
+"""The screen as an SVG with a line for each row of the terminal, so that diffs show rows.
 
-Textual's own export takes five times as many bytes, and names styles by their order, so that one
-new colour changes every line.
+Textual's own takes five times as many bytes, and one new colour changes every line.
 """
 
 from __future__ import annotations
@@ -83,9 +81,7 @@ def _row(strip: Strip, y: int, colour: str, background: str) -> Iterator[str]:
 
 
 def _width(text: str) -> str:
-    """Return the attribute that keeps text in its cells if its characters may come from another
-    font; empty for others.
-    """
+    """Return the attribute that keeps text in its cells where another font may be used."""
     return (
         ""
         if text.isascii()

@@ -1,6 +1,4 @@
-"""What the pictures of the screens show: runs made from records, and what helper processes and this
-host would have answered.
-"""
+"""What the pictures of the screens show: runs, and what helper processes would answer."""
 
 from __future__ import annotations
 
@@ -16,10 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.launch.helper_jobs import (
-    DataPreview,
-    Progress,
-)
+from so_tui.launch.helper_jobs import DataPreview, Progress
 from so_tui.launch.supervisor.samples import HostProcess, _GpuUse
 from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine
@@ -165,9 +160,7 @@ FINDINGS = (
 
 
 class FixedMonitor:
-    """Stands in for the monitor of this host: the same minutes of four superchips, whenever it is
-    asked.
-    """
+    """Stands in for the monitor of this host: the same minutes, whenever it is asked."""
 
     def __init__(self, machine: Machine) -> None:
         self._view = host_view(machine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from so_tui.launch.launch import launch_of
 from so_tui.machine.types import Machine, NumaNode, Software
@@ -28,18 +28,17 @@ SOFTWARE = Software(
 def quad_gh200(**changes: object) -> Machine:
     """Four Grace Hopper superchips, 72 cores each."""
     four = superchips(4, node_mib=117 * 1024, hbm_mib=95 * 1024)
-    machine = msgspec.structs.replace(
+    machine = replace(
         four,
         hostname="quad",
         page_size_bytes=65536,
         software=SOFTWARE,
         numa_nodes=four.cpu_nodes,
         gpus=tuple(
-            msgspec.structs.replace(gpu, uuid=f"GPU-0000000{gpu.index}-aaaa", c2c=None)
-            for gpu in four.gpus
+            replace(gpu, uuid=f"GPU-0000000{gpu.index}-aaaa", c2c=None) for gpu in four.gpus
         ),
     )
-    return msgspec.structs.replace(machine, **changes)
+    return replace(machine, **changes)
 
 
 def cpu_machine(**changes: object) -> Machine:
@@ -53,7 +52,7 @@ def cpu_machine(**changes: object) -> Machine:
         numa_nodes=(node,),
         gpus=(),
     )
-    return msgspec.structs.replace(machine, **changes)
+    return replace(machine, **changes)
 
 
 def spec_of(**changes: object) -> RunSpec:
@@ -64,7 +63,7 @@ def spec_of(**changes: object) -> RunSpec:
         data=DataSpec(source="builtin:tiny/rows.jsonl"),
         train=TrainSpec(steps=20),
     )
-    return msgspec.structs.replace(spec, **changes)
+    return replace(spec, **changes)
 
 
 def launch_with(plan: Plan, machine: Machine | None = None, *, forced: bool = False) -> Launch:
@@ -79,9 +78,7 @@ def plan_of(
     cpus: tuple[tuple[int, ...], ...] = ((0,), (1,)),
     gpus: bool = False,
 ) -> Plan:
-    """A plan with one rank per entry of ``cpus``; nine tenths of the cores run Adam in superoffload
-    mode.
-    """
+    """A plan with one rank per entry of ``cpus``; nine tenths of the cores run Adam."""
     binding = []
     for rank, cores in enumerate(cpus):
         main = (

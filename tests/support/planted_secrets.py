@@ -1,6 +1,4 @@
-"""Secrets in the environment of a run, and how to find what of them, or of the run, others could
-see.
-"""
+"""Secrets in the environment of a run, and what of them or of the run others could see."""
 
 from __future__ import annotations
 

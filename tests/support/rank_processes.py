@@ -1,6 +1,4 @@
-"""Processes that are ranks of a small run: a test starts a script once per rank, waits for it, or
-kills it.
-"""
+"""Ranks of a small run: a script is started once per rank, awaited, or killed."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def free_port() -> int:
 
 
 def environment(ranks: int, *, port: int | None = None, accelerator: str = "cpu") -> dict[str, str]:
-    """Return the environment that all ranks share; without a port, a rank needs ``MASTER_PORT``
-    from elsewhere.
-    """
+    """Return the environment of all ranks; without a port they need ``MASTER_PORT``."""
     values = os.environ | {
         "DS_ACCELERATOR": accelerator,
         "WORLD_SIZE": str(ranks),
@@ -73,9 +69,7 @@ def finish(ranks: Ranks) -> list[str]:
 
 
 def leave() -> NoReturn:
-    """End a rank that is done. Without this, gloo's threads may abort an interpreter that exits
-    while they still communicate.
-    """
+    """End a rank that is done; else gloo's threads may abort an interpreter that exits."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,8 +1,32 @@
-"""Records of imaginary runs."""
+"""Records of imaginary runs, and what is written into them."""
 
 from __future__ import annotations
 
-from so_tui.runs.records import StepRecord
+from msgspec.structs import replace
+
+from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, read_state, write_state
+from so_tui.runs.records import MetricRecord, Sample, StepRecord
+
+
+def append_records(run: RunDirectory, *records: MetricRecord, attempt: int = 1) -> None:
+    """Write records of a run."""
+    writer = MetricsWriter(run, attempt)
+    for record in records:
+        writer.append(record)
+    writer.close()
+
+
+def append_samples(run: RunDirectory, host: str, *samples: Sample) -> None:
+    """Write samples of a host."""
+    writer = SampleWriter(run, host)
+    for sample in samples:
+        writer.append(sample)
+    writer.close()
+
+
+def change_state(run: RunDirectory, **changes: object) -> None:
+    """Replace values of the state of a run."""
+    write_state(run, replace(read_state(run), **changes))
 
 
 def step_record(step: int, *, attempt: int = 1, loss: float = 2.0, **others: object) -> StepRecord:

@@ -1,6 +1,4 @@
-"""Plain float32 AdamW, fed with the gradients that an engine receives, to compare the engine
-with.
-"""
+"""Plain float32 AdamW, fed with the gradients of an engine, to compare it with."""
 
 from __future__ import annotations
 
@@ -17,11 +15,7 @@ from superoffload.optimizer import SuperOffload
 
 
 class Reference:
-    """float32 AdamW over an engine's flat sub-groups.
-
-    It works on the device of the weights, so that recording a gradient never makes the host wait
-    for the GPU.
-    """
+    """float32 AdamW over flat sub-groups, on their device: recording never waits for a GPU."""
 
     def __init__(self, made: Any, clipping: float) -> None:
         self.core = core_of(made)
@@ -59,9 +53,7 @@ class Reference:
         return taken
 
     def step(self, learning_rate: float, taken: list[torch.Tensor] | None = None) -> float:
-        """Step with the gradients since the last step, or with ``taken``; return the norm of all
-        gradients before clipping.
-        """
+        """Step with the gradients since the last step or ``taken``; return the norm of all."""
         if taken is not None:
             self.gradients = taken
         squares = torch.stack(
@@ -80,9 +72,7 @@ class Reference:
         return norm
 
     def assert_same_states(self, made: Any) -> None:
-        """Assert that the engine's master weights and moments agree with this optimizer's to
-        1e-6.
-        """
+        """Assert that master weights and moments agree with this optimizer's to 1e-6."""
         for state, expected in zip(sub_group_states(made), self.master_weights, strict=True):
             assert distance(state.master_weights, expected.detach()) < 1e-6
             assert state.moments is not None
@@ -104,9 +94,7 @@ class Reference:
 
 
 def record_gradients(made: Any) -> list[tuple[str, str]]:
-    """Return a list that grows by name and digest of every gradient that an engine's optimizer
-    receives.
-    """
+    """Return a growing list of name and digest of every gradient that the optimizer gets."""
     core, found = core_of(made), list[tuple[str, str]]()
     receive = core.receive
 

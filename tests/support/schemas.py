@@ -12,15 +12,12 @@ FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 
 
 def valid(name: str, printed: str) -> Any:
-    """Return the values that were printed. They agree with the schema and have no key that it does
-    not describe.
-    """
+    """Return the printed values, which agree with the schema and have no other key."""
     values = json.loads(printed)
     schema = json.loads((FOLDER / f"{name}.json").read_text())
     for kind in schema["$defs"].values():
-        if (
-            "properties" in kind and "code" not in kind["properties"]
-        ):  # facts have more keys in plans
+        # Facts have more keys in plans.
+        if "properties" in kind and "code" not in kind["properties"]:
             kind["additionalProperties"] = False
     Draft202012Validator(schema).validate(values)
     return values

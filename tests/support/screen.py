@@ -1,6 +1,4 @@
-"""The application under test: opened without a terminal, driven by keys, and read as a user reads
-it.
-"""
+"""The application without a terminal, driven by keys, and read as a user reads it."""
 
 from __future__ import annotations
 
@@ -32,21 +30,19 @@ from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S
 
 SIZES = [(80, 24), pytest.param((120, 36), marks=pytest.mark.slow)]
-"""The smallest terminal, and a common one; what is tried at both is tried at the second in the slow
-tier.
-"""
+"""The smallest terminal, and a common one, which is tried in the slow tier."""
 WidgetType = TypeVar("WidgetType", bound=Widget)
 
 
+def rows_of(widget: Widget) -> list[str]:
+    """Return the rows of a widget that draws lines."""
+    return [widget.render_line(y).text for y in range(widget.size.height)]
+
+
 async def settled(min_sleep: float = 0, max_sleep: float = LIMIT_S) -> None:
-    """Wait until the event loop has nothing left to run before a timer, a thread or another process
-    has something for it.
+    """Wait until the event loop has nothing left to run before a timer, thread or process does.
 
-    Textual's pilot looks whether the process uses the CPU instead. It waits 20 ms at least, and
-    takes a process that gets no CPU time on a busy machine for one that is idle.
-
-    Raises:
-        TimeoutError: There is something to run all the time.
+    Textual looks at CPU use instead: 20 ms at least, and wrong on busy machines.
     """
     ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
     async with asyncio.timeout(max_sleep):
@@ -56,9 +52,7 @@ async def settled(min_sleep: float = 0, max_sleep: float = LIMIT_S) -> None:
 
 
 def wait_for_what_runs(patch: pytest.MonkeyPatch) -> None:
-    """Let the pilot wait until what it did has had its effects, on an idle machine as on a busy
-    one.
-    """
+    """Let the pilot wait until what it did has had its effects, on a busy machine too."""
     patch.setattr("textual.app.wait_for_idle", settled)
     patch.setattr("textual.pilot.wait_for_idle", settled)
 
@@ -78,18 +72,14 @@ class Driver:
         await self.pilot.press(*keys)
 
     async def resize(self, width: int, height: int) -> None:
-        """Give the terminal another size, and wait until the screen has it: Textual waits for
-        further sizes first.
-        """
+        """Give the terminal another size, and wait until the screen has it."""
         await self.pilot.resize_terminal(width, height)
         await self.until(
             lambda: self.app._resize_event is None and self.screen._size == (width, height)
         )
 
     async def type_text(self, text: str, *, replace: bool = False) -> None:
-        """Type into the text field with the focus, as fast as a terminal pastes; ``replace`` what
-        stands in it.
-        """
+        """Type into the text field with the focus, or ``replace`` what stands in it, at once."""
         field = self.app.focused
         assert isinstance(field, Input)
         if replace:
@@ -100,11 +90,7 @@ class Driver:
         await self.until(lambda: field.value == expected)
 
     async def until(self, happened: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-        """Wait until ``happened`` returns something true, and everything on the screen is drawn.
-
-        Raises:
-            TimeoutError: It has not happened within ``limit_s`` seconds.
-        """
+        """Wait until ``happened`` returns something true, and everything is drawn."""
         async with asyncio.timeout(limit_s):
             await settled()  # a screen that has just been opened is not laid out yet
             while not happened():
@@ -179,10 +165,9 @@ async def opened(
     settings: Loaded | Settings | None = None,
     tooltips: bool = False,
     machine_file: str = "",
+    shows: str = "",
 ) -> AsyncIterator[Driver]:
-    """Open the application on ``machine`` (four GH200 unless given, the present host with
-    ``this_machine``).
-    """
+    """Open the application on a machine (four GH200 by default); wait until a run ``shows``."""
     chosen = None if this_machine else machine or quad_machine()
     loaded = Loaded(settings) if isinstance(settings, Settings) else settings
     app = SoTuiApp(
@@ -196,4 +181,6 @@ async def opened(
     async with app.run_test(size=size, tooltips=tooltips) as pilot:
         driver = Driver(app, pilot)
         await driver.until(lambda: app.machine is not None and app.catalog is not None)
+        if shows:
+            await driver.state_shown(shows)
         yield driver

@@ -1,9 +1,5 @@
-"""A rank that shares sequences with others. Run as a script: ``sequence_ranks.py FOLDER``, once per
-rank.
-
-It compares loss and gradients with a plain reference: one rank that has whole sequences, a row
-each, in transformers' own attention with masks, and that keeps all activations. Models are in
-float64, the loss and mixtures of experts in float32.
+"""A rank that shares sequences with others: a script, started once per rank. It compares loss
+and gradients with one rank that has whole sequences, masks, and keeps all activations.
 """
 
 from __future__ import annotations
@@ -71,9 +67,7 @@ class Case:
     tile: int = 0
     """Tokens of a tile; 0: whole feed-forward blocks."""
     uneven: bool = False
-    """Whether only the ends of documents carry loss, so that ranks have very different shares of
-    it.
-    """
+    """Whether only the ends of documents carry loss, of which ranks have uneven shares."""
 
 
 CASES = (
@@ -103,9 +97,7 @@ CASES = (
         uneven=True,
     ),
 )
-"""gpt-oss has sinks. Where the policy is full or attention, all that layers keep is in host
-memory.
-"""
+"""gpt-oss has sinks. With full or attention, all that layers keep is in host memory."""
 
 
 def uneven() -> Documents:
@@ -221,9 +213,7 @@ def plain_attention(
 
 
 def steps(**changes: str) -> list[tuple[float, float]]:
-    """Train two steps of four sequences as a run does; return the mean losses of all ranks, and
-    gradient norms.
-    """
+    """Train two steps of four sequences; return mean losses of all ranks, and norms."""
     size = dist.get_world_size()
     plan = make_plan(
         spec(
@@ -263,11 +253,9 @@ def steps(**changes: str) -> list[tuple[float, float]]:
 
 
 def train() -> None:
-    """Under ZeRO-3 with our engine, whose weights are in bf16: the same sequences, each rank its
-    own, or both a part of each.
+    """Under ZeRO-3 with our engine in bf16: the same sequences, each rank its own, or shared.
 
-    Inputs, attention's results and weights in host memory must not change a bit, tiles and parts
-    round differently.
+    Host memory must not change a bit; tiles and parts round differently.
     """
     attention.choose = plain_attention  # type: ignore[assignment]
     building.HostActivations = Measured  # type: ignore[assignment, attr-defined]
@@ -299,9 +287,8 @@ def train() -> None:
         )
     for (loss, norm), (expected, expected_norm) in zip(norms_too, plain_norms, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4)
-        assert norm == pytest.approx(
-            expected_norm, rel=0.01
-        )  # Adam amplifies how bf16 rounds small gradients
+        # Adam amplifies how bf16 rounds small gradients.
+        assert norm == pytest.approx(expected_norm, rel=0.01)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Environments of the older sets of training packages, which are gigabytes: each is made once, in
-the user's cache.
+"""Environments of the older sets of training packages, made once, in the user's cache.
 
-python -m tests.support.set_environments
+``python -m tests.support.set_environments``
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ from tests.support.python_path import PIP, ROOT
 
 
 def environment(packages: VersionSet) -> Path:
-    """Return the Python of a set's environment, made with this Python unless it exists. so-tui
-    itself is not installed there.
-
-    Raises CalledProcessError if pip fails.
-    """
+    """Return the Python of a set's environment, made unless it exists; without so-tui."""
     locks = [ROOT / "locks" / name for name in ("light.txt", f"{packages.name}.txt")]
     key = hashlib.sha256(
         b"".join(

@@ -1,6 +1,4 @@
-"""What processes have in /dev/shm, where other tests and programs have files of their own at the
-same time.
-"""
+"""What processes have in /dev/shm, where others have files at the same time."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def files_in_shared_memory(pid: int) -> set[str]:
-    """Return the files of /dev/shm that a process has open or mapped, by name. Semaphores, of a
-    page each, do not count.
-    """
+    """Return the files of /dev/shm that a process has open or mapped, but for semaphores."""
     links = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -32,9 +28,7 @@ def files_in_shared_memory(pid: int) -> set[str]:
 
 
 def named_after(*numbers: int) -> set[str]:
-    """Return the files of /dev/shm with one of these numbers in their names, which is how libraries
-    call theirs: by process or by port.
-    """
+    """Return the files of /dev/shm with a number, of a process or a port, in their names."""
     wanted = {str(number) for number in numbers}
     return {
         path.name for path in SHARED_MEMORY.iterdir() if wanted & set(re.findall(r"\d+", path.name))

@@ -1,6 +1,4 @@
-"""What several hundred applications of a session would each work out again: the rules of their
-style sheets, and the table of presets.
-"""
+"""What all applications of a session would work out again: style sheets, the plan table."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _tables: dict[bytes, tuple[PlanRow, ...]] = {}
 
 
 def share_work(patch: pytest.MonkeyPatch) -> None:
-    """Have applications use what an earlier one of this process has worked out, if it is the
-    same.
-    """
+    """Have applications use what an earlier one of this process has worked out."""
     begin, set_variables = Stylesheet.__init__, Stylesheet.set_variables
 
     def begin_sharing(sheet: Stylesheet, *, variables: dict[str, str] | None = None) -> None:
@@ -44,18 +40,14 @@ def share_work(patch: pytest.MonkeyPatch) -> None:
 
 
 def _share_rules(sheet: Stylesheet, variables: dict[str, str]) -> None:
-    """Parse each style sheet once. Its rules depend on the colours of the theme (``variables``),
-    and nothing changes them.
-    """
+    """Parse each style sheet once for the colours of a theme; nothing changes its rules."""
     sheet._parse_cache = _rules.setdefault(frozenset(variables.items()), LRUCache(1000))
 
 
 def _planned(
     presets: Sequence[Preset], machine: Machine, counts: Sequence[int]
 ) -> tuple[PlanRow, ...]:
-    """Plan the same presets for the same machine once, unless there is something in the state
-    folder that plans may read.
-    """
+    """Plan the same presets once, unless the state folder has what plans may read."""
     if any(state_home().rglob("*.json")):
         return plan_table(presets, machine, counts)
     asked = msgspec.msgpack.encode((presets, machine, counts))

@@ -1,6 +1,4 @@
-"""A small model's loss and gradients, under a policy of recomputation, and counts of its matrix
-products.
-"""
+"""A small model's loss, gradients and matrix products, under a policy of recomputation."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ MIXTURES = ("qwen3_moe", "gpt_oss")
 
 
 def pairs(policies: Sequence[str], kinds: Sequence[str]) -> list[ParameterSet]:
-    """Return each kind of model under each policy: one policy in the fast tier, the others in the
-    slow one.
-    """
+    """Return each kind of model under each policy, of which one is in the fast tier."""
     return [
         pytest.param(policy, kind, marks=[] if at % len(policies) == number else [pytest.mark.slow])
         for at, kind in enumerate(kinds)
@@ -66,9 +62,7 @@ QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
 
 
 def on_host(device: str, results: bool, shape: dict[str, Any] = SHAPE) -> HostActivations:
-    """Return host memory for the inputs of all layers, and for attention's results too, with their
-    log-sum-exp.
-    """
+    """Return host memory for layers' inputs, and for attention's results and log-sum-exp."""
     layers, each = shape["num_hidden_layers"], TOKENS * 4
     rooms = (
         [Room(layers, each * QUERIES), Room(layers, each * shape["num_attention_heads"])]

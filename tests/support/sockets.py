@@ -32,9 +32,7 @@ class OpenSocket(NamedTuple):
 
 
 def open_sockets(pids: Iterable[int]) -> frozenset[OpenSocket]:
-    """Return the sockets of these processes on which something could arrive unasked. Processes that
-    end meanwhile are left out.
-    """
+    """Return the sockets of processes that live on which something could arrive unasked."""
     owners = {inode: pid for pid in pids for inode in _inodes(pid)}
     return frozenset(
         OpenSocket(owners[inode], table, address, port)

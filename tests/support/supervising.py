@@ -23,16 +23,7 @@ def prepared_run(launch: Launch, folder: Path) -> RunDirectory:
 def supervise_to_end(
     run: RunDirectory, attempt: int = 1, environ: Mapping[str, str] = os.environ
 ) -> int:
-    """Start the attempt under a supervisor, wait for its end, and return the supervisor's exit
-    code.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "so_tui",
-        "supervise",
-        str(run.path),
-        "--attempt",
-        str(attempt),
-    ]
+    """Start the attempt under a supervisor, and return the exit code of its end."""
+    command = [sys.executable, "-m", "so_tui", "supervise", str(run.path)]
+    command += ["--attempt", str(attempt)]
     return subprocess.run(command, timeout=60, check=False, env=environ).returncode

@@ -1,7 +1,4 @@
-"""Generate files of /sys and /proc for other machines from short descriptions.
-
-NUMA ids, CPU ranges and sizes follow published listings; distances follow the pattern of real ones.
-"""
+"""Files of /sys and /proc of other machines, as published, from short descriptions."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ GRACE_MIDR = "0x00000000410fd4f0\n"
 
 
 def build_sysroot(tab_text: str, folder: Path) -> Path:
-    r"""Write files below a folder from lines ``path<TAB>content`` with ``\n`` escaped; other lines
-    are ignored.
-    """
+    r"""Write files below a folder from lines ``path<TAB>content`` with ``\n`` escaped."""
     for line in tab_text.splitlines():
         name, tab, content = line.partition("\t")
         if tab and name.startswith("/"):
@@ -232,9 +227,7 @@ FOUR_H100_SUBNUMA = Host(
     grace=False,
     smt=tuple((first, first + 1) for first in range(0, 112, 2)),
 )
-"""Two sockets of two nodes each (sub-NUMA clustering); the threads of a core have consecutive
-numbers.
-"""
+"""Two sockets of two nodes each (sub-NUMA); threads of a core have consecutive numbers."""
 QUAD_MI300A = Host(
     cpu={
         n: (f"{24 * n}-{24 * n + 23},{96 + 24 * n}-{96 + 24 * n + 23}", mib)

@@ -1,10 +1,6 @@
-"""A pytest plugin that keeps tests in their tier: a test that launches ranks must be marked
-``slow`` (or ``smoke``, ``system``, ``gpu``).
+"""A plugin that keeps tests in their tier: one that launches ranks must be marked ``slow``.
 
-It also tells what a session cost, in CPU seconds, which a busy machine changes little. Tiers are
-markers, described in CONTRIBUTING.md. The plugin watches the processes that the test process
-starts, directly: a launch in a grandchild goes unnoticed, so commands that train in a process of
-their own are recognised by their arguments.
+It watches the processes that tests start, directly, and tells the CPU seconds of a session.
 """
 
 from __future__ import annotations
@@ -28,9 +24,7 @@ LONGEST = (
     "tests/superoffload/",
     "tests/trainer/",
 )
-"""Files and folders that several workers begin with, so that none is still busy with one when the
-others have ended.
-"""
+"""What several workers begin with, so that none is busy with one when the others end."""
 _TRAINING_COMMANDS = {"run", "resume", "supervise", "validate"}
 _started: list[list[str]] = []
 
@@ -121,9 +115,14 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Forget the test before; the fixtures of this one are set up after this."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Forget the test before, and skip one that needs a CUDA device where there is none."""
     _started.clear()
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,7 +1,6 @@
-"""Two users without privileges who share a machine, for tests of what one may make the other do.
+"""Two users without privileges who share a machine, for what one may make the other do.
 
-They need no accounts: a process may run under any number. Only root can start such processes, so
-elsewhere these tests are skipped.
+They need no accounts, but only root can start their processes: else tests are skipped.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ class User:
         }
 
     def start(self, *argv: str, umask: int = 0o022, **changes: str) -> subprocess.Popen[str]:
-        """Start a command as this user, with its output in pipes. ``changes`` are of the
-        environment.
-        """
+        """Start a command as this user, in a changed environment, with its output in pipes."""
         return subprocess.Popen(
             argv,
             user=self.uid,
@@ -82,16 +79,8 @@ class User:
         self, *arguments: str, timeout_s: float = 60.0, umask: int = 0o022, **changes: str
     ) -> subprocess.CompletedProcess[str]:
         """Run ``so-tui`` as this user to its end."""
-        return self.run(
-            self.interpreter,
-            "-P",
-            "-m",
-            "so_tui",
-            *arguments,
-            timeout_s=timeout_s,
-            umask=umask,
-            **changes,
-        )
+        command = (self.interpreter, "-P", "-m", "so_tui", *arguments)
+        return self.run(*command, timeout_s=timeout_s, umask=umask, **changes)
 
     def python(
         self, code: str, *arguments: str, timeout_s: float = 60.0
@@ -118,9 +107,7 @@ class SharedMachine:
 
 @contextmanager
 def shared_machine() -> Iterator[SharedMachine]:
-    """Yield two users with empty homes. Everything they leave behind, processes too, is removed.
-    Skips where it is not root.
-    """
+    """Yield two users with empty homes, whose traces and processes go. Skips unless root."""
     if os.geteuid() != 0:
         pytest.skip("only root can run processes of other users")
     folder = Path(tempfile.mkdtemp(prefix="so-tui-users-", dir="/tmp"))
@@ -153,17 +140,13 @@ def _user(folder: Path, name: str, place: int) -> User:
 
 
 def _interpreters() -> tuple[str, ...]:
-    """Return this interpreter and the system's of the same version: a home folder may hide the
-    first.
-    """
+    """Return this interpreter and the system's: a home folder may hide the first."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return (sys.executable, f"/usr/bin/{name}", f"/usr/local/bin/{name}")
 
 
 def _python_path() -> str:
-    """Return where this interpreter finds modules, without Python's own library, which every
-    interpreter brings itself.
-    """
+    """Return where this interpreter finds modules, but for Python's own library."""
     library = Path(os.__file__).parent
     return os.pathsep.join(
         path

@@ -1,6 +1,4 @@
-"""Waiting for what another process or thread does: until it has happened, however long a busy
-machine takes, and never just for a while.
-"""
+"""Waiting until something has happened, however long a busy machine takes."""
 
 from __future__ import annotations
 
@@ -22,18 +20,12 @@ def wait_until(happened: Callable[[], object], limit_s: float = LIMIT_S) -> None
 
 
 def wait_for_environment(pid: int) -> None:
-    """Return once /proc shows the arguments and the environment of a process that has just been
-    started.
-
-    ``Popen`` returns when the new program is being loaded. Until that is done, both are empty.
-    """
+    """Return once /proc shows the environment of a new process, which is being loaded."""
     wait_until(lambda: Path(f"/proc/{pid}/environ").read_bytes())
 
 
 def running(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not; nor does one that is being ended, as soon
-    as it has.
-    """
+    """Return whether a process runs: no zombie, and none that is being ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in b"ZX"
     except (FileNotFoundError, ProcessLookupError):

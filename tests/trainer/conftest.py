@@ -35,12 +35,7 @@ def _same_random_numbers() -> None:
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A run that tests may read but not change: two ranks, twelve steps, a checkpoint every five,
-    an export at the end.
-
-    TensorBoard works, and wandb is installed but cannot reach its server, as on a compute node.
-    Workers share one run.
-    """
+    """A run that workers share and only read: two ranks, twelve steps, trackers, an export."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "finished"
     folder.mkdir(exist_ok=True)

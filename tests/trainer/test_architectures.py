@@ -1,6 +1,4 @@
-"""Every architecture of the presets, scaled down: packed documents train as if each were alone,
-whatever attention runs.
-"""
+"""Packed documents of every architecture train as if each were alone, whatever attention runs."""
 
 import json
 import subprocess
@@ -8,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
@@ -36,11 +34,14 @@ from tests.support.models import (
     RECURRENT,
     SMALL,
     another,
+    are_close,
     causal_model,
+    gradients_of,
     known,
     scaled_down,
 )
 from tests.support.problems import refusal
+from tests.support.python_path import printed
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,7 @@ from tests.support.problems import refusal
     ids=[*ONE_OF_EACH, *OTHERS, *RECURRENT],
 )
 def test_packed_documents_train_as_if_each_were_alone(model: ModelSpec) -> None:
-    """In every attention that the CPU runs; the flash path with plain kernels in place of
-    CUDA's.
-    """
+    """In every attention that the CPU runs; flash with plain kernels in place of CUDA's."""
     check_packing(model)
 
 
@@ -104,19 +103,15 @@ def check_packing(model: ModelSpec) -> None:
     docs = documents(30, longest=120)
     batches = Batches(
         docs,
-        msgspec.structs.replace(spec(data__sequence_length="128"), model=listed(model, config)),
+        replace(spec(data__sequence_length="128"), model=listed(model, config)),
         0,
     )
     batch = next(batches.micro_batches(1))
     weight = 1 / len(batch.targets)
     alone = loss_alone(causal, docs, batches, len(batch.input_ids))
     torch.autograd.backward(alone * weight)
-    expected = {
-        key: parameter.grad
-        for key, parameter in causal.named_parameters()
-        if parameter.requires_grad
-    }
-    assert None not in expected.values()
+    expected = gradients_of(causal)
+    assert len(expected) == sum(each.requires_grad for each in causal.parameters())
     for implementation in (
         "eager",
         *(["sdpa"] if causal._supports_sdpa else []),
@@ -127,25 +122,19 @@ def check_packing(model: ModelSpec) -> None:
         packed = TrainedModel(causal, implementation)(batch, weight)
         torch.autograd.backward(packed)
         torch.testing.assert_close(packed, alone * weight, msg=implementation)
-        found = dict(causal.named_parameters())
-        for key, gradient in expected.items():
-            torch.testing.assert_close(
-                found[key].grad, gradient, rtol=1e-3, atol=1e-5, msg=f"{implementation}: {key}"
-            )
+        are_close(gradients_of(causal), expected, 1e-3, 1e-5)
 
 
 def listed(model: ModelSpec, config: Any) -> ModelSpec:
     """Return a model's spec as ``presets add`` writes it: with the kind of each layer."""
     kinds = getattr(config, "layer_types", None)
-    return msgspec.structs.replace(
-        model, config=model.config | ({"layer_types": list(kinds)} if kinds else {})
-    )
+    return replace(model, config=model.config | ({"layer_types": list(kinds)} if kinds else {}))
 
 
 def test_a_model_with_unlisted_recurrent_layers_is_refused() -> None:
     """Data is laid out by the spec: without the list, documents would meet in them."""
     model = another("qwen3_next")
-    unlisted = msgspec.structs.replace(
+    unlisted = replace(
         model, config={key: value for key, value in model.config.items() if key != "layer_types"}
     )
     causal = causal_model(load_config(unlisted))
@@ -158,9 +147,7 @@ def test_a_model_with_unlisted_recurrent_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", IN_ROWS)
 def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
-    """Padding after a document changes neither loss nor gradients. Packed, the same model is
-    refused.
-    """
+    """Padding after a document changes no loss or gradient. Packed, the same model is refused."""
     torch.manual_seed(0)
     config = load_config(another(kind))
     needs = attention.needs_of(config, supports_sdpa=True, sinks=False, deterministic=False)
@@ -176,17 +163,14 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     weight = 1 / len(batch.targets)
     alone = loss_alone(causal, docs, batches, len(batch.input_ids))
     torch.autograd.backward(alone * weight)
-    expected = {key: parameter.grad for key, parameter in causal.named_parameters()}
+    expected = gradients_of(causal)
     causal.zero_grad()
     found = TrainedModel(causal, implementation)(batch, weight)
     torch.autograd.backward(found)
     torch.testing.assert_close(found, alone * weight)
-    for key, parameter in causal.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-5, msg=key)
+    are_close(gradients_of(causal), expected, 1e-3, 1e-5)
     packed = spec(data__packing="true")
-    problem = refusal(
-        lambda: build(msgspec.structs.replace(packed, model=another(kind)), torch.device("cpu"), {})
-    )
+    problem = refusal(lambda: build(replace(packed, model=another(kind)), torch.device("cpu"), {}))
     assert problem.code == "packing-mixes-documents"
 
 
@@ -211,24 +195,18 @@ def test_sequences_end_to_end_train_as_those_in_rows(name: str, packing: str) ->
         causal.zero_grad()
         loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
         torch.autograd.backward(loss)
-        gradients = {
-            key: parameter.grad.clone()
-            for key, parameter in causal.named_parameters()
-            if parameter.grad is not None
-        }
-        found.append((loss.item(), gradients, batch.input_ids.numel()))
+        found.append((loss.item(), gradients_of(causal), batch.input_ids.numel()))
     (expected, theirs, more), (loss, ours, fewer) = found
     assert loss == pytest.approx(expected, rel=1e-6)
     assert fewer < more
     assert ours.keys() == theirs.keys()
-    for key, gradient in theirs.items():
-        torch.testing.assert_close(ours[key], gradient, rtol=1e-4, atol=1e-6, msg=key)
+    are_close(ours, theirs, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize(
     ("policy", "repeated"), [("none", 0), ("selective", 0), ("attention", 0), ("full", 2)]
 )
-def test_attention_with_sinks_is_kept_where_activations_are(
+def test_sink_attention_is_kept_with_activations(
     policy: checkpointing.Policy, repeated: int
 ) -> None:
     calls = 0
@@ -251,11 +229,10 @@ def test_attention_with_sinks_is_kept_where_activations_are(
         checkpointing.install(causal, asked)
         batch = next(Batches(documents(30), spec(data__sequence_length="128"), 0).micro_batches(1))
         torch.autograd.backward(TrainedModel(causal, implementation)(batch, 1 / len(batch.targets)))
-        found[kernels] = {name: parameter.grad for name, parameter in causal.named_parameters()}
+        found[kernels] = gradients_of(causal)
     assert calls == config.num_hidden_layers + repeated
     expected, ours = found.values()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    are_close(ours, expected, 1e-5, 1e-7)
 
 
 @pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")
@@ -321,12 +298,8 @@ OTHER_KINDS = tuple(sorted(kind for kind in (*KINDS, *MULTIMODAL) if kind in CON
         pytest.param(OTHER_KINDS[1::2], id="the other half"),
     ],
 )
-def test_every_architecture_trains_resumes_and_exports(
-    names: tuple[str, ...], tmp_path: Path
-) -> None:
-    """The benchmark that makes the table, on the CPU and without the launcher, which has nothing to
-    do with architectures.
-    """
+def test_architectures_train_resume_and_export(names: tuple[str, ...], tmp_path: Path) -> None:
+    """The benchmark that makes the table, on the CPU and without the launcher."""
     rows = tmp_path / "rows.json"
     script = Path(__file__).parents[2] / "benchmarks" / "architectures.py"
     command = [sys.executable, str(script), "--out", str(rows)]
@@ -348,11 +321,6 @@ def test_the_docs_show_the_tables_of_the_data() -> None:
         root / "benchmarks" / "architectures.py",
         root / "benchmarks" / "results" / "architectures.json",
     )
-    tables = subprocess.run(
-        [sys.executable, str(script), "--table", "--out", str(data)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    tables = printed(str(script), "--table", "--out", str(data))
     shown = (root / "docs" / "models.md").read_text()
     assert all(table in shown for table in tables.strip().split("\n\n"))

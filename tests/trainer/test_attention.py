@@ -1,6 +1,4 @@
-"""Attention by kernels, with sinks, windows and capped scores: in float64, against eager attention;
-every backend on a GPU.
-"""
+"""Attention by kernels, with sinks, windows and caps: against eager attention in float64."""
 
 import json
 from collections.abc import Callable
@@ -8,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -27,18 +25,15 @@ NAMES = ("out", "query", "key", "value", "sinks")
 LENGTHS = (1, 37, 5, 64, 21)
 HEADS, KEY_HEADS, SIZE = 6, 2, 16
 ROUNDING = sum(LENGTHS) ** 2 * 2**6 * 2**-53
-"""Most by which sums in float64 can differ that threads add up in another order: of as many terms
-as tokens, each below 2**6.
-"""
+"""Most by which sums in another order differ: of as many terms as tokens, each below 2**6."""
 
 
 def case(
     window: int | None, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[list[Tensor], Tensor, Documents]:
     """Query, key, value and sinks; the gradient that comes back; the documents."""
-    drawn = torch.Generator().manual_seed(
-        3
-    )  # of its own, so that nothing else of this process can draw in between
+    # Of its own, so that nothing else of this process can draw in between.
+    drawn = torch.Generator().manual_seed(3)
     tokens = sum(LENGTHS)
     shapes = [(tokens, HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (HEADS,)]
     inputs = [
@@ -181,7 +176,6 @@ def on_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", [kernel.name for kernel in KERNELS])
 @pytest.mark.parametrize(
     ("size", "options"),
@@ -198,9 +192,7 @@ def on_gpu(
     ],
     ids=str,
 )
-def test_every_backend_is_as_near_to_the_truth_as_plain_attention(
-    backend: Any, size: int, options: dict[str, Any]
-) -> None:
+def test_backends_err_no_more_than_plain(backend: Any, size: int, options: dict[str, Any]) -> None:
     """bf16 with sinks, against float64: twice the error of plain attention in bf16 at most."""
     available = backends(Needs(head_size=size, sinks=True, softcap="softcap" in options))
     if backend not in available:
@@ -216,7 +208,6 @@ def test_every_backend_is_as_near_to_the_truth_as_plain_attention(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", [kernel.name for kernel in KERNELS])
 def test_deterministic_backward_passes_repeat_bit_for_bit(backend: Any) -> None:
     available = backends(Needs(head_size=128, deterministic=True))
@@ -261,13 +252,9 @@ def test_the_docs_show_what_was_measured(
 
 
 def test_amds_numbers_are_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ROCm torch calls an MI300A 9.4, as if it were a Hopper, for which flash-attn 3 and 4
-    are made.
-    """
+    """Under ROCm torch calls an MI300A 9.4, as if it were a Hopper."""
     monkeypatch.setattr(torch.version, "hip", "7.0.1")
     here = present(torch.device("cuda", 0))
     assert here.generation == UNKNOWN_GPU
-    everything = msgspec.structs.replace(
-        here, packages=frozenset(kernel.package for kernel in KERNELS)
-    )
+    everything = replace(here, packages=frozenset(kernel.package for kernel in KERNELS))
     assert choose_backend(Needs(head_size=128), everything).backend == "torch-flash"

@@ -17,7 +17,7 @@ from so_tui.runs import create_run, state
 from so_tui.runs.directory import checkpoint_folders, run_id
 from so_tui.runs.records import BindingRecord, CheckpointRecord, EndRecord, PhaseRecord, StepRecord
 from so_tui_trainer import checkpoint_folder
-from tests.support.launching import log, records, start, tiny
+from tests.support.launching import log, of_kind, records, start, tiny
 from tests.support.python_path import python_path
 
 pytestmark = pytest.mark.slow
@@ -89,8 +89,8 @@ class Run:
         """Whether a checkpoint is being written while this attempt trains."""
         phases = [
             record
-            for record in records(self.directory)
-            if isinstance(record, PhaseRecord) and record.attempt == self.attempt
+            for record in of_kind(self.directory, PhaseRecord)
+            if record.attempt == self.attempt
         ]
         return bool(phases) and phases[-1].detail.startswith("writing the checkpoint")
 
@@ -98,8 +98,8 @@ class Run:
     def saved(self) -> list[CheckpointRecord]:
         return [
             record
-            for record in records(self.directory)
-            if isinstance(record, CheckpointRecord) and record.attempt == self.attempt
+            for record in of_kind(self.directory, CheckpointRecord)
+            if record.attempt == self.attempt
         ]
 
     @property
@@ -113,8 +113,8 @@ class Run:
         """Of this attempt, by step."""
         found = (
             record
-            for record in records(self.directory)
-            if isinstance(record, StepRecord) and record.attempt == self.attempt
+            for record in of_kind(self.directory, StepRecord)
+            if record.attempt == self.attempt
         )
         return {record.step: record.loss for record in found}
 
@@ -126,9 +126,7 @@ def states(path: Path) -> list[bytes]:
     ]
 
 
-def test_a_run_trains_on_and_resumes_exactly_and_what_is_due_waits(
-    tmp_path: Path,
-) -> None:
+def test_a_run_trains_while_saving_and_resumes_exactly(tmp_path: Path) -> None:
     run = Run(tmp_path, 0.1, checkpoint__keep="9")
     run.start()
     assert run.finish().state == "finished"
@@ -150,7 +148,7 @@ def test_a_run_trains_on_and_resumes_exactly_and_what_is_due_waits(
     assert states(Path(run.saved[-1].path)) == expected
 
 
-def test_killed_stopped_or_without_space_it_leaves_the_one_before(
+def test_a_broken_save_leaves_the_checkpoint_before(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     library = build(tmp_path_factory.getbasetemp())

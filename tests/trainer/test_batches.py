@@ -37,7 +37,7 @@ def test_a_step_needs_no_history() -> None:
         assert torch.equal(a.input_ids, b.input_ids)
 
 
-def test_an_epoch_meets_every_sequence_once_and_the_next_in_another_order() -> None:
+def test_an_epoch_meets_every_sequence_once() -> None:
     batches = Batches(documents(), spec(), 0)
     count = len(batches.sequences)
     first, second = batches._indices(0, count).tolist(), batches._indices(count, count).tolist()
@@ -67,7 +67,7 @@ def test_length_of_a_run() -> None:
     assert Batches(docs, benchmark, 0).total_steps() == 7
 
 
-def test_after_a_resume_with_other_ranks_and_batches_nothing_is_skipped_or_repeated() -> None:
+def test_resumes_with_other_ranks_skip_and_repeat_nothing() -> None:
     docs = documents()
     order = [
         index
@@ -100,7 +100,7 @@ def test_after_a_resume_with_other_ranks_and_batches_nothing_is_skipped_or_repea
     assert len(taken) == consumed == 3 * (12 + 6 + 3 + 12)
 
 
-def test_the_length_in_epochs_stays_that_of_the_data_after_a_resume_with_other_ranks() -> None:
+def test_epochs_keep_their_length_with_other_ranks() -> None:
     docs = documents()
     two, one = (Batches(docs, spec(gpus=gpus, train__epochs="4"), 0) for gpus in ("2", "1"))
     sequences = 4 * len(two.sequences)
@@ -112,7 +112,7 @@ def test_the_length_in_epochs_stays_that_of_the_data_after_a_resume_with_other_r
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_end_to_end_only_a_sixty_fourth_of_a_micro_batch_is_padding(packing: str) -> None:
+def test_end_to_end_pads_a_sixty_fourth_at_most(packing: str) -> None:
     changes = {
         "gpus": "1",
         "data__packing": packing,
@@ -196,7 +196,7 @@ def boundaries(lengths: list[int]) -> np.ndarray:
 
 
 @given(LENGTHS)
-def test_every_token_is_in_the_row_of_its_document_and_nothing_else_is(lengths: list[int]) -> None:
+def test_rows_hold_the_tokens_of_one_document(lengths: list[int]) -> None:
     places, *groups = _rows_apart(boundaries(lengths))
     tokens = torch.arange(sum(lengths))
     together = torch.cat([tokens[group].flatten() for group in groups])

@@ -103,9 +103,7 @@ def test_the_width_of_rows_is_foretold(micro_batch: str, tmp_path: Path) -> None
         {"rows": "Other"},
     ],
 )
-def test_other_data_and_other_options_are_another_entry(
-    tmp_path: Path, change: dict[str, str]
-) -> None:
+def test_other_data_or_options_are_another_entry(tmp_path: Path, change: dict[str, str]) -> None:
     folder = prepare(spec_of(rows_file(tmp_path)), tmp_path / "cache")
     path = rows_file(tmp_path, output=change.pop("rows", "Answer"))
     assert prepare(spec_of(path, **change), tmp_path / "cache") != folder
@@ -114,24 +112,11 @@ def test_other_data_and_other_options_are_another_entry(
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (
-            {"instruction": "Ask.", "output": "Answer."},
-            {"output": "Ask.", "instruction": "Answer."},
-        ),
+        ({"instruction": "Ask.", "output": "Yes."}, {"output": "Ask.", "instruction": "Yes."}),
         ({"text": "Trained.", "title": "Not."}, {"title": "Trained.", "text": "Not."}),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": "Ask."},
-                    {"role": "assistant", "content": "Answer."},
-                ]
-            },
-            {
-                "conversations": [
-                    {"from": "user", "value": "Ask."},
-                    {"from": "assistant", "value": "Answer."},
-                ]
-            },
+            {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]},
+            {"conversations": [{"from": role, "value": "a"} for role in ("user", "assistant")]},
         ),
     ],
 )
@@ -160,18 +145,12 @@ def test_a_file_that_changed_and_kept_its_time_is_read_again(tmp_path: Path) -> 
 
 def test_another_chat_template_is_another_entry(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny().model)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     folders = set()
-    for number, template in enumerate(
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", None)
-    ):
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path / str(number))
-        folders.add(
-            prepare(
-                spec_of(rows_file(tmp_path), model__tokenizer=str(tmp_path / str(number))),
-                tmp_path / "cache",
-            )
-        )
+    for name, tokenizer.chat_template in (("templated", template), ("plain", None)):
+        tokenizer.save_pretrained(tmp_path / name)
+        spec = spec_of(rows_file(tmp_path), model__tokenizer=str(tmp_path / name))
+        folders.add(prepare(spec, tmp_path / "cache"))
     assert len(folders) == 2
 
 
@@ -242,9 +221,7 @@ def test_runs_that_start_at_once_share_one_entry(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_processes_give_what_one_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_agree_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(rows_file(tmp_path, 500))
     alone = prepare(spec, tmp_path / "alone")
     monkeypatch.setattr(tokens, "_TASK_ROWS", 70)
@@ -258,7 +235,7 @@ def test_several_processes_give_what_one_gives(
 
 
 @pytest.mark.slow
-def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(
+def test_a_bad_row_in_another_process_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -273,7 +250,7 @@ def test_a_bad_row_in_another_process_is_told_as_it_is_here_and_leaves_nothing(
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_processes_are_as_many_as_the_cores_that_may_be_used_and_the_rows_pay_for() -> None:
+def test_processes_follow_cores_and_rows() -> None:
     allowed = len(os.sched_getaffinity(0))
     assert tokens._processes_for(100) == 1
     assert tokens._processes_for(10_000_000) == min(allowed, 32)
@@ -289,7 +266,7 @@ def test_what_killed_processes_left_is_removed_when_it_is_old(tmp_path: Path) ->
     assert not old.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     problem = refusal(lambda: prepare(spec_of(rows_file(tmp_path)), tmp_path / "file"))
     assert (problem.code, problem.field) == ("cache-unwritable", "XDG_CACHE_HOME")

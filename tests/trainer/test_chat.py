@@ -1,6 +1,4 @@
-"""Where training starts and stops in what a chat template writes: templates that do what those of
-the presets' models do, and worse.
-"""
+"""Where training starts and stops in what templates like those of the presets write, and worse."""
 
 from __future__ import annotations
 
@@ -142,9 +140,7 @@ def trained(
     ],
     ids=["none", "chatml", "thinking", "opened", "headers", "brackets", "channels"],
 )
-def test_every_answer_is_trained_from_where_the_model_takes_over_to_its_stop_token(
-    template: str, expected: list[str]
-) -> None:
+def test_answers_are_trained_up_to_their_stop_token(template: str, expected: list[str]) -> None:
     tokenizer = tokenizer_with(template)
     assert trained(tokenizer) == expected
     assert trained(tokenizer, loss="last-turn") == expected[-1:]
@@ -154,7 +150,7 @@ def test_every_answer_is_trained_from_where_the_model_takes_over_to_its_stop_tok
         ]
 
 
-def test_a_thought_that_the_template_drops_from_earlier_turns_does_not_move_the_mask() -> None:
+def test_dropped_thoughts_do_not_move_the_mask() -> None:
     thinks = tuple(
         m._replace(content=f"<think>\nhm\n</think>\n\n{m.content}") if m.role == "assistant" else m
         for m in TALK
@@ -165,7 +161,7 @@ def test_a_thought_that_the_template_drops_from_earlier_turns_does_not_move_the_
     ]
 
 
-def test_contents_that_look_like_the_template_or_like_each_other_do_not_move_the_mask() -> None:
+def test_contents_like_the_template_do_not_move_the_mask() -> None:
     talk = (
         Message("user", "Then 6."),
         Message("assistant", "  Then 6.\n"),
@@ -207,7 +203,7 @@ def test_tool_calls_are_answers_too() -> None:
     assert trained(tokenizer_with(template), talk) == ["['add']<|im_end|>", "It is 5.<|im_end|>"]
 
 
-def test_calls_are_trained_whole_where_the_template_leaves_out_what_is_said_beside_them() -> None:
+def test_calls_are_trained_whole_without_their_content() -> None:
     call = (
         ("thinking", "hm"),
         ("tool_calls", [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]),
@@ -235,7 +231,7 @@ def test_calls_are_trained_whole_where_the_template_leaves_out_what_is_said_besi
     assert trained(tokenizer_with(OPEN_ENDED), talk) == ["\n[add]<|eos|>", "It is 5.<|eos|>"]
 
 
-def test_a_thought_in_a_message_of_its_own_is_trained_with_its_answer() -> None:
+def test_a_thought_of_its_own_is_trained_with_its_answer() -> None:
     talk = (*TALK[:3], Message("assistant", "Then 6.", (("thinking", "hm"),)))
     assert trained(tokenizer_with(CALLS), talk) == [
         "<|channel|>final<|message|>It is 5.",
@@ -280,7 +276,7 @@ def test_a_stop_token_that_the_data_has_already_is_trained_once() -> None:
     ]
 
 
-def test_an_end_of_text_right_behind_the_stop_token_is_trained_with_it() -> None:
+def test_an_end_of_text_behind_the_stop_token_is_trained() -> None:
     tokenizer = tokenizer_with(
         CHATML.replace("<|im_end|>\n", "<|end|><|im_end|>"), eos_token="<|im_end|>"
     )
@@ -296,9 +292,7 @@ def test_an_end_of_text_right_behind_the_stop_token_is_trained_with_it() -> None
     )
 
 
-def test_a_stop_token_that_is_not_special_is_warned_of_and_the_end_of_text_is_trained_instead() -> (
-    None
-):
+def test_a_stop_token_that_is_not_special_is_warned_of() -> None:
     tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "<|over|>"))
     assert trained(tokenizer) == ["It is 5.<|eos|>", "Then 6.<|eos|>"]
     (warning,) = chat_of(tokenizer).warnings
@@ -313,7 +307,7 @@ def test_another_stop_token_than_the_end_of_text_is_told() -> None:
     assert not chat_of(tokenizer_with(CHATML, eos_token="<|im_end|>")).warnings
 
 
-def test_without_anything_that_ends_an_answer_there_is_no_training() -> None:
+def test_without_an_end_token_there_is_no_training() -> None:
     for template in ("", CHATML.replace("<|im_end|>", "")):
         tokenizer = tokenizer_with(template)
         tokenizer.eos_token = None
@@ -326,7 +320,7 @@ def test_a_conversation_that_the_template_refuses_says_why() -> None:
         _segments(chat_of(tokenizer_with(BRACKETS)), (Message("system", "Be kind."), *TALK))
 
 
-def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
+def test_tokenizers_with_leading_spaces_get_texts_whole() -> None:
     words = {
         word: index
         for index, word in enumerate(
@@ -364,7 +358,7 @@ def test_tokenizers_that_put_a_space_before_every_text_get_it_whole() -> None:
     ]
 
 
-def test_spaces_of_an_answer_are_trained_where_spans_of_tokens_leave_them_out() -> None:
+def test_spaces_outside_of_token_spans_are_trained() -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {word: index for index, word in enumerate(["</s>", *alphabet, "ĠĠ"])}
     backend: Any = Tokenizer(models.BPE(words, [("Ġ", "Ġ")]))
@@ -387,7 +381,7 @@ def test_spaces_of_an_answer_are_trained_where_spans_of_tokens_leave_them_out() 
     assert tokenizer.decode(ids[~flags]) == " [INST] Code ,  please  [/INST] [INST] And [/INST]"
 
 
-def test_a_folder_without_a_tokenizer_is_not_blamed_on_the_network(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     spec = with_values(tiny(), {"model.tokenizer": str(tmp_path)})
     problem = refusal(lambda: load_tokenizer(spec.model))

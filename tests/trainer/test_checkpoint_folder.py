@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
+import signal
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import superoffload.checkpoint
 from so_tui.runs import RunDirectory, create_run
@@ -27,11 +33,24 @@ def spec_in(folder: Path, keep: int = 2) -> RunSpec:
     return tiny(checkpoint__folder=str(folder), checkpoint__keep=str(keep))
 
 
+def claimed(folder: Path, spec: RunSpec) -> tuple[Path, str]:
+    """Return the checkpoint folder of a new run, and the run's identity."""
+    run = create_run(spec, folder / "runs")
+    return claim(run, spec), run_id(run)
+
+
+@pytest.fixture
+def states(tmp_path: Path) -> Path:
+    """The states of a checkpoint."""
+    (tmp_path / "checkpoints").mkdir()
+    return written(tmp_path / "checkpoints", 3, "", spec_in(tmp_path)) / "optimizer"
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_first_attempt_makes_its_folder_and_later_ones_find_it(tmp_path: Path) -> None:
+def test_later_attempts_find_the_checkpoint_folder(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch" / "deep")
     run = create_run(spec, tmp_path / "runs")
     folder = claim(run, spec)
@@ -41,7 +60,7 @@ def test_the_first_attempt_makes_its_folder_and_later_ones_find_it(tmp_path: Pat
     assert names(folder.parent) == [run.name]
 
 
-def test_a_run_of_the_same_name_never_gets_the_checkpoints_of_another(tmp_path: Path) -> None:
+def test_a_run_never_gets_the_checkpoints_of_another(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch")
     first = create_run(spec, tmp_path / "runs", "same")
     second = create_run(spec, tmp_path / "others", "same")
@@ -58,7 +77,7 @@ def test_a_run_of_the_same_name_never_gets_the_checkpoints_of_another(tmp_path: 
         newest(folder, run_id(second))
 
 
-def test_a_folder_without_an_identity_is_taken_only_by_a_run_without_one(tmp_path: Path) -> None:
+def test_a_folder_without_identity_is_of_a_run_without_one(tmp_path: Path) -> None:
     spec = spec_in(tmp_path / "scratch")
     old, new = (
         create_run(spec, tmp_path / "runs", "same"),
@@ -85,12 +104,9 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
         claim(run, spec)
 
 
-def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(
-    tmp_path: Path,
-) -> None:
+def test_foreign_checkpoints_are_not_used_or_counted(tmp_path: Path) -> None:
     spec = tiny(checkpoint__keep="2")
-    run = create_run(spec, tmp_path / "runs")
-    folder, own = claim(run, spec), run_id(run)
+    folder, own = claimed(tmp_path, spec)
     written(folder, 3, own, spec)
     shutil.copytree(written(folder, 4, own, spec), folder / "step-000098")
     shutil.copytree(written(tmp_path, 7, "another", spec), folder / "step-000097")
@@ -114,10 +130,9 @@ def test_what_is_not_a_checkpoint_of_this_run_is_not_used_and_pushes_none_out(
     assert (folder / "step-000099.superseded").read_text() == "a plain file"
 
 
-def test_starting_over_renames_every_checkpoint_of_the_run_and_deletes_none(tmp_path: Path) -> None:
+def test_starting_over_renames_checkpoints_and_deletes_none(tmp_path: Path) -> None:
     spec = tiny()
-    run = create_run(spec, tmp_path / "runs")
-    folder, own = claim(run, spec), run_id(run)
+    folder, own = claimed(tmp_path, spec)
     for step in (3, 6):
         written(folder, step, own, spec)
     copied = written(folder, 9, "of another run", spec)
@@ -135,7 +150,7 @@ def test_starting_over_renames_every_checkpoint_of_the_run_and_deletes_none(tmp_
 def test_a_manifest_names_no_file_outside_its_checkpoint(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, 3, "", tiny())
     (tmp_path / "outside").write_text("x")
-    manifest = msgspec.structs.replace(read_manifest(path), files={name: 1})
+    manifest = replace(read_manifest(path), files={name: 1})
     (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(superoffload.OffloadError, match="not inside"):
         _verify(path)
@@ -143,7 +158,7 @@ def test_a_manifest_names_no_file_outside_its_checkpoint(name: str, tmp_path: Pa
 
 def test_what_a_manifest_says_does_not_fill_the_message(tmp_path: Path) -> None:
     path = written(tmp_path, 3, "", tiny())
-    manifest = msgspec.structs.replace(read_manifest(path), files={"n" * 1_000_000: 1})
+    manifest = replace(read_manifest(path), files={"n" * 1_000_000: 1})
     (path / "checkpoint.json").write_bytes(msgspec.json.encode(manifest))
     with pytest.raises(TrainingError) as caught:
         newest(tmp_path)
@@ -176,9 +191,7 @@ def test_a_manifest_that_is_a_pipe_or_nested_deep_is_damage(tmp_path: Path) -> N
         {"numel": 0, "names": ["w"], "numels": []},
     ],
 )
-def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(
-    hostile: dict[str, object], tmp_path: Path
-) -> None:
+def test_impossible_sizes_are_refused(hostile: dict[str, object], tmp_path: Path) -> None:
     folder = checkpoint_folder.optimizer_folder(written(tmp_path, 3, "", tiny()))
     path = folder / "rank_00000.json"
     group = {"device": "cpu", "step": 1, "moments": False} | hostile
@@ -193,10 +206,9 @@ def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(
     "name",
     ["optimizer", "optimizer/rank_00000.states", "optimizer/rank_00000.json", "checkpoint.json"],
 )
-def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    path = written(folder, 3, "", spec_in(tmp_path)) / name
+def test_a_link_in_a_checkpoint_is_damage(name: str, states: Path, tmp_path: Path) -> None:
+    folder = states.parents[1]
+    path = states.parent / name
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises((superoffload.OffloadError, OSError)):
@@ -210,30 +222,20 @@ def test_a_link_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rank_00000.states", "rank_00000.json"])
-def test_a_pipe_as_a_state_does_not_block(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    states = written(folder, 3, "", spec_in(tmp_path)) / "optimizer"
+def test_a_pipe_as_a_state_does_not_block(name: str, states: Path) -> None:
     (states / name).unlink()
     os.mkfifo(states / name)
     with coded(superoffload.OffloadError, "unreadable"):
         superoffload.verify_state(states)
 
 
-def test_a_states_description_of_more_than_its_limit_is_not_read(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    states = written(folder, 3, "", spec_in(tmp_path)) / "optimizer"
+def test_a_states_description_of_more_than_its_limit_is_not_read(states: Path) -> None:
     os.truncate(states / "rank_00000.json", 65 << 20)
-    with pytest.raises(superoffload.OffloadError) as caught:
+    with coded(superoffload.OffloadError, "unreadable", match="more than"):
         superoffload.verify_state(states)
-    assert caught.value.code == "unreadable"
-    assert "more than" in str(caught.value)
 
 
-def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(
-    tmp_path: Path,
-) -> None:
+def test_leftover_links_go_and_their_targets_stay(tmp_path: Path) -> None:
     folder, target = tmp_path / "checkpoints", tmp_path / "target"
     folder.mkdir()
     target.mkdir()
@@ -246,7 +248,7 @@ def test_leftovers_that_are_links_or_files_are_removed_and_their_targets_stay(
     assert names(target) == ["precious"]
 
 
-def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_they_have_another_name(  # noqa: E501
+def test_large_removed_files_are_freed_by_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gib = 1 << 30
@@ -272,15 +274,12 @@ def test_large_files_of_a_removed_checkpoint_are_freed_a_piece_at_a_time_unless_
     assert (tmp_path / "target").read_bytes() == b"x"
 
 
-def test_a_checkpoint_that_cannot_be_removed_costs_no_training(
+def test_an_unremovable_checkpoint_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a network file system a folder stays as long as somebody has a file in it open, such as an
-    export.
-    """
+    """A network file system keeps a folder while somebody, such as an export, reads in it."""
     spec = tiny(checkpoint__keep="1")
-    run = create_run(spec, tmp_path / "runs")
-    folder, own = claim(run, spec), run_id(run)
+    folder, own = claimed(tmp_path, spec)
     written(folder, 3, own, spec)
 
     def held(path: Path) -> None:
@@ -294,3 +293,42 @@ def test_a_checkpoint_that_cannot_be_removed_costs_no_training(
     assert "step-000003.partial" in names(folder)
     checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
     assert "step-000003.partial" not in names(folder)
+
+
+MODIFYING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
+
+
+def ended_by_itself(act: Callable[[], object], most: int) -> bool:
+    """Act in a process that is killed before it changes more than ``most`` files; say if not."""
+    child = os.fork()
+    if not child:
+        changes = itertools.count()
+
+        def count(event: str, arguments: tuple[object, ...]) -> None:
+            writes = event == "open" and bool(int(str(arguments[2])) & (os.O_WRONLY | os.O_RDWR))
+            if (writes or event in MODIFYING) and next(changes) >= most:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        act()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_save_killed_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    spec = tiny(checkpoint__keep="1")
+    written(tmp_path, 3, "", spec)
+    found, ended = [], False
+    while not ended:
+        folder = tmp_path / str(len(found))
+        shutil.copytree(tmp_path / "step-000003", folder / "step-000003")
+        ended = ended_by_itself(partial(written, folder, 4, "", spec), len(found))
+        left = newest(folder)
+        assert left is not None
+        assert not left.damaged
+        found.append(left.manifest.step)
+        checkpoint_folder.make_room(folder, 0, "checkpoint.folder")
+        assert not list(folder.glob("*.partial"))
+    assert len(found) > 10
+    assert found == sorted(found)
+    assert set(found) == {3, 4}

@@ -16,7 +16,7 @@ from so_tui.spec import InputError
 from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.tools.convert import convert
 from tests.support.engine import by_name
-from tests.support.launching import log, records, start, tiny
+from tests.support.launching import log, of_kind, start, tiny
 from tests.support.model_checkpoints import run_with_checkpoints
 from tests.support.problems import refusal
 from tests.support.shared_run import TWELVE_STEPS
@@ -30,21 +30,8 @@ def test_a_converted_run_keeps_states_and_place_in_the_data(tmp_path: Path) -> N
     run = run_with_checkpoints(tmp_path / "runs", 5)
     *_, answer = convert({"run": str(run.path), "to": str(tmp_path / "theirs")})
     assert answer["step"] == 5
-    assert (
-        main(
-            [
-                "convert",
-                str(tmp_path / "theirs"),
-                "--as",
-                "tiny",
-                "--runs-dir",
-                str(tmp_path / "back"),
-                "--set",
-                "train.steps=9",
-            ]
-        )
-        == 0
-    )
+    where = f"{tmp_path / 'theirs'} --runs-dir {tmp_path / 'back'}"
+    assert main(f"convert {where} --as tiny --set train.steps=9".split()) == 0
     (back,) = list_runs(tmp_path / "back")
     state = read_state(back)
     assert (state.state, state.step, state.saved_step, state.total_steps) == ("stopped", 5, 5, 9)
@@ -84,29 +71,14 @@ def test_a_checkpoint_of_another_model_leaves_no_run_behind(tmp_path: Path) -> N
         from_deepspeed(tmp_path / "runs", tiny(), tmp_path / "back", silent)
     assert caught.value.problems[0].code == "not-deepspeeds"
     assert list_runs(tmp_path / "back") == ()
-    assert (
-        main(
-            [
-                "convert",
-                str(tmp_path / "theirs"),
-                "--as",
-                "qwen3-14b",
-                "--runs-dir",
-                str(tmp_path / "back"),
-            ]
-        )
-        == 2
-    )
+    where = f"{tmp_path / 'theirs'} --runs-dir {tmp_path / 'back'}"
+    assert main(f"convert {where} --as qwen3-14b".split()) == 2
     assert list_runs(tmp_path / "back") == ()
 
 
 @pytest.mark.slow
-def test_a_converted_run_resumes_with_another_engine(
-    finished_run: RunDirectory, tmp_path: Path
-) -> None:
-    """Two ranks of SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed
-    would read.
-    """
+def test_converted_runs_resume_elsewhere(finished_run: RunDirectory, tmp_path: Path) -> None:
+    """SuperOffload trained to step 10; ZeRO-Offload continues from what DeepSpeed would read."""
     run = RunDirectory(tmp_path / finished_run.name)
     shutil.copytree(finished_run.path, run.path)
     shutil.rmtree(run.checkpoints_dir / "step-000012")
@@ -115,7 +87,7 @@ def test_a_converted_run_resumes_with_another_engine(
     made = from_deepspeed(tmp_path / "theirs", spec, tmp_path / "back", silent)
     assert start(made, spec).wait(timeout=400) == 0, log(made)
     before, after = (
-        {record.step: record.loss for record in records(one) if isinstance(record, StepRecord)}
+        {record.step: record.loss for record in of_kind(one, StepRecord)}
         for one in (finished_run, made)
     )
     assert sorted(after) == [11, 12]

@@ -1,6 +1,4 @@
-"""What people are shown of their data before anything starts: the helper's answer, and the command
-that prints it.
-"""
+"""What people are shown of their data before anything starts, and the command that prints it."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ def test_what_is_held_out_is_counted_and_cannot_be_everything() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "refused"), [("5", True), ("0.05", True), ("4", False)])
-def test_holding_out_too_much_is_refused_before_anything_starts(
-    wanted: str, refused: bool, tmp_path: Path
-) -> None:
+def test_holding_out_too_much_is_refused(wanted: str, refused: bool, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(
         "\n".join(json.dumps({"instruction": f"Ask {n}.", "output": "Yes."}) for n in range(5))
     )
@@ -129,9 +125,7 @@ def test_what_is_wrong_comes_back_as_it_was_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[5], [7, 7, 7], list(range(1, 500)), [*[50] * 500, 4000]])
-def test_every_document_is_in_one_bin_and_few_long_ones_do_not_flatten_the_rest(
-    lengths: list[int],
-) -> None:
+def test_the_histogram_counts_every_document_once(lengths: list[int]) -> None:
     bins = _histogram(np.array(lengths))
     assert sum(entry["documents"] for entry in bins) == len(lengths)
     assert sum(entry["tokens"] for entry in bins) == sum(lengths)
@@ -144,9 +138,7 @@ def test_every_document_is_in_one_bin_and_few_long_ones_do_not_flatten_the_rest(
         assert bins[-1]["documents"] == 1
 
 
-def test_the_command_prints_marks_that_need_no_colour(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_marks_need_no_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "tiny", "--rows", "1", "--set", "data.loss=all"]) == 0
     told = capsys.readouterr().out
     for words in (

@@ -1,6 +1,4 @@
-"""From files that people have to documents: layouts, sources, mixtures, what is lost and what is
-refused.
-"""
+"""From files that people have to documents: layouts, mixtures, what is lost and refused."""
 
 from __future__ import annotations
 
@@ -105,7 +103,7 @@ def test_what_stands_in_columns_of_its_own_comes_first(tmp_path: Path, layout: s
     )
 
 
-def test_tools_and_calls_reach_the_template_without_the_keys_of_other_rows(tmp_path: Path) -> None:
+def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}]
     add, halve = (
         {"name": "add", "arguments": {"a": 2, "b": 3}},
@@ -180,9 +178,7 @@ def test_the_layout_can_be_named(tmp_path: Path) -> None:
     )
 
 
-def test_plain_text_is_trained_but_for_its_first_token_and_cut_where_it_is_longer_than_a_sequence(
-    tmp_path: Path,
-) -> None:
+def test_plain_text_is_trained_and_cut_to_sequences(tmp_path: Path) -> None:
     words = "one two three four five six seven " * 40
     documents = documents_of(
         tmp_path,
@@ -203,7 +199,7 @@ def test_plain_text_is_trained_but_for_its_first_token_and_cut_where_it_is_longe
     assert documents.rows.tolist() == [1] * (len(documents.lengths) - 1) + [2]
 
 
-def test_a_mixture_has_the_shares_of_its_weights_and_loses_no_row(tmp_path: Path) -> None:
+def test_a_mixture_has_its_shares_and_loses_no_row(tmp_path: Path) -> None:
     many = lines(
         tmp_path, [ROWS["alpaca"] | {"output": f"Answer {n}."} for n in range(40)], "many.jsonl"
     )
@@ -263,9 +259,7 @@ def test_the_weights_of_a_mixture_do_not_make_it_tokenised_again(tmp_path: Path)
     assert len(folders) == 1
 
 
-def test_rows_that_are_too_long_lose_their_end_and_those_without_trained_tokens_are_dropped(
-    tmp_path: Path,
-) -> None:
+def test_rows_are_truncated_or_dropped_and_counted(tmp_path: Path) -> None:
     digits = "1 2 3 4 5 6 7 8 9 " * 30
     rows: list[dict[str, Any]] = [
         {"instruction": "Add.", "output": "They make 5."},
@@ -308,43 +302,25 @@ def test_a_tokenizer_of_another_name_has_not_the_models_revision(tmp_path: Path)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_document_lies_in_exactly_one_sequence_that_holds_it(seed: int) -> None:
+def test_packing_has_every_document_once(seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, 257, size=500)
     sequences = _pack(lengths, 256)
     assert sorted(sequences.documents.tolist()) == list(range(500))
     assert sequences.sums(lengths).max() <= 256
     assert sequences.sums(lengths).sum() == lengths.sum()
+    assert _pack(lengths, 256).documents.tolist() == sequences.documents.tolist()
 
 
-def test_best_fit_decreasing_leaves_little_room() -> None:
-    lengths = np.random.default_rng(0).integers(1, 120, size=5000)
-    sequences = _pack(lengths, 256)
-    assert lengths.sum() / (len(sequences) * 256) > 0.99
-
-
-def test_a_document_goes_where_it_leaves_least() -> None:
-    sequences = _pack(np.array([6, 5, 4, 5]), 10)
-    assert [sorted(sequences.of(index).tolist()) for index in range(len(sequences))] == [
-        [0, 2],
-        [1, 3],
-    ]
-
-
-def test_the_fullest_sequence_with_room_is_chosen_before_an_emptier_one() -> None:
-    """7 and 6 open a sequence each: 3 fits both, and fills the first."""
-    sequences = _pack(np.array([7, 6, 3]), 10)
-    assert [sequences.of(index).tolist() for index in range(len(sequences))] == [[0, 2], [1]]
-
-
-def test_equal_input_packs_equally() -> None:
-    lengths = np.full(100, 7)
-    assert _pack(lengths, 64).documents.tolist() == _pack(lengths, 64).documents.tolist()
-
-
-def test_without_packing_each_document_is_a_sequence() -> None:
-    lengths, chosen = np.array([7, 6, 3]), np.arange(3)
-    sequences = fill(lengths, chosen, tiny(data__packing="false").data)
-    assert [sequences.of(index).tolist() for index in range(3)] == [[0], [1], [2]]
+@pytest.mark.parametrize(
+    ("lengths", "packed"),
+    [([6, 5, 4, 5], [[0, 2], [1, 3]]), ([7, 6, 3], [[0, 2], [1]])],
+    ids=["where it leaves least", "the fullest with room"],
+)
+def test_packing_is_best_fit(lengths: list[int], packed: list[list[int]]) -> None:
+    sequences = _pack(np.array(lengths), 10)
+    assert [sorted(sequences.of(index).tolist()) for index in range(len(sequences))] == packed
+    alone = fill(np.array([7, 6, 3]), np.arange(3), tiny(data__packing="false").data)
+    assert [alone.of(index).tolist() for index in range(3)] == [[0], [1], [2]]
 
 
 def test_a_million_documents_are_packed_within_seconds() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from deepspeed.utils import get_z3_leaf_modules
+from msgspec.structs import replace
 from transformers import AutoConfig, PreTrainedModel
 
 from so_tui.machine.host import available_bytes
@@ -85,9 +85,7 @@ def test_only_our_engine_has_compact_moments() -> None:
 
 
 @pytest.mark.parametrize("what", ["second_states_bytes", "copies_bytes"])
-def test_second_states_and_copies_take_what_was_planned_and_no_more_than_the_host_has(
-    monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_second_states_and_copies_fit_the_host(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """At ratio 1: 4 billion parameters, 14 bytes each for the states."""
     run = spec(offload__engine="so-tui", offload__ratio="1", train__gradient_accumulation="1")
     states = 14 * run.model.parameter_count
@@ -125,7 +123,7 @@ def test_copies_take_what_second_states_leave(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rank_without_adam_cores_runs_adam_on_all_its_cores() -> None:
-    undivided = msgspec.structs.replace(binding(), adam_cpus=())
+    undivided = replace(binding(), adam_cpus=())
     assert engine_settings(spec(), undivided).adam_cpus == undivided.cpus
 
 

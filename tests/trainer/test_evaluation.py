@@ -23,9 +23,7 @@ from tests.support.problems import coded, refusal
 
 
 @pytest.mark.parametrize(("wanted", "count"), [("0", 0), ("0.1", 5), ("7", 7)])
-def test_what_is_held_out_is_never_trained_on_and_depends_on_the_seed_alone(
-    wanted: str, count: int
-) -> None:
+def test_held_out_rows_are_never_trained_on(wanted: str, count: int) -> None:
     docs = documents(50)
     parts = divide(docs, spec(data__held_out=wanted))
     assert len(parts.held_out) == count
@@ -49,9 +47,7 @@ def test_a_part_that_leaves_nothing_on_one_side_is_refused(wanted: str) -> None:
 
 
 def test_a_row_that_was_cut_is_held_out_whole() -> None:
-    """Rows of one to three documents; the second source begins with the number that the first one
-    ended with.
-    """
+    """Rows of one to three documents; the second source begins with the first one's last number."""
     cut = np.array([1, 2, 2, 3, 3, 3, 3, 4, 5, 6, 7, 7])
     counts = Counts(3, 0, 0)
     sources = (_SourcePart("a", 1.0, "text", 6, counts), _SourcePart("b", 1.0, "text", 6, counts))
@@ -97,9 +93,7 @@ class Apart(Ranks):
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_measured_loss_is_the_mean_over_tokens(
-    packing: str, ranks: int, single_rank: Ranks
-) -> None:
+def test_measured_loss_is_mean_over_tokens(packing: str, ranks: int, single_rank: Ranks) -> None:
     """On one rank or cut over three, which get different numbers of sequences."""
     torch.manual_seed(0)
     model = TrainedModel(causal_model(load_config(tiny().model), dtype=torch.float32), "sdpa")

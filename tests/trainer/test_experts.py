@@ -22,13 +22,10 @@ from tests.support.models import grad_of, scaled_down
 
 SILU, CLAMPED = Gate(), Gate(interleaved=True, alpha=1.702, limit=7.0, shift=1.0)
 TOKENS, CHOICES, EXPERTS = 13, 3, 6
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def example(gate: Gate, hidden: int, width: int) -> tuple[Tensor, Tensor, Tensor, Weights]:
-    """Expert 2 has no token. The clamped kind is gpt-oss's: with biases, and with the inputs
-    first.
-    """
+    """Expert 2 has no token. The clamped kind is gpt-oss's: with biases, and inputs first."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -118,15 +115,12 @@ def test_it_is_the_sum_of_what_each_expert_says(
     expected, found = results
     assert len(found) == len(expected) == (5 if gate is SILU else 7)
     for mine, theirs in zip(found, expected, strict=True):
-        assert (
-            (mine - theirs).norm() <= 1e-5 * theirs.norm()
-        )  # single elements are small beside what they are summed from
+        # Single elements are small beside what they are summed from.
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate) -> None:
     """As Mixtral, GLM 4 and DeepSeek have them; lying in memory however their router left them."""
     hidden, chosen, shares, weights = example(gate, 16, 24)
@@ -151,9 +145,7 @@ def test_routing_weights_in_fp32_go_with_experts_in_bf16(device: str, gate: Gate
 
 
 @pytest.mark.parametrize("limit", [7.0, 1000.0])
-def test_a_limit_of_another_kind_than_gpt_oss_is_left_to_transformers_however_high_it_is(
-    limit: float,
-) -> None:
+def test_another_limit_than_gpt_oss_is_left_alone(limit: float) -> None:
     class Limited(GptOssExperts):
         def __init__(self) -> None:
             config = GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=EXPERTS)
@@ -209,7 +201,6 @@ def test_gradients_of_the_gate_are_those_of_its_formula(gate: Gate) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("width", [40, 768, 2880])
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
@@ -244,14 +235,12 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(gate: Gate, width: int) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("width", [24, 768, 2880])
 @pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
 def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, width: int) -> None:
     hidden, chosen, shares, weights = example(gate, 64, width)
-    hidden = (
-        hidden / 8
-    )  # within the limit: where a number of eight bits falls to its other side, a gradient is gone
+    # Within the limit: where a number of eight bits falls to its other side, a gradient is gone.
+    hidden = hidden / 8
     results = []
     for like in (torch.empty(0), torch.empty(0, device="cuda", dtype=torch.bfloat16)):
         own_hidden, own_shares, own_weights = leaves(hidden, shares, weights, like)
@@ -276,7 +265,5 @@ def test_on_the_gpu_it_is_that_of_the_cpu_and_waits_for_nothing(gate: Gate, widt
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 def test_transformers_own_path_multiplies_in_groups_too(name: str) -> None:
-    """Its other one asks the GPU in every layer which experts have tokens, and waits for the
-    answer.
-    """
+    """Its other path asks the GPU in every layer which experts have tokens, and waits."""
     assert meta_model(load_config(scaled_down(name))).config._experts_implementation == "grouped_mm"

@@ -1,6 +1,4 @@
-"""What an export holds for every architecture, may replace and leaves behind; checkpoints of real
-runs are exported in ``test_runs.py``.
-"""
+"""What an export holds for every architecture, may replace and leaves behind."""
 
 import json
 import logging
@@ -18,12 +16,13 @@ from typing import Any, Literal
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from so_tui.launch.helper_jobs import ExportProgress, in_steps
 from so_tui.runs import create_run, read_spec
 from so_tui.runs.directory import run_id
-from so_tui.spec import InputError, ModelSpec
+from so_tui.spec import InputError, ModelSpec, RunSpec
 from so_tui_trainer import export as whole
 from so_tui_trainer.export import (
     ExportMarker,
@@ -71,9 +70,7 @@ def base_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [base_model, lambda path: path.write_text("a file")])
-def test_what_is_no_export_is_refused_before_anything_is_read_or_written(
-    make: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_what_is_no_export_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     there = tmp_path / "base"
     make(there)
     link = tmp_path / "link"
@@ -116,7 +113,7 @@ def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_beforehand(tmp_path: Path) -> None:
     refuse_without_room(tmp_path / "a" / "b", 1)
     assert refusal(lambda: refuse_without_room(tmp_path / "a" / "b", 1 << 62)).code == "disk-full"
     assert not list(tmp_path.iterdir())
@@ -132,9 +129,7 @@ def test_what_was_put_there_meanwhile_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".partial", ".old"])
-def test_folders_of_others_beside_it_are_not_taken_for_leftovers(
-    suffix: str, tmp_path: Path
-) -> None:
+def test_other_folders_are_no_leftovers_of_an_export(suffix: str, tmp_path: Path) -> None:
     base_model(tmp_path / f"model{suffix}")
     before = contents(tmp_path)
     with pytest.raises(InputError), replacing(tmp_path / "model", MARK):
@@ -156,22 +151,18 @@ def test_another_users_export_is_not_replaced(suffix: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
-def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
+def test_exports_load_silently_and_compute_the_same(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the states of two ranks, in two sub-groups each."""
     torch.manual_seed(0)
-    spec = tiny(data__sequence_length="128")
-    spec = msgspec.structs.replace(
-        spec, model=msgspec.structs.replace(scaled_down(name), id="builtin:tiny")
-    )
+    spec = replace(with_model(), model=replace(scaled_down(name), id="builtin:tiny"))
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2:
-                parameter.add_(
-                    torch.randn_like(parameter), alpha=0.1
-                )  # norms and biases are not all ones and zeros
+                # Norms and biases are not all ones and zeros.
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     checkpoint_of(model, spec, tmp_path / "checkpoint")
     transformers_log = logging.getLogger("transformers")
     monkeypatch.setattr(transformers_log, "propagate", True)
@@ -196,13 +187,10 @@ def test_it_loads_without_a_warning_and_computes_what_the_masters_say(
     assert torch.equal(from_checkpoint, wanted)
 
 
-def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_tied_model_is_built_from_its_checkpoint(tmp_path: Path) -> None:
     spec = tiny()
-    tied = msgspec.structs.replace(
-        spec.model, config=spec.model.config | {"tie_word_embeddings": True}
-    )
-    spec = msgspec.structs.replace(spec, model=tied)
-    model: Any = causal_model(load_config(tied), dtype=torch.float32)
+    spec = with_model(config=spec.model.config | {"tie_word_embeddings": True})
+    model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     checkpoint_of(model, spec, tmp_path)
     written: Any = whole.of_checkpoint(tmp_path, spec)
     assert written.lm_head.weight is written.get_input_embeddings().weight
@@ -219,14 +207,8 @@ def test_a_model_whose_head_is_its_embedding_writes_from_its_checkpoint(tmp_path
 @pytest.mark.parametrize(
     "kind", sorted(OTHERS.keys() & {"deepseek_v3", "ernie4_5_moe", "gemma4_text"})
 )
-def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(
-    kind: str, tmp_path: Path
-) -> None:
-    """A router's bias and a layer's scale come from the pretrained weights: checkpoints do not have
-    them.
-
-    They are buffers, or parameters that the model has frozen (ERNIE 4.5).
-    """
+def test_untrained_weights_are_exported(kind: str, tmp_path: Path) -> None:
+    """Buffers, or frozen parameters (ERNIE 4.5), of the weights: no checkpoint has them."""
     torch.manual_seed(0)
     model: Any = causal_model(load_config(another(kind)), dtype=torch.float32)
     trained = {
@@ -243,11 +225,9 @@ def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(
     model.load_state_dict(kept, strict=False)
     base = tmp_path / "base"
     model.save_pretrained(base)
-    spec = tiny(data__sequence_length="128")
-    spec = msgspec.structs.replace(spec, model=ModelSpec(id=str(base), tokenizer="builtin:tiny"))
-    checkpoint_of(model, spec, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
-    loaded, info = load_pretrained(tmp_path / "model")
+    trained_on = ModelSpec(id=str(base), tokenizer="builtin:tiny")
+    spec = replace(with_model(), model=trained_on)
+    loaded, info = load_pretrained(write_export(spec, model, tmp_path))
     assert not any(info.values()), info
     written = whole.of_checkpoint(tmp_path / "checkpoint", spec)
     for found in (loaded, written):
@@ -261,25 +241,18 @@ def test_what_belongs_to_the_weights_but_is_not_trained_is_exported(
 def test_constants_that_only_a_constructor_knows_are_exported(tmp_path: Path) -> None:
     """Apertus stores two of its activation, which no initialisation of weights touches."""
     shape = tiny().model.config | {"model_type": "apertus", "hidden_act": "xielu"}
-    spec = tiny(data__sequence_length="128")
-    spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, config=shape))
+    spec = with_model(config=shape)
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
     kept = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     assert kept
-    checkpoint_of(model, spec, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
-    for found in (
-        load_pretrained(tmp_path / "model")[0],
-        whole.of_checkpoint(tmp_path / "checkpoint", spec),
-    ):
+    loaded, _ = load_pretrained(write_export(spec, model, tmp_path))
+    for found in (loaded, whole.of_checkpoint(tmp_path / "checkpoint", spec)):
         for name, tensor in kept.items():
             assert torch.equal(found.state_dict()[name], tensor.bfloat16()), name
 
 
-def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Path) -> None:
-    """The settings of generation are a file of their own, which weights and configuration know
-    nothing of.
-    """
+def test_exports_keep_the_settings_of_generation(tmp_path: Path) -> None:
+    """They are a file of their own, which weights and configuration know nothing of."""
     from transformers import GenerationConfig
 
     base = chat_model(tmp_path / "base")
@@ -292,9 +265,7 @@ def test_it_generates_as_the_model_did_and_stops_where_answers_end(tmp_path: Pat
     assert exported(base, tmp_path).eos_token_id == [1, STOP_ID]
 
 
-def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export(
-    tmp_path: Path,
-) -> None:
+def test_contradicting_generation_settings_are_exported(tmp_path: Path) -> None:
     base = chat_model(tmp_path / "base")
     (base / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [7, 1], "temperature": 0.9, "do_sample": False})
@@ -306,9 +277,7 @@ def test_settings_of_generation_that_contradict_each_other_do_not_stop_an_export
     assert exported(base, tmp_path).eos_token_id == STOP_ID
 
 
-def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer_one(
-    tmp_path: Path,
-) -> None:
+def test_a_replaced_checkpoint_is_exported_from_the_newer(tmp_path: Path) -> None:
     run = run_with_checkpoints(tmp_path, 5)
     events = _export_run({"run": str(run.path), "to": str(tmp_path / "model")})
     assert "step 5 " in next(events)["message"]
@@ -322,9 +291,7 @@ def test_a_checkpoint_that_the_run_replaces_meanwhile_is_exported_from_the_newer
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_it_says_how_far_reading_and_writing_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_say_how_far_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui_trainer.tools.channel._PROGRESS_S", 0.0)
     run = run_with_checkpoints(tmp_path, 5)
     answers = list(_export_run({"run": str(run.path), "to": str(tmp_path / "model")}))
@@ -377,20 +344,8 @@ def test_a_command_is_told_of_every_tenth_and_of_both_ends() -> None:
         return ExportProgress(doing=doing, done_bytes=done, total_bytes=1000)
 
     read = [at("reading", done) for done in range(0, 1001, 5)]
-    told = list(
-        in_steps(
-            iter(
-                [
-                    "exporting step 5",
-                    *read,
-                    at("writing", 0),
-                    at("writing", 50),
-                    at("writing", 1000),
-                ]
-            ),
-            10,
-        )
-    )
+    written = [at("writing", done) for done in (0, 50, 1000)]
+    told = list(in_steps(iter(["exporting step 5", *read, *written]), 10))
     assert told[0] == "exporting step 5"
     assert [event.done_bytes for event in told if isinstance(event, ExportProgress)] == [
         *range(0, 1001, 100),
@@ -413,18 +368,12 @@ def test_without_a_network_what_is_in_the_hubs_cache_is_enough(tmp_path: Path) -
     )
     checkpoint_of(model, spec, run.checkpoints_dir / "step-000005", run=run_id(run))
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        environment.pop(name, None)
+    asked = json.dumps({"run": str(run.path), "to": str(tmp_path / "model")})
+    command = [sys.executable, "-m", "so_tui_trainer.tools.export"]
     done = subprocess.run(
-        [sys.executable, "-m", "so_tui_trainer.tools.export"],
-        input=json.dumps({"run": str(run.path), "to": str(tmp_path / "model")}),
-        env={
-            name: value
-            for name, value in environment.items()
-            if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE")
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+        command, input=asked, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 5
@@ -447,14 +396,25 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path: Path) -> None:
     assert (problem.code, problem.field) == ("checkpoints-unreadable", "run")
 
 
+def with_model(**model: object) -> RunSpec:
+    """Return the tiny preset, whose model is changed."""
+    spec = tiny(data__sequence_length="128")
+    return replace(spec, model=replace(spec.model, **model))
+
+
+def write_export(spec: RunSpec, model: Any, folder: Path) -> Path:
+    """Export a checkpoint of a model in a folder."""
+    checkpoint_of(model, spec, folder / "checkpoint")
+    export(folder / "checkpoint", folder / "model", "r", spec)
+    return folder / "model"
+
+
 STOP_ID = 2048
 """Of ``<|eot|>``, which the embedded tokenizer does not have."""
 
 
 def chat_model(folder: Path) -> Path:
-    """A model's folder without weights, whose chat template ends an answer with another token than
-    the end of a text.
-    """
+    """A model's folder without weights, whose chat template ends answers with another token."""
     from transformers import AutoTokenizer
 
     from so_tui.spec import resolve_source
@@ -474,15 +434,12 @@ def chat_model(folder: Path) -> Path:
 
 
 def exported(base: Path, tmp_path: Path) -> Any:
-    """The generation config of an export of a checkpoint of this model; nothing is said about
-    it.
-    """
+    """The generation config of an export of a checkpoint of this model, without a warning."""
     from transformers import GenerationConfig
 
     spec = tiny(model__id=str(base), model__weights="pretrained", data__sequence_length="128")
     model: Any = causal_model(load_config(spec.model), dtype=torch.float32)
-    checkpoint_of(model, spec, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
+    folder = write_export(spec, model, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return GenerationConfig.from_pretrained(tmp_path / "model")
+        return GenerationConfig.from_pretrained(folder)

@@ -1,6 +1,4 @@
-"""How tokens are chosen and become text, when an answer ends, and what a model is given to
-answer.
-"""
+"""How tokens are chosen and become text, when an answer ends, and what a model is given."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def causal() -> PreTrainedModel:
 def shape(**changes: object) -> Any:
     """The embedded model's configuration, changed."""
     model = tiny().model
-    return load_config(msgspec.structs.replace(model, config=model.config | changes))
+    return load_config(replace(model, config=model.config | changes))
 
 
 def written(parts: Iterator[str | Written]) -> Written:
@@ -175,9 +173,7 @@ def test_weights_that_are_not_finite_are_found(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize("layout", ["chat", "templated"])
-def test_a_question_is_given_as_training_writes_it(
-    layout: str, request: pytest.FixtureRequest
-) -> None:
+def test_questions_are_given_as_in_training(layout: str, request: pytest.FixtureRequest) -> None:
     chat: Chat = request.getfixturevalue(layout)
     said = [
         ("system", "Be brief."),
@@ -211,9 +207,7 @@ def test_nothing_cannot_be_continued(chat: Chat) -> None:
     assert refusal(lambda: _prompt_ids(chat, Prompt(text=""))).code == "prompt-empty"
 
 
-def test_answers_end_at_any_stop_token_that_is_known(
-    templated: Chat, causal: PreTrainedModel
-) -> None:
+def test_answers_end_at_any_known_stop_token(templated: Chat, causal: PreTrainedModel) -> None:
     eos = templated.tokenizer.eos_token_id
     assert isinstance(eos, int)
     assert causal.generation_config is not None
@@ -267,7 +261,7 @@ def test_a_damaged_folder_is_named(
 
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
-def test_a_shape_that_contradicts_itself_is_refused_with_what_contradicts(
+def test_a_contradicting_shape_is_refused(
     weights: Literal["pretrained", "random"], tmp_path: Path
 ) -> None:
     shape = {"model_type": "qwen3", "num_hidden_layers": 4, "layer_types": ["full_attention"] * 3}
@@ -294,9 +288,7 @@ def test_a_kernel_that_a_model_names_is_not_loaded(tmp_path: Path, causal: PreTr
     assert meta_model(load_config(model)).config._attn_implementation == "sdpa"
 
 
-def test_an_export_that_others_can_write_does_not_say_what_is_downloaded(
-    tmp_path: Path, causal: PreTrainedModel
-) -> None:
+def test_a_writable_export_names_no_download(tmp_path: Path, causal: PreTrainedModel) -> None:
     folder = tmp_path / "model"
     causal.save_pretrained(folder)
     marker = _marker_of("run", 5, ModelSpec(id="owner/model", revision="v2"))
@@ -327,7 +319,7 @@ def test_the_base_model_is_what_the_training_began_with(tmp_path: Path) -> None:
     assert _marker_of("run", 5, tiny().model).base == ""
 
 
-def test_a_run_that_others_can_write_does_not_say_what_is_downloaded(tmp_path: Path) -> None:
+def test_a_writable_run_names_no_download(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     load = LoadModel(run=str(tmp_path))
     assert refusal(lambda: _base_of(load, ModelSpec(id="owner/model"))).code == "base-model-unknown"

@@ -1,8 +1,8 @@
-"""What only a CUDA device can show: the variable-length kernels, and training in each offload
-mode.
-"""
+"""What only a CUDA device can show: variable-length kernels, and training in each mode."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +18,34 @@ from so_tui_trainer.model.loss import HeadLoss, expected_first_loss
 from so_tui_trainer.model.trained import TrainedModel
 from tests.support.attention import backends
 from tests.support.documents import documents, spec
-from tests.support.launching import log, records, tiny, train
+from tests.support.launching import log, of_kind, records, tiny, train
 from tests.support.models import ONE_OF_EACH, SMALL, causal_model, grad_of, scaled_down
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
+
+
+def agree(causal: Any, attentions: Sequence[str | attention.Kernels], share: float) -> None:
+    """Check loss and gradients of packed documents with kernels against the first attention."""
+    torch.nn.Module.cuda(causal)
+    batches = Batches(documents(), spec(data__sequence_length="128"), 0)
+    batch = next(batches.micro_batches(1)).to(torch.device("cuda"))
+    results = []
+    for each in attentions:
+        implementation = each if isinstance(each, str) else attention.register(each)
+        causal.set_attn_implementation(implementation)
+        causal.zero_grad()
+        loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
+        torch.autograd.backward(loss)
+        gradients = {
+            name: grad_of(parameter).float().clone()
+            for name, parameter in causal.named_parameters()
+        }
+        results.append((loss.item(), gradients))
+    (expected, gradients), *others = results
+    for loss, found in others:
+        assert loss == pytest.approx(expected, rel=2e-3)
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() < share * gradient.norm() + 1e-5, name
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -32,80 +53,24 @@ def test_the_flash_kernel_gives_what_masked_attention_gives(window: int | None) 
     torch.manual_seed(0)
     config = load_config(tiny().model)
     if window:
-        config.use_sliding_window, config.sliding_window, config.layer_types = (
-            True,
-            window,
-            ["sliding_attention", "full_attention"] * 3,
-        )
-    device = torch.device("cuda")
+        config.use_sliding_window, config.sliding_window = True, window
+        config.layer_types = ["sliding_attention", "full_attention"] * 3
     causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
-    torch.nn.Module.to(causal, device)
-    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(
-        device
-    )
-    results = []
-    masked: tuple[tuple[str, attention.Kernels | None], ...] = (("eager", None), ("sdpa", None))
-    for name, kernels in (*masked, *backends().items()):
-        implementation = attention.register(kernels) if kernels else name
-        causal.set_attn_implementation(implementation)
-        model = TrainedModel(causal, implementation)
-        model.zero_grad()
-        loss = model(batch, 1 / len(batch.targets))
-        torch.autograd.backward(loss)
-        results.append(
-            (
-                loss.item(),
-                {
-                    name: grad_of(parameter).float().clone()
-                    for name, parameter in causal.named_parameters()
-                },
-            )
-        )
-    (expected, gradients), *others = results
-    for loss, found in others:
-        assert loss == pytest.approx(expected, rel=2e-3)
-        for name, gradient in gradients.items():
-            assert (found[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
+    agree(causal, ("eager", "sdpa", *backends().values()), 0.05)
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
-def test_packed_documents_give_the_same_gradients_in_every_kernel(kind: str) -> None:
-    """bf16, against eager attention; every token meets every expert, whose choice would hang on the
-    last bit otherwise.
-    """
+def test_packed_gradients_are_the_same_in_every_kernel(kind: str) -> None:
+    """bf16, against eager attention; every token meets every expert, as choices hang on a bit."""
     torch.manual_seed(0)
     config = load_config(scaled_down(ONE_OF_EACH[kind]))
     config.num_experts_per_tok = SMALL["num_experts"]
     disable_dropout(config)
     causal = causal_model(config, dtype=torch.bfloat16, attention="eager")
-    torch.nn.Module.cuda(causal)
-    batch = next(Batches(documents(), spec(data__sequence_length="128"), 0).micro_batches(1)).to(
-        torch.device("cuda")
-    )
-    results = []
-    for kernels in (None, *backends().values()):
-        implementation = attention.register(kernels) if kernels else "eager"
-        causal.set_attn_implementation(implementation)
-        causal.zero_grad()
-        loss = TrainedModel(causal, implementation)(batch, 1 / len(batch.targets))
-        torch.autograd.backward(loss)
-        results.append(
-            (
-                loss.item(),
-                {
-                    name: grad_of(parameter).float().clone()
-                    for name, parameter in causal.named_parameters()
-                },
-            )
-        )
-    (expected, gradients), *found = results
-    for loss, ours in found:
-        assert loss == pytest.approx(expected, rel=2e-3)
-        for name, gradient in gradients.items():
-            assert (ours[name] - gradient).norm() < 0.06 * gradient.norm() + 1e-5, name
+    agree(causal, ("eager", *backends().values()), 0.06)
 
 
-def test_the_loss_of_a_large_vocabulary_takes_less_than_two_gib_and_what_the_plan_says() -> None:
+def test_the_loss_takes_the_memory_of_the_plan_on_a_gpu() -> None:
     tokens, vocabulary, size = 16_384, 151_936, 2560
     torch.manual_seed(0)
     hidden = torch.randn(1, tokens, size, dtype=torch.bfloat16, device="cuda").requires_grad_()
@@ -143,9 +108,8 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     try:
         with Prefetcher(batches.iterate(1, 5), device) as prefetcher:
             for batch in prefetcher:
-                for _ in range(
-                    20
-                ):  # the GPU is far behind, and memory of earlier batches is used again meanwhile
+                # The GPU is far behind, and memory of earlier batches is used again meanwhile.
+                for _ in range(20):
                     weight = weight @ weight / 64
                 found.append([tensor.clone() for tensor in batch.tensors])
                 del batch
@@ -175,7 +139,7 @@ def test_evaluating_changes_nothing_of_the_training_on_a_gpu(tmp_path: Path) -> 
             tmp_path / every,
         )
         assert code == 0, log(run)
-        losses.append([record.loss for record in records(run) if isinstance(record, StepRecord)])
+        losses.append([record.loss for record in of_kind(run, StepRecord)])
         assert any(isinstance(record, EvaluationRecord) for record in records(run))
     assert losses[0] == losses[1]
 
@@ -188,7 +152,7 @@ def test_each_mode_trains_saves_and_exports(tmp_path: Path, mode: str) -> None:
     )
     assert code == 0, log(run)
     found = records(run)
-    steps = [record for record in found if isinstance(record, StepRecord)]
+    steps = of_kind(found, StepRecord)
     assert steps[0].loss == pytest.approx(expected_first_loss(load_config(tiny().model)), abs=0.2)
     assert steps[-1].loss < steps[0].loss - 1
     for step in steps:

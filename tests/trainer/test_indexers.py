@@ -1,6 +1,4 @@
-"""Indexers of sparse attention get no gradient: a run leaves them as they are, and says so before
-it starts.
-"""
+"""Indexers of sparse attention get no gradient: a run leaves them, and says so beforehand."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def _plan() -> Plan:
 
 
 def _parameters_after_training() -> dict[str, bool]:
-    """Return whether three steps left each parameter as it was. Weight decay of 0.9 would take 1 %
-    of it in a step.
-    """
+    """Return whether three steps left each parameter; weight decay would take 1 % in a step."""
     plan = _plan()
     run = plan.spec
     ensure_process_group()
@@ -94,9 +90,7 @@ def test_training_changes_everything_but_the_indexers() -> None:
     assert {name for name, same in unchanged.items() if same} == indexers
 
 
-def test_plans_know_which_matrices_do_not_decay_and_say_how_many_are_not_trained(
-    plan: Plan,
-) -> None:
+def test_plans_count_what_indexers_leave_untrained(plan: Plan) -> None:
     tensors = [
         tensor
         for block in plan.spec.model.parameters

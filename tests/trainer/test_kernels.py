@@ -92,9 +92,8 @@ def test_a_model_computes_the_same_with_them(model_type: str) -> None:
 
 def test_a_norm_that_computes_otherwise_is_left_alone() -> None:
     config = AutoConfig.for_model("gemma2", **SHAPE)
-    causal = causal_model(
-        config, dtype=torch.float32
-    )  # its norms multiply with 1 + weight, its activation is GELU
+    # Its norms multiply with 1 + weight, its activation is GELU.
+    causal = causal_model(config, dtype=torch.float32)
     assert fused.install_kernels(causal, (fused.NORM, fused.GATE)) == ()
 
 
@@ -144,7 +143,6 @@ def test_gradients_are_those_of_the_formulas() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("columns", [40, 1000, 9728])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> None:
@@ -163,14 +161,11 @@ def test_the_gate_on_the_gpu_is_that_of_the_cpu(columns: int, stacked: bool) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("rows", "count", "size"), [(1, 1, 8), (2, 32, 128), (3, 8, 64), (2, 5, 24)]
 )
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_rotation_on_the_gpu_is_that_of_the_cpu(
-    rows: int, count: int, size: int, strided: bool
-) -> None:
+def test_gpu_rotation_is_that_of_the_cpu(rows: int, count: int, size: int, strided: bool) -> None:
     width = 9
     shape = (rows, width, count, size) if strided else (rows, count, width, size)
     heads = torch.randn(shape, device="cuda")
@@ -188,12 +183,10 @@ def test_the_rotation_on_the_gpu_is_that_of_the_cpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "columns"), [(5, 1), (3, 1000), (17, 4352), (0, 8)])
 def test_the_softmax_on_the_gpu_is_that_of_the_cpu(rows: int, columns: int) -> None:
-    logits = 30 * torch.randn(
-        rows, columns
-    )  # far apart, so that a sum that is not taken from the maximum overflows
+    # Far apart, so that a sum that is not taken from the maximum overflows.
+    logits = 30 * torch.randn(rows, columns)
     targets = torch.randint(-3, columns + 3, (rows,))
     expected = log_sum_exp(logits)
     torch.testing.assert_close(log_sum_exp(logits.cuda()).cpu(), expected)

@@ -1,6 +1,4 @@
-"""Weights into a model that is cut over two ranks, and the memory that takes. The ranks are this
-file, run as a script.
-"""
+"""Weights into a model cut over two ranks, and its memory. The ranks are this file, as a script."""
 
 from __future__ import annotations
 
@@ -32,18 +30,14 @@ def run_ranks(what: str, folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_rank_holds_its_part_of_the_checkpoint_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_hold_their_part_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, name in ONE_OF_EACH.items():
         saved(name, tmp_path / kind, tie_word_embeddings=kind == "qwen3")
     assert run_ranks("compare", tmp_path, monkeypatch) == [f"{len(ONE_OF_EACH)} models"] * 2
 
 
 @pytest.mark.slow
-def test_loading_takes_no_more_memory_than_the_formula_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_takes_the_planned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large: dict[str, Any] = {
         "hidden_size": 512,
         "moe_intermediate_size": 512,

@@ -1,6 +1,4 @@
-"""Packed documents, the loss in blocks and its weights give what the plain computation gives, loss
-and gradients.
-"""
+"""Packed documents and the loss in blocks give the loss and gradients of the plain computation."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def test_logits_that_the_model_scales_and_caps(block: int, monkeypatch: pytest.M
 
 
 def test_in_bf16_the_gradients_are_as_good_as_bf16_can_be() -> None:
-    """Each row of the head's gradient is one sum in fp32, rounded once, however many tokens there
-    are.
-    """
+    """Each row of the head's gradient is one sum in fp32, rounded once."""
     torch.manual_seed(0)
     hidden = torch.randn(1, 4000, 32, dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.randn(300, 32, dtype=torch.bfloat16) / 6)

@@ -1,6 +1,4 @@
-"""What a checkpoint must hold, and what is said when it does not; on the layouts that the hub
-has.
-"""
+"""What a checkpoint must hold, and what is said when it does not, in the hub's layouts."""
 
 import json
 import os
@@ -16,12 +14,7 @@ from so_tui.machine.types import version_numbers
 from so_tui.spec import ModelSpec
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import read_index
-from so_tui_trainer.model.weights import (
-    _Match,
-    match_weights,
-    meta_model,
-    refuse_mismatch,
-)
+from so_tui_trainer.model.weights import _Match, match_weights, meta_model, refuse_mismatch
 from tests.support.models import ONE_OF_EACH, saved, scaled_down
 from tests.support.problems import refusal
 
@@ -43,10 +36,6 @@ records_places = pytest.mark.skipif(
 
 def matched(model: PreTrainedModel, folder: Path) -> _Match:
     return match_weights(meta_model(model.config), read_index(folder))
-
-
-def _embedding(model: PreTrainedModel) -> Any:
-    return model.get_input_embeddings()
 
 
 def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
@@ -71,9 +60,7 @@ def refused(found: _Match) -> str:
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
-def test_the_checkpoints_of_every_architecture_are_taken_as_they_are(
-    kind: str, tmp_path: Path
-) -> None:
+def test_published_checkpoints_match_their_architecture(kind: str, tmp_path: Path) -> None:
     model = saved(ONE_OF_EACH[kind], tmp_path)
     assert LAYOUT[kind] in read_index(tmp_path)
     found = matched(model, tmp_path)
@@ -91,7 +78,8 @@ def test_a_tied_head_need_not_be_stored_and_may_be(tmp_path: Path) -> None:
     model = saved("qwen3-14b", tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in read_index(tmp_path)
     assert matched(model, tmp_path).missing == ()
-    rewrite(tmp_path, {"lm_head.weight": _embedding(model).weight.detach().clone()})
+    embedding: Any = model.get_input_embeddings()
+    rewrite(tmp_path, {"lm_head.weight": embedding.weight.detach().clone()})
     found = matched(model, tmp_path)
     assert (found.missing, found.unexpected) == ((), ())
 
@@ -102,7 +90,7 @@ def test_old_checkpoints_may_hold_the_angles_of_positions(tmp_path: Path) -> Non
     assert matched(model, tmp_path).unexpected == ()
 
 
-def test_missing_unexpected_and_mismatched_tensors_are_named_and_counted(tmp_path: Path) -> None:
+def test_mismatched_tensors_are_named_and_counted(tmp_path: Path) -> None:
     model = saved("qwen3-14b", tmp_path)
     gone = [
         f"model.layers.{layer}.self_attn.{part}.weight"
@@ -125,9 +113,7 @@ def test_missing_unexpected_and_mismatched_tensors_are_named_and_counted(tmp_pat
 
 
 @pytest.mark.parametrize("replacement", [None, torch.ones(32, 63, dtype=torch.bfloat16)])
-def test_an_expert_that_is_missing_or_of_another_shape_is_found(
-    replacement: torch.Tensor | None, tmp_path: Path
-) -> None:
+def test_a_missing_or_odd_expert_is_found(replacement: torch.Tensor | None, tmp_path: Path) -> None:
     model = saved("qwen3-30b-a3b", tmp_path)
     rewrite(tmp_path, {"model.layers.1.mlp.experts.2.gate_proj.weight": replacement})
     found = matched(model, tmp_path)
@@ -173,9 +159,7 @@ def test_stored_elements_are_read_from_the_middle(tmp_path: Path) -> None:
 
 
 @records_places
-def test_weights_of_torch_save_are_read_where_they_lie_in_one_file_or_several(
-    tmp_path: Path,
-) -> None:
+def test_torch_saves_are_read_where_they_lie(tmp_path: Path) -> None:
     model = saved("llama-3.1-8b", tmp_path)
     whole = {name: stored.read() for name, stored in read_index(tmp_path).items()}
     (tmp_path / "model.safetensors").unlink()
@@ -209,9 +193,7 @@ class Code:
 
 
 @records_places
-def test_files_of_torch_save_that_cannot_be_read_in_place_are_refused_and_no_code_in_them_runs(
-    tmp_path: Path,
-) -> None:
+def test_no_code_in_a_torch_save_runs(tmp_path: Path) -> None:
     tensors, path = saved("llama-3.1-8b", tmp_path).state_dict(), tmp_path / "pytorch_model.bin"
     (tmp_path / "model.safetensors").unlink()
     torch.save({**tensors, "more": Code(tmp_path / "made")}, path)
@@ -232,9 +214,7 @@ def test_files_of_torch_save_that_cannot_be_read_in_place_are_refused_and_no_cod
     [{"model": {"a": torch.ones(2)}, "step": 7}, [torch.ones(2)]],
     ids=["a checkpoint", "a list"],
 )
-def test_a_file_of_torch_save_that_holds_more_than_weights_is_refused_with_the_reason(
-    held: object, tmp_path: Path
-) -> None:
+def test_a_torch_save_of_more_than_weights_is_refused(held: object, tmp_path: Path) -> None:
     torch.save(held, tmp_path / "pytorch_model.bin")
     problem = refusal(lambda: read_index(tmp_path))
     assert (problem.code, problem.value) == (

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from so_tui.spec import InputError, ModelSpec
+from so_tui.spec import ModelSpec
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.stored import read_index
 from so_tui_trainer.model.weights import _realised, match_weights, meta_model, refuse_mismatch
 from so_tui_trainer.tools.describe_model import describe
 from tests.support.models import SMALL, known
+from tests.support.problems import refusal
 
 TEXT = {
     key: SMALL[key]
@@ -76,9 +77,7 @@ KINDS = known(
 
 
 def saved(kind: str, folder: Path, *, as_before: bool) -> Any:
-    """Save a multimodal model with random weights; ``as_before``: under the names that transformers
-    gave tensors before 4.52.
-    """
+    """Save a multimodal model; ``as_before``: with the names of transformers before 4.52."""
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
     model = factory.from_config(AutoConfig.for_model(kind, **KINDS[kind]), dtype=torch.float32)
@@ -129,13 +128,20 @@ def test_its_weights_are_those_of_the_whole(kind: str, as_before: bool, tmp_path
     assert {name for name in missing if name != "lm_head.weight"} == set()
     tokens = torch.randint(1, 300, (1, 24))
     with torch.no_grad():
-        asked = (
-            whole.language_model if kind == "llama4" else whole
-        )  # transformers 5.24 wants a picture for a whole Llama 4
+        # Transformers 5.24 wants a picture for a whole Llama 4.
+        asked = whole.language_model if kind == "llama4" else whole
         expected = asked(input_ids=tokens).logits
         torch.testing.assert_close(
             language.eval()(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5
         )
+
+
+def described(folder: Path, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Describe the model in a folder, of a configuration that is written there if one is given."""
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    answer: dict[str, Any] = list(describe({"model": str(folder)}))[-1]
+    return answer
 
 
 QWEN3_5 = known(
@@ -163,12 +169,8 @@ QWEN3_5 = known(
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", QWEN3_5)
-def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
-    """Its text_config says nothing of it, and transformers' default there is that the head is
-    stored.
-    """
+def test_a_head_tied_by_the_whole_is_the_embedding(kind: str, tied: bool, tmp_path: Path) -> None:
+    """Its text_config says nothing of it; transformers' default is that the head is stored."""
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
     whole = factory.from_config(
@@ -183,7 +185,7 @@ def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(
     config = load_config(model)
     assert config.tie_word_embeddings == tied
     refuse_mismatch(match_weights(meta_model(config), read_index(tmp_path)), model)
-    answer: dict[str, Any] = list(describe({"model": str(tmp_path)}))[-1]
+    answer = described(tmp_path)
     tensors = [
         tensor
         for block in msgspec.convert(answer["model"], ModelSpec).parameters
@@ -194,8 +196,7 @@ def test_a_head_that_only_the_whole_says_is_tied_is_the_embedding(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **KINDS[kind]}))
-    answer: dict[str, Any] = list(describe({"model": str(tmp_path)}))[-1]
+    answer = described(tmp_path, {"model_type": kind, **KINDS[kind]})
     model = msgspec.convert(answer["model"], ModelSpec)
     assert (
         model.config["model_type"]
@@ -207,24 +208,23 @@ def test_it_is_described_as_its_language_part(kind: str, tmp_path: Path) -> None
     assert any("multimodal" in note and "exported" in note for note in answer["notes"])
 
 
-def test_one_without_a_model_for_its_language_part_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 32}})
-    )
-    with pytest.raises(InputError) as refused:
-        list(describe({"model": str(tmp_path)}))
-    (problem,) = refused.value.problems
-    assert problem.code == "model-multimodal"
-    assert "qwen2_5_vl_text" in problem.message
+QUANTISED = {"quantization_config": {"quant_method": "fp8"}}
 
 
-def test_quantised_weights_are_found_of_the_whole(tmp_path: Path) -> None:
-    config = {
-        "model_type": "gemma3",
-        **KINDS["gemma3"],
-        "quantization_config": {"quant_method": "fp8"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError) as refused:
-        list(describe({"model": str(tmp_path)}))
-    assert refused.value.problems[0].code == "weights-quantised"
+@pytest.mark.parametrize(
+    ("config", "code", "said"),
+    [
+        (
+            {"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 32}},
+            "model-multimodal",
+            "qwen2_5_vl_text",
+        ),
+        ({"model_type": "gemma3", **KINDS["gemma3"], **QUANTISED}, "weights-quantised", ""),
+    ],
+)
+def test_a_model_whose_language_part_cannot_be_trained_is_refused(
+    config: dict[str, Any], code: str, said: str, tmp_path: Path
+) -> None:
+    problem = refusal(lambda: described(tmp_path, config))
+    assert problem.code == code
+    assert said in problem.message

@@ -1,6 +1,4 @@
-"""The MXFP4 weights of gpt-oss in bf16: the same numbers as transformers gives, one file at a time,
-whole or not at all.
-"""
+"""The MXFP4 weights of gpt-oss in bf16: transformers' numbers, file by file, whole or not."""
 
 import json
 import os
@@ -35,9 +33,7 @@ from tests.support.problems import refusal
 
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small gpt-oss in two files, its experts in blocks and scales, some scales in the other file
-    than their blocks.
-    """
+    """A small gpt-oss in two files, its experts in blocks and scales, some of them apart."""
     (tmp_path / "cache").mkdir()
     compiled = [Path(extensions_folder(os.environ)), *Path(get_default_build_root()).glob("*_cpu")]
     if found := next(
@@ -101,7 +97,7 @@ def test_every_weight_is_what_transformers_makes_of_it(packed: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
 
 
-def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed: Path) -> None:
+def test_an_interrupted_conversion_goes_on(packed: Path) -> None:
     target = trainable_folder(packed)
     assert target == _converted_folder(packed)
     target.parent.mkdir(parents=True)
@@ -120,9 +116,7 @@ def test_what_was_interrupted_goes_on_and_what_is_done_is_not_done_again(packed:
     assert list(convert(packed, target)) == []
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_beforehand(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     assert refusal(lambda: weights_folder(ModelSpec(id=str(packed)))).code == "disk-full"
     assert not list(_converted_folder(packed).parent.rglob("*.safetensors"))

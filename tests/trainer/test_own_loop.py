@@ -1,6 +1,4 @@
-"""A loop of one's own on the engine, with transformers' own loss, has the losses of the trainer
-from the same weights and rows.
-"""
+"""A loop of one's own with transformers' loss has the losses of the trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import pytest
 from so_tui.runs import create_run
 from so_tui.runs.records import EndRecord, StepRecord
 from so_tui.spec import RunSpec
-from tests.support.launching import log, records, start, tiny
+from tests.support.launching import log, of_kind, records, start, tiny
 from tests.support.python_path import checkout_path
 
 STEPS = 8
@@ -27,9 +25,7 @@ GROUP = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADD
 
 
 def loop(folder: Path) -> list[float]:
-    """Train as a script does that knows neither plan nor run. Only which rows come when is asked of
-    the trainer.
-    """
+    """Train as a script that knows no plan or run; the trainer says which rows come when."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -109,7 +105,7 @@ def test_an_outsiders_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None
     *_, end = records(run)
     assert isinstance(end, EndRecord)
     assert (end.state, end.step, end.saved) == ("finished", STEPS, "")
-    steps = [record for record in records(run) if isinstance(record, StepRecord)]
+    steps = of_kind(run, StepRecord)
     assert end.summary["measured_steps"] == STEPS - 1
     assert end.summary["step_s"] == pytest.approx(median(step.step_s for step in steps[1:]))
     trainers = [step.loss for step in steps]

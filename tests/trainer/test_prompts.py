@@ -1,6 +1,4 @@
-"""Answers during training: those that the model gives by itself, whatever shares a batch with
-them.
-"""
+"""Answers during training: those that the model gives alone, whatever shares a batch."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.results import MOST_ASKED, AnsweredPrompt, Asked, add_answers, read_answers
@@ -42,9 +41,7 @@ def model() -> TrainedModel:
     torch.manual_seed(1)
     shape = tiny().model
     config = load_config(
-        msgspec.structs.replace(
-            shape, config=shape.config | {"num_hidden_layers": 2, "initializer_range": 0.3}
-        )
+        replace(shape, config=shape.config | {"num_hidden_layers": 2, "initializer_range": 0.3})
     )
     return TrainedModel(causal_model(config), "sdpa")
 
@@ -70,9 +67,7 @@ def test_answers_are_what_the_model_writes_alone(
         assert (answer.prompt, answer.text, answer.tokens) == (text, alone.text, alone.tokens)
 
 
-def test_ranks_that_share_sequences_answer_no_more_tokens_than_they_train(
-    model: TrainedModel, single_rank: Ranks
-) -> None:
+def test_answers_take_no_more_tokens_than_training(model: TrainedModel, single_rank: Ranks) -> None:
     shared = spec(
         train__micro_batch="4", train__sequence_parallel="2", gpus="2", prompts__max_tokens="100"
     )

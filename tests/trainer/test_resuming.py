@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
-from so_tui.runs import RunDirectory, create_run, read_state, write_state
+from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.directory import run_id
 from so_tui.spec import DataSource, RunSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
@@ -26,6 +26,7 @@ from tests.support.checkpoints import written
 from tests.support.launching import tiny
 from tests.support.planning import spec_of
 from tests.support.problems import coded
+from tests.support.records import change_state
 
 SPEC = tiny(checkpoint__keep="9")
 
@@ -47,7 +48,7 @@ def saved(run: RunDirectory, *steps: int) -> list[Path]:
     """Write checkpoints, of which the run knows the last."""
     folder = claim(run, SPEC)
     paths = [written(folder, step, run_id(run), SPEC) for step in steps]
-    write_state(run, msgspec.structs.replace(read_state(run), saved_step=steps[-1]))
+    change_state(run, saved_step=steps[-1])
     return paths
 
 
@@ -57,7 +58,7 @@ def test_a_new_run_has_nothing_to_resume_from(run: RunDirectory) -> None:
     assert told == []
 
 
-def test_the_newest_is_taken_and_one_that_cannot_be_read_is_renamed(run: RunDirectory) -> None:
+def test_the_newest_readable_checkpoint_is_taken(run: RunDirectory) -> None:
     paths, told = saved(run, 1, 2, 3), Warnings()
     found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
     assert found is not None
@@ -80,9 +81,7 @@ READ = (
 
 
 class Away:
-    """A file system that does not let files of a name be opened, for some tries or for good; or
-    folders be listed.
-    """
+    """A file system that refuses to open files of a name, or list folders, for some tries."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str, code: int, tries: int) -> None:
         self.left = tries
@@ -113,7 +112,7 @@ def test_one_that_cannot_be_read_for_a_moment_is_taken(
 
 
 @pytest.mark.parametrize("name", READ)
-def test_one_that_cannot_be_read_for_long_is_left_and_nothing_is_trained(
+def test_a_checkpoint_unreadable_for_long_ends_the_run(
     name: str, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That says nothing about what is in it, and an older one would lose training."""
@@ -135,9 +134,7 @@ def test_one_of_another_run_is_named_and_left(run: RunDirectory) -> None:
     assert other.exists()
 
 
-def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(
-    run: RunDirectory,
-) -> None:
+def test_missing_checkpoints_are_warned_of_or_an_error(run: RunDirectory) -> None:
     paths, told = saved(run, 1, 2), Warnings()
     paths[1].rename(paths[1].with_name("elsewhere"))
     found = checkpoint.newest_to_resume(run, SPEC, told, start_over=False)
@@ -149,8 +146,7 @@ def test_what_was_saved_and_is_gone_is_a_warning_or_where_all_is_gone_an_error(
 
 
 @pytest.mark.parametrize(
-    ("weights", "codes"),
-    [((1.0, 2.0), []), ((2.0, 4.0), []), ((2.0, 1.0), ["data-changed"])],
+    ("weights", "codes"), [((1.0, 2.0), []), ((2.0, 4.0), []), ((2.0, 1.0), ["data-changed"])]
 )
 def test_other_shares_of_a_mixture_are_another_order(
     weights: tuple[float, float],
@@ -163,9 +159,7 @@ def test_other_shares_of_a_mixture_are_another_order(
             DataSource(source=f"part-{number}", weight=weight)
             for number, weight in enumerate(weights)
         )
-        return msgspec.structs.replace(
-            SPEC, data=msgspec.structs.replace(SPEC.data, source=sources)
-        )
+        return replace(SPEC, data=replace(SPEC.data, source=sources))
 
     monkeypatch.setattr(checkpoint, "load", lambda *unused: Rounded(0, 0))
     path = written(claim(run, SPEC), 1, run_id(run), mixture(1.0, 2.0))

@@ -1,14 +1,12 @@
-"""Rotary positions beyond a model's length: what transformers computes for the same configuration,
-in training and in the export.
-"""
+"""Rotary positions beyond a model's length are those of transformers, also in the export."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig
 
 from so_tui.spec import InputError, check_tree
@@ -24,15 +22,11 @@ POSITIONS, FACTOR = 64, 4.0
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 @pytest.mark.parametrize("name", ["qwen3-14b", "seed-oss-36b"])
-def test_positions_are_scaled_as_transformers_does_and_exported(
-    name: str, kind: Any, tmp_path: Path
-) -> None:
+def test_positions_are_scaled_and_exported(name: str, kind: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = scaled_down(name)
     shape = plain.config | {"max_position_embeddings": POSITIONS}
-    model = msgspec.structs.replace(
-        plain, id="builtin:tiny", config=shape, rope_scaling=kind, rope_factor=FACTOR
-    )
+    model = replace(plain, id="builtin:tiny", config=shape, rope_scaling=kind, rope_factor=FACTOR)
     assert model.positions == POSITIONS * FACTOR
     ours: Any = causal_model(load_config(model))
     # As in a config.json of transformers 4.56.
@@ -43,9 +37,7 @@ def test_positions_are_scaled_as_transformers_does_and_exported(
     }
     asked.pop("model_type")
     theirs: Any = causal_model(AutoConfig.for_model(shape["model_type"], **asked))
-    unscaled: Any = causal_model(
-        load_config(msgspec.structs.replace(model, rope_scaling="model", rope_factor=1.0))
-    )
+    unscaled: Any = causal_model(load_config(replace(model, rope_scaling="model", rope_factor=1.0)))
     for other in (theirs, unscaled):
         other.load_state_dict(ours.state_dict())
     ids = torch.arange(5, 5 + 2 * POSITIONS)[None]
@@ -56,7 +48,7 @@ def test_positions_are_scaled_as_transformers_does_and_exported(
     assert torch.equal(found, wanted)
     assert not torch.allclose(found, without)
 
-    spec = msgspec.structs.replace(tiny(data__sequence_length="128"), model=model)
+    spec = replace(tiny(data__sequence_length="128"), model=model)
     checkpoint_of(ours, spec, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "model", "r", spec)
     written = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -97,7 +89,7 @@ HYBRID = {"model_type": "granitemoehybrid", "num_hidden_layers": 2}
 )
 def test_positions_that_cannot_be_scaled_are_refused(kind: str, config: dict[str, Any]) -> None:
     """In the unused kind no layer turns anything by its position, though it is described."""
-    scaled = msgspec.structs.replace(LLAMA, config=config, rope_scaling="yarn", rope_factor=2.0)
+    scaled = replace(LLAMA, config=config, rope_scaling="yarn", rope_factor=2.0)
     problem = refusal(lambda: load_config(scaled))
     assert (problem.code, problem.field) == ("rope-not-scalable", "model.rope_scaling")
 
@@ -123,8 +115,6 @@ def test_hybrids_with_rotary_positions_are_scaled() -> None:
         "layer_types": ["attention"],
         "num_hidden_layers": 1,
     }
-    model = msgspec.structs.replace(
-        scaled_down("qwen3-14b"), config=shape, rope_scaling="linear", rope_factor=2.0
-    )
+    model = replace(scaled_down("qwen3-14b"), config=shape, rope_scaling="linear", rope_factor=2.0)
     rope: Any = load_config(model)
     assert rope.rope_parameters["factor"] == 2.0

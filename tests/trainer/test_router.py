@@ -1,6 +1,4 @@
-"""The load-balancing loss: transformers' own on plain data, blind to packing and padding, and exact
-through ZeRO-3.
-"""
+"""The load-balancing loss is transformers' own, blind to packing, and exact through ZeRO-3."""
 
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from so_tui_trainer.model.trained import TrainedModel
 from so_tui_trainer.tools.presets import parameter_table
 from tests.support import models
 from tests.support.documents import documents, spec
-from tests.support.launching import log, records, start, tiny
-from tests.support.models import another, causal_model
+from tests.support.launching import log, of_kind, start, tiny
+from tests.support.models import another, causal_model, gradients_of
 from tests.support.problems import refusal
 
 SMALL: dict[str, Any] = {
@@ -45,14 +43,6 @@ def mixture(name: str) -> PreTrainedModel:
     for parameter in causal.parameters():  # routers that choose
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return causal
-
-
-def gradients_of(causal: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in causal.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
@@ -197,7 +187,7 @@ def test_a_mixture_trains_alike_with_and_without_recompute(tmp_path: Path) -> No
     found = {}
     for policy, (run, process) in started.items():
         assert process.wait(timeout=400) == 0, log(run)
-        found[policy] = [record for record in records(run) if isinstance(record, StepRecord)]
+        found[policy] = of_kind(run, StepRecord)
     for one, other in zip(found["full"], found["none"], strict=True):
         assert one.router_loss == pytest.approx(other.router_loss, rel=1e-3)
         assert one.loss == pytest.approx(other.loss, rel=1e-3)

@@ -6,13 +6,11 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from so_tui.runs import RunDirectory, create_run, state
-from so_tui.runs.directory import run_id
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
@@ -26,19 +24,18 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.runs.results import read_answers
-from so_tui_trainer import checkpoint_folder
 from so_tui_trainer.data.tokens import load_tokenizer
 from so_tui_trainer.model.config import load_config
 from so_tui_trainer.model.loss import expected_first_loss
-from tests.support.launching import log, records, start, tiny, train
-from tests.support.models import causal_model, load_pretrained
+from tests.support.launching import log, of_kind, records, start, tiny, train
+from tests.support.models import causal_model
 from tests.support.shared_run import SUPEROFFLOAD, TWELVE_STEPS
 
 pytestmark = pytest.mark.slow
 
 
 def steps_of(found: list[MetricRecord]) -> list[StepRecord]:
-    return [record for record in found if isinstance(record, StepRecord)]
+    return of_kind(found, StepRecord)
 
 
 def end_of(found: list[MetricRecord]) -> EndRecord:
@@ -49,13 +46,13 @@ def end_of(found: list[MetricRecord]) -> EndRecord:
 
 def test_a_run_records_its_start_its_steps_and_last_its_end(finished_run: RunDirectory) -> None:
     found = records(finished_run)
-    start_record = next(record for record in found if isinstance(record, StartRecord))
+    start_record = of_kind(found, StartRecord)[0]
     assert (start_record.ranks, start_record.total_steps) == (2, 12)
     assert start_record.parameters == tiny().model.parameter_count or not tiny().model.parameters
-    binding = next(record for record in found if isinstance(record, BindingRecord))
+    binding = of_kind(found, BindingRecord)[0]
     assert [rank.rank for rank in binding.ranks] == [0, 1]
     assert all(rank.cpus and not rank.problem for rank in binding.ranks)
-    assert [record.phase for record in found if isinstance(record, PhaseRecord)][-1] == "saving"
+    assert [record.phase for record in of_kind(found, PhaseRecord)][-1] == "saving"
     assert [record.step for record in steps_of(found)] == list(range(1, 13))
     end = end_of(found)
     assert (end.state, end.step) == ("finished", 12)
@@ -90,9 +87,7 @@ def test_the_figures_of_a_step_agree_with_each_other(finished_run: RunDirectory)
 
 
 def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory) -> None:
-    saved = [
-        record.step for record in records(finished_run) if isinstance(record, CheckpointRecord)
-    ]
+    saved = [record.step for record in of_kind(finished_run, CheckpointRecord)]
     assert saved == [5, 10, 12]
     assert sorted(path.name for path in finished_run.checkpoints_dir.iterdir()) == [
         "run.json",
@@ -101,34 +96,8 @@ def test_old_checkpoints_go_and_nothing_partial_stays(finished_run: RunDirectory
     ]
 
 
-def test_the_export_loads_and_computes_what_the_checkpoint_says(finished_run: RunDirectory) -> None:
-    from transformers import AutoTokenizer
-
-    from so_tui_trainer.export import weights
-
-    model: Any
-    model, info = load_pretrained(finished_run.path / "export")
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    tokenizer = AutoTokenizer.from_pretrained(finished_run.path / "export")
-    ids = tokenizer("### Instruction:\nSay hello.\n\n### Response:\n", return_tensors="pt")[
-        "input_ids"
-    ]
-    found = checkpoint_folder.newest(finished_run.checkpoints_dir, run_id(finished_run))
-    assert found is not None
-    other = causal_model(model.config, dtype=torch.bfloat16)
-    shapes = {name: parameter.shape for name, parameter in other.named_parameters()}
-    other.load_state_dict(weights(found.path, shapes), strict=False)
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
-        assert torch.equal(logits, other(input_ids=ids).logits)
-    assert logits.std() > 0.5  # it learned something: random weights give 0.28
-
-
 def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_path: Path) -> None:
-    """The weights come from the hub's cache, on a node without a network: nothing waits for the
-    hub.
-    """
+    """The weights come from the hub's cache, on a node without a network."""
     cached = tmp_path / "hub" / "models--someone--tiny"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0123")
@@ -157,18 +126,16 @@ def test_training_goes_on_from_exported_weights(finished_run: RunDirectory, tmp_
     learned = steps_of(records(finished_run))
     assert steps_of(records(run))[0].loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert steps_of(records(run))[0].loss < learned[0].loss - 1
-    before, after = (record for record in records(run) if isinstance(record, EvaluationRecord))
+    before, after = (record for record in of_kind(run, EvaluationRecord))
     assert (before.step, after.step) == (0, 2)
     assert before.loss == pytest.approx(learned[-1].loss, abs=0.7)
     assert after.loss < before.loss
 
 
-def test_resumed_and_evaluated_run_trains_as_if_never_stopped(
+def test_a_resumed_run_trains_as_if_never_stopped(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:
-    """Nor does evaluating change anything, though under ZeRO-3 weights still arrive while the next
-    forward pass runs.
-    """
+    """Evaluating changes nothing either, though weights arrive while the next forward runs."""
     spec = tiny(**TWELVE_STEPS, **SUPEROFFLOAD, train__evaluate_every_steps="5")
     run = create_run(spec, tmp_path)
     process = start(run, spec)
@@ -176,7 +143,7 @@ def test_resumed_and_evaluated_run_trains_as_if_never_stopped(
         assert process.poll() is None, log(run)
         time.sleep(0.05)
     # A scheduler's warning is a request like any other.
-    binding = next(record for record in records(run) if isinstance(record, BindingRecord))
+    binding = of_kind(run, BindingRecord)[0]
     os.kill(binding.ranks[1].pid, signal.SIGUSR1)
     assert process.wait(timeout=120) == 0, log(run)
     asked = state.details(run, "stop")
@@ -205,7 +172,7 @@ def test_resumed_and_evaluated_run_trains_as_if_never_stopped(
     state.clear(run, "stop")
     assert start(run, spec).wait(timeout=300) == 0, log(run, 3)
     second = [record for record in records(run) if record.attempt == 3]
-    assert next(record for record in second if isinstance(record, ResumedRecord)).step == end.step
+    assert of_kind(second, ResumedRecord)[0].step == end.step
     assert [record.step for record in steps_of(second)] == list(range(end.step + 1, 13))
     straight, stopped = (
         {record.step: (record.loss, record.gradient_norm) for record in steps_of(records(each))}
@@ -213,11 +180,7 @@ def test_resumed_and_evaluated_run_trains_as_if_never_stopped(
     )
     assert stopped == straight
     at_end, often = (
-        {
-            record.step: record.loss
-            for record in records(each)
-            if isinstance(record, EvaluationRecord)
-        }
+        {record.step: record.loss for record in of_kind(each, EvaluationRecord)}
         for each in (finished_run, run)
     )
     assert set(at_end) == {12}
@@ -225,30 +188,25 @@ def test_resumed_and_evaluated_run_trains_as_if_never_stopped(
     assert often[12] == at_end[12]
 
 
-def test_one_rank_goes_on_for_two_and_names_a_damaged_checkpoint(
-    finished_run: RunDirectory, tmp_path: Path
-) -> None:
-    """With two micro-batches, one rank trains the sequences of two ranks: the same losses and
-    gradients, from the newest readable checkpoint.
-    """
+def test_one_rank_goes_on_for_two(finished_run: RunDirectory, tmp_path: Path) -> None:
+    """One rank trains the sequences of two, from the newest readable checkpoint."""
     spec = tiny(
         **TWELVE_STEPS, gpus="1", train__gradient_accumulation="2", offload__mode="zerooffload"
     )
     run = create_run(spec, tmp_path)
     shutil.copytree(finished_run.checkpoints_dir, run.checkpoints_dir)
-    shutil.copyfile(
-        finished_run.manifest_path, run.manifest_path
-    )  # the checkpoints of another run would be refused
+    # The checkpoints of another run would be refused.
+    shutil.copyfile(finished_run.manifest_path, run.manifest_path)
     states = run.checkpoints_dir / "step-000012" / "optimizer" / "rank_00001.states"
     states.write_bytes(states.read_bytes()[:-100])
     assert start(run, spec).wait(timeout=300) == 0, log(run)
     found = records(run)
-    warning = next(record for record in found if isinstance(record, WarningRecord))
+    warning = of_kind(found, WarningRecord)[0]
     assert warning.code == "checkpoint-damaged"
     assert all(
         name in warning.message for name in ("step-000012", "rank_00001.states", "step-000010")
     )
-    assert next(record for record in found if isinstance(record, ResumedRecord)).step == 10
+    assert of_kind(found, ResumedRecord)[0].step == 10
     expected = {record.step: record for record in steps_of(records(finished_run))}
     assert [record.step for record in steps_of(found)] == [11, 12]
     for record in steps_of(found):
@@ -318,11 +276,7 @@ def test_a_step_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> 
     run, code = train(tiny(**shape, **data, **train_it, train__seed="3"), tmp_path / "runs")
     found = records(run)
     assert code == 0, log(run)
-    skips = [
-        record
-        for record in found
-        if isinstance(record, WarningRecord) and record.code == "step-skipped"
-    ]
+    skips = [record for record in of_kind(found, WarningRecord) if record.code == "step-skipped"]
     steps = steps_of(found)
     assert len(skips) == 1
     assert [record.skipped_steps for record in steps][-1] == 1
@@ -333,9 +287,7 @@ def test_a_step_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> 
 
 
 def test_a_gradient_that_is_not_finite_ends_a_run_without_skips(tmp_path: Path) -> None:
-    """Though its loss is finite: what the first layer's feed-forward block computes is huge and
-    comes to nothing, until the first step changes what it reads.
-    """
+    """Its loss is finite: a huge product comes to nothing, until its input changes."""
     causal = causal_model(load_config(tiny().model), dtype=torch.bfloat16)
     layer = causal.model.layers[0]
     causal.model.embed_tokens.weight.data[:, 0] = layer.self_attn.o_proj.weight.data[0] = 0.0
@@ -359,17 +311,6 @@ def test_a_gradient_that_is_not_finite_ends_a_run_without_skips(tmp_path: Path) 
     assert end.saved == ""
     assert "learning_rate" in end.suggestion
     assert not any(run.checkpoints_dir.glob("step-*"))
-
-
-def test_a_rank_that_fails_ends_the_run_with_reason_and_advice(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "a", "answer": "b"}\n')
-    spec = tiny(offload__mode="zerooffload", data__source=str(rows), data__format="auto")
-    run, code = train(spec, tmp_path / "runs")
-    assert code == 1
-    end = end_of(records(run))
-    assert (end.state, end.code) == ("failed", "data-columns-unknown")
-    assert end.suggestion
 
 
 def test_prompts_are_answered_before_during_and_after_training(finished_run: RunDirectory) -> None:

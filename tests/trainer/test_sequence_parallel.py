@@ -1,6 +1,4 @@
-"""Ranks that share sequences: parts of batches, and loss and gradients as those of one rank with
-whole sequences.
-"""
+"""Ranks that share sequences: their parts, and loss and gradients as those of whole sequences."""
 
 from __future__ import annotations
 
@@ -41,7 +39,9 @@ def test_the_parts_of_a_row_are_equal_and_make_it_up(ranks: int, packing: str) -
     joined = torch.cat([part.input_ids for part in found], dim=1)
     assert torch.equal(joined[:, :width], whole.input_ids[:, : joined.shape[1]])
     assert torch.equal(
-        torch.cat([part.position_ids for part in found], dim=1)[whole_real(found)],
+        torch.cat([part.position_ids for part in found], dim=1)[
+            torch.cat([part.real for part in found], dim=1)
+        ],
         whole.position_ids[whole.real],
     )
     each = found[0].input_ids.shape[1]
@@ -51,16 +51,11 @@ def test_the_parts_of_a_row_are_equal_and_make_it_up(ranks: int, packing: str) -
     assert torch.equal(predictors, whole.predictors)
     assert torch.equal(torch.cat([part.targets for part in found]), whole.targets)
     ids = joined.flatten()
-    assert torch.equal(
-        ids[predictors + 1], whole.targets
-    )  # also where the target is the next part's first token
+    # Also where the target is the next part's first token.
+    assert torch.equal(ids[predictors + 1], whole.targets)
     for part in found:
         assert (part.is_part, part.longest) == (True, found[0].longest)
         assert int(part.boundaries[-1]) == ranks * each
-
-
-def whole_real(found: list[Batch]) -> torch.Tensor:
-    return torch.cat([part.real for part in found], dim=1)
 
 
 def test_groups_of_ranks_share_the_sequences_of_a_step() -> None:
@@ -83,9 +78,7 @@ def test_groups_of_ranks_share_the_sequences_of_a_step() -> None:
 
 @pytest.mark.slow
 def test_loss_and_gradients_are_those_of_whole_sequences() -> None:
-    """In float64: packed and not, fewer key heads than ranks, windows, sinks, every recomputation,
-    layers that keep all in host memory.
-    """
+    """In float64: packed or not, few key heads, windows, sinks, recomputation, host memory."""
     rank_processes.finish(
         rank_processes.start(Path(rank_processes.__file__).with_name("sequence_ranks.py"), [], 2)
     )

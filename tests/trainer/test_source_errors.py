@@ -155,9 +155,7 @@ def test_pipes_and_devices_are_no_data(tmp_path: Path) -> None:
         ('{"messages": "a"}', 1, "messages"),
     ],
 )
-def test_an_unreadable_row_is_named_with_its_column(
-    tmp_path: Path, content: str, row: int, column: str
-) -> None:
+def test_an_unreadable_column_is_named(tmp_path: Path, content: str, row: int, column: str) -> None:
     (tmp_path / "rows.jsonl").write_text(content)
     problem = source_refusal(tmp_path / "rows.jsonl", tmp_path)
     assert (problem.code, problem.value) == (
@@ -180,9 +178,7 @@ def test_in_a_folder_the_file_and_the_row_are_named(tmp_path: Path) -> None:
     assert source_refusal(folder, tmp_path).code == "data-source-unreadable"
 
 
-def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_hub_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/none/datasets")
     monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
     for variable, named in (("HF_HOME", "HF_HOME"), ("HF_HUB_CACHE", "XDG_CACHE_HOME")):

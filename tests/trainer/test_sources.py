@@ -28,14 +28,6 @@ def write_gzip(path: Path, rows: list[dict[str, Any]]) -> None:
         file.write("\n".join(map(json.dumps, rows)))
 
 
-def _write_json(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text(json.dumps(rows))
-
-
-def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    datasets.Dataset.from_list(rows).to_parquet(path)
-
-
 def _write_tsv_folder(path: Path, rows: list[dict[str, Any]]) -> None:
     path.mkdir()
     write_csv(path / "rows.tsv", rows, "\t")
@@ -47,21 +39,19 @@ def _write_folder(path: Path, rows: list[dict[str, Any]]) -> None:
     lines(path, rows[1:], "train-2.jsonl")
 
 
-def _save_to_disk(path: Path, rows: list[dict[str, Any]]) -> None:
-    datasets.DatasetDict(train=datasets.Dataset.from_list(rows)).save_to_disk(path)
-
-
 WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], object]] = {
     "rows.jsonl": lambda path, rows: lines(path.parent, rows, path.name),
-    "rows.json": _write_json,
-    "rows.parquet": _write_parquet,
+    "rows.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "rows.parquet": lambda path, rows: datasets.Dataset.from_list(rows).to_parquet(path),
     "rows.csv": lambda path, rows: write_csv(path, rows),
     "semicolons.csv": lambda path, rows: write_csv(path, rows, ";"),
     "rows.tsv": lambda path, rows: write_csv(path, rows, "\t"),
     "folder of tsv": _write_tsv_folder,
     "rows.jsonl.gz": write_gzip,
     "folder": _write_folder,
-    "saved": _save_to_disk,
+    "saved": lambda path, rows: datasets.DatasetDict(
+        train=datasets.Dataset.from_list(rows)
+    ).save_to_disk(path),
 }
 
 
@@ -130,9 +120,7 @@ def test_no_text_of_a_file_becomes_a_number_a_date_or_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "later", [{"input": "1 and 4"}, {"output": "five"}, {"system": "Be kind."}]
 )
-def test_what_a_later_row_has_is_read_too_however_long_the_file(
-    tmp_path: Path, later: dict[str, str]
-) -> None:
+def test_columns_of_later_rows_are_read_too(tmp_path: Path, later: dict[str, str]) -> None:
     """``datasets`` takes the columns of a JSON file and their types from its first 10 MB."""
     early: dict[str, Any] = {"instruction": "Add.", "input": None, "output": 5}
     rows = [early | {"filler": "x" * 1_000_000}] * 11 + [early | {"filler": ""} | later]

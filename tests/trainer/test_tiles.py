@@ -1,6 +1,4 @@
-"""Feed-forward blocks and norms in tiles of tokens: they change memory and time, never the
-numbers.
-"""
+"""Feed-forward blocks and norms in tiles of tokens change memory and time, never the numbers."""
 
 from __future__ import annotations
 
@@ -18,23 +16,21 @@ from so_tui_trainer.model import checkpointing
 from so_tui_trainer.model import fused as kernels
 from so_tui_trainer.model import fused as tiles
 from so_tui_trainer.model.config import load_config
-from tests.support.models import another, causal_model
+from tests.support.models import another, are_close, causal_model
 from tests.support.small_training import MIXTURES, SHAPE, TOKENS, forward, model_of, pairs, trained
 
 
 @pytest.mark.parametrize(
-    ("policy", "model_type"),
-    pairs(["full", "attention"], ["qwen3", "phi3", "gemma3_text", "gpt2"]),
+    ("policy", "model_type"), pairs(["full", "attention"], ["qwen3", "phi3", "gemma3_text", "gpt2"])
 )
-def test_tiles_of_tokens_change_no_loss_and_no_gradient(
+def test_tiles_change_no_loss_and_no_gradient(
     policy: checkpointing.Policy, model_type: str
 ) -> None:
     """Of 256 tokens, 100 at a time."""
     expected, gradients = trained(policy, model_type)
     found, ours = trained(policy, model_type, tile=100)
     assert found == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    are_close(ours, gradients, 1e-4, 1e-7)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +38,7 @@ def test_tiles_of_tokens_change_no_loss_and_no_gradient(
     [((kernels.NORM,), torch.float32), ((), torch.bfloat16)],
     ids=["whole norms", "norms too"],
 )
-def test_a_tile_that_holds_all_tokens_changes_no_bit(
-    fused: tuple[str, ...], dtype: torch.dtype
-) -> None:
+def test_a_tile_of_all_tokens_changes_no_bit(fused: tuple[str, ...], dtype: torch.dtype) -> None:
     """In float32 the two parts of a norm's gradient are added to the layer's in another order."""
     expected, gradients = trained("full", fused=fused, dtype=dtype)
     found, ours = trained("full", tile=1000, fused=fused, dtype=dtype)
@@ -112,9 +106,7 @@ def test_frozen_norms_in_tiles_pass_their_gradient_on(policy: checkpointing.Poli
 
 
 class WholeCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the float32 tensors that are made of as many elements as a micro-batch's hidden
-    states.
-    """
+    """Counts the float32 tensors that are made as large as a micro-batch's hidden states."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,9 +127,7 @@ class WholeCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
 def test_norms_in_tiles_make_no_whole_float32_copy(policy: checkpointing.Policy) -> None:
-    """In forward, recomputation and backward of a micro-batch in bf16. No tensor of attention is as
-    wide as the hidden states.
-    """
+    """In all passes of a micro-batch in bf16; no tensor of attention is as wide."""
     counts = {}
     for tile in (0, 32):
         causal: Any = model_of(
@@ -206,7 +196,7 @@ def test_attention_is_not_cut_where_a_layer_lists_it_last() -> None:
         assert layer.feed_forward.forward != feed_forward
 
 
-def test_a_feed_forward_block_that_knows_its_layers_number_is_cut() -> None:
+def test_a_feed_forward_block_with_a_layer_number_is_cut() -> None:
     """As attention does, HunYuan's does."""
     causal = causal_model(
         load_config(another("hunyuan_v1_dense")), dtype=torch.float32, attention="eager"

@@ -1,6 +1,4 @@
-"""Trackers beside a run: real event files, and trackers that fail or hang without anyone noticing
-but in a warning.
-"""
+"""Trackers beside a run: event files, and trackers that fail or hang with a warning only."""
 
 import struct
 import threading
@@ -29,13 +27,11 @@ from so_tui_trainer.recorder import (
     _TensorBoard,
     trackers_of,
 )
-from tests.support.launching import records, tiny
+from tests.support.launching import of_kind, records, tiny
 from tests.support.records import step_record
 
 Event = tuple[int, dict[str, float], bool]
-"""Step, scalars by tag, and whether it starts a session: what comes earlier in other files and is
-not older is taken back.
-"""
+"""Step, scalars by tag, and whether a session starts, which takes back what is not older."""
 
 
 step = partial(step_record, mfu=None, gradient_norm=None)
@@ -111,7 +107,7 @@ def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
     assert events(path)[1][1] == {"train/loss": 2.5, "train/learning_rate": pytest.approx(1e-5)}
 
 
-def test_a_resume_takes_back_what_earlier_files_hold_of_later_steps(tmp_path: Path) -> None:
+def test_a_resume_takes_back_later_steps_of_tensorboard(tmp_path: Path) -> None:
     tracker = _TensorBoard(tmp_path)
     tracker.start()
     for record in (
@@ -185,11 +181,11 @@ def recorded(
 @pytest.mark.parametrize("part", ["start", "write", "close"])
 def test_a_tracker_that_fails_is_one_warning_and_no_more(tmp_path: Path, part: str) -> None:
     recorder, found, _ = recorded(RunDirectory(tmp_path), Fickle(fails=part), 20)
-    warnings = [record for record in found if isinstance(record, WarningRecord)]
+    warnings = of_kind(found, WarningRecord)
     assert [warning.message for warning in warnings] == [
         f"Fickle ConnectionError: no {part}; nothing more is sent there"
     ]
-    assert [record.step for record in found if isinstance(record, StepRecord)] == list(range(1, 21))
+    assert [record.step for record in of_kind(found, StepRecord)] == list(range(1, 21))
     assert isinstance(found[-1], EndRecord)
     assert not recorder.hanging
 
@@ -204,7 +200,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(
     recorder, found, seconds = recorded(
         RunDirectory(tmp_path), tracker, 9 if part == "close" else 50
     )
-    warnings = [record for record in found if isinstance(record, WarningRecord)]
+    warnings = of_kind(found, WarningRecord)
     assert len(warnings) == 1
     assert ("did not finish" if part == "close" else "has not answered") in warnings[0].message
     assert recorder.hanging
@@ -225,21 +221,16 @@ def test_only_what_was_asked_for(tmp_path: Path) -> None:
     assert [
         tracker.name
         for tracker in trackers_of(run, tiny(tracking__wandb="true", tracking__tensorboard="true"))
-    ] == [
-        "Weights & Biases",
-        "TensorBoard",
-    ]
+    ] == ["Weights & Biases", "TensorBoard"]
 
 
 @pytest.mark.slow
-def test_a_run_with_tensorboard_and_a_broken_wandb_trains_to_its_end(
-    finished_run: RunDirectory,
-) -> None:
+def test_a_run_with_a_broken_wandb_trains_to_its_end(finished_run: RunDirectory) -> None:
     found = records(finished_run)
     failed = [
         record.message
-        for record in found
-        if isinstance(record, WarningRecord) and record.code == "tracker-failed"
+        for record in of_kind(found, WarningRecord)
+        if record.code == "tracker-failed"
     ]
     assert len(failed) == 1
     assert "Weights & Biases ConnectionError: no route to host" in failed[0]
@@ -251,6 +242,6 @@ def test_a_run_with_tensorboard_and_a_broken_wandb_trains_to_its_end(
         for number, scalars, _ in events(file)
         if "train/loss" in scalars
     }
-    losses = {record.step: record.loss for record in found if isinstance(record, StepRecord)}
+    losses = {record.step: record.loss for record in of_kind(found, StepRecord)}
     assert written == {number: pytest.approx(loss, rel=1e-6) for number, loss in losses.items()}
     assert len(losses) == 12

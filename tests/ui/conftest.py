@@ -1,6 +1,4 @@
-"""The same terminal for every test, whatever the user has set, no waiting that nobody sees, and
-nothing worked out twice.
-"""
+"""The same terminal for every test, no waiting that nobody sees, and nothing worked out twice."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def _work_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _unhurried_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one poll read as much as it can. By the clock, a busy machine gets less far, which the
-    next poll of a screen makes up for.
-    """
+    """Let one poll read as much as it can: by the clock, a busy machine gets less far."""
     monkeypatch.setattr(
         "so_tui.runs.metrics.time", SimpleNamespace(sleep=time.sleep, monotonic=lambda: 0.0)
     )
@@ -56,8 +52,6 @@ def runs_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _short_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut Configure down to its first groups: mounting the others takes most of the time of a test
-    that needs none of them.
-    """
+    """Cut Configure down to its first groups: mounting the others takes most of the time."""
     monkeypatch.setattr("so_tui.ui.configure.form.advanced_paths", tuple)
     monkeypatch.setattr("so_tui.ui.configure.form.GROUPS", GROUPS[:7])

@@ -1,6 +1,4 @@
-"""Run in a pty by the start-up test: prints the process time at the first paint of the named
-application, then leaves.
-"""
+"""Run in a pty: prints the process time at the first paint of an application, then leaves."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""so-tui in a real terminal: tmux runs it, what a user's hands do is written to it, and its rows
-are read as text.
-
-A ``Keyboard`` presses only keys that the screen names at that moment, and a ``Mouse`` has no keys
-at all.
-"""
+"""so-tui in tmux: hands are written to it, rows read. A ``Keyboard`` presses only shown keys."""
 
 from __future__ import annotations
 
@@ -32,11 +27,7 @@ LEFT, WHEEL_UP, WHEEL_DOWN = 0, 64, 65
 
 
 class Terminal:
-    """A tmux server of its own with one pane, in which a command runs.
-
-    Its socket and the command's home and working folder lie in ``folder``. Of the user's
-    environment, the command gets ``PATH`` only.
-    """
+    """A tmux server with one pane, whose home and working folder lie in ``folder``."""
 
     def __init__(self, folder: Path, columns: int = 120, rows: int = 36) -> None:
         self.folder = folder
@@ -91,28 +82,19 @@ class Terminal:
         return self._tmux("capture-pane", "-p").splitlines()
 
     def exit_status(self) -> int | None:
-        """Return the command's exit status; None while it runs, and until tmux knows it: the end of
-        the output comes first.
-        """
+        """Return the command's exit status; None while it runs, and until tmux knows it."""
         dead, server, status = (
             self._tmux("display-message", "-p", "#{pane_dead}:#{pid}:#{pane_dead_status}")
             .strip()
             .split(":")
         )
-        if (
-            dead == "1" and not status
-        ):  # tmux 3.3 now and then misses that its child has ended, and looks only when it is told
+        # Tmux 3.3 now and then misses that its child has ended, and looks only when it is told.
+        if dead == "1" and not status:
             os.kill(int(server), signal.SIGCHLD)
         return int(status) if status else None
 
     def until(self, happened: Callable[[list[str]], object], what: str) -> list[str]:
-        """Wait until ``happened`` returns something true of the rows of the screen, and return
-        these.
-
-        Raises:
-            AssertionError: Nothing of the kind within ``GIVE_UP_S``; with ``what`` was awaited, and
-                the last screen.
-        """
+        """Wait until ``happened`` is true of the rows, and return them; name ``what``."""
         deadline = time.monotonic() + GIVE_UP_S
         while True:
             rows = self.rows()
@@ -145,9 +127,7 @@ class Keyboard(Terminal):
     """A user who has no mouse, and knows no key but those that are named before their eyes."""
 
     def press(self, key: str, named: str) -> None:
-        """Press the key that ``named`` says, a text on the screen such as ``l/F5 Launch`` or
-        ``Launch  y``; wait for the text first.
-        """
+        """Press the key that ``named`` says (``Launch  y``), once that text is on the screen."""
         words = named.split()
         assert key in (*words, *words[0].split("/")), f"{named!r} does not name {key!r}"
         self.shown(named)
@@ -162,9 +142,7 @@ class Mouse(Terminal):
     """A user who has a mouse only: presses, releases and the wheel, where a text stands."""
 
     def click(self, text: str) -> None:
-        """Press and release the left button on a text, which must be on the screen once; wait for
-        it first.
-        """
+        """Press and release the left button on a text, once it is on the screen."""
         x, y = self._cell_of(text)
         self._report(f"{LEFT};{x};{y}M")
         self._report(f"{LEFT};{x};{y}m")

@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from so_tui.runs import read_state, write_state
 from so_tui.runs.records import Alert
 from so_tui.settings import AlertSettings, Settings
 from so_tui.ui.shared_app import _Announcer, _notification
 from tests.support.make_run import write_run
+from tests.support.records import change_state
 from tests.support.screen import opened
 
 CONTROLS = re.compile(
@@ -37,18 +36,16 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_an_alert_is_announced_once_in_fixed_words(runs_dir: Path, sent: list[str]) -> None:
     run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="evil\x1b]52;c;eA==\x07;x")
     old = Alert(kind="loss", attempt=1, time=1.0, step=2, value=9.0, bound=3.0)
-    write_state(run, replace(read_state(run), alerts=(old,)))
+    change_state(run, alerts=(old,))
     async with opened(runs_dir) as ui:
         await ui.until(lambda: any("\x1b]2;so-tui: evil" in text for text in sent))
         assert not ui.notes()
         made_up = Alert(kind="\x1b[2J", attempt=1, time=3.0, step=3)
         new = Alert(kind="not-finite", attempt=1, time=2.0, step=3)
-        write_state(
-            run, replace(read_state(run), reason="\x1b]0;x\x07", alerts=(old, made_up, new))
-        )
+        change_state(run, reason="\x1b]0;x\x07", alerts=(old, made_up, new))
         await ui.until(lambda: "\a" in "".join(sent))
         await ui.until(lambda: any("not finite" in note for note in ui.notes()))
-        write_state(run, replace(read_state(run), heartbeat=99))
+        change_state(run, heartbeat=99)
         await ui.pilot.pause(0.4)
         assert len(ui.notes()) == 1
         await ui.press("q")
@@ -58,7 +55,7 @@ async def test_an_alert_is_announced_once_in_fixed_words(runs_dir: Path, sent: l
     assert everything.endswith("\x1b[23;2t")
 
 
-async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
+async def test_others_runs_and_unwanted_kinds_are_not_announced(
     runs_dir: Path, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = write_run(runs_dir, steps=3, seconds_of_samples=1, name="mine")
@@ -71,7 +68,7 @@ async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
             alerts = tuple(
                 Alert(kind=kind, attempt=1, time=2.0, step=3) for kind in ("loss", "failed")
             )
-            write_state(run, replace(read_state(run), state="failed", alerts=alerts))
+            change_state(run, state="failed", alerts=alerts)
         await ui.until(lambda: ui.notes())
         await ui.pilot.pause(0.3)
         assert ui.notes() == ["mine has failed at step 3"]
@@ -93,13 +90,13 @@ async def test_nothing_is_announced_of_another_users_run_or_if_it_is_not_wanted(
         ("off", {"TERM": "xterm"}, ""),
     ],
 )
-def test_each_terminal_gets_what_it_understands(
+def test_each_terminal_gets_its_notification(
     how: str, environ: dict[str, str], expected: str
 ) -> None:
     assert _notification("so-tui: x", how, environ) == expected
 
 
-async def test_a_run_that_cannot_be_read_for_a_moment_has_not_failed(
+async def test_an_unreadable_run_is_not_announced_as_failed(
     runs_dir: Path, sent: list[str]
 ) -> None:
     run = write_run(runs_dir, steps=3, seconds_of_samples=1, name="away")
@@ -111,5 +108,5 @@ async def test_a_run_that_cannot_be_read_for_a_moment_has_not_failed(
         elsewhere.rename(run.state_path)
         await ui.until(lambda: ui.app.runs[0].live)
         assert not ui.notes()
-        write_state(run, replace(read_state(run), state="lost"))
+        change_state(run, state="lost")
         await ui.until(lambda: len(ui.notes()) == 1)

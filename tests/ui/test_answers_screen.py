@@ -22,8 +22,7 @@ async def test_answers_are_gone_through_by_step(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=2)
     for step, text in ((0, "hehe"), (3, HOSTILE), (5, "Cores and the memory next to them.")):
         add_answers(run, asked(step, text))
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (80, 24), open_run=run, shows="training") as ui:
         await ui.press("p")
         await ui.until(lambda: "Cores and the memory next to them." in ui.text())
         assert "after step 5" in ui.text()
@@ -42,8 +41,7 @@ async def test_answers_are_gone_through_by_step(runs_dir: Path) -> None:
 
 async def test_a_run_without_prompts_says_how_to_have_some(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=2)
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (80, 24), open_run=run, shows="training") as ui:
         await ui.press("p")
         await ui.until(lambda: "prompts.every_steps=100" in ui.text())
         assert [button.id for button in ui.screen.query(Button) if button.display] == ["close"], (

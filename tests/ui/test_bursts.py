@@ -1,6 +1,4 @@
-"""Keys that arrive all at once, as a slow connection delivers them, act in their order: what
-is typed for a field reaches the field.
-"""
+"""Keys that arrive all at once act in their order: what is typed for a field reaches it."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ async def value(ui: Driver, selector: str, expected: str) -> None:
 
 async def test_bursts_in_log_presets_and_runs(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         burst(ui, "slash", *typed("sc"))
         await value(ui, "#search", "sc")
         await ui.press("escape", "1")

@@ -1,6 +1,4 @@
-"""The charts that a user chooses: metrics, grids, smoothing, scales, the mouse, and other runs over
-them.
-"""
+"""The charts that a user chooses: metrics, grids, scales, the mouse, and other runs over them."""
 
 from __future__ import annotations
 
@@ -12,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from textual.widgets import Input
 
-from so_tui.runs import MetricsWriter
 from so_tui.runs.records import EvaluationRecord
 from so_tui.ui.chart_metrics import (
     EMAS,
@@ -39,13 +36,8 @@ from so_tui.ui.dashboard.view import View, steps_at
 from so_tui.ui.dialogs import TickList
 from so_tui.ui.text import Content, wrapped
 from tests.support.make_run import quad_machine, write_run
-from tests.support.records import step_record
+from tests.support.records import append_records, step_record
 from tests.support.screen import Driver, opened
-
-
-@pytest.fixture(autouse=True)
-def _own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def shown(ui: Driver) -> list[str]:
@@ -59,8 +51,7 @@ def drawn(chart: Chart, expected: bool) -> bool:
 
 async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         assert shown(ui) == ["loss", "throughput"]
         await ui.press("M")
         await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
@@ -71,15 +62,13 @@ async def test_metrics_are_chosen_by_a_filter_and_remembered(runs_dir: Path) -> 
         await ui.until(lambda: re.search(r"MFU +(last )?43.6 %", ui.heading("#mfu")))
         await ui.until(lambda: re.search(r"step time +(last )?3\.", ui.heading("#step")))
         await ui.until(_layout_path().is_file)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         assert shown(ui) == ["mfu", "step"]
 
 
 async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         for keys in (("enter", "n"), ("enter", "a"), ()):
             await ui.press("M")
             await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
@@ -92,15 +81,12 @@ async def test_escape_leaves_the_choice_of_metrics_without_a_change(runs_dir: Pa
         assert not _layout_path().exists()
 
 
-async def test_metrics_of_a_run_without_gpus_are_those_it_has(
-    runs_dir: Path,
-) -> None:
-    machine = msgspec.structs.replace(quad_machine(), gpus=())
+async def test_metrics_of_a_run_without_gpus_are_those_it_has(runs_dir: Path) -> None:
+    machine = replace(quad_machine(), gpus=())
     run = write_run(
         runs_dir, machine=machine, preset="tiny", gpus=2, steps=20, seconds_of_samples=2
     )
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         await ui.until(lambda: "TFLOPS/rank" in ui.text())
         await ui.press("M")
         await ui.until(lambda: isinstance(ui.screen, ChooseMetrics))
@@ -138,17 +124,14 @@ def test_every_name_is_whole_in_the_details_of_a_step() -> None:
         for field in metric.fields
         if getattr(record, field) is None
     }
-    names = " ".join(
-        line.plain for line in _detail_lines(msgspec.structs.replace(record, **known), 40)
-    )
+    names = " ".join(line.plain for line in _detail_lines(replace(record, **known), 40))
     assert all(metric.title in names for metric in STEP_METRICS if len(metric.fields) == 1)
 
 
 async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
     save_layout(ChartLayout(shown=tuple(metric.key for metric in METRICS), grid=(3, 3)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=20)
-    async with opened(runs_dir, (200, 50), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (200, 50), open_run=run, shows="training") as ui:
         seen: list[str] = []
         for _ in range(math.ceil(len(METRICS) / 9)):
             for key in shown(ui):
@@ -163,14 +146,10 @@ async def test_every_metric_is_drawn_or_says_why_not(runs_dir: Path) -> None:
         await ui.until(lambda: shown(ui)[0] == "loss")
 
 
-def laid_out(panel: ChartPanel) -> bool:
-    return all(chart.region.height >= 6 for chart in panel.charts)
-
-
 async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=2)
-    writer = MetricsWriter(run, 1)
-    writer.append(
+    append_records(
+        run,
         EvaluationRecord(
             attempt=1,
             time=time.time(),
@@ -179,9 +158,8 @@ async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir:
             perplexity=3.06,
             tokens=1000,
             seconds=1.0,
-        )
+        ),
     )
-    writer.close()
     async with opened(runs_dir, (80, 30), open_run=run) as ui:
         for width in (80, 100, 160):
             await ui.resize(width, 30)
@@ -192,15 +170,14 @@ async def test_a_mean_always_has_its_span_and_the_evaluation_gives_way(runs_dir:
 
 async def test_grids_and_pages(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         grids = []
         for _ in GRIDS:
             await ui.press("G")
             panel = ui.find("ChartPanel", ChartPanel)
             grids.append((panel.page.rows, panel.page.columns))
             assert len(panel.charts) == min(6, math.prod(grids[-1]))
-            await ui.until(partial(laid_out, panel))
+            await ui.until(lambda: all(each.region.height >= 6 for each in panel.charts))  # noqa: B023 - called at once
         assert grids == [*GRIDS[2:-1], (2, 3), *GRIDS[:2]]
         await ui.press("less_than_sign")
         assert shown(ui) == ["parts", "gpu-memory"]
@@ -211,8 +188,7 @@ async def test_grids_and_pages(runs_dir: Path) -> None:
 
 async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=2)
-    async with opened(runs_dir, (150, 36), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (150, 36), open_run=run, shows="training") as ui:
         await ui.until(lambda: "mean of" in ui.heading("#loss"))
         await ui.press("w")
         await ui.until(
@@ -234,8 +210,7 @@ async def test_smoothing_and_scales_are_adjusted(runs_dir: Path) -> None:
 
 async def test_the_mouse_zooms_pans_and_points(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=400, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         await ui.until(lambda: ui.find("#loss", Chart).axis)
         await ui.pilot.mouse_down("#loss", offset=(20, 3))
         await ui.pilot.hover("#loss", offset=(40, 3))
@@ -262,12 +237,13 @@ async def test_evaluations_and_samples_of_other_runs_are_laid_over(runs_dir: Pat
     )
     write_run(runs_dir, steps=40, seconds_of_samples=60, name="without", gpus=2, state="finished")
     for one, losses in ((run, (1.5,)), (other, (1.25, 1.125))):
-        writer = MetricsWriter(one, 1)
-        for at, loss in enumerate(losses):
-            writer.append(
+        append_records(
+            one,
+            *(
                 EvaluationRecord(attempt=1, time=1e9 + at, step=30 + 30 * at, loss=loss, tokens=9)
-            )
-        writer.close()
+                for at, loss in enumerate(losses)
+            ),
+        )
     async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.until(lambda: len(ui.app.runs) == 3)
         await ui.state_shown("training")
@@ -375,13 +351,10 @@ def test_no_two_of_many_lines_look_alike() -> None:
     assert not any(look_of(index, coloured=True).sign for index in range(len(RUN_ROLES)))
 
 
-async def test_a_chart_is_exported_as_a_picture_and_its_values_as_a_table(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_charts_are_exported_as_picture_and_table(runs_dir: Path, tmp_path: Path) -> None:
     save_layout(ChartLayout(shown=("loss", "gpu-power"), grid=(1, 2)))
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one", gpus=2)
-    async with opened(runs_dir, (120, 36), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (120, 36), open_run=run, shows="training") as ui:
         await ui.until(lambda: ui.find("#gpu-power", Chart).lines and ui.find("#loss", Chart).lines)
         for key, file in (
             ("loss", "loss.svg"),
@@ -459,8 +432,8 @@ def test_pages_and_smoothing_go_round() -> None:
         layout = layout.smoother(1)
         seen.append(layout.ema)
     assert seen == [*EMAS, None]
-    assert msgspec.structs.replace(layout, ema=0.93).smoother(-1).ema == 0.9
-    assert msgspec.structs.replace(layout, ema=0.93).smoother(1).ema == 0.95
+    assert replace(layout, ema=0.93).smoother(-1).ema == 0.9
+    assert replace(layout, ema=0.93).smoother(1).ema == 0.95
 
 
 def test_a_filter_is_a_regular_expression_and_a_weight_a_number() -> None:

@@ -72,7 +72,7 @@ async def test_a_wrong_field_is_marked_and_nothing_is_launched(
         assert [launch.plan.spec.train.warmup_ratio for launch in asked] == [0.07]
 
 
-async def test_a_field_that_is_as_it_was_says_no_change_and_keys_reach_it(runs_dir: Path) -> None:
+async def test_a_restored_field_is_no_change_and_keys_reach_it(runs_dir: Path) -> None:
     async with opened(runs_dir, (120, 60)) as ui:
         await ui.configure()
         await ui.press("tab")
@@ -110,9 +110,7 @@ async def test_a_field_that_is_as_it_was_says_no_change_and_keys_reach_it(runs_d
         assert boxes | set(re.findall("▐(.)▌ +(yes|no)", ui.text())) == {("X", "yes"), (" ", "no")}
 
 
-async def test_edits_survive_other_screens_and_are_saved_as_a_preset(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_edits_survive_screens_and_become_a_preset(runs_dir: Path, tmp_path: Path) -> None:
     async with opened(runs_dir) as ui:
         await ui.configure()
         await ui.edit("train.learning_rate", "2e-4")
@@ -165,9 +163,7 @@ def titled(ui: Driver, text: str) -> Callable[[], bool]:
     return lambda: text in ui.shown("#form-title")
 
 
-async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_presets_are_not_overwritten_unasked(runs_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "config" / "so-tui" / "presets"
     folder.mkdir(parents=True)
     taken = folder / "taken.toml"
@@ -202,9 +198,8 @@ async def test_a_preset_is_not_saved_over_another_and_nothing_typed_is_lost(
         await ui.type_text("taken", replace=True)
         await ui.press("enter", "y")
         await ui.until(lambda: "learning_rate = 0.0002" in taken.read_text())
-        await ui.until(
-            titled(ui, "preset taken, no changes")
-        )  # what was typed over it before is gone as well
+        # What was typed over it before is gone as well.
+        await ui.until(titled(ui, "preset taken, no changes"))
 
 
 async def test_the_plan_follows_the_width_and_its_command_is_copied(

@@ -1,6 +1,4 @@
-"""What the dashboard of a live run costs, beside bare Textual applications that run at the same
-time.
-"""
+"""What the dashboard of a live run costs, beside bare applications that run at the same time."""
 
 from __future__ import annotations
 
@@ -8,15 +6,13 @@ from statistics import median
 
 import pytest
 
+from benchmarks.dashboard_cost import empty, million, opening_s, side_by_side, table
 from tests.support.yardstick import seconds_of_plain_python, slowness
-from tests.ui.dashboard_cost import empty, million, opening_s, side_by_side, table
 
 SECONDS = 12
 """Ticks of each measurement."""
 MOST_CPU = 1.3
-"""Times the bare application's, by the median of rounds. The aim is 1.2; single rounds on a shared
-machine are a tenth more or less.
-"""
+"""Times the bare application's, by the median of rounds. The aim is 1.2; rounds differ."""
 ROUNDS = 7
 """At most; more than LEAST_ROUNDS only where these are over."""
 LEAST_ROUNDS = 3
@@ -34,7 +30,7 @@ LONG_SECONDS = 60
 
 
 @pytest.mark.system
-def test_the_dashboard_costs_little_more_than_a_bare_application() -> None:
+def test_the_dashboard_costs_little_more_than_a_bare_app() -> None:
     nothing = empty()
     plain_s = seconds_of_plain_python()
     reference, ours, ratios = [], [], []

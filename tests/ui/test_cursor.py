@@ -1,6 +1,4 @@
-"""The linked cursor: the step's anatomy, the NUMA nodes, the GPUs and the log show what was at the
-inspected step.
-"""
+"""The linked cursor: step, NUMA nodes, GPUs and log show what was at the inspected step."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from so_tui.ui.dashboard.follow import RunFollower
 from so_tui.ui.dashboard.panels import LogView
 from so_tui.ui.dashboard.screen import DashboardScreen
 from tests.support.make_run import STEP_S, quad_machine, write_run
+from tests.support.records import append_samples
 from tests.support.screen import SIZES, opened
 
 pytestmark = pytest.mark.usefixtures("_unhurried_reading")
@@ -71,9 +70,7 @@ def test_nodes_and_gpus_show_the_mean_of_the_step_at_the_cursor(run: RunDirector
     assert after.examined == after.recent
 
 
-def test_a_cursor_before_all_samples_shows_the_step_and_the_newest_samples(
-    run: RunDirectory,
-) -> None:
+def test_a_cursor_before_all_samples_shows_the_newest_ones(run: RunDirectory) -> None:
     follower = RunFollower(run)
     follower.poll()
     snapshot = follower.poll(cursor=(1.0, NOW - 99 * STEP_S - 10_000))
@@ -84,10 +81,11 @@ def test_a_cursor_before_all_samples_shows_the_step_and_the_newest_samples(
 def test_old_samples_are_found_in_coarser_rows(runs_dir: Path) -> None:
     machine = quad_machine(nodes=1, cores=72)
     run = write_run(runs_dir, machine=machine, gpus=1, steps=100, seconds_of_samples=0, now=NOW)
-    writer = SampleWriter(run, machine.hostname)
-    for second in range(-310, 0):
-        writer.append(at_second(NOW, second, 80 if second < -200 else 20))
-    writer.close()
+    append_samples(
+        run,
+        machine.hostname,
+        *(at_second(NOW, second, 80 if second < -200 else 20) for second in range(-310, 0)),
+    )
     for path in run.samples_dir(machine.hostname).glob("raw-*"):
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(lines[-60:]))
@@ -110,12 +108,9 @@ def test_a_position_is_a_step_and_a_time_on_either_axis(run: RunDirectory) -> No
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_everything_follows_the_cursor_and_comes_back(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_panels_follow_the_cursor_and_return(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=300)
-    async with opened(runs_dir, size, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, size, open_run=run, shows="training") as ui:
         screen, log = ui.screen, ui.find("#log", LogView)
         assert isinstance(screen, DashboardScreen)
         await ui.until(

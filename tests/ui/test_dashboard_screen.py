@@ -8,10 +8,10 @@ import shutil
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs import read_state, write_state
 from so_tui.runs.records import CheckpointRecord, EvaluationRecord, State
 from so_tui.runs.state import request
 from so_tui.ui.app import _key_groups
@@ -21,6 +21,7 @@ from so_tui.ui.dashboard.screen import DashboardScreen
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import write_run
+from tests.support.records import append_records, change_state
 from tests.support.screen import SIZES, Driver, opened
 
 MEAN = r"mean of 50( steps)?"
@@ -28,8 +29,7 @@ MEAN = r"mean of 50( steps)?"
 
 async def test_keys_move_the_axis_of_a_live_run(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=10)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         assert "step 120 / 5,000" in ui.shown("#title")
         assert len(ui.screen.query_one(NumaNodes).pictures) == 4
         loss = ui.find("#loss", Chart)
@@ -83,12 +83,13 @@ async def test_several_hosts_are_told_apart(runs_dir: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
-    writer = MetricsWriter(run, 1)
-    for step, loss in ((60, 2.5), (110, 2.25)):
-        writer.append(
+    append_records(
+        run,
+        *(
             EvaluationRecord(attempt=1, time=time.time(), step=step, loss=loss, tokens=100)
-        )
-    writer.close()
+            for step, loss in ((60, 2.5), (110, 2.25))
+        ),
+    )
     async with opened(runs_dir, size, open_run=run) as ui:
         # What finds no room beside the others stands below the heading.
         await ui.until(lambda: re.search(rf"{MEAN} \d\.\d\d", ui.heading("#loss")))
@@ -99,12 +100,9 @@ async def test_every_value_of_the_loss_is_read_whole(runs_dir: Path, size: tuple
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_maximised_panels_keep_run_and_keys(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
-    async with opened(runs_dir, size, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, size, open_run=run, shows="training") as ui:
         await ui.until(lambda: "● 1 run live" in ui.text())  # the runs are listed by a thread
         for number, panel in enumerate((Chart, Chart, NumaNodes, LogView)):
             await ui.press(*["tab"] * min(number, 1), "m")
@@ -123,7 +121,7 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(
         await ui.type_text("step 42/")
         await ui.until(lambda: "step 42/" in ui.lines()[-2])
         await ui.press("enter")
-        state = msgspec.structs.replace(
+        state = replace(
             read_state(run), state="failed", reason="rank 2 was lost", suggestion="so-tui resume it"
         )
         write_state(run, state)
@@ -131,9 +129,7 @@ async def test_a_maximised_panel_keeps_the_run_and_the_keys_in_sight(
         assert "rank 2 was lost" in ui.lines()[2]
 
 
-async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(
-    runs_dir: Path,
-) -> None:
+async def test_time_left_is_shown_only_while_the_run_trains(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
 
     def headings() -> str:
@@ -148,12 +144,12 @@ async def test_time_left_and_newest_values_are_shown_only_while_the_run_trains(
         request(run, "stop")
         await ui.state_shown("asked to stop")
         assert "left " not in ui.shown("#title")
-        write_state(run, msgspec.structs.replace(read_state(run), detail="asked to stop"))
+        change_state(run, detail="asked to stop")
         await ui.until(lambda: known_detail(ui) == "asked to stop")
         assert not ui.find("#news", StyledLines).display, "the title says it already"
         states: tuple[State, ...] = ("saving", "loading", "finished")
         for state in states:
-            write_state(run, msgspec.structs.replace(read_state(run), state=state))
+            change_state(run, state=state)
             await ui.state_shown(state)
             assert "left " not in ui.shown("#title")
             assert re.search(r"loss +last \d", headings())
@@ -171,20 +167,17 @@ async def test_news_that_come_again_are_drawn(runs_dir: Path) -> None:
     async with opened(runs_dir, open_run=run) as ui:
         news = ui.find("#news", StyledLines)
         training = read_state(run)
-        write_state(
-            run, msgspec.structs.replace(training, state="saving", detail="checkpoint of step 60")
-        )
+        write_state(run, replace(training, state="saving", detail="checkpoint of step 60"))
         await ui.until(lambda: "checkpoint of step 60" in ui.text())
         write_state(run, training)
         await ui.until(lambda: not news.display)
-        writer = MetricsWriter(run, 1)
-        writer.append(
+        append_records(
+            run,
             CheckpointRecord(
                 attempt=1, time=time.time(), step=60, path="/checkpoint", bytes=1, seconds=1.0
-            )
+            ),
         )
-        writer.close()
-        write_state(run, msgspec.structs.replace(training, state="finished", saved_step=60))
+        write_state(run, replace(training, state="finished", saved_step=60))
         await ui.until(lambda: "E exports the model" in ui.text())
 
 
@@ -215,9 +208,7 @@ async def test_the_log_is_followed_searched_and_followed_again(runs_dir: Path) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_steps_without_a_loss_are_marked_and_counted(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_steps_without_a_loss_are_marked(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5, nan_steps=range(60, 63))
     async with opened(runs_dir, size, open_run=run) as ui:
         await ui.until(lambda: "3 NaN" in ui.heading("#loss"))
@@ -254,8 +245,7 @@ async def test_the_log_of_a_run_opened_second_is_followed(runs_dir: Path) -> Non
 @pytest.mark.parametrize("size", SIZES)
 async def test_the_search_bar_moves_no_panel(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=120, seconds_of_samples=5)
-    async with opened(runs_dir, size, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, size, open_run=run, shows="training") as ui:
         panels = ui.screen.query_one("#panels")
         before = [child.region.offset for child in panels.children], panels.max_scroll_y
         await ui.press("slash")
@@ -266,9 +256,7 @@ async def test_the_search_bar_moves_no_panel(runs_dir: Path, size: tuple[int, in
         assert panels.max_scroll_y == before[1]
 
 
-async def test_long_lines_of_the_log_are_cut_and_whole_where_it_is_maximised(
-    runs_dir: Path,
-) -> None:
+async def test_long_log_lines_are_cut_unless_maximised(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=5)
     with run.log_path(1, "quad-gh200").open("a") as file:
         file.write(f"{'long ' * 40}end\n")
@@ -295,8 +283,7 @@ def offered(ui: Driver) -> set[str]:
 @pytest.mark.parametrize("state", ["training", "failed"])
 async def test_a_run_whose_folder_is_deleted_offers_nothing(runs_dir: Path, state: State) -> None:
     run = write_run(runs_dir, steps=30, seconds_of_samples=2, state=state)
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown(state)
+    async with opened(runs_dir, (80, 24), open_run=run, shows=state) as ui:
         if state == "failed":
             text = " ".join(ui.text().split())
             assert "ran out of GPU memory" in text
@@ -317,14 +304,13 @@ async def test_a_run_that_may_be_lost_is_checked_first(
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
     before = time.time() - 120
     os.utime(run.state_path, (before, before))
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("checking")
+    async with opened(runs_dir, open_run=run, shows="checking") as ui:
         assert "training" not in ui.shown("#title")
         assert "now " not in ui.heading("#loss")
         assert "r Resume" not in ui.key_line
         await ui.press("4")
         await ui.until(lambda: "○ checking" in ui.text() and "● training" not in ui.text())
-        write_state(run, msgspec.structs.replace(read_state(run), heartbeat=2))
+        change_state(run, heartbeat=2)
         await ui.until(lambda: "● training" in ui.text())
         await ui.press("3")
         await ui.state_shown("training")

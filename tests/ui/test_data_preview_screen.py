@@ -58,9 +58,7 @@ def done(screen: DataPreviewScreen) -> bool:
     return not screen.query_one("#again", Button).disabled
 
 
-async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(
-    runs_dir: Path, asked: list[int]
-) -> None:
+async def test_data_is_shown_as_the_model_sees_it(runs_dir: Path, asked: list[int]) -> None:
     async with opened(runs_dir) as ui:
         screen = await look(ui)
         await ui.until(lambda: done(screen))
@@ -83,9 +81,7 @@ async def test_the_data_is_shown_as_the_model_will_see_it_and_more_on_demand(
         await ui.until(lambda: ui.screen is not screen)
 
 
-async def test_the_helper_ends_on_leaving_and_says_what_is_wrong(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_the_helper_ends_on_leaving_and_names_errors(runs_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"instruction": "Add.", "output": ["5"]}')
     async with opened(runs_dir) as ui:

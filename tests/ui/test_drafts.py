@@ -1,6 +1,4 @@
-"""What counts as a change in Configure: what differs from what was opened, a preset with what was
-recommended for it.
-"""
+"""What counts as a change in Configure: what differs from what was opened or recommended."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def test_changes_are_undone_before_the_recommendation_is() -> None:
     assert (drafts.recommended, drafts.values) == ({}, drafts.base_values)
 
 
-def test_another_recommendation_replaces_the_one_before_and_keeps_what_was_typed() -> None:
+def test_a_new_recommendation_keeps_what_was_typed() -> None:
     drafts = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
     drafts.enter("train.learning_rate", "0.123")
     drafts.open(TINY, with_values(TINY, {"offload.ratio": "0.5"}))
@@ -85,7 +83,7 @@ def test_the_title_cuts_no_word() -> None:
     ]
 
 
-def test_the_title_names_the_machine_that_a_recommendation_was_for() -> None:
+def test_the_title_names_the_machine_of_a_recommendation() -> None:
     drafts = opened_with(offload__ratio="0.25")
     assert "recommended for this machine: offload ratio" in screen._changes_title(drafts, 120).plain
     drafts.open(TINY, with_values(TINY, {"offload.ratio": "0.5"}), "gh200-480")

@@ -1,6 +1,4 @@
-"""Every record of a run is in what is drawn, however it is read: in any portions, now or again
-later.
-"""
+"""Every record of a run is in what is drawn, in whatever portions it is read."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import random
 import shutil
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 
 from so_tui.runs import MetricsWriter, RunDirectory, create_run
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import ResumedRecord, StepRecord
+from so_tui.runs.records import ResumedRecord
 from so_tui.runs.results import mean_steps
 from so_tui.spec.run_spec import DataSpec, ModelSpec, RunSpec
 from so_tui.ui.chart_metrics import EMAS
@@ -63,9 +61,8 @@ def check_drawn(
         for step in steps:
             while series.steps[row] < step:
                 row += 1
-            column = min(
-                number - 1, max(0, bisect_right(edges, series.steps[row]) - 1)
-            )  # where the row of this step is drawn
+            # Where the row of this step is drawn.
+            column = min(number - 1, max(0, bisect_right(edges, series.steps[row]) - 1))
             assert series.steps[row] - step < 1 << series.halvings
             if math.isfinite(losses[step]):
                 inside[column].append(losses[step])
@@ -215,9 +212,7 @@ def _try(
     assert same(followed.series, fresh(run, span))
 
 
-def test_every_record_of_a_long_run_is_drawn_in_rows_of_several(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_is_drawn_whole(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.ui.charts.series.MOST_ROWS", 6_000)
     last = write_long_run(run, 25_000)
     reader = MetricsReader(run)
@@ -245,25 +240,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return create_run(SPEC, tmp_path / "runs")
 
 
-def test_a_run_looks_the_same_at_every_time_live_and_opened_again(
-    run: RunDirectory, tmp_path: Path
-) -> None:
-    writer = MetricsWriter(run, 1, segment_bytes=300_000)
-    reader = MetricsReader(run)
-    live = FollowedSteps(reader)
-    for step in range(1, 12_101):
-        writer.append(step_record(step, loss=float(step * 7919 % 4999)))
-        if step in (10, 300, 3999, 4000, 7999, 8000, 8001, 11_990, 12_000, 12_049, 12_100):
-            while read_on(reader, live, 50):
-                continue
-            assert same(live.series, fresh(run, 50)), step
-    writer.close()
-
-
 @pytest.mark.parametrize("ema", [EMAS[1], pytest.param(EMAS[-1], marks=pytest.mark.slow)])
-def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(
-    run: RunDirectory, tmp_path: Path, ema: float
-) -> None:
+def test_an_ema_is_exact_at_every_time(run: RunDirectory, tmp_path: Path, ema: float) -> None:
     """Also with steps without a number, and with a resume."""
     draw = random.Random(int(100 * ema))
     exact: dict[int, float] = {}
@@ -287,7 +265,9 @@ def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(
         if step in (300, 7999, 8000, 12_000, 12_100):
             while read_on(reader, live, 50):
                 continue
-            for series in (live.series, fresh(run, 50, ema)):
+            opened = fresh(run, 50, ema)
+            assert same(live.series, opened), step
+            for series in (live.series, opened):
                 shown = series.line("loss mean", "main", len(series))
                 assert shown.steps is not None
                 assert shown.length > 250
@@ -296,28 +276,3 @@ def test_an_ema_at_a_step_is_the_same_at_every_time_and_exact(
                         exact[int(shown.steps[row])], rel=1e-9
                     ), shown.steps[row]
     writer.close()
-
-
-def test_a_line_ends_where_records_are_still_to_be_read(
-    run: RunDirectory, step: Callable[..., StepRecord]
-) -> None:
-    writer = MetricsWriter(run, 1, segment_bytes=50_000)
-    for number in range(1, 2001):
-        writer.append(step(number, loss=float(number)))
-    writer.close()
-    reader = MetricsReader(run)
-    steps, seen = FollowedSteps(reader), []
-    while read_on(reader, steps, 50, limit_s=0.0):
-        if steps.series.steps:
-            shown = list(steps.series.steps)
-            assert shown == [float(number) for number in range(1, len(shown) + 1)]
-            seen.append(steps.unread_share)
-    assert steps.unread_share == 0
-    assert len(seen) > 5
-    assert seen == sorted(seen, reverse=True)
-    assert list(steps.series.steps) == [float(number) for number in range(1, 2001)]
-
-
-@pytest.fixture
-def step() -> Callable[..., StepRecord]:
-    return step_record

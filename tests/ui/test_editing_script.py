@@ -44,7 +44,7 @@ async def question(ui: Driver, launch: Launch) -> JobQuestion:
     return ui.screen
 
 
-async def test_what_the_editor_saved_is_submitted_and_kept_while_slurm_refuses_it(
+async def test_an_edited_script_is_submitted_and_kept_if_refused(
     launch: Launch, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted: list[str] = []
@@ -105,7 +105,7 @@ async def test_a_changed_script_outlives_a_no_and_an_editor_that_fails(
     assert list(runs_dir.glob("*")) == []
 
 
-async def test_a_terminal_that_cannot_be_lent_is_named_with_the_command_that_edits(
+async def test_a_terminal_that_cannot_be_lent_names_the_command(
     launch: Launch, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HeadlessDriver, "can_suspend", False)

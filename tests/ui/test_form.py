@@ -1,6 +1,4 @@
-"""The form of Configure: moving between fields, finding one, its description, and what other values
-would do.
-"""
+"""The form of Configure: its fields, their descriptions, and what other values would do."""
 
 from __future__ import annotations
 
@@ -36,10 +34,6 @@ def reached(ui: Driver, path: str) -> bool:
     return focused_row(ui) == path
 
 
-def in_view(form: FormPanel, row: FieldRow) -> bool:
-    return form.fields.region.contains_region(row.region)
-
-
 async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Path) -> None:
     async with opened(runs_dir, (80, 24)) as ui:
         await ui.configure()
@@ -49,9 +43,10 @@ async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Pa
             await ui.press("down")
             await ui.until(partial(reached, ui, path))
             row = ui.find(f"#field-{path.replace('.', '-')}", FieldRow)
+            # A longer description takes rows from the fields, once it is laid out.
             await ui.until(
-                partial(in_view, form, row)
-            )  # a longer description takes rows from the fields, once it is laid out
+                lambda: form.fields.region.contains_region(row.region)  # noqa: B023 - called at once
+            )
             assert path in ui.shown("#about")
             control = ui.app.focused
             if isinstance(control, Input):
@@ -149,7 +144,8 @@ async def test_a_field_is_stepped_styled_found_and_described(
             )
             row.focus_control()
             await ui.until(partial(reached, ui, path))
-            await ui.until(partial(is_whole, row.query_one(".field-note")))
+            note = row.query_one(".field-note", Static)
+            await ui.until(lambda: note.content_region.area >= len(str(note.render())))  # noqa: B023 - called at once
             assert ui.find("FormPanel", FormPanel).fields.region.contains_region(row.region)
         await ui.press("escape", "u", "y")
         await ui.press("slash")
@@ -196,10 +192,6 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
             assert (after.x, after.width) == (before.x, before.width)
             assert after.y - before.y <= 1, "nothing is blank above it where rows are few"
             await ui.press("escape")
-
-
-def is_whole(note: Widget) -> bool:
-    return note.content_region.area >= len(str(note.render()))
 
 
 async def clicked(ui: Driver, row: FieldRow, at: int, times: int = 1) -> None:

@@ -1,6 +1,4 @@
-"""What GPUs and nodes did over time: as charts, with limits and marks of throttling, bounded
-however long a screen is open.
-"""
+"""What GPUs and nodes did over time: charts with limits and throttling, bounded for weeks."""
 
 from __future__ import annotations
 
@@ -13,20 +11,12 @@ from so_tui.runs import RunReader, SampleWriter
 from so_tui.runs.records import GpuSample, NodeSample, Sample
 from so_tui.ui import snapshot
 from so_tui.ui.chart_metrics import BY_KEY, HARDWARE, hardware_keys, marked_lines, sampled_lines
-from so_tui.ui.charts.chart import Chart
-from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.snapshot import Loads, LoadStore, sampled_value
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
-from tests.support.screen import opened
 
 EVERY_NAME = tuple(
     name for metric in HARDWARE for name in (*metric.samples, metric.limit, metric.marked) if name
 )
-
-
-@pytest.fixture(autouse=True)
-def _own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def one_sample(second: float, *gpus: GpuSample, run_cpu_s: float = 0.0) -> Sample:
@@ -38,7 +28,7 @@ def one_sample(second: float, *gpus: GpuSample, run_cpu_s: float = 0.0) -> Sampl
     )
 
 
-def test_every_number_is_kept_with_its_limit_and_the_marks_of_throttling() -> None:
+def test_samples_are_kept_with_limits_and_throttling() -> None:
     store = LoadStore()
     store.want(EVERY_NAME)
     for second, reasons in enumerate([(), ("heat",), ("heat", "power"), ()]):
@@ -118,7 +108,7 @@ def test_only_what_a_machine_reports_is_offered() -> None:
     )
 
 
-def test_a_screen_that_is_open_for_weeks_keeps_few_rows(
+def test_a_screen_open_for_weeks_has_few_rows(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "MOST_ROWS", 700)
@@ -141,28 +131,6 @@ def test_a_screen_that_is_open_for_weeks_keeps_few_rows(
     assert memory.times[0] <= 1e9 + 30, "the begin is not forgotten"
     assert memory.times[memory.length - 1] == 1e9 + 999
     writer.close()
-
-
-async def test_the_hardware_takes_the_place_of_the_metrics_and_gives_it_back(
-    runs_dir: Path,
-) -> None:
-    run = write_run(runs_dir, steps=120, seconds_of_samples=120)
-    async with opened(runs_dir, (160, 45), open_run=run) as ui:
-        await ui.state_shown("training")
-        panel = ui.find("ChartPanel", ChartPanel)
-        await ui.press("H")
-        await ui.until(
-            lambda: panel.page.metrics[0].key == "gpu-busy" and ui.find("#gpu-clock", Chart).lines
-        )
-        clock = ui.find("#gpu-clock", Chart)
-        await ui.until(
-            lambda: "▼" in "".join(clock.render_line(y).text for y in range(clock.size.height))
-        )
-        assert "limit 700" in ui.heading("#gpu-power")
-        await ui.press("greater_than_sign")
-        await ui.until(lambda: panel.page.metrics[0].key == "gpu-temperature")
-        await ui.press("H")
-        await ui.until(lambda: panel.page.metrics[0].key == panel.chart_layout.shown[0] == "loss")
 
 
 def test_numbers_of_samples_are_named_after_their_fields() -> None:

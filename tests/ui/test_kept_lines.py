@@ -48,9 +48,7 @@ CHANGES: dict[str, Callable[[Boxes], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-async def test_lines_are_kept_until_something_changes_them(
-    change: Callable[[Boxes], object],
-) -> None:
+async def test_lines_are_kept_until_they_change(change: Callable[[Boxes], object]) -> None:
     app = Boxes()
     async with app.run_test(size=(60, 20)) as pilot:
         await pilot.pause()

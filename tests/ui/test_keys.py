@@ -18,8 +18,7 @@ MULTIPLEXERS = {"ctrl+b", "ctrl+a", "ctrl+enter"}
 
 async def test_every_command_is_in_the_palette_and_the_help(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=5, seconds_of_samples=2)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         names = {command.title for command in ui.app.get_system_commands(ui.screen)}
         assert {
             "Stop",
@@ -79,9 +78,7 @@ async def test_help_key_line_and_mouse_name_what_a_screen_is_for(runs_dir: Path)
 
 
 async def test_one_key_means_one_thing_and_the_way_out_is_always_shown(runs_dir: Path) -> None:
-    """A key may be absent from a screen, but never does something else there. Multiplexers keep the
-    keys that they take.
-    """
+    """A key may be absent from a screen. Multiplexers keep the keys that they take."""
     meaning: dict[str, set[str]] = {}
     async with opened(runs_dir, (80, 24)) as ui:
         for number in "12345":

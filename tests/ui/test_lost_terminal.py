@@ -1,6 +1,4 @@
-"""A screen whose terminal vanishes without SIGHUP, as under nohup, ends by itself instead of
-reading nothing for ever.
-"""
+"""A screen whose terminal vanishes without SIGHUP ends instead of reading nothing for ever."""
 
 from __future__ import annotations
 

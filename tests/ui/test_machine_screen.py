@@ -1,6 +1,4 @@
-"""The Machine screen: this host as it works now, the host as a tree, its software, and doctor's
-findings.
-"""
+"""The Machine screen: this host at work, as a tree, its software, and doctor's findings."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from textual.containers import Vertical
 from textual.widgets import Static
 
@@ -24,20 +22,7 @@ from so_tui.ui.machine.screen import MachineScreen
 from so_tui.ui.numa_nodes import NumaNodes
 from tests.support.make_run import quad_machine, write_run
 from tests.support.pictured import FixedMonitor
-from tests.support.screen import SIZES, Driver, opened
-
-
-@pytest.mark.parametrize("size", SIZES)
-async def test_the_tree_shows_what_belongs_together(runs_dir: Path, size: tuple[int, int]) -> None:
-    async with opened(runs_dir, size) as ui:
-        await ui.press("5")
-        await ui.until(lambda: "node 0" in ui.shown("#tree"))
-        tree = ui.shown("#tree")
-        for word in ("72 cores 216-287", "GPU 3", "node 28", "its own memory", "NVLink-C2C"):
-            assert word in tree, word
-        await ui.until(lambda: ui.app.findings is not None)
-        assert "deepspeed 0.19.8" in ui.shown("#software")
-        assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
+from tests.support.screen import SIZES, Driver, opened, rows_of
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +44,11 @@ def bound_child() -> Iterator[tuple[int, int]]:
 
 
 def offered(ui: Driver) -> set[str]:
-    """Return which keys of the half that describes the machine are in force, and the one that
-    changes to the other half.
-    """
+    """Return which keys of the half that describes the machine are in force."""
     actions = {
         active.binding.action for active in ui.screen.active_bindings.values() if active.enabled
     }
     return actions & {"copy", "distances", "inspect_again", "hardware"}
-
-
-def rows(nodes: NumaNodes) -> list[str]:
-    return [nodes.render_line(y).text for y in range(nodes.size.height)]
 
 
 @pytest.mark.parametrize("size", [*SIZES, pytest.param((200, 50), marks=pytest.mark.slow)])
@@ -94,7 +73,7 @@ async def test_this_host_is_sampled_while_it_is_shown(
             assert ui.find("HostPanel Chart", Chart).lines
         await ui.press("h")
         await ui.until(
-            lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows(nodes))
+            lambda: nodes.plot == "cores" and any(row.startswith("o ") for row in rows_of(nodes))
         )
         about = ui.find("#about", Vertical)
         both = size[0] >= 160
@@ -111,7 +90,7 @@ async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("so_tui.ui.machine.screen.Monitor", FixedMonitor)
-    machine = msgspec.structs.replace(quad_machine(), live=True)
+    machine = replace(quad_machine(), live=True)
     view = FixedMonitor(machine).poll()
     async with opened(runs_dir, (200, 50), machine=machine) as ui:
         await ui.press("5")
@@ -134,7 +113,7 @@ async def test_nothing_is_sampled_while_another_screen_is_shown(runs_dir: Path) 
         assert not screen.sample_soon()
 
 
-async def test_a_screen_that_is_chosen_before_the_first_paint_is_loaded(runs_dir: Path) -> None:
+async def test_a_screen_chosen_before_the_first_paint_is_loaded(runs_dir: Path) -> None:
     app = SoTuiApp(runs_dir=runs_dir, open_run=write_run(runs_dir, steps=2, seconds_of_samples=2))
     async with app.run_test() as pilot:
         app.action_show("machine")

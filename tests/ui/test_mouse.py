@@ -1,6 +1,4 @@
-"""What a hand that stays on the mouse can do: every dialog closes, and what is seen as a control is
-one.
-"""
+"""What a hand that stays on the mouse can do: every dialog closes, what looks a control is one."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from textual.widgets import Input, OptionList, Static, Tooltip
 
 from so_tui import ui as package
 from so_tui.machine.known import machine_of
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import RunDirectory
 from so_tui.runs.records import EvaluationRecord
 from so_tui.settings import ScreenSettings, Settings
 from so_tui.ui.chart_metrics import ChartLayout
@@ -39,9 +37,11 @@ from so_tui.ui.dialogs import (
     Question,
     SettingsDialog,
 )
+from so_tui.ui.machine.host import HostPanel
 from so_tui.ui.machine.validation import ValidationScreen
 from so_tui.ui.runs.table import RunTable
 from tests.support.make_run import write_run
+from tests.support.records import append_records
 from tests.support.screen import Driver, opened
 
 pytestmark = pytest.mark.usefixtures("_short_form")
@@ -150,14 +150,14 @@ async def test_a_strip_is_moved_by_mouse(runs_dir: Path) -> None:
         assert panel.strips[0].present == 0.0
 
 
-async def test_a_click_on_a_heading_sorts_and_the_sorted_column_is_marked(runs_dir: Path) -> None:
+async def test_a_click_on_a_heading_sorts_and_marks_it(runs_dir: Path) -> None:
     for n, name in enumerate("cab", 1):
         run = write_run(
             runs_dir, steps=20 * n, total=99, seconds_of_samples=1, state="failed", name=name
         )
-    writer = MetricsWriter(run, 1)
-    writer.append(EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, tokens=1000))
-    writer.close()
+    append_records(
+        run, EvaluationRecord(attempt=1, time=time.time(), step=60, loss=1.118, tokens=1000)
+    )
     compact = Settings(screen=ScreenSettings(layout="compact"))
     async with opened(runs_dir, (200, 50), settings=compact) as ui:
         await ui.press("4")
@@ -219,6 +219,7 @@ async def test_nothing_starts_while_another_machine_is_planned_for(runs_dir: Pat
         await ui.press("escape", "5")
         await ui.until(lambda: "software: not known of a described machine" in ui.text())
         assert "absent" not in ui.text()
+        assert not ui.find("HostPanel", HostPanel).display, "what is not this host is not sampled"
 
 
 async def test_the_tab_of_configure_takes_over_what_is_selected(runs_dir: Path) -> None:
@@ -253,13 +254,10 @@ async def test_no_tooltip_covers_an_open_list(runs_dir: Path) -> None:
         await ui.until(lambda: tooltip.display)
 
 
-async def test_pages_turn_the_log_follows_and_another_run_begins_with_the_first_page(
-    runs_dir: Path,
-) -> None:
+async def test_clicks_turn_pages_and_follow_the_log(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=30, seconds_of_samples=1, name="one")
     other = write_run(runs_dir, steps=30, seconds_of_samples=1, name="two")
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("one")
+    async with opened(runs_dir, open_run=run, shows="one") as ui:
         panel = ui.find("ChartPanel", ChartPanel)
 
         def lower() -> str:

@@ -6,16 +6,17 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from so_tui.runs import RunDirectory, SampleWriter
+from so_tui.runs import RunDirectory
 from so_tui.runs.records import ForeignProcess, NodeSample, Sample
 from so_tui.runs.samples import SampleReader
 from so_tui.ui.numa_nodes import LEVELS, NumaNodes, _group_cores, _heat_rows, _heat_texts
 from so_tui.ui.snapshot import CORES, LoadStore
 from tests.support.make_run import quad_machine, write_run
-from tests.support.screen import SIZES, opened
+from tests.support.records import append_samples
+from tests.support.screen import SIZES, opened, rows_of
 
 
 @pytest.mark.parametrize("cores", [1, 72, 288])
@@ -71,17 +72,10 @@ def test_the_number_of_cores_in_a_sample_is_not_trusted() -> None:
     assert [tuple(loads) for loads in view.cores] == [(10, 100), (5, 0), (1, 2), (0, 9)]
 
 
-def shown(nodes: NumaNodes) -> list[str]:
-    return [nodes.render_line(y).text for y in range(nodes.size.height)]
-
-
 @pytest.mark.parametrize("size", SIZES)
-async def test_one_key_goes_through_load_heat_and_memory(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_one_key_shows_load_heat_and_memory(runs_dir: Path, size: tuple[int, int]) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=120)
-    async with opened(runs_dir, size, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, size, open_run=run, shows="training") as ui:
         nodes = ui.find("#nodes", NumaNodes)
         await ui.until(lambda: nodes.pictures)
         await ui.press("h")
@@ -92,7 +86,7 @@ async def test_one_key_goes_through_load_heat_and_memory(
                 and nodes.size.height > 4 * (2 + 1)
             )
         )
-        lines = shown(nodes)
+        lines = rows_of(nodes)
         assert sum(line.startswith("A ") for line in lines) >= 4, lines
         assert sum(line.startswith("m ") for line in lines) >= 4, lines
         assert lines[-1].startswith("  step ─"), "the axis has labels"
@@ -106,8 +100,7 @@ async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -
     machine = quad_machine(nodes=1)
     run = write_run(runs_dir, machine=machine, gpus=1, steps=20, seconds_of_samples=5)
     _add_foreign(run, machine.hostname)
-    async with opened(runs_dir, (200, 50), open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, (200, 50), open_run=run, shows="training") as ui:
         nodes = ui.find("#nodes", NumaNodes)
         await ui.until(lambda: nodes.pictures and nodes.pictures[0].view.foreign)
         heading = nodes.render_line(0).text
@@ -121,6 +114,4 @@ async def test_foreign_load_is_named_at_the_node_where_it_runs(runs_dir: Path) -
 def _add_foreign(run: RunDirectory, host: str) -> None:
     newest = SampleReader(run, host).poll()[-1]
     foreign = ForeignProcess(pid=9, name="x\x1b[2Jy", cores=1.5, cpu=66)
-    writer = SampleWriter(run, host)
-    writer.append(msgspec.structs.replace(newest, time=newest.time + 0.5, foreign=(foreign,)))
-    writer.close()
+    append_samples(run, host, replace(newest, time=newest.time + 0.5, foreign=(foreign,)))

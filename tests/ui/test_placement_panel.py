@@ -7,16 +7,17 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from so_tui.launch.supervisor.slowness import _cause_text
 from so_tui.plan.plan import RankBinding
-from so_tui.runs import MetricsWriter, RunDirectory, SampleWriter, read_state, write_state
+from so_tui.runs import RunDirectory, SampleWriter, read_state, write_state
 from so_tui.runs.records import BindingRecord, Cause, RankBindingReport, RankPlacement, Slowdown
 from so_tui.ui.dashboard.panels import PlacementPanel
 from tests.support.hostile import HOSTILE, unsafe
 from tests.support.make_run import GIB, plan_for, quad_machine, sample, write_run
+from tests.support.records import append_records
 from tests.support.screen import opened
 
 MACHINE = quad_machine()
@@ -31,14 +32,14 @@ def placed(binding: RankBinding, **changes: object) -> RankPlacement:
         adam_cpus=binding.adam_cpus,
         node_bytes={node: 80 * GIB},
     )
-    return msgspec.structs.replace(right, **changes)
+    return replace(right, **changes)
 
 
 def write_placement(run: RunDirectory, *placement: RankPlacement) -> None:
     """Add a newer sample with the placement of ranks."""
     writer = SampleWriter(run, MACHINE.hostname)
     found = sample(random.Random(1), 1, time.time(), MACHINE, PLAN)
-    writer.append(msgspec.structs.replace(found, placement=placement))
+    writer.append(replace(found, placement=placement))
     writer.close()
 
 
@@ -49,8 +50,7 @@ async def panels_of(
     run: RunDirectory, runs_dir: Path, *sizes: tuple[int, int]
 ) -> AsyncIterator[list[str]]:
     """Yield the lines of the panel in each size; none while it is hidden."""
-    async with opened(runs_dir, sizes[0], open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, sizes[0], open_run=run, shows="training") as ui:
         for size in sizes:
             await ui.resize(*size)
             await ui.until(lambda: "node 3" in ui.text() or ui.app.size.height < 30)
@@ -64,9 +64,7 @@ def run(runs_dir: Path) -> RunDirectory:
     return write_run(runs_dir, steps=20, seconds_of_samples=5)
 
 
-async def test_ranks_in_their_places_have_a_line_each_where_there_is_room(
-    run: RunDirectory, runs_dir: Path
-) -> None:
+async def test_placed_ranks_have_a_line_each_if_it_fits(run: RunDirectory, runs_dir: Path) -> None:
     lines, (line,), none = [found async for found in panels_of(run, runs_dir, *SIZES)]
     assert none == []
     assert line.startswith("✓ 4 ranks")
@@ -79,9 +77,7 @@ async def test_ranks_in_their_places_have_a_line_each_where_there_is_room(
         assert f"node {binding.numa_node} 99" in line
 
 
-async def test_ranks_elsewhere_are_named_first_however_small_the_screen(
-    run: RunDirectory, runs_dir: Path
-) -> None:
+async def test_misplaced_ranks_are_named_first(run: RunDirectory, runs_dir: Path) -> None:
     first, second, third, fourth = PLAN.binding
     write_placement(
         run,
@@ -115,14 +111,10 @@ def write_report(run: RunDirectory, rank: int, host: str, problem: str = "") -> 
         corrected=False,
         problem=problem,
     )
-    writer = MetricsWriter(run, 1)
-    writer.append(BindingRecord(attempt=1, time=time.time(), ranks=(report,)))
-    writer.close()
+    append_records(run, BindingRecord(attempt=1, time=time.time(), ranks=(report,)))
 
 
-async def test_bindings_that_failed_and_of_other_hosts_are_shown(
-    run: RunDirectory, runs_dir: Path
-) -> None:
+async def test_failed_and_foreign_bindings_are_shown(run: RunDirectory, runs_dir: Path) -> None:
     write_report(run, 3, MACHINE.hostname, f"cannot run on cores 216-287 {HOSTILE}")
     (lines,) = [found async for found in panels_of(run, runs_dir, (120, 36))]
     assert lines[0].startswith("✗ rank 3"), "before the first sample of it"
@@ -156,9 +148,7 @@ async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
     from so_tui.commands.follow import _Printer
 
     fine = read_state(run)
-    slow = msgspec.structs.replace(
-        fine, slowdown=Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES)
-    )
+    slow = replace(fine, slowdown=Slowdown(step=20, step_s=4.6, planned_s=3.1, causes=CAUSES))
     write_state(run, slow)
     async with opened(runs_dir, (120, 36), open_run=run) as ui:
         await ui.until(lambda: "slower than planned" in ui.shown("#news"))
@@ -166,7 +156,7 @@ async def test_a_slow_run_says_why_on_the_screen_and_in_lines(
         assert _cause_text(CAUSES[0]).split(" (")[0] in news
         assert not unsafe(news)
     printer = _Printer(quiet=False)
-    for state in (fine, slow, slow, msgspec.structs.replace(slow, state="saving"), fine):
+    for state in (fine, slow, slow, replace(slow, state="saving"), fine):
         printer.compare(state)
     told = capsys.readouterr().out.splitlines()
     assert ["warning" in line for line in told] == [True, False]

@@ -27,35 +27,13 @@ from so_tui.units import duration, rate
 from tests.support.machines import x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
-from tests.support.screen import SIZES, opened
+from tests.support.screen import opened
 from tests.support.waiting import LIMIT_S
 
 
 def never(*_: object, **__: object) -> RunDirectory:
     """Stand in for the start of a run where none may be started."""
     raise AssertionError("a run was started")
-
-
-@pytest.mark.parametrize("size", SIZES)
-async def test_presets_say_what_fits_and_what_to_do_first(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
-    async with opened(runs_dir, size) as ui:
-        table = await ui.presets()
-        assert table.row_count == len(load_catalog().presets)
-        text = ui.text()
-        for word in (
-            "quad-gh200",
-            "4 GPUs",
-            "tiny (embedded)",
-            "✓",
-            "✗ too big",
-            "First time here?",
-            "no live runs",
-        ):
-            assert word in text, word
-        await ui.until(lambda: re.search(r" on \d GPU", ui.shown("#detail-title")))
-        assert "each GPU" in ui.shown("#detail")
 
 
 async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir: Path) -> None:
@@ -77,9 +55,7 @@ async def test_the_plan_under_the_cursor_says_how_fast_the_run_will_be(runs_dir:
             assert f"backward {duration(plan.step.backward_s)}" in detail
 
 
-async def test_the_filter_keeps_the_chosen_model_and_says_when_there_is_none(
-    runs_dir: Path,
-) -> None:
+async def test_the_filter_keeps_the_chosen_model(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         table = await ui.presets()
         await ui.press("slash")
@@ -104,9 +80,7 @@ async def test_a_preset_that_does_not_fit_says_why_and_is_not_started(runs_dir: 
         assert "needs" in ui.text()
 
 
-async def test_a_bad_preset_of_the_user_is_reported_and_stops_nothing(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_a_users_bad_preset_is_reported(runs_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "config" / "so-tui" / "presets"
     folder.mkdir(parents=True)
     (folder / "broken.toml").write_text('extends = "tiny"\n[offload]\nratoi = 0.5\n')
@@ -118,9 +92,7 @@ async def test_a_bad_preset_of_the_user_is_reported_and_stops_nothing(
         assert "broken.toml" in reported
 
 
-async def test_another_machine_is_planned_for_but_nothing_is_started_there(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_nothing_starts_on_a_described_machine(runs_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "quad.json"
     file.write_bytes(machine_json(quad_machine()))
     async with opened(runs_dir, this_machine=True, start=never) as ui:
@@ -147,7 +119,7 @@ async def test_another_machine_is_planned_for_but_nothing_is_started_there(
         await ui.until(lambda: len(ui.find("#table", DataTable).columns) == here)
 
 
-async def test_a_late_inspection_of_this_machine_does_not_replace_another(
+async def test_a_late_inspection_replaces_no_other_machine(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, late = threading.Event(), threading.Event()
@@ -189,9 +161,7 @@ async def test_the_first_run_ends_the_first_visit(runs_dir: Path) -> None:
 async def test_no_key_is_offered_before_it_can_do_anything(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning takes seconds on a busy machine: what is pressed meanwhile is not offered, or
-    waits.
-    """
+    """Planning takes seconds on a busy machine: what is pressed meanwhile is not offered."""
     planned = threading.Event()
 
     def slowly(*given: Any) -> Any:
@@ -215,9 +185,7 @@ async def test_no_key_is_offered_before_it_can_do_anything(
             assert key in ui.key_line
 
 
-async def test_a_machine_without_a_gpu_says_what_to_do_and_trains_tiny_with_one_key(
-    runs_dir: Path,
-) -> None:
+async def test_without_a_gpu_one_key_trains_tiny(runs_dir: Path) -> None:
     async with opened(runs_dir, machine=CPU_ONLY, start=never) as ui:
         await ui.presets()
         assert "no GPU" in ui.shown("#about-machine")
@@ -309,9 +277,7 @@ async def test_a_login_node_leads_to_the_field_for_the_partition(
         assert ui.app.current_mode == ("configure" if slurm else "presets")
 
 
-async def test_plans_of_another_machine_are_not_shown_under_the_name_of_this_one(
-    runs_dir: Path,
-) -> None:
+async def test_plans_are_shown_under_their_machines_name(runs_dir: Path) -> None:
     async with opened(runs_dir, machine=CPU_ONLY) as ui:
         table = await ui.presets()
         rows: list[int] = []
@@ -322,9 +288,7 @@ async def test_plans_of_another_machine_are_not_shown_under_the_name_of_this_one
 
 
 @pytest.mark.parametrize("page", ["1", "4"])
-async def test_tables_that_are_drawn_before_they_are_measured_are_whole(
-    runs_dir: Path, page: str
-) -> None:
+async def test_tables_drawn_before_measured_are_whole(runs_dir: Path, page: str) -> None:
     run = write_run(runs_dir, steps=2, seconds_of_samples=2, name="a-run-with-a-name")
     async with opened(runs_dir, open_run=run) as ui:
         await ui.press(page)
@@ -338,7 +302,7 @@ async def test_tables_that_are_drawn_before_they_are_measured_are_whole(
         assert text in ui.lines()[screen.table.content_region.y + row]
 
 
-async def test_the_cursor_stays_on_its_plan_when_the_terminal_gets_wider(runs_dir: Path) -> None:
+async def test_the_cursor_keeps_its_plan_in_a_wider_terminal(runs_dir: Path) -> None:
     async with opened(runs_dir) as ui:
         table = await ui.presets()
         columns, before = len(table.columns), ui.shown("#detail-title")

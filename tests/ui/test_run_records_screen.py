@@ -1,6 +1,4 @@
-"""The list of runs: its order and groups, comparison of several, notes, and what is exported from
-it.
-"""
+"""The list of runs: order, groups, comparison, notes, and what is exported from it."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ async def test_runs_are_sorted_grouped_compared_and_annotated(runs_dir: Path) ->
         await ui.until(lambda: "tokens/s" in ui.text())
 
 
-async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+async def test_metrics_export_overwrites_nothing(runs_dir: Path, tmp_path: Path) -> None:
     write_run(runs_dir, steps=30, seconds_of_samples=1, state="finished", name="one")
     async with opened(runs_dir) as ui:
         await ui.press("4")
@@ -91,7 +87,7 @@ async def test_metrics_and_the_chart_are_exported_and_nothing_is_overwritten(
     assert [line.tag for line in picture.iter() if line.tag.endswith("polyline")]
 
 
-def test_a_picture_holds_no_markup_of_a_name_and_survives_no_data(tmp_path: Path) -> None:
+def test_a_picture_holds_no_markup_of_a_name(tmp_path: Path) -> None:
     write_picture(tmp_path / "chart.svg", "<script>\x1b&", [])
     text = (tmp_path / "chart.svg").read_text()
     assert ElementTree.fromstring(text).findall(".//{http://www.w3.org/2000/svg}script") == []

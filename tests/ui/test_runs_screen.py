@@ -11,22 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
 from rich.text import Text
 from textual.widgets import DataTable, Static
 
-from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs import MetricsWriter, read_state
 from so_tui.runs.liveness import OLD_S, STALE_S
 from so_tui.ui.charts.chart import Chart
 from tests.support.make_run import write_run
-from tests.support.records import step_record
+from tests.support.records import append_records, change_state, step_record
 from tests.support.screen import SIZES, opened
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_runs_are_listed_previewed_compared_deleted_and_opened(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_runs_are_compared_deleted_and_opened(runs_dir: Path, size: tuple[int, int]) -> None:
     live = write_run(runs_dir, steps=40, seconds_of_samples=2, name="live")
     old = write_run(
         runs_dir,
@@ -71,12 +68,10 @@ async def test_runs_are_listed_previewed_compared_deleted_and_opened(
 async def test_a_run_whose_folder_is_gone_is_reported_as_gone(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "so_tui.ui.app.RUNS_POLL_S", 1e6
-    )  # the list does not notice in the middle of this
+    # The list does not notice in the middle of this.
+    monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 1e6)
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, state="failed")
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("failed")
+    async with opened(runs_dir, open_run=run, shows="failed") as ui:
         await ui.press("4")
         await ui.until(lambda: "r Resume" in ui.key_line)
         shutil.rmtree(run.path)
@@ -88,7 +83,7 @@ async def test_a_run_whose_folder_is_gone_is_reported_as_gone(
             await ui.press("escape")
 
 
-async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_dir: Path) -> None:
+async def test_a_resume_without_checkpoints_asks_first(runs_dir: Path) -> None:
     run = write_run(
         runs_dir,
         steps=10,
@@ -98,7 +93,7 @@ async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_d
         gpus=2,
         name="moved",
     )
-    write_state(run, replace(read_state(run), saved_step=9))
+    change_state(run, saved_step=9)
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: "r Resume" in ui.key_line)
@@ -121,13 +116,9 @@ async def test_a_resume_without_what_was_saved_asks_before_it_starts_over(runs_d
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])
-async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(
-    runs_dir: Path, answer: str
-) -> None:
+async def test_the_user_may_declare_a_run_ended(runs_dir: Path, answer: str) -> None:
     run = write_run(runs_dir, steps=10, seconds_of_samples=2, name="far")
-    write_state(
-        run, replace(read_state(run), state="training", host="elsewhere", boot_id="another")
-    )
+    change_state(run, state="training", host="elsewhere", boot_id="another")
     before = time.time() - (STALE_S + OLD_S) / 2
     os.utime(run.state_path, (before, before))
     async with opened(runs_dir) as ui:
@@ -144,7 +135,7 @@ async def test_the_user_may_say_that_a_run_has_ended_whose_host_cannot_be_asked(
         await ui.until(lambda: read_state(run).state == "lost")
 
 
-async def test_a_run_that_only_seemed_to_have_ended_is_deleted_by_the_users_word(
+async def test_a_seemingly_lost_run_is_deleted_by_the_users_word(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The list counted it as lost; its heartbeat has moved since."""
@@ -153,9 +144,7 @@ async def test_a_run_that_only_seemed_to_have_ended_is_deleted_by_the_users_word
     async with opened(runs_dir) as ui:
         await ui.press("4")
         await ui.until(lambda: "D Delete" in ui.key_line)
-        write_state(
-            run, replace(read_state(run), state="training", host="elsewhere", boot_id="another")
-        )
+        change_state(run, state="training", host="elsewhere", boot_id="another")
         await ui.press("D", "y")
         await ui.until(lambda: "Has far ended?" in ui.text())
         assert run.path.exists()
@@ -174,10 +163,7 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(
         writer.append(step_record(step, loss=float(step)))
     writer.close()
     looks = count()
-    for module in (
-        "so_tui.runs.metrics",
-        "so_tui.ui.run_rows",
-    ):  # a slow machine: little at a look
+    for module in ("so_tui.runs.metrics", "so_tui.ui.run_rows"):  # a slow machine: little at a look
         monkeypatch.setattr(
             f"{module}.time", SimpleNamespace(sleep=time.sleep, monotonic=lambda: 0.6 * next(looks))
         )
@@ -193,7 +179,7 @@ async def test_a_long_curve_is_read_on_while_nothing_else_happens(
         )
 
 
-async def test_a_run_that_was_resumed_and_ended_elsewhere_has_a_curve_to_its_new_end(
+async def test_a_run_resumed_elsewhere_has_its_whole_curve(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("so_tui.ui.app.RUNS_POLL_S", 0.1)
@@ -210,11 +196,10 @@ async def test_a_run_that_was_resumed_and_ended_elsewhere_has_a_curve_to_its_new
             )
         )
         await ui.press("3")
-        writer = MetricsWriter(run, 2)
-        for step in range(11, 31):
-            writer.append(step_record(step, attempt=2, loss=1.0))
-        writer.close()
-        write_state(run, replace(read_state(run), state="finished", attempt=2, step=30))
+        append_records(
+            run, *(step_record(step, attempt=2, loss=1.0) for step in range(11, 31)), attempt=2
+        )
+        change_state(run, state="finished", attempt=2, step=30)
         await ui.until(lambda: ui.app.runs and ui.app.runs[0].state.step == 30)
         await ui.press("4")
         await ui.until(

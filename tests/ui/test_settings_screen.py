@@ -1,6 +1,4 @@
-"""Settings on the screen: applied, changed, kept; vim's keys and keys of one's own; themes for all
-eyes.
-"""
+"""Settings on the screen: applied, changed, kept; vim's and own keys; themes for all eyes."""
 
 from __future__ import annotations
 
@@ -50,14 +48,11 @@ async def test_settings_are_changed_in_the_application_and_kept(runs_dir: Path) 
         show_memory_in("binary")
 
 
-async def test_of_changes_after_each_other_the_last_is_kept_whichever_thread_is_first(
-    runs_dir: Path,
-) -> None:
+async def test_the_last_change_is_kept_whichever_thread_is_first(runs_dir: Path) -> None:
     run = write_run(
         runs_dir, steps=20, total=20, seconds_of_samples=2, state="finished", name="one"
     )
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("finished")
+    async with opened(runs_dir, open_run=run, shows="finished") as ui:
         threads = HeldThreads()
         asyncio.get_running_loop().set_default_executor(threads)
         await ui.press("G", "G", "G")
@@ -248,9 +243,7 @@ def test_everybody_can_tell_the_parts_apart(deficiency: str) -> None:
 
 
 @pytest.mark.parametrize("theme", range(len(THEMES)), ids=[theme.name for theme in THEMES])
-def test_what_the_gpu_the_cpu_and_memory_do_have_colours_of_their_own_which_can_be_read(
-    theme: int,
-) -> None:
+def test_roles_have_readable_colours_of_their_own(theme: int) -> None:
     roles = colours(theme, "accent", "gpu", "adam", "main-core", "memory")
     assert len(set(roles.values())) == len(roles)
     for name, colour in roles.items():

@@ -1,6 +1,4 @@
-"""Pictures of screens, compared with those in ``__snapshots__``. CONTRIBUTING.md says how to renew
-them.
-"""
+"""Pictures of screens, compared with those in ``__snapshots__``; CONTRIBUTING.md: how to renew."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ STANDING = ("list runs", "follow the run", "sample this machine", "load and ask 
 
 @dataclass(frozen=True)
 class Picture:
-    """A screen, the keys that lead to it from the picture before, and the sizes in which it is
-    drawn.
-    """
+    """A screen, the keys that lead to it from the picture before, and the sizes of its pictures."""
 
     name: str
     keys: str = ""
@@ -70,9 +66,7 @@ class Walk:
     """Seconds since the last heartbeat of live runs."""
     environment: dict[str, str] = field(default_factory=dict)
     short_form: bool = False
-    """Whether Configure has its first groups only: the others cost most of the time, and are not
-    seen.
-    """
+    """Whether Configure has its first groups only: the others are not seen."""
 
 
 def state(name: str, keys: str = "", **more: str) -> Picture:
@@ -210,9 +204,8 @@ def _same_everywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("so_tui.launch.helper_jobs.ModelProcess", pictured.FixedModel)
     monkeypatch.setattr("so_tui.validation.report.read", lambda _: pictured.validation_report())
     monkeypatch.setattr("textual.widgets.Input.cursor_blink", False)
-    monkeypatch.setattr(
-        "so_tui.ui.configure.form.advanced_paths", tuple
-    )  # a third of the form, which is never in view
+    # A third of the form, which is never in view.
+    monkeypatch.setattr("so_tui.ui.configure.form.advanced_paths", tuple)
 
 
 def measured(table: FittedTable) -> bool:
@@ -274,9 +267,8 @@ async def at_rest(ui: Driver) -> None:
     drawn = False
     while not drawn:
         await ui.until(lambda: complete(ui))
-        for screen in ui.app.screen_stack[
-            :-1
-        ]:  # Textual lays out what is under a dialog only if it happens to be in time
+        # Textual lays out what is under a dialog only if it happens to be in time.
+        for screen in ui.app.screen_stack[:-1]:
             while screen._layout_required:
                 screen._layout_required = False
                 screen._refresh_layout()
@@ -312,9 +304,7 @@ async def go_to(ui: Driver, picture: Picture) -> None:
 
 
 def walks() -> Iterator[Any]:
-    """Yield each walk with the sizes in which its pictures are compared: the largest terminal, and
-    other colours and characters, in the slow tier.
-    """
+    """Yield each walk with the sizes of its pictures: the largest and other looks are slow."""
     for walk in WALKS:
         slow = [pytest.mark.slow]
         yield pytest.param(

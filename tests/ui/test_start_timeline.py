@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from so_tui.runs import MetricsWriter, read_state, write_state
+from so_tui.runs import read_state, write_state
 from so_tui.runs.records import PhaseRecord
 from so_tui.ui.run_status import CHECKS, FIRST_STEP, LAUNCHER, _stages, timeline_lines
 from tests.support.make_run import write_run
@@ -38,7 +38,7 @@ def test_stages_are_those_of_the_attempt_and_the_last_one_runs() -> None:
     assert _stages([phase(90, "a clock that is behind")], 2, 100.0, 95.0)[0].seconds == 0.0
 
 
-def test_records_of_a_stage_are_one_row_with_its_count_and_the_checks_come_first() -> None:
+def test_stages_have_one_row_each_after_the_checks() -> None:
     def loading(at: float, stage: str, done: int = 0, total: int = 0) -> PhaseRecord:
         return PhaseRecord(
             attempt=2,
@@ -99,32 +99,10 @@ def test_the_lines_fit_and_their_bars_follow_each_other() -> None:
     assert "stage 39" in timeline_lines(_stages(many, 2, 100.0, 200.0), 80).plain
 
 
-async def test_the_dashboard_shows_it_until_the_first_step(runs_dir: Path) -> None:
-    run = write_run(runs_dir, steps=0, seconds_of_samples=5, state="loading")
-    started = read_state(run).started or 0.0
-    writer = MetricsWriter(run, 1)
-    writer.append(
-        PhaseRecord(
-            attempt=1,
-            time=started + 12,
-            phase="loading",
-            detail="preparing the optimizer",
-            stage="optimizer",
-        )
-    )
-    writer.close()
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown("loading")
-        await ui.until(lambda: "▸ optimizer  preparing the optimizer" in ui.text())
-        assert "✓ weights 3 of 8" in ui.text()
-        assert "12.0 s" in ui.text()
-
-
 async def test_a_resumed_run_has_a_timeline_too(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=5, state="loading")
     state = read_state(run)
     write_state(run, replace(state, attempt=2, attempt_started=time.time() - 9, checks_s=4.0))
-    async with opened(runs_dir, (80, 24), open_run=run) as ui:
-        await ui.state_shown("loading")
+    async with opened(runs_dir, (80, 24), open_run=run, shows="loading") as ui:
         await ui.until(lambda: "▸ launcher" in ui.text())
         assert "✓ checks" in ui.text()

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 from textual.widgets import Button, DataTable, Static
 
 from so_tui.launch.checks import Check
 from so_tui.launch.launch import prepare
 from so_tui.plan.plan import Launch
-from so_tui.runs import RunDirectory, read_state, write_state
+from so_tui.runs import RunDirectory
 from so_tui.runs.state import pending
 from so_tui.spec import Refusal, Refused, RunSpec, find_preset
 from so_tui.ui.app import SoTuiApp
@@ -23,6 +22,7 @@ from so_tui.ui.dialogs import Notice, Question
 from tests.support.held_threads import LateThreads
 from tests.support.make_run import write_run
 from tests.support.planning import CPU_ONLY
+from tests.support.records import change_state
 from tests.support.screen import SIZES, Driver, opened
 from tests.support.waiting import LIMIT_S
 
@@ -75,7 +75,7 @@ async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(
 
     def resume(run: RunDirectory, prepared: str) -> None:
         resumed.append((run, prepared))
-        write_state(run, replace(read_state(run), state="training", attempt=2))
+        change_state(run, state="training", attempt=2)
 
     monkeypatch.setattr(
         "so_tui.launch.launch.prepare_resume", lambda run, *_, **__: f"attempt 2 of {run.name}"
@@ -94,7 +94,7 @@ async def test_a_run_is_launched_stopped_and_resumed_from_the_screen(
         assert not pending(run), "no is the default"
         await ui.press("s", "y")
         await ui.until(lambda: "stop" in pending(run))
-        write_state(run, replace(read_state(run), state="stopped"))
+        change_state(run, state="stopped")
         await ui.state_shown("stopped")
         await ui.until(lambda: "r Resume" in ui.key_line)
         await ui.press("r")
@@ -125,9 +125,7 @@ async def test_a_run_is_named_where_it_is_confirmed(runs_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("typing", [False, True])
-async def test_one_start_at_a_time_which_takes_nobody_out_of_a_field(
-    runs_dir: Path, typing: bool
-) -> None:
+async def test_one_run_is_started_at_a_time(runs_dir: Path, typing: bool) -> None:
     start = Starter(runs_dir, ready=False)
     async with opened(runs_dir, start=start) as ui:
         await ui.presets()
@@ -166,11 +164,10 @@ async def test_a_dialog_is_not_covered_by_the_run_that_was_started(runs_dir: Pat
         assert ui.app.current_mode == "presets"
 
 
-async def test_the_checks_are_shown_on_the_dashboard_until_the_run_exists(runs_dir: Path) -> None:
+async def test_checks_are_shown_until_the_run_exists(runs_dir: Path) -> None:
     start = Starter(runs_dir, ready=False)
     before = write_run(runs_dir, steps=3, seconds_of_samples=2, name="before")
-    async with opened(runs_dir, start=start, open_run=before) as ui:
-        await ui.state_shown("before")
+    async with opened(runs_dir, start=start, open_run=before, shows="before") as ui:
         await ui.press("1")
         await ui.presets()
         await ui.press("l", "y")
@@ -186,9 +183,7 @@ async def test_the_checks_are_shown_on_the_dashboard_until_the_run_exists(runs_d
         assert ui.app.opened != before
 
 
-async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(
-    runs_dir: Path,
-) -> None:
+async def test_a_refused_launch_leads_back(runs_dir: Path) -> None:
     ready = threading.Event()
 
     def start(*_: object, **__: object) -> RunDirectory:
@@ -207,9 +202,7 @@ async def test_a_launch_that_is_refused_leads_back_to_where_it_was_confirmed(
         assert "No run yet" in ui.text()
 
 
-async def test_a_launch_that_was_refused_is_started_anyway_before_its_thread_has_ended(
-    runs_dir: Path,
-) -> None:
+async def test_a_refused_launch_is_started_anyway(runs_dir: Path) -> None:
     anyway = Starter(runs_dir, ready=False)
 
     def start(launch: Launch, **_: object) -> RunDirectory:
@@ -315,7 +308,7 @@ async def test_a_command_shows_the_checks_at_once_and_then_the_run(
         assert app.opened == app.launched
 
 
-async def test_what_a_command_cannot_start_ends_the_screen(
+async def test_a_commands_refused_start_ends_the_screen(
     runs_dir: Path, tiny_launch: Launch
 ) -> None:
     error = Refused([Refusal("gpu-in-use", "GPU 0 is used by another run")], forceable=True)

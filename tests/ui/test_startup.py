@@ -1,6 +1,4 @@
-"""The first paint: how much more it costs than that of an empty application, and what it does not
-import.
-"""
+"""The first paint: what it costs above that of an empty application, and does not import."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ from tests.support.yardstick import seconds_of_plain_python, slowness
 
 SCRIPT = Path(__file__).with_name("first_paint.py")
 BUDGET_S = 0.10
-"""Process time above an empty Textual application with as many tabs; process time, so that a busy
-machine counts little.
-"""
+"""Process time above an empty application with as many tabs: a busy machine counts little."""
 
 
 def first_paint_s(*arguments: str) -> float:
@@ -85,9 +81,7 @@ def imports_own_modules(package: Path) -> bool:
 
 
 def test_packages_that_import_their_own_modules_are_known() -> None:
-    """Two threads that import such a package and one of its modules may both fail, now and then, on
-    a busy machine.
-    """
+    """Two threads that import such a package and one of its modules may both fail, now and then."""
     packages = [init.parent for init in (ROOT / "so_tui").rglob("__init__.py")]
     eager = {
         str(package.relative_to(ROOT)).replace("/", ".")
@@ -135,20 +129,13 @@ async def main():
 asyncio.run(main())
 print(bool(missing), [name for name, packages in missing if packages])
 """
-HEAVY = (
-    *(f"so_tui.{name}" for name in ("spec", "machine", "plan", "runs", "launch")),
-    "psutil",
-)
+HEAVY = (*(f"so_tui.{name}" for name in ("spec", "machine", "plan", "runs", "launch")), "psutil")
 OTHERS = ("pynvml", "importlib.metadata", "so_tui.plan.planner", "so_tui.plan.fit", "superoffload")
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_only_what_a_screen_needs_is_imported_and_before_its_workers(
-    opened: bool, tmp_path: Path
-) -> None:
-    """The first screen imports no planner and no inspection; looking at a run, nothing of another
-    screen, until that one is opened.
-    """
+def test_a_screen_imports_only_its_needs(opened: bool, tmp_path: Path) -> None:
+    """The first screen imports no planner and no inspection; a run, nothing of other screens."""
     run = create_run(tiny(), tmp_path)
     code = f"HEAVY, OTHERS, OPENED = {HEAVY}, {OTHERS}, {opened}\n{CHECKED}"
     done = subprocess.run(

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.usefixtures("_short_form")
 
 
 def filtered(ui: Driver) -> list[Strip]:
-    """Return the rows of the screen as the terminal gets them, through the application's own
-    filter.
-    """
+    """Return the rows of the screen as the terminal gets them, through the application's filter."""
     strips = ui.screen._compositor.render_strips(ui.app.size)
     return [
         strip.apply_filter(ui.app._filters[-1], ui.screen.background_colors[1]) for strip in strips
@@ -30,8 +28,7 @@ async def test_without_colour_and_unicode_all_is_grey_and_plain(
     monkeypatch.setenv("SO_TUI_GLYPHS", "ascii")
     monkeypatch.setenv("NO_COLOR", "1")
     run = write_run(runs_dir, steps=20, seconds_of_samples=3)
-    async with opened(runs_dir, (120, 36), open_run=run) as ui:
-        await ui.state_shown("● training")
+    async with opened(runs_dir, (120, 36), open_run=run, shows="● training") as ui:
         colours = [
             segment.style.color
             for strip in filtered(ui)
@@ -61,8 +58,7 @@ async def test_without_colour_and_unicode_all_is_grey_and_plain(
 
 async def test_foreign_themes_have_the_colours_of_every_screen(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=20, seconds_of_samples=3)
-    async with opened(runs_dir, open_run=run) as ui:
-        await ui.state_shown("training")
+    async with opened(runs_dir, open_run=run, shows="training") as ui:
         for theme in ("textual-dark", "ansi-dark"):
             ui.app.theme = theme
             for number in "12345":

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 
 from so_tui.machine.doctor import Finding
@@ -31,11 +29,11 @@ from so_tui.ui.lines import cells_of, fill, stacked, step_parts
 from so_tui.ui.numa_nodes import _group_cores, _heat_cells
 from so_tui.ui.runs.preview import _Comparison
 from so_tui.ui.text import Content, chosen_glyphs, distinct, finding_content, shorten_path
-from so_tui.ui.widgets import machine_facts
 from so_tui.units import count, duration, mark_duration, memory_of, rate, significant, thousands
 from so_tui.units import disk_size as disk
 from so_tui.units import memory_size as memory
 from tests.support.make_run import plan_for, quad_machine
+from tests.support.python_path import printed
 
 
 def test_numbers_have_units_and_no_noise() -> None:
@@ -86,7 +84,7 @@ def test_bars_fill_their_width_and_hide_no_part() -> None:
     assert len(set(bar)) == 2, "parts differ without colour"
 
 
-def test_cores_are_grouped_by_what_they_do_and_folded_where_there_is_no_room() -> None:
+def test_cores_are_grouped_and_folded() -> None:
     loads = [float(cpu) for cpu in range(72)]
     groups = _group_cores(loads, range(72), frozenset(range(65)), frozenset(range(65, 72)))
     assert [(group.name, len(group.loads)) for group in groups] == [("Adam", 65), ("main", 7)]
@@ -101,8 +99,6 @@ def test_cores_are_grouped_by_what_they_do_and_folded_where_there_is_no_room() -
 
 
 def test_every_setting_is_in_the_form_once() -> None:
-    from so_tui.spec import field_index
-
     grouped = [path for _, paths in GROUPS for path in paths]
     assert len(grouped) == len(set(grouped))
     assert set(grouped) - {LENGTH} <= field_index().keys()
@@ -137,13 +133,6 @@ def test_another_data_source_shows_what_it_clears() -> None:
     assert with_edit(part, base, "data.source", "other.jsonl")["data.split"] == "train[:5%]"
 
 
-def test_a_machine_in_a_line() -> None:
-    facts = machine_facts(quad_machine())
-    assert facts[0] == "4x GH200 120GB 95 GiB"
-    assert facts[1] == "4 NUMA nodes x 72 cores, 117 GiB each"
-    assert len(facts) == 2, "what is the same on nearly every machine is on the Machine screen"
-
-
 @pytest.mark.parametrize(
     ("path", "width", "shown"),
     [
@@ -175,7 +164,7 @@ def test_a_plan_says_its_verdict_in_a_word_and_fits_its_width() -> None:
     )
 
 
-def test_a_plan_says_what_states_second_states_and_copies_take_of_the_hosts_memory() -> None:
+def test_a_plan_shows_what_takes_host_memory() -> None:
     spec = with_values(
         find_preset("llama-3.1-8b").spec,
         {
@@ -220,41 +209,28 @@ def test_no_line_ends_between_a_figure_and_its_unit(width: int) -> None:
     assert len(lines[-1].split()) > 1
 
 
-@pytest.mark.parametrize("width", [44, 60, 73, 120])
-def test_what_is_too_much_is_said_in_the_line_of_its_bar(width: int) -> None:
-    plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
-    assert plan.gpu_capacity_bytes
-    lines = plan_view._memory_lines(
-        msgspec.structs.replace(plan, gpu_bytes=2 * plan.gpu_capacity_bytes), width
-    )
-    assert "✗" in lines[0].plain
-    assert max(line.cell_length for line in lines) <= width
-
-
 def test_the_question_before_a_launch_says_how_long_and_on_what() -> None:
     spec = find_preset("tiny").spec
-    lengths = {"train.steps": "1200", "train.epochs": "1", "train.tokens": "5000000"}
-    told = [
-        plan_view._run_length(with_values(spec, {key: value})) for key, value in lengths.items()
-    ]
-    assert told == ["1,200 steps", "1 epoch", "5,000,000 tokens"]
-    facts = [
-        line.plain for line in plan_view.launch_facts(plan_for(quad_machine(), "tiny", 2, 100))
-    ]
+    for length, told in (
+        ({"train.steps": "1200"}, "1,200 steps"),
+        ({"train.epochs": "1"}, "1 epoch"),
+        ({"train.tokens": "5000000"}, "5,000,000 tokens"),
+    ):
+        assert plan_view._run_length(with_values(spec, length)) == told
+    here = plan_for(quad_machine(), "tiny", 2, 100)
+    facts = [line.plain for line in plan_view.launch_facts(here)]
     assert "100 steps on builtin:tiny/rows.jsonl" in facts
     assert not any("partition" in fact for fact in facts)
-    elsewhere = plan_for(quad_machine(), "tiny", 2, 100)
-    elsewhere = msgspec.structs.replace(
-        elsewhere, spec=with_values(elsewhere.spec, {"slurm.partition": "gh"})
-    )
-    assert any("partition gh" in line.plain for line in plan_view.launch_facts(elsewhere))
+    job = with_values(here.spec, {"slurm.partition": "gh"})
+    elsewhere = plan_view.launch_facts(replace(here, spec=job))
+    assert any("partition gh" in line.plain for line in elsewhere)
 
 
 def test_a_plan_that_does_not_fit_shows_no_speed() -> None:
     plan = plan_for(quad_machine(), "qwen3-14b", 4, 100)
     assert plan.fits
     assert "tokens/s" in plan_view.headline(plan, 120).plain
-    too_large = msgspec.structs.replace(plan, fits=False, verdict="does not fit")
+    too_large = replace(plan, fits=False, verdict="does not fit")
     text = "\n".join(
         line.plain
         for line in (
@@ -272,7 +248,11 @@ def test_memory_bars_have_the_colours_of_the_verdict() -> None:
     assert plan.gpu_capacity_bytes
     found = []
     for share in (0.5, 0.95, 0.99, 1.2):
-        filled = msgspec.structs.replace(plan, gpu_bytes=int(share * plan.gpu_capacity_bytes))
+        filled = replace(plan, gpu_bytes=int(share * plan.gpu_capacity_bytes))
+        for width in (44, 60, 73, 120):
+            lines = plan_view._memory_lines(filled, width)
+            assert max(line.cell_length for line in lines) <= width
+            assert ("✗" in lines[0].plain) == (share > 0.98)
         bar = plan_view._memory_lines(filled, 80)[0]
         found.append((str(bar.spans[1].style), "too much" in bar.plain))
     assert found == [("$memory", False), ("$warning", False), ("$error", True), ("$error", True)]
@@ -356,7 +336,7 @@ def test_a_megabyte_of_a_name_is_shortened_at_once() -> None:
 
 
 @pytest.mark.parametrize("width", [50, 71, 140])
-def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int) -> None:
+def test_compared_settings_fit_and_show_what_differs(width: int) -> None:
     folder = "/data/rows/of/many/kinds/"
     compared = _Comparison(
         ("a", "b"),
@@ -375,26 +355,14 @@ def test_settings_side_by_side_fit_their_place_and_show_what_differs(width: int)
     ("variables", "expected"),
     [({"LANG": "C"}, "ascii"), ({"LANG": "C.UTF-8"}, "braille"), ({}, "braille")],
 )
-def test_pythons_own_locale_is_not_taken_for_the_terminals(
-    variables: dict[str, str], expected: str
-) -> None:
+def test_glyphs_ignore_pythons_own_locale(variables: dict[str, str], expected: str) -> None:
     code = (
         "from so_tui.ui.text import chosen_glyphs, environment_at_start; "
         "print(chosen_glyphs(environment_at_start()))"
     )
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "LANG" and not name.startswith(("LC_", "SO_TUI_GLYPHS", "TERM"))
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=kept | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == expected
+    others = ("LC_", "LANG", "SO_TUI_GLYPHS", "TERM")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    assert printed("-c", code, env=kept | variables).strip() == expected
 
 
 def test_a_plan_for_apus_has_one_memory_and_was_never_run() -> None:

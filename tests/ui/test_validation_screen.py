@@ -1,6 +1,4 @@
-"""The screen of a validation: what is shown of a report, also while it is written, and where there
-is none.
-"""
+"""The screen of a validation: a report, one that is still written, and none."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def test_parts_that_begin_alike_are_told_apart(width: int) -> None:
 async def test_a_report_that_is_read_slowly_is_shown(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading takes longer than the time after which it is read again, as on a file system that
-    hardly answers.
-    """
+    """Reading takes longer than the time after which it is read again, as on slow disks."""
     begun, ended = threading.Event(), threading.Event()
     calls = []
 
@@ -94,9 +90,7 @@ async def test_a_report_that_is_read_slowly_is_shown(
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_the_report_is_shown_and_read_again_when_it_changes(
-    runs_dir: Path, size: tuple[int, int]
-) -> None:
+async def test_a_changed_report_is_read_again(runs_dir: Path, size: tuple[int, int]) -> None:
     async with opened(runs_dir, size) as ui:
         await ui.press("5", "e")
         await ui.until(lambda: "no report yet" in ui.shown("#report-status"))

@@ -1,6 +1,4 @@
-"""A walk by keyboard alone and one by mouse alone, in a real terminal: from the first start to the
-exported model, without a GPU.
-"""
+"""A walk by keyboard and one by mouse alone, in a terminal: from the first start to an export."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from transformers import AutoConfig
 from so_tui.machine import inspect_machine
 from so_tui.runs import RunDirectory, alive, read_spec, read_state
 from so_tui.runs.records import StepRecord
-from tests.support.launching import log, records
+from tests.support.launching import log, of_kind
 from tests.ui.terminal import Keyboard, Mouse, Terminal
 
 pytestmark = [
@@ -45,7 +43,7 @@ def runs_of(user: Terminal) -> list[RunDirectory]:
 
 def losses_of(run: RunDirectory) -> list[float]:
     """Return the loss of every step that a run has recorded."""
-    return [record.loss for record in records(run) if isinstance(record, StepRecord)]
+    return [record.loss for record in of_kind(run, StepRecord)]
 
 
 def end(user: Terminal) -> None:
@@ -72,9 +70,7 @@ def first_start(user: NewUser) -> Iterator[NewUser]:
 
 
 def watched_to_its_end(user: Terminal, steps: int) -> RunDirectory:
-    """Follow the only run on the dashboard: what is shown of a step is what the run has recorded of
-    it.
-    """
+    """Follow the only run on the dashboard: what is shown of a step is what the run recorded."""
     shown = user.matched(rf"(\S+) +● training +step ([1-9]\d*) / {steps}\b")
     (run,) = runs_of(user)
     assert run.name == shown[1]
@@ -117,9 +113,8 @@ def check_export(user: Terminal, run: RunDirectory) -> None:
 
 def test_by_keyboard_alone(tmp_path: Path) -> None:
     with first_start(Keyboard(tmp_path)) as user:
-        user.press(
-            "enter", named="enter Configure"
-        )  # the cursor stands on the model that this machine can train
+        # The cursor stands on the model that this machine can train.
+        user.press("enter", named="enter Configure")
         user.shown("tiny (embedded)   preset tiny")
         user.press("/", named="/ Find")
         user.type("train for")

@@ -33,7 +33,7 @@ async def pull(ui: Driver, selector: str, x: int, y: int) -> None:
     await ui.pilot.mouse_up(offset=begin + Offset(x, y))
 
 
-async def test_details_and_log_stand_at_the_right_and_nodes_in_two_columns(runs_dir: Path) -> None:
+async def test_wide_dashboards_have_two_columns(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, name="one")
     async with opened(runs_dir, (220, 50), open_run=run) as ui:
         await ui.until(lambda: "step 60" in ui.text())

@@ -1,8 +1,9 @@
 """What the dashboard of a live run costs, beside a bare Textual application that draws as much
 (``bare_app``), and an empty one.
 
-``python -m tests.ui.dashboard_cost [SECONDS]``, in the root of the repository, measures all in ptys
-of 160x45 and prints a table, with what it takes to open a run of a million records and to show it;
+``python -m benchmarks.dashboard_cost [SECONDS]``, in the root of the repository, measures all in
+ptys of 160x45 and prints a table, with what it takes to open a run of a million records and to show
+it;
 ``... bytes [SECONDS]`` prints how much a terminal is sent with each tick, in several sizes, which
 is what matters over ssh. The run has six charts, four nodes with 288 cores and four GPUs, and moves
 with each tick, once a second: a step, a sample of every core, a line in the log.
@@ -117,7 +118,7 @@ class _Terminal:
         command = [
             sys.executable,
             "-m",
-            "tests.ui.dashboard_cost",
+            "benchmarks.dashboard_cost",
             kind,
             str(seconds),
             str(tick_s),
@@ -331,7 +332,7 @@ def _run_ours(seconds: float, tick_s: float, telling: int, path: str) -> None:
 
 
 def _run_bare(seconds: float, tick_s: float, telling: int) -> None:
-    from tests.ui.bare_app import BareApp
+    from benchmarks.bare_app import BareApp
 
     app = BareApp(tick_s, lambda: _timed(app, seconds, telling, lambda: app.count))
     app.run()
