@@ -61,7 +61,7 @@ def model_of(spec: RunSpec) -> StepModel:
 
 
 def fetched_s(spec: RunSpec) -> float:
-    return model_of(spec).passes.fetched_weights_s
+    return model_of(spec).fetched_weights_s
 
 
 def computing(spec: RunSpec) -> Passes:

@@ -313,8 +313,8 @@ def test_a_record_of_another_attempt_is_refused(run: RunDirectory, step: Step) -
 
 def test_a_poll_is_bounded_also_of_an_empty_run(run: RunDirectory, step: Step) -> None:
     reader = RunReader(run)
-    assert read_all(reader) == rows(reader, "loss") == losses(reader) == []
-    assert reader.latest is None
+    assert (read_all(reader), rows(reader, "loss"), losses(reader)) == ([], [], [])
+    assert reader.metrics.latest is None
     write(run, 1, [step(i) for i in range(300)])
     update = reader.poll(limit_records=100, limit_s=10)
     assert (len(update.records), update.more) == (100, True)

@@ -176,7 +176,8 @@ def replace_slow_products() -> Any:
     Returns:
         What keeps the kernels registered.
     """
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    one_dnn: Any = torch.backends.mkldnn
+    if one_dnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     ours: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
