@@ -93,6 +93,7 @@ def test_the_last_lines_of_a_log_are_read_however_many(
             )
         return lives
 
+    monkeypatch.setattr(host, "_SWEEP_S", 60.0)  # enough on a busy machine
     monkeypatch.setattr(host.Host, "start", lambda _: None)
     monkeypatch.setattr(host.Host, "running", running)
     assert supervisor_of(run).watch() == 1
