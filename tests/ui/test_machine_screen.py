@@ -117,7 +117,7 @@ async def test_a_sample_that_comes_during_a_resize_is_drawn_after_it(
         await ui.press("5")
         panel = ui.find("HostPanel", HostPanel)
         await ui.until(lambda: panel.query(Chart))
-        panel.turn(1)
+        panel.first += 1
         await asyncio.gather(panel.show(view), panel.show(view))
         assert len(panel.query(Chart)) == 2
 
