@@ -25,7 +25,7 @@ from so_tui.trust.decoding import prepare
 PATH = Path(__file__).with_name("constants.json")
 
 
-class MemoryConstants(Struct, frozen=True, kw_only=True):
+class _MemoryConstants(Struct, frozen=True, kw_only=True):
     """Bytes and shares that no formula gives."""
 
     provenance: str
@@ -162,7 +162,7 @@ AttentionRates = tuple[AttentionRate, ...]
 """Of one backend, ascending in length."""
 
 
-class AttentionConstants(Struct, frozen=True, kw_only=True):
+class _AttentionConstants(Struct, frozen=True, kw_only=True):
     """Rates of attention by backend, as shares of the rate of bare matrix products."""
 
     provenance: str
@@ -314,7 +314,7 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
         )
 
 
-class Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
+class _Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
     """Figures of a kind of machine, found by its GPU's product name."""
 
     pattern: str
@@ -322,10 +322,10 @@ class Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
 
 class Constants(Struct, frozen=True, kw_only=True):
     schema: int
-    memory: MemoryConstants
+    memory: _MemoryConstants
     step: StepConstants
-    attention: AttentionConstants
-    machines: tuple[Kind, ...]
+    attention: _AttentionConstants
+    machines: tuple[_Kind, ...]
 
 
 prepare(Constants)
