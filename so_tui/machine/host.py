@@ -158,7 +158,7 @@ _NEOVERSE_V2 = (0x41, 0xD4F)
 GRACE = "NVIDIA Grace (Neoverse V2)"
 
 
-class Processor(NamedTuple):
+class _Processor(NamedTuple):
     name: str
     architecture: str
 
@@ -240,7 +240,7 @@ def allowance_notes(files: SystemFiles, online: Cpus, allowed: Cpus) -> list[str
     return notes
 
 
-def processor(files: SystemFiles) -> Processor:
+def processor(files: SystemFiles) -> _Processor:
     """Return name and architecture from /proc/cpuinfo or the identification register in sysfs; from
     py-cpuinfo (slow) as a last resort.
     """
@@ -260,7 +260,7 @@ def processor(files: SystemFiles) -> Processor:
         name = str(cpuinfo.get_cpu_info().get("brand_raw") or "")
     if not name:
         name = f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else "unknown"
-    return Processor(name, architecture)
+    return _Processor(name, architecture)
 
 
 def _cpuinfo_processors(files: SystemFiles) -> Cpus:

@@ -318,7 +318,7 @@ class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return version_numbers(self.oldest) <= found and found[: len(newest)] <= newest
 
 
-class Later(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Later(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A version of a package after that of the newest set."""
 
     package: str
@@ -329,7 +329,7 @@ class Later(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
     sets: tuple[VersionSet, ...]
-    later: tuple[Later, ...]
+    later: tuple[_Later, ...]
     bounds: tuple[Bound, ...]
 
 
@@ -343,7 +343,7 @@ def version_sets() -> tuple[VersionSet, ...]:
     return _file().sets
 
 
-def later_versions() -> tuple[Later, ...]:
+def later_versions() -> tuple[_Later, ...]:
     """Return the versions after those of the newest set."""
     return _file().later
 

@@ -52,7 +52,7 @@ class Flops(Struct, frozen=True, kw_only=True):
     the embedding look-up does not.
     """
     head_parameters: int
-    """Those of ``_active_parameters`` in the output head (vocabulary x hidden)."""
+    """Those of ``active_parameters`` in the output head (vocabulary x hidden)."""
     attention_width: int
     """Query heads x head dimension."""
     full_layers: int
@@ -108,24 +108,25 @@ def flops_of(model: ModelSpec) -> Flops:
 
 
 def flops_for(blocks: tuple[ParameterBlock, ...], shape: Architecture) -> Flops:
-    """Return the FLOPs of a model whose architecture is known already."""
+    """Return the FLOPs of a model whose architecture is known already.
+
+    One token is multiplied with the ``linear`` parameters, and with ``experts_per_token`` of those
+    stacked in ``expert`` ones. A tied head multiplies too, whatever it shares its storage with;
+    norms, biases and the embedding look-up do not count.
+    """
+    multiplied = _of_kind(blocks, "linear") + _of_kind(blocks, "expert")
+    names = [tensor.name for block in blocks for tensor in block.tensors]
+    last = 0 if shape.experts else sum(block.repeat * _last_product(block) for block in blocks)
     return Flops(
-        active_parameters=_active_parameters(blocks, shape),
+        active_parameters=multiplied - idle_parameters(blocks, shape),
         head_parameters=shape.vocabulary * shape.hidden,
         attention_width=shape.query_width,
         full_layers=shape.full_layers,
         windowed_layers=shape.windowed_layers,
         window=shape.window,
         windowed_attention_width=shape.windowed_query_width,
-        last_products=0
-        if shape.experts
-        else sum(block.repeat * _last_product(block) for block in blocks),
-        norm_after_mlp=any(
-            name in tensor.name
-            for block in blocks
-            for tensor in block.tensors
-            for name in _NORMS_AFTER_MLP
-        ),
+        last_products=last,
+        norm_after_mlp=any(norm in name for name in names for norm in _NORMS_AFTER_MLP),
     )
 
 
@@ -148,17 +149,6 @@ def _last_product(block: ParameterBlock) -> int:
     ]
     inner = [tensor for tensor in plain if not parents[tensor.name].endswith("{i}")] or plain
     return prod(inner[-1].shape) if inner else 0
-
-
-def _active_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
-    """Return the matmul parameters that one token uses: ``linear`` ones, and ``experts_per_token``
-    of those stacked in ``expert`` ones.
-
-    A tied head multiplies too, whatever it shares its storage with; norms, biases and the embedding
-    look-up do not count.
-    """
-    blocks = tuple(blocks)
-    return _of_kind(blocks, "linear") + _of_kind(blocks, "expert") - idle_parameters(blocks, shape)
 
 
 def idle_parameters(blocks: Iterable[ParameterBlock], shape: Architecture) -> int:
@@ -218,9 +208,8 @@ def hw_flops(
     """
     repeated = flops.repeated(tiled=tiled) if checkpointing else 0
     attention_passes = 4.0 if checkpointing and attention_recomputed else 3.0
-    return 2.0 * tokens * (
-        3.0 * flops.active_parameters + repeated
-    ) + attention_passes * flops.attention_forward(document_lengths)
+    attention = attention_passes * flops.attention_forward(document_lengths)
+    return 2.0 * tokens * (3.0 * flops.active_parameters + repeated) + attention
 
 
 def _seed_flops_per_sequence(

@@ -178,7 +178,7 @@ def _empty(machine: Machine) -> Calibration:
     )
 
 
-def folder() -> Path:
+def _folder() -> Path:
     return state_home() / "calibration"
 
 
@@ -186,7 +186,7 @@ def _path_of(machine: Machine) -> Path:
     """Return the file of this machine, whether it exists or not."""
     mine = _empty(machine)
     kind = hashlib.sha256(f"{mine.gpu_name}\0{mine.cpu_name}\0{mine.cores}".encode()).hexdigest()
-    return folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind[:8]}.json"
+    return _folder() / f"{re.sub(r'[^A-Za-z0-9.-]', '_', mine.hostname)}-{kind[:8]}.json"
 
 
 def calibration_of(machine: Machine) -> Calibration | None:
@@ -194,7 +194,7 @@ def calibration_of(machine: Machine) -> Calibration | None:
     An unreadable file counts as none.
     """
     own, mine = _path_of(machine), _empty(machine)
-    for path in (own, *sorted(folder().glob(f"*-{own.stem[-8:]}.json"))):
+    for path in (own, *sorted(_folder().glob(f"*-{own.stem[-8:]}.json"))):
         found = state_files.read_state_file(path, Calibration)
         if found and (
             path == own

@@ -25,7 +25,7 @@ from so_tui.trust.decoding import prepare
 PATH = Path(__file__).with_name("constants.json")
 
 
-class MemoryConstants(Struct, frozen=True, kw_only=True):
+class _MemoryConstants(Struct, frozen=True, kw_only=True):
     """Bytes and shares that no formula gives."""
 
     provenance: str
@@ -162,7 +162,7 @@ AttentionRates = tuple[AttentionRate, ...]
 """Of one backend, ascending in length."""
 
 
-class AttentionConstants(Struct, frozen=True, kw_only=True):
+class _AttentionConstants(Struct, frozen=True, kw_only=True):
     """Rates of attention by backend, as shares of the rate of bare matrix products."""
 
     provenance: str
@@ -173,16 +173,16 @@ def _rate_at(rates: AttentionRates, document: float) -> AttentionRate:
     """Interpolate between rates, linearly in the logarithm of the length; flat before the first and
     after the last.
     """
-    shorter = [rate for rate in rates if rate.document <= document] or [rates[0]]
-    longer = [rate for rate in rates if rate.document > document] or [rates[-1]]
-    one, other = shorter[-1], longer[0]
-    if one.document == other.document or document <= one.document:
-        return one if one.document <= document else other
-    share = log(document / one.document) / log(other.document / one.document)
+    one = [rate for rate in rates if rate.document <= document] or [rates[0]]
+    other = [rate for rate in rates if rate.document > document] or [rates[-1]]
+    below, above = one[-1], other[0]
+    if below.document == above.document or document <= below.document:
+        return below if below.document <= document else above
+    share = log(document / below.document) / log(above.document / below.document)
     return AttentionRate(
         document=round(document),
-        forward=one.forward + share * (other.forward - one.forward),
-        backward=one.backward + share * (other.backward - one.backward),
+        forward=below.forward + share * (above.forward - below.forward),
+        backward=below.backward + share * (above.backward - below.backward),
     )
 
 
@@ -289,16 +289,9 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
         """Return the host time of a small layer where ``ranks`` all-gather weights. More ranks than
         were measured take no less time.
         """
-        return max(
-            [
-                self.layer_launch_overhead_s,
-                *(
-                    seconds
-                    for count, seconds in self.layer_launch_overhead_by_ranks
-                    if count <= ranks
-                ),
-            ]
-        )
+        by_ranks = self.layer_launch_overhead_by_ranks
+        measured = [seconds for count, seconds in by_ranks if count <= ranks]
+        return max([self.layer_launch_overhead_s, *measured])
 
     def adam_bytes_per_s(self, cores: int, ranks_per_node: int) -> float:
         """Return the rate of Adam on ``cores`` cores with ``ranks_per_node`` of them running at the
@@ -314,7 +307,7 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
         )
 
 
-class Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
+class _Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
     """Figures of a kind of machine, found by its GPU's product name."""
 
     pattern: str
@@ -322,10 +315,10 @@ class Kind(Speed, frozen=True, kw_only=True, rename=JSON_NAMES):
 
 class Constants(Struct, frozen=True, kw_only=True):
     schema: int
-    memory: MemoryConstants
+    memory: _MemoryConstants
     step: StepConstants
-    attention: AttentionConstants
-    machines: tuple[Kind, ...]
+    attention: _AttentionConstants
+    machines: tuple[_Kind, ...]
 
 
 prepare(Constants)
@@ -363,14 +356,10 @@ def published_speed(gpu_name: str) -> Speed | None:
     """Return the rates of a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is
     known of it.
     """
-    return next(
-        (
-            kind
-            for kind in constants().machines
-            if re.search(rf"\b(?:{kind.pattern})\b", gpu_name, re.IGNORECASE)
-        ),
-        None,
-    )
+    for kind in constants().machines:
+        if re.search(rf"\b(?:{kind.pattern})\b", gpu_name, re.IGNORECASE):
+            return kind
+    return None
 
 
 def _interpolated(points: tuple[tuple[int, float], ...], cores: int) -> float:
@@ -504,10 +493,8 @@ def measured_network(bytes_per_s: float, share: float, source: str) -> Network:
 
 def network_text(machine: Machine) -> str:
     """Return how fast a host's network is, for the head of a plan."""
-    return (
-        f"network of {network_rate_text(machine.network or assumed_network(len(machine.gpus)))} "
-        "each"
-    )
+    network = machine.network or assumed_network(len(machine.gpus))
+    return f"network of {network_rate_text(network)} each"
 
 
 def network_rate_text(network: Network) -> str:

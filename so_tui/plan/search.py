@@ -74,14 +74,14 @@ ADVICE_RATIO_STEP = 0.2
 """By how much one piece of advice raises or lowers the offload ratio."""
 
 
-class Alternative(Struct, frozen=True):
+class _Alternative(Struct, frozen=True):
     """A spec that differs from another in a few keys."""
 
     changes: tuple[Change, ...]
     spec: RunSpec
 
 
-def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Alternative]:
+def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[_Alternative]:
     """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec
     whose mode is decided.
     """
@@ -111,7 +111,7 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[Altern
         yield from compact_states(spec)
 
 
-def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[Alternative]:
+def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[_Alternative]:
     """Yield halved micro-batches with twice the accumulation; with ``exact`` only as long as the
     tokens of a step stay the same.
     """
@@ -225,7 +225,7 @@ def _can_tile(spec: RunSpec, model: ModelSpec) -> bool:
     )
 
 
-def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[Alternative]:
+def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[_Alternative]:
     """Yield second states as far as the host has memory, or none, where the spec asks for them
     whatever the host has.
     """
@@ -233,7 +233,7 @@ def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator
         yield _changed(spec, "offload", speculation=instead)
 
 
-def compact_states(spec: RunSpec) -> Iterator[Alternative]:
+def compact_states(spec: RunSpec) -> Iterator[_Alternative]:
     """Yield smaller formats of the moments in host memory, where our engine has them there."""
     offload = spec.offload
     if offload.mode in ("auto", "superoffload") and offload.engine == "so-tui":
@@ -241,7 +241,7 @@ def compact_states(spec: RunSpec) -> Iterator[Alternative]:
             yield _changed(spec, "offload", states=states)
 
 
-def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
+def shorter_sequences(spec: RunSpec) -> Iterator[_Alternative]:
     """Yield halved sequence lengths."""
     length = spec.data.sequence_length // 2
     while length >= SHORTEST:
@@ -249,32 +249,32 @@ def shorter_sequences(spec: RunSpec) -> Iterator[Alternative]:
         length //= 2
 
 
-def alternative_to(before: RunSpec, after: RunSpec) -> Alternative:
+def alternative_to(before: RunSpec, after: RunSpec) -> _Alternative:
     """Return a spec as an alternative to another that differs in what its activations take."""
     changes = []
     for section, key in _ACTIVATION_KEYS:
         old, new = (getattr(getattr(spec, section), key) for spec in (before, after))
         if old != new:
             changes.append(Change(f"{section}.{key}", old, new))
-    return Alternative(tuple(changes), after)
+    return _Alternative(tuple(changes), after)
 
 
-def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[Alternative]:
+def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[_Alternative]:
     """Yield the spec on each larger number of GPUs among ``counts``."""
     for count in counts:
         if count > spec.ranks_per_host:
-            yield Alternative(
+            yield _Alternative(
                 (Change("gpus", spec.ranks_per_host, count),), replace(spec, gpus=count)
             )
 
 
-def _changed(spec: RunSpec, section: str, **values: str | int | float) -> Alternative:
+def _changed(spec: RunSpec, section: str, **values: str | int | float) -> _Alternative:
     """Return the spec with these values in one of its sections, as an alternative to it."""
     before = getattr(spec, section)
     changes = tuple(
         Change(f"{section}.{name}", getattr(before, name), value) for name, value in values.items()
     )
-    return Alternative(changes, _with(spec, section, **values))
+    return _Alternative(changes, _with(spec, section, **values))
 
 
 def _with(spec: RunSpec, section: str, **values: str | int | float) -> RunSpec:
@@ -366,7 +366,7 @@ _WORTHWHILE = 1.2
 """Least gain in tokens per second for which they are proposed."""
 
 
-class Found(NamedTuple):
+class _Found(NamedTuple):
     """What a search chose for a spec."""
 
     best: Assessment
@@ -376,10 +376,10 @@ class Found(NamedTuple):
     """Where the spec left its mode open."""
 
 
-_Search = Callable[[RunSpec, Target], Found]
+_Search = Callable[[RunSpec, Target], _Found]
 
 
-def best_settings(spec: RunSpec, target: Target) -> Found:
+def best_settings(spec: RunSpec, target: Target) -> _Found:
     """Return the best settings for ``spec``, and everything that was tried, fastest first.
 
     What fits with a margin comes before what is tight, and that before what does not fit; then the
@@ -394,16 +394,16 @@ def best_settings(spec: RunSpec, target: Target) -> Found:
     return found
 
 
-def decided_settings(spec: RunSpec, target: Target) -> Found:
+def decided_settings(spec: RunSpec, target: Target) -> _Found:
     """Return ``spec`` as given, with only that decided which it leaves open."""
     return _with_savings(_decided, spec, target)
 
 
-def _order(found: Found) -> int:
+def _order(found: _Found) -> int:
     return _ORDER[found.best.verdict]
 
 
-def _with_savings(search: _Search, spec: RunSpec, target: Target) -> Found:
+def _with_savings(search: _Search, spec: RunSpec, target: Target) -> _Found:
     """Return what is found for a spec, or for one with feed-forward tiles, layer inputs on the
     host, weights there, or several of these.
 
@@ -422,7 +422,7 @@ def _with_savings(search: _Search, spec: RunSpec, target: Target) -> Found:
     return _or_results_on_host(search, spec, target, found)
 
 
-def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: Found) -> Found:
+def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _Found) -> _Found:
     """Return what was found, or what is found with attention's results on the host, where that is
     faster.
 
@@ -445,12 +445,12 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: F
     return chosen._replace(tried=_best_first((*chosen.tried, *found.tried)))
 
 
-def _decided(spec: RunSpec, target: Target) -> Found:
-    def decide(found: Assessment, why: AutoReason, **more: Any) -> Found:
-        return Found(found, why=(AutoMode(mode=found.mode, why=why, **more),))
+def _decided(spec: RunSpec, target: Target) -> _Found:
+    def decide(found: Assessment, why: AutoReason, **more: Any) -> _Found:
+        return _Found(found, why=(AutoMode(mode=found.mode, why=why, **more),))
 
     if spec.offload.mode != "auto":
-        return Found(_fastest_policy(spec, target))
+        return _Found(_fastest_policy(spec, target))
     if not target.resources.has_gpu:
         return decide(_fastest_policy(in_mode(spec, mode_without_gpu(spec)), target), "no-gpu")
     offloaded = _fastest_policy(in_mode(spec, "superoffload"), target)
@@ -479,7 +479,7 @@ def _best_first(tried: Iterable[Assessment]) -> tuple[Assessment, ...]:
     return tuple(sorted(tried, key=_merit))
 
 
-def _best_of_variants(spec: RunSpec, target: Target) -> Found:
+def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
     """Return the best of what differs in mode, ratio, recomputation and micro-batch alone."""
 
     @cache
@@ -496,7 +496,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> Found:
     nothing_fits = all(found.verdict == "does not fit" for found in least_memory)
     if nothing_fits or target.resources.speed is None or target.resources.gpu_memory_unknown:
         tried = sorted([best(spec, target), *least_memory], key=lambda found: _ORDER[found.verdict])
-        return Found(tried[0], tuple(tried))
+        return _Found(tried[0], tuple(tried))
     tried = []
     for policy in policies(spec, target):
         for size in sizes:
@@ -512,7 +512,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> Found:
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
     ordered = _best_first(tried)
-    return Found(_simplest(spec, ordered), ordered)
+    return _Found(_simplest(spec, ordered), ordered)
 
 
 def _fastest_policy(spec: RunSpec, target: Target) -> Assessment:

@@ -646,7 +646,7 @@ def second_states(placement: Placement, room: Callable[[], int]) -> SecondStates
     return SecondStates(indices, sum(group.numel for group in found), budget, each)
 
 
-class Choice(Struct, frozen=True):
+class _Chosen(Struct, frozen=True):
     """What the plan gives to second states."""
 
     second: SecondStates | None
@@ -660,7 +660,7 @@ def choose(
     placement: Placement,
     room: Callable[[], int],
     step_of: Callable[[SecondStates | None], StepTime | None],
-) -> Choice:
+) -> _Chosen:
     """Return the second states with which a step is the fastest, where the spec leaves that to the
     plan.
 
@@ -675,10 +675,10 @@ def choose(
     """
     second = second_states(placement, room)
     if second is None or placement.spec.offload.speculation != "auto":
-        return Choice(second, None)
+        return _Chosen(second, None)
     held_back, step = step_of(None), step_of(second)
     if held_back is None or step is None:
-        return Choice(second, None)
+        return _Chosen(second, None)
     tried: list[tuple[SecondStates, StepTime]] = [(second, step)]
     if step.exposed_optimizer_s > _LONG_WAIT * step.total_s:
         for share in _SHARES:
@@ -687,5 +687,5 @@ def choose(
                 tried.append((fewer, found))
     best, step = min(tried, key=lambda found: found[1].total_s)
     if step.total_s >= held_back.total_s:
-        return Choice(None, held_back, gains_nothing=True)
-    return Choice(best, step)
+        return _Chosen(None, held_back, gains_nothing=True)
+    return _Chosen(best, step)

@@ -58,7 +58,7 @@ UNKNOWN_GPU = 0
 """Generation of a GPU that is not known, or not NVIDIA's."""
 
 
-class Kernel(Struct, frozen=True, kw_only=True):
+class _Kernel(Struct, frozen=True, kw_only=True):
     """A backend that takes the boundaries of packed documents; all of them have sliding windows,
     sinks and a deterministic mode.
     """
@@ -79,7 +79,7 @@ class Kernel(Struct, frozen=True, kw_only=True):
 
 
 KERNELS = (
-    Kernel(
+    _Kernel(
         name="flash-attn-4",
         package="flash-attn-4",
         generations=(9, 10, 11),
@@ -87,14 +87,14 @@ KERNELS = (
         head_sizes=(64, 96, 128, 256),
         deterministic=(9, 10, 11),
     ),
-    Kernel(name="flash-attn-3", package="flash_attn_3", generations=(9,), deterministic=(9,)),
-    Kernel(
+    _Kernel(name="flash-attn-3", package="flash_attn_3", generations=(9,), deterministic=(9,)),
+    _Kernel(
         name="flash-attn-2",
         package="flash-attn",
         generations=(8, 9, 10, 11, 12),
         deterministic=(8, 9, 10, 11, 12),
     ),
-    Kernel(
+    _Kernel(
         name="torch-flash",
         generations=(0, 8, 9, 10, 11, 12),
         tested=(9,),

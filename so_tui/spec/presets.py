@@ -195,7 +195,7 @@ _KEYS = frozenset((*RunSpec.__struct_fields__, "extends"))
 """Top-level keys of a preset."""
 
 
-class Source(Struct, frozen=True):
+class _Source(Struct, frozen=True):
     """A preset file as parsed, before any check."""
 
     name: str
@@ -225,7 +225,7 @@ def _preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
         ]
 
 
-def _read_source(path: Path, origin: Origin) -> Source:
+def _read_source(path: Path, origin: Origin) -> _Source:
     """Return a preset file as parsed. Raises InputError with the codes of ``catalog``."""
     file = str(path)
     try:
@@ -284,7 +284,7 @@ def _read_source(path: Path, origin: Origin) -> Source:
     if tree and not tree.keys() & _KEYS:
         raise _no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")
     tree.setdefault("name", path.stem)
-    return Source(name=str(tree["name"]), path=file, origin=origin, tree=tree)
+    return _Source(name=str(tree["name"]), path=file, origin=origin, tree=tree)
 
 
 def _no_preset(path: Path, message: str) -> InputError:
@@ -336,7 +336,7 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the
     others.
     """
-    trees: dict[str, Source] = {}
+    trees: dict[str, _Source] = {}
     presets: dict[str, Preset] = {}
     problems: list[Problem] = []
     folders: tuple[tuple[Path, Origin], ...] = (
@@ -413,7 +413,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
         return _preset(
             source,
             {
-                name: Source(name, preset.path, preset.origin, complete_tree(preset.spec))
+                name: _Source(name, preset.path, preset.origin, complete_tree(preset.spec))
                 for name, preset in known.items()
             },
         )
@@ -572,14 +572,14 @@ def _preset_tree(spec: RunSpec, base: str | None, presets: Mapping[str, Preset])
     return {"extends": base, **changes}
 
 
-def _preset(source: Source, sources: Mapping[str, Source]) -> Preset:
+def _preset(source: _Source, sources: Mapping[str, _Source]) -> Preset:
     # A file is not among the presets by name: it may have the name of the one that it extends.
     seen = () if source.origin == "file" else (source.name,)
     spec = check_tree(_extended(source, sources, seen), source.path)
     return Preset(spec=spec, origin=source.origin, path=source.path)
 
 
-def _extended(source: Source, sources: Mapping[str, Source], seen: tuple[str, ...]) -> Tree:
+def _extended(source: _Source, sources: Mapping[str, _Source], seen: tuple[str, ...]) -> Tree:
     """Return the tree of a file merged over that of the preset it extends, recursively.
 
     The title is not inherited, so that a preset and its base look different in lists.

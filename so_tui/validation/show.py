@@ -13,6 +13,7 @@ from so_tui.svg import Bar, Curve, bars, curves
 from so_tui.units import memory_size, plural, significant, thousands
 from so_tui.validation.report import (
     CopiesFound,
+    CopyRates,
     MachineFound,
     Outcome,
     PhaseSeconds,
@@ -22,22 +23,15 @@ from so_tui.validation.report import (
     trained,
 )
 
-_TERMS = (
-    "step_s",
-    "forward_s",
-    "backward_s",
-    "exposed_optimizer_s",
-    "gpu_reserved_bytes",
-    "host_bytes",
-)
-_NAMES = dict(
-    zip(
-        _TERMS,
-        ("step", "forward", "backward", "optimizer exposed", "GPU memory reserved", "host memory"),
-        strict=True,
-    )
-)
-_Row = tuple[str, str, str]
+_TERMS = {
+    "step_s": "step",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "exposed_optimizer_s": "optimizer exposed",
+    "gpu_reserved_bytes": "GPU memory reserved",
+    "host_bytes": "host memory",
+}
+Lines = Iterator[str]
 _RATES = (
     ("matrix_flops", "matrix products", "TFLOPS", 1e12),
     ("hbm_bytes_per_s", "copies within GPU memory", "GB/s", 1e9),
@@ -74,8 +68,17 @@ def _figures(report: Report) -> dict[str, str]:
             for outcome, result in found
         ]
         drawn["steps.svg"] = bars("seconds per step", ("measured", "planned"), both, "s")
+    training = trained(report.outcomes)
+    # The losses of runs of many steps, or what else there is.
     if lines := [
-        Curve(outcome.title, _points(result.losses)) for outcome, result in _compared(report)
+        Curve(
+            outcome.title,
+            tuple(
+                (step, math.nan if loss is None else loss)
+                for step, loss in enumerate(result.losses, start=1)
+            ),
+        )
+        for outcome, result in [one for one in training if one[1].losses_only] or training
     ]:
         drawn["losses.svg"] = curves("loss by step", lines)
     for outcome in report.outcomes:
@@ -95,23 +98,7 @@ def _figures(report: Report) -> dict[str, str]:
 
 def timed(report: Report) -> list[tuple[Outcome, TrainingFound]]:
     """Return the training parts whose speed counts."""
-    return [
-        (outcome, result) for outcome, result in trained(report.outcomes) if not result.losses_only
-    ]
-
-
-def _compared(report: Report) -> list[tuple[Outcome, TrainingFound]]:
-    """Return the training parts whose losses are drawn: those of many steps, or what else there
-    is.
-    """
-    found = trained(report.outcomes)
-    return [(outcome, result) for outcome, result in found if result.losses_only] or found
-
-
-def _points(losses: Sequence[float | None]) -> tuple[tuple[float, float], ...]:
-    return tuple(
-        (step, math.nan if loss is None else loss) for step, loss in enumerate(losses, start=1)
-    )
+    return [one for one in trained(report.outcomes) if not one[1].losses_only]
 
 
 def _markdown(report: Report) -> str:
@@ -130,11 +117,10 @@ def _markdown(report: Report) -> str:
     return "\n".join(line for section in sections for line in section).rstrip() + "\n"
 
 
-def _head(report: Report) -> Iterator[str]:
-    where = f" of {report.host}" if report.host else ""
-    yield f"# Validation{where}"
-    yield ""
+def _head(report: Report) -> Lines:
     most = f"at most {plural(report.gpus, 'GPU')} a run"
+    yield f"# Validation{f' of {report.host}' if report.host else ''}"
+    yield ""
     yield (
         f"so-tui {report.so_tui}, begun {report.begun}, {most}. Trained: {report.shape}, random "
         "weights."
@@ -142,7 +128,7 @@ def _head(report: Report) -> Iterator[str]:
     yield ""
 
 
-def _part(outcome: Outcome, published: Speed | None) -> Iterator[str]:
+def _part(outcome: Outcome, published: Speed | None) -> Lines:
     match outcome.result:
         case MachineFound() as found:
             yield from [
@@ -151,109 +137,83 @@ def _part(outcome: Outcome, published: Speed | None) -> Iterator[str]:
                 f"{found.cpu}, {found.cores} usable hardware threads, {found.architecture}.",
                 "",
             ]
-            yield from (
-                f"- node {node.id}: {node.cores} threads, {memory_size(node.memory_bytes)}"
-                for node in found.nodes
-            )
-            yield from (
-                f"- GPU {gpu.index}: {gpu.name}, node {gpu.numa_node}" for gpu in found.gpus
-            )
-            yield from (
-                f"- {one.severity}: {f'{one.title} ' if one.title else ''}(`{one.code}`)"
-                for one in found.findings
-            )
+            for node in found.nodes:
+                yield f"- node {node.id}: {node.cores} threads, {memory_size(node.memory_bytes)}"
+            for gpu in found.gpus:
+                yield f"- GPU {gpu.index}: {gpu.name}, node {gpu.numa_node}"
+            for one in found.findings:
+                yield f"- {one.severity}: {f'{one.title} ' if one.title else ''}(`{one.code}`)"
             yield ""
         case RatesFound() as found:
             yield from [
                 "## Rates",
                 "",
-                (
-                    "Plans of this machine use what was measured from now on, in place of what is "
-                    "published for its GPU."
-                ),
+                "Plans of this machine use what was measured from now on, in place of what is "
+                "published for its GPU.",
                 "",
             ]
             yield from _table(("", "measured", "published"), list(_rates(found.rates, published)))
         case CopiesFound() as found:
-            headings = (
-                "GPU",
-                "node",
-                "pinned d2h",
-                "pinned h2d",
-                "pageable d2h",
-                "pageable h2d",
-                "both ways, each",
-            )
             yield from ["## Copies, GB/s", "", "![copies](copies.svg)", ""]
+            ways = CopyRates.__struct_fields__[3:]
+            names = [name.replace("_", " ") for name in ways[:-1]]
             rows = [
                 (
                     f"{one.gpu}{', all at once' * one.all_at_once}",
                     str(one.node),
-                    *(
-                        f"{rate / 1e9:.1f}"
-                        for rate in (
-                            one.pinned_d2h,
-                            one.pinned_h2d,
-                            one.pageable_d2h,
-                            one.pageable_h2d,
-                            one.both_ways,
-                        )
-                    ),
+                    *(f"{getattr(one, way) / 1e9:.1f}" for way in ways),
                 )
                 for one in found.copies
             ]
-            yield from _table(headings, rows)
+            yield from _table(("GPU", "node", *names, "both ways, each"), rows)
 
 
 def _published(report: Report) -> Speed | None:
     """Return what plans of the reported machine assume before it is calibrated."""
-    names = [
-        gpu.name
-        for outcome in report.outcomes
-        if isinstance(outcome.result, MachineFound)
-        for gpu in outcome.result.gpus
-    ]
-    return published_speed(names[0]) if names else None
+    for outcome in report.outcomes:
+        if isinstance(outcome.result, MachineFound) and outcome.result.gpus:
+            return published_speed(outcome.result.gpus[0].name)
+    return None
 
 
-def _rates(rates: Rates, published: Speed | None) -> Iterator[_Row]:
+_GIGABYTES = ("GB/s", 1e9)
+
+
+def _rates(rates: Rates, published: Speed | None) -> Iterator[tuple[str, str, str]]:
     """Yield each rate in words, as measured, and as published."""
-
-    gigabytes, teraflops = ("GB/s", 1e9), ("TFLOPS", 1e12)
-    found: list[tuple[str, float | None, float | None, tuple[str, float]]] = []
+    found: list[tuple[str, float | None, float | None, str, float]] = []
     for cores, rate in rates.adam:
         assumed = published.adam_bytes_per_s(cores, 1) if published else None
-        found.append((f"CPU Adam on {plural(cores, 'thread')}", rate, assumed, gigabytes))
+        found.append((f"CPU Adam on {plural(cores, 'thread')}", rate, assumed, *_GIGABYTES))
     for node, rate in rates.adam_remote:
-        found.append((f"CPU Adam with its states on node {node}", rate, None, gigabytes))
+        found.append((f"CPU Adam with its states on node {node}", rate, None, *_GIGABYTES))
     for ranks, rate in rates.adam_together:
-        found.append((f"CPU Adam of each of {ranks} ranks together", rate, None, gigabytes))
+        found.append((f"CPU Adam of each of {ranks} ranks together", rate, None, *_GIGABYTES))
     for node, rate in rates.node_bytes_per_s:
         assumed = published.node_bytes_per_s if published else None
-        found.append((f"memory of node {node}", rate, assumed, gigabytes))
+        found.append((f"memory of node {node}", rate, assumed, *_GIGABYTES))
     for field, name, unit, of in _RATES:
         assumed = getattr(published, field, None)
-        found.append((name, getattr(rates, field), assumed, (unit, of)))
+        found.append((name, getattr(rates, field), assumed, unit, of))
     for backend, measured_at in rates.attention:
         for at in measured_at:
             assumed_at = published.attention_at(backend, at.document) if published else None
             for way in ("forward", "backward"):
                 name = f"{backend}, {way}, documents of {thousands(at.document)} tokens"
                 assumed = getattr(assumed_at, way, None)
-                found.append((name, getattr(at, way), assumed, teraflops))
-    for name, measured, assumed, (unit, of) in found:
+                found.append((name, getattr(at, way), assumed, "TFLOPS", 1e12))
+    for name, measured, assumed, unit, of in found:
         if measured:
             planned = significant(assumed / of) if assumed else "—"
             yield f"{name}, {unit}", significant(measured / of), planned
 
 
-def _speeds(report: Report) -> Iterator[str]:
+def _speeds(report: Report) -> Lines:
     found = timed(report)
     if not found:
         return
-    rates = {outcome.key: result.useful_tokens_per_s for outcome, result in found}
-    bases = [key for key in _BASELINE if key in rates]
-    titles = {outcome.key: outcome.title for outcome, _ in found}
+    known = {outcome.key: (outcome.title, result.useful_tokens_per_s) for outcome, result in found}
+    bases = [known[key] for key in _BASELINE if key in known]
     yield from ["## Training", "", "![tokens per second](tokens.svg)", ""]
     headings = (
         "",
@@ -262,7 +222,7 @@ def _speeds(report: Report) -> Iterator[str]:
         "tokens/s",
         "TFLOPS a GPU",
         "TFLOPS by DeepSpeed's example",
-        *(f"× {titles[key]}" for key in bases),
+        *(f"× {title}" for title, _ in bases),
     )
     rows = [
         (
@@ -272,16 +232,14 @@ def _speeds(report: Report) -> Iterator[str]:
             thousands(round(result.useful_tokens_per_s)),
             significant(result.model_tflops_per_gpu),
             significant(result.example_tflops),
-            *(f"{rates[outcome.key] / rates[key]:.2f}" for key in bases),
+            *(f"{result.useful_tokens_per_s / rate:.2f}" for _, rate in bases),
         )
         for outcome, result in found
     ]
     yield from _table(headings, rows)
     waited = [
-        (
-            f"- {outcome.title}: {result.held_back_steps} of {result.steps} steps waited for the "
-            "norm of all gradients"
-        )
+        f"- {outcome.title}: {result.held_back_steps} of {result.steps} steps waited for the norm "
+        "of all gradients"
         for outcome, result in found
         if result.clipping
         and result.held_back_steps
@@ -291,24 +249,20 @@ def _speeds(report: Report) -> Iterator[str]:
         yield from [*waited, ""]
 
 
-def _agreement(report: Report) -> Iterator[str]:
+def _agreement(report: Report) -> Lines:
     if not trained(report.outcomes):
         return
     yield from ["## Losses", "", "![losses](losses.svg)", ""]
     titles = {outcome.key: outcome.title for outcome in report.outcomes}
-    rows = [
-        (titles[one.key], titles[one.reference], str(len(one.by_step)), _share(one.largest))
-        for one in report.agreement
-    ]
+    rows = []
+    for one in report.agreement:
+        share = "a loss is not finite" if one.largest is None else f"{100 * one.largest:.3f} %"
+        rows.append((titles[one.key], titles[one.reference], str(len(one.by_step)), share))
     if rows:
         yield from _table(("", "compared with", "steps", "largest difference at a step"), rows)
 
 
-def _share(distance: float | None) -> str:
-    return "a loss is not finite" if distance is None else f"{100 * distance:.3f} %"
-
-
-def _plans(report: Report) -> Iterator[str]:
+def _plans(report: Report) -> Lines:
     found = timed(report)
     if not found:
         return
@@ -317,47 +271,32 @@ def _plans(report: Report) -> Iterator[str]:
         "",
         "![seconds per step](steps.svg)",
         "",
-        (
-            "Measured / planned, term by term; seconds, or GB. Planned from the rates above. Later "
-            "plans of this model also use what the bound"
-        ),
+        "Measured / planned, term by term; seconds, or GB. Planned from the rates above. Later "
+        "plans of this model also use what the bound",
         "runs measured without offload, with our engine and with ZeRO-Offload.",
         "",
     ]
     rows = []
     for outcome, result in found:
-        cells = []
+        cells = [outcome.title]
         for term in _TERMS:
             unit = 1e9 if term.endswith("_bytes") else 1.0
             measured, planned = (
                 getattr(figures, term) / unit for figures in (result.measured, result.predicted)
             )
-            cells.append(
-                f"{significant(measured)} / {significant(planned)}"
-                if planned
-                else f"{significant(measured)} / —"
-            )
-        rows.append((outcome.title, *cells))
-    yield from _table(("", *_NAMES.values()), rows)
+            cells.append(f"{significant(measured)} / {significant(planned) if planned else '—'}")
+        rows.append(cells)
+    yield from _table(("", *_TERMS.values()), rows)
 
 
-def _phases(report: Report) -> Iterator[str]:
-    found = [
-        (outcome, result.phases)
-        for outcome, result in trained(report.outcomes)
-        if result.phases is not None
-    ]
-    if not found:
+def _phases(report: Report) -> Lines:
+    names, rows = PhaseSeconds.__struct_fields__, []
+    for outcome, result in trained(report.outcomes):
+        if result.phases is not None:
+            seconds = [getattr(result.phases, name) for name in names]
+            rows.append((outcome.title, *(f"{each:.1f}" for each in (*seconds, sum(seconds)))))
+    if not rows:
         return
-    names = PhaseSeconds.__struct_fields__
-    rows = [
-        (
-            outcome.title,
-            *(f"{getattr(phases, name):.1f}" for name in names),
-            f"{sum(getattr(phases, name) for name in names):.1f}",
-        )
-        for outcome, phases in found
-    ]
     yield from [
         "## Where the time went",
         "",
@@ -369,18 +308,16 @@ def _phases(report: Report) -> Iterator[str]:
     )
 
 
-def _outcomes(report: Report) -> Iterator[str]:
+def _outcomes(report: Report) -> Lines:
     rest = [outcome for outcome in report.outcomes if outcome.state != "measured"]
-    if not rest:
-        return
-    yield from ["## Not measured", ""]
-    yield from (
-        f"- {outcome.title}: {outcome.state}{': ' if outcome.reason else ''}{outcome.reason}"
-        for outcome in rest
-    )
+    if rest:
+        yield from ["## Not measured", ""]
+    for outcome in rest:
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        yield f"- {outcome.title}: {outcome.state}{reason}"
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     yield "| " + " | ".join(headings) + " |"
     yield "|" + "---|" * len(headings)
     yield from ("| " + " | ".join(row) + " |" for row in rows)

@@ -255,7 +255,7 @@ def _machine_measurements(machine: Machine, folder: Path) -> list[_Measurement]:
     if gpus:
         pairs = len(gpus) * len(machine.cpu_nodes) + (len(gpus) > 1)
         title = "copies between every GPU and every NUMA node"
-        parts.append(_Measurement("copies", title, _COPY_S * pairs, partial(copies, machine)))
+        parts.append(_Measurement("copies", title, _COPY_S * pairs, partial(_copies, machine)))
     return parts
 
 
@@ -283,7 +283,7 @@ def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> Rat
     return RatesFound(rates=measure_rates(machine, tell, timeout_s=limit_s)[0])
 
 
-def copies(
+def _copies(
     machine: Machine, tell: Callable[[str], None], limit_s: float, **more: Any
 ) -> CopiesFound:
     """Measure copies.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -60,8 +60,6 @@ class PlanNeeds(Protocol):
     @property
     def shm_bytes(self) -> int: ...
     @property
-    def disk_bytes(self) -> int: ...
-    @property
     def disk_peak_bytes(self) -> int: ...
     @property
     def step_s(self) -> float | None: ...
@@ -90,19 +88,30 @@ class CheckContext:
         return tuple(gpu for gpu in self.machine.gpus if gpu.vendor == "nvidia")
 
     @property
+    def host_bytes_needed(self) -> int:
+        """What the run cannot do without, on all nodes."""
+        if self.plan is None:
+            return 0
+        return sum(self.plan.host_bytes_per_node.values()) - self.plan.host_optional_bytes
+
+    @property
     def is_grace(self) -> bool:
         """Whether the CPU is an NVIDIA Grace."""
         return self.machine.architecture == "aarch64" and "Grace" in self.machine.cpu_name
+
+    @property
+    def uses_deepspeed_superoffload(self) -> bool:
+        if self.plan is None or self.plan.mode != "superoffload":
+            return False
+        return self.plan.spec.offload.engine == "deepspeed"
 
     @property
     def uses_deepspeed_adam(self) -> bool:
         """Whether the run uses DeepSpeed's CPU Adam, which ninja compiles at first use. so-tui's
         own needs only a compiler.
         """
-        return self.plan is not None and (
-            self.plan.mode == "zerooffload"
-            or (self.plan.mode == "superoffload" and self.plan.spec.offload.engine == "deepspeed")
-        )
+        zerooffload = self.plan is not None and self.plan.mode == "zerooffload"
+        return zerooffload or self.uses_deepspeed_superoffload
 
     def text(self, name: str) -> str:
         """Return the content of a system file; empty if it is absent or the machine is another
@@ -111,6 +120,6 @@ class CheckContext:
         return (self.files.text(name) if self.files else None) or ""
 
 
-def gpu_list(gpus: tuple[Gpu, ...]) -> str:
+def gpu_list(gpus: Iterable[Gpu]) -> str:
     """Return the indices of GPUs for a message: ``0, 2``."""
     return ", ".join(str(gpu.index) for gpu in gpus)

@@ -156,10 +156,8 @@ def _check_numa_balancing(context: CheckContext) -> Findings:
 
 def _check_governor(context: CheckContext) -> Findings:
     folder = "/sys/devices/system/cpu/cpu0/cpufreq"
-    name, scaling = (
-        context.text(f"{folder}/scaling_governor").strip(),
-        context.text(f"{folder}/scaling_driver").strip(),
-    )
+    name = context.text(f"{folder}/scaling_governor").strip()
+    scaling = context.text(f"{folder}/scaling_driver").strip()
     if context.nvidia_gpus and name in _SLOW_GOVERNORS and scaling not in _SELF_SCALING:
         yield Finding(
             "slow-governor",
@@ -370,11 +368,7 @@ def _check_memory_limit(context: CheckContext) -> Findings:
     limit = context.machine.memory_limit_bytes
     if limit is None:
         return
-    needed = (
-        sum(context.plan.host_bytes_per_node.values()) - context.plan.host_optional_bytes
-        if context.plan
-        else 0
-    )
+    needed = context.host_bytes_needed
     if context.plan and needed <= _TIGHT_SHARE * limit:
         return
     exceeded = needed > limit
@@ -410,7 +404,7 @@ MEMORY_CHECKS = (
 
 
 _TRAINER = "so_tui_trainer"
-_RUN_VARIABLE = "SO_TUI_RUN="
+_RUN_VARIABLE = "SO_TUI_RUN"
 """Set in the environment of every process of a run."""
 _SHELLS = ("bash", "sh", "dash", "zsh", "fish", "tmux: server", "slurmstepd")
 _SESSION = 3
@@ -429,21 +423,20 @@ def _check_orphans(context: CheckContext) -> Findings:
     """Find training processes of this user without a supervisor. The run may still be fine: its
     supervisor may have died.
     """
-    if not context.files:
+    if not (files := context.files):
         return
     ours: dict[int, str] = {}
     others: list[int] = []
-    for pid in sorted(int(name) for name in context.files.names("/proc") if name.isdigit()):
-        if not _own_and_alive(context.files, pid):
+    for pid in sorted(int(name) for name in files.names("/proc") if name.isdigit()):
+        if not _own_and_alive(files, pid):
             continue
-        arguments = _strings(context.files, pid, "cmdline")
-        run = run_of(context.files, pid)
+        arguments, run = _strings(files, pid, "cmdline"), run_of(files, pid)
         # Adam workers are spawned by multiprocessing: only their environment shows which run they
         # belong to.
         if run is not None or any(_TRAINER in argument for argument in arguments):
-            if _is_unsupervised(context.files, pid):
+            if _is_unsupervised(files, pid):
                 ours[pid] = run or ""
-        elif _adopted(context.files, pid) and _is_rank(context.files, pid, arguments):
+        elif _adopted(files, pid) and _is_rank(files, pid, arguments):
             others.append(pid)
     if ours:
         runs = ", ".join(sorted({run for run in ours.values() if run})) or "unknown"
@@ -476,14 +469,8 @@ def _check_orphans(context: CheckContext) -> Findings:
 
 def run_of(files: SystemFiles, pid: int) -> str | None:
     """Return the run directory that a process of so-tui belongs to; None for any other process."""
-    return next(
-        (
-            text.removeprefix(_RUN_VARIABLE)
-            for text in _strings(files, pid, "environ")
-            if text.startswith(_RUN_VARIABLE)
-        ),
-        None,
-    )
+    variables = (text.partition("=") for text in _strings(files, pid, "environ"))
+    return next((value for name, _, value in variables if name == _RUN_VARIABLE), None)
 
 
 def _is_rank(files: SystemFiles, pid: int, arguments: list[str]) -> bool:
@@ -499,19 +486,17 @@ def _is_rank(files: SystemFiles, pid: int, arguments: list[str]) -> bool:
 def _own_and_alive(files: SystemFiles, pid: int) -> bool:
     """Return whether a process belongs to this user and has not ended."""
     try:
-        return (
-            files.path(f"/proc/{pid}").stat().st_uid == os.getuid()
-            and _state_and_parent(files, pid)[0] not in "ZX"
-        )
+        own = files.path(f"/proc/{pid}").stat().st_uid == os.getuid()
     except OSError:
         return False
+    return own and _stat(files, pid)[0] not in "ZX"
 
 
-def _state_and_parent(files: SystemFiles, pid: int) -> tuple[str, int]:
-    """Return the state and the parent of a process; ("Z", 0) if it has ended."""
+def _stat(files: SystemFiles, pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name: the state, the parent, and so on."""
     # The name in parentheses may contain spaces and parentheses: the fields follow the last one.
     fields = (files.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-    return (fields[0], int(fields[1])) if len(fields) > 1 else ("Z", 0)
+    return fields if len(fields) > 1 else ["Z", "0"]
 
 
 def _is_unsupervised(files: SystemFiles, pid: int) -> bool:
@@ -527,9 +512,9 @@ def _is_unsupervised(files: SystemFiles, pid: int) -> bool:
             return False
         if run_of(files, pid) is not None:
             top = pid
-        pid = _state_and_parent(files, pid)[1]
-    fields = (files.text(f"/proc/{top}/stat") or "").rpartition(")")[2].split()
-    leaderless = len(fields) > _SESSION and not files.exists(f"/proc/{fields[_SESSION]}")
+        pid = int(_stat(files, pid)[1])
+    session = _stat(files, top)[_SESSION:][:1]
+    leaderless = any(not files.exists(f"/proc/{leader}") for leader in session)
     return leaderless or _adopted(files, top)
 
 
@@ -539,9 +524,9 @@ def _adopted(files: SystemFiles, pid: int) -> bool:
 
     In a container, process 1 may be the user's shell.
     """
-    parent = _state_and_parent(files, pid)[1]
+    parent = _stat(files, pid)[1]
     name = files.text(f"/proc/{parent}/comm")
-    return name not in _SHELLS if parent == 1 else name == "systemd"
+    return name not in _SHELLS if parent == "1" else name == "systemd"
 
 
 def _strings(files: SystemFiles, pid: int, name: str) -> list[str]:
@@ -587,17 +572,14 @@ def _logind_settings(files: SystemFiles) -> tuple[str, dict[str, str]]:
     main files, in name order.
     """
     drop_ins = {
-        name: folder
+        name: f"{folder}/logind.conf.d/{name}"
         for folder in _LOGIND_FOLDERS
         for name in files.names(f"{folder}/logind.conf.d")
         if name.endswith(".conf")
     }
-    names = [f"{folder}/logind.conf" for folder in _LOGIND_FOLDERS] + [
-        f"{drop_ins[name]}/logind.conf.d/{name}" for name in sorted(drop_ins)
-    ]
-    where = ""
-    settings: dict[str, str] = {}
-    for file in names:
+    main = [f"{folder}/logind.conf" for folder in _LOGIND_FOLDERS]
+    where, settings = "", dict[str, str]()
+    for file in main + [drop_ins[name] for name in sorted(drop_ins)]:
         found = dict(re.findall(r"^\s*(\w+)\s*=\s*(.*?)\s*$", files.text(file) or "", re.MULTILINE))
         where = file if "KillUserProcesses" in found else where
         settings |= found
@@ -608,31 +590,30 @@ def _check_shared_memory_left(context: CheckContext) -> Findings:
     """Find segments in /dev/shm that no process has open: they take memory until they are
     removed.
     """
-    if not context.files:
+    if not (files := context.files):
         return
     found = {
         name: size
-        for name in context.files.names(_SHM)
-        if _SEGMENT.match(name) and (size := _own_size(context.files, f"{_SHM}/{name}"))
+        for name in files.names(_SHM)
+        if _SEGMENT.match(name) and (size := _own_size(files, f"{_SHM}/{name}"))
     }
     if found:
-        open_now = _open_segments(context.files)
+        open_now = _open_segments(files)
         found = {name: size for name, size in found.items() if name not in open_now}
-    if sum(found.values()) < _LEFT_BYTES:
+    if (left := sum(found.values())) < _LEFT_BYTES:
         return
-    paths = [f"{_SHM}/{name}" for name in sorted(found, key=lambda name: -found[name])]
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    total = context.machine.shm_total_bytes or 0
-    largest = printable_line(", ".join(name.rpartition("/")[2] for name in paths[:3]))
+    names = sorted(found, key=lambda name: -found[name])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    largest = printable_line(", ".join(name.rpartition("/")[2] for name in names[:3]))
+    removes = quoted("rm", *(f"{_SHM}/{name}" for name in names[:8]))
+    again = ", then run doctor again" if len(names) > 8 else ""
     yield Finding(
         "shm-left-behind",
-        "warning" if sum(found.values()) > total // 10 else "note",
+        "warning" if left > (context.machine.shm_total_bytes or 0) // 10 else "note",
         "Ended processes left shared memory behind",
-        evidence=f"{memory_size(sum(found.values()))} in {_SHM}: {largest}{more}",
+        evidence=f"{memory_size(left)} in {_SHM}: {largest}{more}",
         cost="It takes memory until it is removed or the machine restarts.",
-        remedy=f"`{quoted('rm', *paths[:8])}`"
-        + (", then run doctor again" if len(paths) > 8 else "")
-        + ". None of your processes has them open.",
+        remedy=f"`{removes}`{again}. None of your processes has them open.",
     )
 
 
@@ -649,15 +630,14 @@ def _own_size(files: SystemFiles, path: str) -> int:
 
 def _open_segments(files: SystemFiles) -> set[str]:
     """Return the names in /dev/shm that a process has mapped, as far as this user may see."""
-    mapped = (
-        files.text(f"/proc/{name}/maps") or "" for name in files.names("/proc") if name.isdigit()
-    )
-    names = {
-        name
-        for maps in mapped
-        for name in re.findall(rf"{_SHM}/(.+?)(?: \(deleted\))?$", maps, re.MULTILINE)
+    mapped = re.compile(rf"{_SHM}/(.+?)(?: \(deleted\))?$", re.MULTILINE)
+    # The kernel writes the end of a line as ``\012``.
+    return {
+        name.replace("\\012", "\n")
+        for pid in files.names("/proc")
+        if pid.isdigit()
+        for name in mapped.findall(files.text(f"/proc/{pid}/maps") or "")
     }
-    return {name.replace("\\012", "\n") for name in names}  # as the kernel writes the end of a line
 
 
 PROCESS_CHECKS = (_check_orphans, _check_shared_memory_left, _check_logout)

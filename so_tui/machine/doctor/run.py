@@ -43,10 +43,7 @@ def _check_memory_now(context: CheckContext) -> Findings:
     """
     if not context.plan or not context.files or context.machine.memory_grows:
         return
-    needed, free = (
-        sum(context.plan.host_bytes_per_node.values()) - context.plan.host_optional_bytes,
-        available_bytes(context.files),
-    )
+    needed, free = context.host_bytes_needed, available_bytes(context.files)
     if context.plan.fits and free is not None and free < needed:
         yield Finding(
             "memory-in-use",
@@ -71,16 +68,14 @@ def _largest(context: CheckContext) -> str:
     import psutil  # only here: it would slow down the start of every command
 
     sizes = [
-        (process.info["memory_info"].rss, process.info["name"], process.pid)
+        (memory.rss, process.info["name"], process.pid)
         for process in psutil.process_iter(["memory_info", "name"])
-        if process.info["memory_info"] is not None
-        and process.info["memory_info"].rss >= _LARGE_BYTES
+        if (memory := process.info["memory_info"]) is not None and memory.rss >= _LARGE_BYTES
     ]
-    named = (
-        f"{printable_line(str(name))} (process {pid}) {memory_size(size)}"
+    return "".join(
+        f"; {printable_line(str(name))} (process {pid}) {memory_size(size)}"
         for size, name, pid in sorted(sizes, reverse=True)[:3]
     )
-    return "".join(f"; {text}" for text in named)
 
 
 def _check_disk(context: CheckContext) -> Findings:
@@ -153,11 +148,7 @@ def _check_deepspeed_engine(context: CheckContext) -> Findings:
     """Find settings that slow down or break DeepSpeed's own SuperOffload, but not so-tui's
     engine.
     """
-    if (
-        not context.plan
-        or context.plan.mode != "superoffload"
-        or context.plan.spec.offload.engine != "deepspeed"
-    ):
+    if not context.plan or not context.uses_deepspeed_superoffload:
         return
     remedy = 'Set `offload.engine = "so-tui"`'
     clipping = context.plan.spec.train.gradient_clipping
@@ -208,9 +199,8 @@ def _check_deepspeed_engine(context: CheckContext) -> Findings:
                 "DEFAULT`."
             ),
         )
-    settings = context.environment.get("PYTORCH_ALLOC_CONF", "") + context.environment.get(
-        "PYTORCH_CUDA_ALLOC_CONF", ""
-    )
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = "".join(context.environment.get(name, "") for name in names)
     if "expandable_segments:True" in settings:
         yield Finding(
             "expandable-segments",
