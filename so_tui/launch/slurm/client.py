@@ -131,7 +131,12 @@ def cancel(job_id: str) -> None:
 
 def requeue(job_id: str) -> None:
     """End a job, and put it back into the queue. Raises SlurmError."""
-    _call(("scontrol", "requeue", job_id))
+    try:
+        _call(("scontrol", "requeue", job_id))
+    except RefusedError:
+        # Slurm itself requeues a job whose node failed, and refuses to do it again.
+        if not any(job.id == job_id and job.state == "PENDING" for job in own_jobs()):
+            raise
 
 
 class ClusterName:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, SlurmError, _parse_queue, submit
+from so_tui.launch.slurm.client import Job, RefusedError, SlurmError, _parse_queue, submit
 
 QUEUE = """\
 1201|PENDING|Resources|2026-11-24T02:13:00||/runs/tiny-1
@@ -130,6 +131,17 @@ def test_no_variable_of_the_users_shell_changes_what_is_asked(
     assert hostile.isdisjoint(seen)
     assert seen["SLURM_CONF"] == "/etc/ours"
     assert ("TOKEN" in seen) == (name == "sbatch")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "CANCELLED"])
+def test_a_job_that_slurm_requeued_itself_is_requeued(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    installed(tmp_path, "scontrol", "echo 'Job is pending execution' >&2; exit 1")
+    installed(tmp_path, "squeue", f"echo '8|PENDING|None|N/A||/x'; echo '7|{state}|None|N/A||/x'")
+    with contextlib.nullcontext() if state == "PENDING" else pytest.raises(RefusedError):
+        client.requeue("7")
 
 
 def test_silent_cluster_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
