@@ -53,8 +53,9 @@ def fast_compiler(machine: SharedMachine) -> str:
 
 def load(machine: SharedMachine, cache: Path, umask: int = 0o022) -> str:
     user = machine.owner
-    changes = {"XDG_CACHE_HOME": str(cache), "CXX": fast_compiler(machine)}
-    done = user.run(user.interpreter, "-P", "-c", LOAD, umask=umask, **changes)
+    python = (user.interpreter, "-P", "-c", LOAD)
+    cxx = fast_compiler(machine)
+    done = user.run(*python, umask=umask, XDG_CACHE_HOME=str(cache), CXX=cxx)
     assert done.returncode == 0, done.stderr
     assert "planted" not in done.stdout
     return done.stdout + done.stderr

@@ -98,8 +98,8 @@ def scene(machine: SharedMachine) -> Iterator[Scene]:
 
 def marked(user: User, run: RunDirectory, known: str) -> subprocess.Popen[str]:
     """Start a process that carries the marker of a run."""
-    marker = {"SO_TUI_RUN": str(run.path), "SO_TUI_RUN_ID": known, "SO_TUI_ATTEMPT": "1"}
-    return user.start(user.interpreter, "-c", SLEEPER, **marker)
+    python = (user.interpreter, "-c", SLEEPER)
+    return user.start(*python, SO_TUI_RUN=str(run.path), SO_TUI_RUN_ID=known, SO_TUI_ATTEMPT="1")
 
 
 def supervisors_of(user: User) -> list[int]:

@@ -121,18 +121,8 @@ def test_an_untrained_group_lends_its_options_to_no_other(
     assert found[0] == found[1]
 
 
-GROUP = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_SIZE",
-        "CROSS_RANK",
-        "CROSS_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    }
-)
+GROUP = {f"{kind}_{what}" for kind in ("LOCAL", "CROSS") for what in ("RANK", "SIZE")}
+GROUP |= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 SCRIPT = """
 import json, sys
 from pathlib import Path

@@ -26,6 +26,7 @@ from tests.support import engine as support
 from tests.support.layouts import layout_of
 from tests.support.problems import coded
 from tests.support.reference_adamw import Reference, core_of
+from tests.support.small_training import SHAPE
 
 WATCHDOG_TIMEOUT_S = 30.0
 
@@ -371,16 +372,8 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
 @pytest.mark.slow
 def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in the last sub-group: were it needed first, forward could not run beside Adam."""
-    shape = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-    }
-    config = AutoConfig.for_model(
-        "qwen3", **shape, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False
-    )
+    shape = SHAPE | {"vocab_size": 64, "num_hidden_layers": 4, "tie_word_embeddings": False}
+    config = AutoConfig.for_model("qwen3", **shape)
     run = support.spec("superoffload", 1.0, clipping=1.0)
     causal = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     _set_leaf_modules(causal, run)

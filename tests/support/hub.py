@@ -160,11 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _api(self, kind: str, name: str, rest: list[str]) -> None:
         repository = self.hub.repositories.get((kind, name))
         if repository is None:
-            return self._answer(
-                401,
-                b"{}",
-                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
-            )
+            missing = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
+            return self._answer(401, b"{}", missing)
         revision = rest[1] if len(rest) > 1 else "main"
         commit = repository.commit(revision)
         if commit is None:
@@ -180,40 +177,29 @@ class _Handler(BaseHTTPRequestHandler):
             for path, content in files.items()
         ]
         gated = "auto" if repository.gated else False
-        return self._json(
-            {
-                "id": name,
-                "sha": commit,
-                "private": False,
-                "gated": gated,
-                "tags": [],
-                "downloads": 0,
-                "siblings": siblings,
-            }
-        )
+        about = {"id": name, "sha": commit, "private": False, "gated": gated, "downloads": 0}
+        return self._json({**about, "tags": [], "siblings": siblings})
 
     def _resolve(self, kind: str, name: str, revision: str, path: str) -> None:
         repository = self.hub.repositories.get((kind, name))
         if repository is None:
             return self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         if repository.gated and (refused := self._refusal()):
-            return self._answer(
-                refused,
-                b"{}",
-                {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {name} is restricted"},
-            )
+            why = {
+                "X-Error-Code": "GatedRepo",
+                "X-Error-Message": f"Access to {name} is restricted",
+            }
+            return self._answer(refused, b"{}", why)
         commit = repository.commit(revision)
         if commit is None:
             return self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         content = repository.commits[commit].get(path)
         if content is None:
-            return self._answer(
-                404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
-            )
+            missing = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
+            return self._answer(404, b"{}", missing)
         if len(content) < LARGE_BYTES:
-            return self._answer(
-                200, content, {"X-Repo-Commit": commit, "ETag": f'"{_sha1(content)}"'}
-            )
+            known = {"X-Repo-Commit": commit, "ETag": f'"{_sha1(content)}"'}
+            return self._answer(200, content, known)
         sha = hashlib.sha256(content).hexdigest()
         linked = {
             "X-Linked-Size": str(len(content)),

@@ -142,16 +142,8 @@ def write_run(
     _write_steps(metrics, chance, run, attempt, steps, total, began, nan_steps)
     reason, suggestion = REASONS.get(state, ("", ""))
     if state in ("finished", "stopped", "failed"):
-        metrics.append(
-            EndRecord(
-                attempt=attempt,
-                time=now,
-                state=state,
-                step=steps,
-                reason=reason,
-                suggestion=suggestion,
-            )
-        )
+        end = EndRecord(attempt=attempt, time=now, state=state, step=steps, reason=reason)
+        metrics.append(replace(end, suggestion=suggestion))
     metrics.close()
 
     samples = SampleWriter(run, machine.hostname)

@@ -31,27 +31,15 @@ from so_tui_trainer.model.build import build
 from so_tui_trainer.model.checkpointing import HostActivations, Room
 from so_tui_trainer.model.config import disable_dropout
 from so_tui_trainer.model.trained import TrainedModel, parameter_groups
+from tests.support import small_training
 from tests.support.attention import PLAIN
 from tests.support.documents import documents, spec
 from tests.support.engine import binding
 from tests.support.models import LONGROPE, causal_model
 from tests.support.rank_processes import leave
 
-SHAPE = {
-    "vocab_size": 2048,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 16,
-    "pad_token_id": 0,
-}
+SHAPE = small_training.SHAPE | small_training.EXPERTS
+SHAPE |= {"intermediate_size": 64, "num_hidden_layers": 2, "sliding_window": 16}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 """Windows of 16 tokens, in documents that the end of a rank's part divides."""
 

@@ -347,15 +347,8 @@ def test_tokenizers_with_leading_spaces_get_texts_whole() -> None:
         ids.tolist()
         == tokenizer("[INST] Add [/INST] It is 5.</s>[INST] And [/INST] 5. is</s>")["input_ids"]
     )
-    assert tokenizer.convert_ids_to_tokens(ids[flags].tolist()) == [
-        "▁It",
-        "▁is",
-        "▁5.",
-        "</s>",
-        "▁5.",
-        "▁is",
-        "</s>",
-    ]
+    trained = tokenizer.convert_ids_to_tokens(ids[flags].tolist())
+    assert trained == ["▁It", "▁is", "▁5.", "</s>", "▁5.", "▁is", "</s>"]
 
 
 def test_spaces_outside_of_token_spans_are_trained() -> None:

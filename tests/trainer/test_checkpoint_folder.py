@@ -318,7 +318,8 @@ def ended_by_itself(act: Callable[[], object], most: int) -> bool:
 def test_a_save_killed_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     spec = tiny(checkpoint__keep="1")
     written(tmp_path, 3, "", spec)
-    found, ended = [], False
+    found: list[int] = []
+    ended = False
     while not ended:
         folder = tmp_path / str(len(found))
         shutil.copytree(tmp_path / "step-000003", folder / "step-000003")

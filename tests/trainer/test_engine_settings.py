@@ -24,6 +24,7 @@ from tests.support.engine import binding
 from tests.support.launching import tiny
 from tests.support.models import causal_model
 from tests.support.problems import coded, refusal
+from tests.support.small_training import EXPERTS, SHAPE
 
 VALUES = {
     "offload.mode": "superoffload",
@@ -153,24 +154,8 @@ def test_a_mode_that_nobody_resolved_is_refused() -> None:
         engine_settings(spec(offload__mode="auto"), binding())
 
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "pad_token_id": 0,
-}
-
-
 def model() -> PreTrainedModel:
-    return causal_model(AutoConfig.for_model("qwen3_moe", **SHAPE, **EXPERTS))
+    return causal_model(AutoConfig.for_model("qwen3_moe", **SHAPE | EXPERTS))
 
 
 @pytest.mark.parametrize("gpus", ["1", "2"])

@@ -133,18 +133,8 @@ def test_users_of_gpus_are_listed_with_what_they_use() -> None:
     other = HostProcess(8, "tar", "root", 1.0, None, (), None)
     lines = _process_lines([training, other], 120, 5).plain.splitlines()
     assert len(lines) == 3
-    assert lines[1].split() == [
-        "7",
-        "someone",
-        "pyth\\x1b[2Jon",
-        "65.2",
-        "90.0",
-        "GiB",
-        "0,2",
-        "40.0",
-        "GiB",
-        "0-71",
-    ]
+    told = r"7 someone pyth\x1b[2Jon 65.2 90.0 GiB 0,2 40.0 GiB 0-71"
+    assert lines[1].split() == told.split()
     assert lines[2].split() == ["8", "root", "tar", "1.0"]
     assert (
         _process_lines([training, *[other] * 9], 120, 5).plain.splitlines()[-1].strip() == "7 more"

@@ -204,28 +204,13 @@ def colours(theme_index: int, *names: str) -> dict[str, str]:
 
 
 def test_the_theme_of_high_contrast_has_it() -> None:
-    texts = colours(
-        THEMES.index(CONTRAST),
-        "foreground",
-        "faint",
-        "primary",
-        "success",
-        "warning",
-        "error",
-        "adam",
-        "main-core",
-        "rule",
-    )
+    names = "foreground faint primary success warning error adam main-core rule"
+    texts = colours(THEMES.index(CONTRAST), *names.split())
     for name, colour in texts.items():
         assert contrast(colour, "#000000") >= 7, name
         assert contrast(colour, "#1c1c1c") >= 7, name
-    assert (
-        contrast(
-            CONTRAST.variables["block-cursor-foreground"],
-            CONTRAST.variables["block-cursor-background"],
-        )
-        >= 7
-    )
+    cursor = [CONTRAST.variables[f"block-cursor-{part}"] for part in ("foreground", "background")]
+    assert contrast(*cursor) >= 7
 
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
