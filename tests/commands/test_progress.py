@@ -37,7 +37,7 @@ FOLLOW = (
 )
 
 
-def recorded(run: RunDirectory, state: str) -> None:
+def recorded(run: RunDirectory, state: Any) -> None:
     """Record that the run is in a state on another host, so that it does not count as lost here."""
     begun = read_state(run).started
     write_state(run, RunState(name=run.name, state=state, host="another", started=begun, attempt=1))

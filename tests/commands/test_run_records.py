@@ -35,7 +35,7 @@ def two(runs_dir: Path) -> tuple[RunDirectory, RunDirectory]:
 
 
 def ended_run(
-    runs_dir: Path, name: str, state: str = "finished", *, steps: int = 0, **others: Any
+    runs_dir: Path, name: str, state: Any = "finished", *, steps: int = 0, **others: Any
 ) -> RunDirectory:
     return write_run(runs_dir, steps=steps, seconds_of_samples=1, state=state, name=name, **others)
 

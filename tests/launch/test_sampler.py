@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pynvml
 import pytest
@@ -250,5 +251,5 @@ SPAWNED = "from multiprocessing.spawn import spawn_main"
         (("python", "-P", "/lib/superoffload/worker.py", "3"), "other", "other"),
     ],
 )
-def test_roles(argv: tuple[str, ...], parent: str | None, role: str) -> None:
+def test_roles(argv: tuple[str, ...], parent: Any, role: str) -> None:
     assert _role_of(argv, parent) == role

@@ -68,6 +68,7 @@ def test_a_pipe_and_a_device_are_not_read(tmp_path: Path) -> None:
         ({"allowed_cpus": [-1]}, "out-of-range"),
         ({"online_cpus": list(range(60_000)) * 4}, "out-of-range"),
         ({"gpus": [{**gpu, "memory_node": 77} for gpu in VALID["gpus"]]}, "not-a-machine"),
+        ({"numa_nodes": [VALID["numa_nodes"][0] | {"memory_total_bytes": -1}]}, "not-a-machine"),
         ({"schema": 2}, "unsupported-schema"),
         ({"numa_nodes": [], "gpus": []}, "no-cpu-node"),
     ],

@@ -104,7 +104,7 @@ def test_a_damaged_or_impossible_file_counts_as_none(old: str, new: str) -> None
 def probe_of(factor: float, more_gb: float) -> Probe:
     plan = make_plan(SPEC, H200)
     step = step_of(plan)
-    times = {
+    times: dict[str, Any] = {
         "step_s": step.total_s,
         "forward_s": step.forward_s,
         "backward_s": step.backward_s,

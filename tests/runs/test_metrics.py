@@ -106,18 +106,10 @@ def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -
     write(run, 1, records)
     reader = RunReader(run)
     assert read_all(reader) == records
-    assert reader.metrics.latest == records[50]
-    assert reader.metrics.start == records[0]
-    assert reader.metrics.end == records[-1]
-    assert (
-        reader.metrics.evaluations[0].loss,
-        reader.metrics.checkpoints[0].path,
-        reader.metrics.warnings[0].message,
-    ) == (
-        2.5,
-        "/c",
-        "slow",
-    )
+    metrics = reader.metrics
+    assert (metrics.start, metrics.latest, metrics.end) == (records[0], records[50], records[-1])
+    found = (*metrics.evaluations, *metrics.checkpoints, *metrics.warnings)
+    assert found == tuple(records[51:54])
     assert reader.poll().records == ()
 
 
@@ -217,44 +209,42 @@ def test_segments_are_read_once_for_charts_and_records(
 @pytest.mark.parametrize("resumed", [150, 167, 0])
 @pytest.mark.parametrize("late", [False, True], ids=["live", "late"])
 def test_resume_supersedes_steps(run: RunDirectory, step: Step, resumed: int, late: bool) -> None:
+    """Later ones."""
     reader = RunReader(run)
     saved = [
         CheckpointRecord(attempt=1, time=1.0, step=s, path=str(s), bytes=1, seconds=1.0)
         for s in (0, resumed, resumed + 100)
     ]
-    first: list[MetricRecord] = [*(step(i, loss=1.0) for i in range(resumed + 200)), *saved]
-    write(run, 1, first, segment_bytes=50_000)
+
+    def written(attempt: int, *records: MetricRecord) -> None:
+        write(run, attempt, list(records), segment_bytes=50_000)
+
+    def newest() -> int:
+        assert reader.metrics.latest is not None
+        return reader.metrics.latest.step
+
+    written(1, *(step(i, loss=1.0) for i in range(resumed + 200)), *saved)
     if not late:
         read_all(reader)
-        assert reader.metrics.latest is not None
-        assert reader.metrics.latest.step == resumed + 199
+        assert newest() == resumed + 199
         assert rows(reader, "loss")[-1] == (resumed + 199, 1.0)
-    write(
-        run, 2, [start(2), ResumedRecord(attempt=2, time=2e9, step=resumed)], segment_bytes=50_000
-    )
+    written(2, start(2), ResumedRecord(attempt=2, time=2e9, step=resumed))
     before = StepRows(reader.metrics, ["loss"])
     reader.poll(limit_s=10)
     assert before.outdated is not late
-    assert reader.metrics.latest is not None
-    assert reader.metrics.latest.step == resumed
+    assert newest() == resumed
     assert rows(reader, "loss")[-1] == (resumed, 1.0)
-    write(
-        run,
-        2,
-        [step(i, attempt=2, loss=5.0) for i in range(resumed + 1, resumed + 151)],
-        segment_bytes=50_000,
-    )
-    read_all(reader)
     everything = resumed + 151
-    assert losses(reader) == [1.0] * (resumed + 1) + [5.0] * 150
-    drawn = rows(reader, "loss")
-    assert drawn == [(i, 1.0 if i <= resumed else 5.0) for i in range(everything)]
-    assert [record.step for record in reader.metrics.recent(everything)] == list(range(everything))
-    assert {record.path for record in reader.metrics.checkpoints} == {"0", str(resumed)}
+    written(2, *(step(i, attempt=2, loss=5.0) for i in range(resumed + 1, everything)))
+    read_all(reader)
+    expected = [1.0] * (resumed + 1) + [5.0] * 150
     fresh = RunReader(run)
     read_all(fresh)
-    assert losses(fresh) == losses(reader)
-    assert rows(fresh, "loss") == drawn
+    for each in (reader, fresh):
+        assert losses(each) == expected
+        assert rows(each, "loss") == list(enumerate(expected))
+    assert [record.step for record in reader.metrics.recent(everything)] == list(range(everything))
+    assert {record.path for record in reader.metrics.checkpoints} == {"0", str(resumed)}
 
 
 def test_killed_writer_leaves_whole_records(run: RunDirectory, step: Step) -> None:
@@ -413,10 +403,8 @@ def test_work_for_a_record_does_not_grow_with_events(
     monkeypatch.setattr(metrics, "_with_few_warnings", counted)
     records: list[MetricRecord] = []
     for number in range(100):
-        records += [
-            step(number),
-            EvaluationRecord(attempt=1, time=1e9, step=number, loss=1.0, tokens=1),
-        ]
+        evaluated = EvaluationRecord(attempt=1, time=1e9, step=number, loss=1.0, tokens=1)
+        records += [step(number), evaluated]
     write(run, 1, records)
     reader = MetricsReader(run)
     reader.poll(limit_records=1000, limit_s=10.0)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,7 +39,7 @@ DEAD = Process(pid=1 << 21, start_time=1, role="supervisor")
 ELSEWHERE = HostIdentity("elsewhere", "another", 1)
 
 
-def faults_of(folder: Path, how: str) -> dict[str, str]:
+def faults_of(folder: Path, how: Any) -> dict[str, str]:
     """Return the environment of processes whose locks are as a word says."""
     library = shim.build(folder)
     if library is None:

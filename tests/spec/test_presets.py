@@ -34,27 +34,35 @@ def spec_of(name: str) -> RunSpec:
     return PRESETS[name].spec
 
 
+def rewritten(path: Path) -> tuple[str, int]:
+    """Return what the generator makes of a file, and its number of parameters."""
+    pytest.importorskip("transformers")
+    from so_tui_trainer.tools.presets import _rewritten
+
+    return _rewritten(path)
+
+
+def regenerated(path: Path) -> str:
+    """Write what the generator makes of a file, which it must leave as it is then."""
+    text, _ = rewritten(path)
+    path.write_text(text)
+    assert rewritten(path)[0] == text
+    return text
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_and_settings_are_those_published(name: str) -> None:
     spec = spec_of(name)
     billions, gpus, length, ratio = PUBLISHED[name]
     assert round(spec.model.parameter_count / 1e9, 2) == billions
-    assert spec.gpus == gpus
-    assert spec.data.sequence_length == length
-    assert (spec.offload.ratio, spec.offload.cpu_adam_cores_fraction, spec.offload.mode) == (
-        ratio,
-        0.9,
-        "auto",
-    )
-    assert spec.train.micro_batch * gpus * spec.train.gradient_accumulation == 4, (
+    assert (spec.gpus, spec.data.sequence_length) == (gpus, length)
+    offload, train = spec.offload, spec.train
+    assert (offload.ratio, offload.cpu_adam_cores_fraction, offload.mode) == (ratio, 0.9, "auto")
+    assert train.micro_batch * gpus * train.gradient_accumulation == 4, (
         "the scripts' batch is 4 sequences over all GPUs"
     )
-    assert (
-        spec.train.learning_rate,
-        spec.train.warmup_ratio,
-        spec.train.weight_decay,
-        spec.train.seed,
-    ) == (1e-5, 0.05, 0.01, 42)
+    assert (train.learning_rate, train.warmup_ratio) == (1e-5, 0.05)
+    assert (train.weight_decay, train.seed) == (0.01, 42)
     assert (spec.data.source, spec.data.split) == ("tatsu-lab/alpaca", "train[:10%]")
     assert not spec.model.trust_remote_code
 
@@ -129,74 +137,48 @@ def test_experts_and_what_never_decays_are_told_apart() -> None:
 
 
 def test_the_generator_rewrites_a_stale_table(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     from so_tui.spec.model_table import MARKER
-    from so_tui_trainer.tools.presets import _rewritten
 
-    own = (
-        Path(PRESETS["tiny"].path)
-        .read_text()
-        .partition(MARKER)[0]
-        .replace("num_hidden_layers = 6", "num_hidden_layers = 2")
-    )
+    own, _, _ = Path(PRESETS["tiny"].path).read_text().partition(MARKER)
+    own = own.replace("num_hidden_layers = 6", "num_hidden_layers = 2")
     path = tmp_path / "smaller.toml"
     path.write_text(own.replace('name = "tiny"', 'name = "smaller"'))
-    text, parameters = _rewritten(path)
-    path.write_text(text)
-    assert "repeat = 2" in text
-    assert parameters < spec_of("tiny").model.parameter_count
-    assert _rewritten(path)[0] == text
+    assert rewritten(path)[1] < spec_of("tiny").model.parameter_count
+    assert "repeat = 2" in regenerated(path)
 
 
 def test_the_generator_writes_out_what_the_planner_reads(tmp_path: Path) -> None:
     """Of a shape that leaves half of itself to the model's defaults; what a person wrote stays as
     it is.
     """
-    pytest.importorskip("transformers")
     from so_tui.model.flops import flops_of
-    from so_tui_trainer.tools.presets import _rewritten
 
     path = tmp_path / "mini.toml"
-    shape = (
-        '[model.config]  # mine\nmodel_type = "llama"\nhidden_size = 256 # narrow\n'
-        "num_hidden_layers = 4\n"
-    )
-    own = (
-        f'[model]\nid = "own/mini"\nweights = "random"\n{shape}[data]\nsource = "x"\n[train]\n'
-        "steps = 1\n"
-    )
+    shape = '[model.config]  # mine\nmodel_type = "llama"\nhidden_size = 256 # narrow\n'
+    own = f'[model]\nid = "own/mini"\nweights = "random"\n{shape}num_hidden_layers = 4\n'
+    own += '[data]\nsource = "x"\n[train]\nsteps = 1\n'
     path.write_text(own)
-    path.write_text(_rewritten(path)[0])
-    assert all(line in path.read_text().splitlines() for line in own.splitlines())
+    text = regenerated(path)
+    assert all(line in text.splitlines() for line in own.splitlines())
     model = find_preset(str(path)).spec.model
     assert (model.config["num_attention_heads"], model.config["vocab_size"]) == (32, 32000)
     assert flops_of(model).full_layers == 4
-    assert _rewritten(path)[0] == path.read_text()
 
 
 @pytest.mark.parametrize("section", ["", "[model.config]\n"])
 def test_generator_writes_a_whole_shape(tmp_path: Path, section: str) -> None:
-    pytest.importorskip("transformers")
-    from so_tui_trainer.tools.presets import _rewritten
-
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    }
+    """Where there is none."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    shape = {"model_type": "llama", "hidden_size": 64, "rope_scaling": scaling}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     path = tmp_path / "own.toml"
     path.write_text(
         f'[model]\nid = "{tmp_path}"\n{section}[data]\nsource = "x"\n[train]\nsteps = 1\n'
     )
-    path.write_text(_rewritten(path)[0])
+    regenerated(path)
     config = find_preset(str(path)).spec.model.config
-    assert (config["model_type"], config["hidden_size"], config["rope_parameters"]["factor"]) == (
-        "llama",
-        64,
-        2.0,
-    )
-    assert _rewritten(path)[0] == path.read_text()
+    assert (config["model_type"], config["hidden_size"]) == ("llama", 64)
+    assert config["rope_parameters"]["factor"] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -210,51 +192,35 @@ def test_generator_writes_a_whole_shape(tmp_path: Path, section: str) -> None:
     ],
 )
 def test_changed_shape_is_told_and_mended(tmp_path: Path, old: str, new: str) -> None:
-    pytest.importorskip("transformers")
-    from so_tui_trainer.tools.presets import _rewritten
-
+    """One below its table, by the generator."""
     path = tmp_path / "mine.toml"
-    path.write_text(
-        Path(PRESETS["tiny"].path)
-        .read_text()
-        .replace('name = "tiny"', 'name = "mine"')
-        .replace(old, new)
-    )
+    text = Path(PRESETS["tiny"].path).read_text().replace('name = "tiny"', 'name = "mine"')
+    path.write_text(text.replace(old, new))
     (problem,) = load_catalog(tmp_path).problems
     assert problem.field == f"model.config.{old.partition(' ')[0]}"
     assert "so_tui_trainer.tools.presets FILE" in problem.remedy
-    path.write_text(_rewritten(path)[0])
+    path.write_text(rewritten(path)[0])
     assert load_catalog(tmp_path).problems == ()
 
 
 @pytest.mark.repository
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_built_in_files_are_as_the_generator_writes_them(name: str) -> None:
-    pytest.importorskip("transformers")
-    from so_tui_trainer.tools.presets import _rewritten
-
     path = Path(PRESETS[name].path)
-    assert _rewritten(path)[0] == path.read_text(encoding="utf-8")
+    assert rewritten(path)[0] == path.read_text(encoding="utf-8")
 
 
 def test_tiny_needs_no_network_and_has_varied_rows() -> None:
     spec = spec_of("tiny")
-    assert (spec.model.weights, spec.model.id, spec.data.source) == (
-        "random",
-        "builtin:tiny",
-        "builtin:tiny/rows.jsonl",
-    )
-    rows = [
-        json.loads(line)
-        for line in Path(resolve_source("builtin:tiny/rows.jsonl"))
-        .read_text(encoding="utf-8")
-        .splitlines()
-    ]
+    assert (spec.model.weights, spec.model.id) == ("random", "builtin:tiny")
+    assert spec.data.source == "builtin:tiny/rows.jsonl"
+    text = Path(resolve_source("builtin:tiny/rows.jsonl")).read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
     assert len(rows) >= 300
-    assert all(
-        set(row) == {"instruction", "input", "output"} and row["instruction"] and row["output"]
-        for row in rows
-    )
+    for row in rows:
+        assert set(row) == {"instruction", "input", "output"}
+        assert row["instruction"]
+        assert row["output"]
     assert len({(row["instruction"], row["input"]) for row in rows}) == len(rows)
     assert len({row["instruction"] for row in rows}) > 150
 

@@ -53,9 +53,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, run: RunDirectory, state: str) -> None:
-    monkeypatch.setattr(
-        client, "own_jobs", lambda: (Job(id="7", state=state, folder=str(run.attempt_dir(1))),)
-    )
+    jobs = (Job(id="7", state=state, folder=str(run.attempt_dir(1))),)
+    monkeypatch.setattr(client, "own_jobs", lambda: jobs)
+
+
+def recorded(run: RunDirectory, state: str, code: str = "", **others: object) -> None:
+    write_state(run, replace(read_state(run), state=state, code=code, **others))
 
 
 def told_soon(run: RunDirectory, count: int) -> Future[int]:
@@ -145,35 +148,30 @@ def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
     ],
 )
 def test_a_run_that_ended_by_itself_does_not_continue(code: str, run: RunDirectory) -> None:
-    state = "finished" if code == OutcomeCode.FINISHED else "failed"
-    write_state(run, replace(read_state(run), state=state, code=code))
+    recorded(run, "finished" if code == OutcomeCode.FINISHED else "failed", code)
     with rejected("not-continued"):
         _attempt_of_restart(run, 1, MACHINE, 1)
     assert run.attempts() == (1,)
 
 
 @pytest.mark.parametrize(
-    ("person", "signalled", "warned", "continues"),
+    ("asked", "continues"),
     [
-        (True, False, False, False),
-        (False, True, False, True),
-        (False, False, True, True),
-        (True, True, True, False),
+        ([{}], False),
+        ([{"signalled": True}], True),
+        ([{"warned": True}], True),
+        ([{}, {"signalled": True}, {"warned": True}], False),
     ],
 )
 def test_a_run_that_a_person_stopped_does_not_continue(
-    person: bool, signalled: bool, warned: bool, continues: bool, run: RunDirectory
+    asked: list[dict[str, bool]], continues: bool, run: RunDirectory
 ) -> None:
     """A scheduler that ends a job sends signals; neither they nor its warning replace what a person
     wants.
     """
-    if person:
-        request_stop(run)
-    if signalled:
-        request_stop(run, signalled=True)
-    if warned:
-        request_stop(run, warned=True)
-    write_state(run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED))
+    for how in asked:
+        request_stop(run, **how)
+    recorded(run, "stopped", OutcomeCode.STOPPED)
     if continues:
         assert _attempt_of_restart(run, 1, MACHINE, 1) == 2
         return
@@ -199,9 +197,8 @@ def test_dequeued_run_is_not_continued(run: RunDirectory, monkeypatch: pytest.Mo
         raise SlurmError("no answer")
 
     monkeypatch.setattr(client, "own_jobs", away)
-    write_state(
-        run, queued_state(replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED))
-    )
+    recorded(run, "stopped", OutcomeCode.STOPPED)
+    write_state(run, queued_state(read_state(run)))
     assert stop(run, assume_dead=True).state == "stopped"
     with rejected("not-continued"):
         _attempt_of_restart(run, 1, MACHINE, 1)
@@ -229,14 +226,13 @@ def test_a_job_near_its_time_limit_is_put_back(
 
 
 def test_job_without_number_is_put_back(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although its number could not be recorded."""
     put: list[str] = []
     monkeypatch.setattr(client, "requeue", put.append)
     submission = read_submission(run, 1)
     assert submission is not None
     _write_submission(run, 1, replace(submission, job_id=""))
-    write_state(
-        run, replace(read_state(run), state="stopped", code=OutcomeCode.STOPPED, saved_step=4)
-    )
+    recorded(run, "stopped", OutcomeCode.STOPPED, saved_step=4)
     _put_back(run)
     assert put == ["7"]
 
