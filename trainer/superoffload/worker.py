@@ -127,7 +127,7 @@ class _MemoryLayout(NamedTuple):
     """Size of the whole memory."""
 
 
-def memory_size(values: Sequence[Any]) -> MemorySize:
+def _memory_size(values: Sequence[Any]) -> MemorySize:
     """Return a size of which only plain lists are left, as after JSON."""
     size = MemorySize(*values)
     segments = tuple(tuple(Segment(*segment) for segment in group) for group in size.sub_groups)
@@ -286,7 +286,7 @@ def receive(channel: socket.socket) -> Result | None:
     return Result(*_RESULT.unpack(packet)) if packet else None
 
 
-def serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
+def _serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
     """Execute commands in order until the other side closes the socket, which it may do at any
     time.
 
@@ -365,7 +365,7 @@ def _adamw_scalars(command: Command) -> _AdamWScalars:
     )
 
 
-class States(ctypes.Structure):
+class _States(ctypes.Structure):
     """One set of a sub-group's arrays, as in ``adam.cpp``; all null for a set that does not
     exist.
     """
@@ -499,10 +499,10 @@ class Kernel:
     def _states(self, which: int, index: int) -> Any:
         having = {StatesSet.SECOND: self._size.speculating, StatesSet.COPY: self._size.copied}
         if index not in having.get(StatesSet(which), (index,)):
-            return ctypes.byref(States())
+            return ctypes.byref(_States())
         regions = self._layout.states[which]
         existing = regions if self._size.moments is Moments.INT8 else regions[:3]
-        return ctypes.byref(States(*(self._base + region[index] for region in existing)))
+        return ctypes.byref(_States(*(self._base + region[index] for region in existing)))
 
 
 # The process.
@@ -526,13 +526,13 @@ def main() -> None:
     settings = json.loads(line)
     # Before OpenMP is loaded, which creates its threads accordingly.
     os.sched_setaffinity(0, settings["cpus"])
-    size = memory_size(settings["size"])
+    size = _memory_size(settings["size"])
     weights = mmap.mmap(settings["weights"], 0) if size.host_weights else None
     with (
         mmap.mmap(settings["memory"], 0) as memory,
         socket.socket(fileno=settings["channel"]) as channel,
     ):
-        serve(channel, Kernel(settings["library"], memory, size, weights).run)
+        _serve(channel, Kernel(settings["library"], memory, size, weights).run)
         # the kernel still points into the memory, so leaving the block, which closes it, would fail
         os._exit(0)
 
