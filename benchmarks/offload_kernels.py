@@ -29,7 +29,7 @@ def kernel_rows(numel: int) -> list[dict[str, Any]]:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     from superoffload import kernel
-    from superoffload.adam import (
+    from superoffload.worker import (
         Command,
         GradientSource,
         Kernel,

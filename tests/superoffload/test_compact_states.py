@@ -19,7 +19,9 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 import superoffload
 from so_tui.model.sharding import MOMENT_BLOCK, StatesFormat, state_bytes
 from superoffload import kernel
-from superoffload.adam import (
+from superoffload.checkpoint import Manifest, Rounded, SubGroupRecord, _rounded
+from superoffload.deepspeed_adapter.engine import sub_group_states
+from superoffload.worker import (
     BLOCK,
     Command,
     Kernel,
@@ -29,8 +31,6 @@ from superoffload.adam import (
     Segment,
     layout,
 )
-from superoffload.checkpoint import Manifest, Rounded, SubGroupRecord, _rounded
-from superoffload.deepspeed_adapter.engine import sub_group_states
 from tests.support import engine as support
 from tests.support.problems import coded
 from tests.support.reference_adamw import core_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from superoffload import kernel
-from superoffload.adam import Command, Kernel, MemorySize, Operation, Segment, layout
+from superoffload.worker import Command, Kernel, MemorySize, Operation, Segment, layout
 
 NUMEL = 3 * (1 << 16) + 77
 """More than one chunk for each of two threads, and a remainder."""

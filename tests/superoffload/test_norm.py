@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import superoffload
-from superoffload.adam import GradientSource, Operation
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import _Arrivals
 from superoffload.steps import GradientNorm, StepTime, clip_factor, step_policy
 from superoffload.transfers import LayerWait, Meter, Transfers
+from superoffload.worker import GradientSource, Operation
 from tests.support.problems import coded
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import superoffload
-from superoffload.adam import MemorySize, Segment
 from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates
+from superoffload.worker import MemorySize, Segment
 from tests.support.problems import coded
 from tests.support.shared_memory import SHARED_MEMORY, files_in_shared_memory, named_after
 

@@ -20,9 +20,9 @@ from so_tui.plan.plan import MemoryPolicy
 from so_tui.plan.step_time import ACCUMULATE_BYTES, ADAM_BYTES
 from so_tui_trainer import binding
 from superoffload import worker
-from superoffload.adam import Command, GradientSource, Moments, Operation, bytes_moved
 from superoffload.shared_states import STATES_MEMORY_NAME
 from superoffload.transfers import Transfer, Transfers
+from superoffload.worker import Command, GradientSource, Moments, Operation, bytes_moved
 from tests.support import engine as support
 from tests.support.shared_memory import files_in_shared_memory, named_after
 from tests.support.waiting import LIMIT_S

@@ -38,8 +38,8 @@ def test_kernel_computes_adamw_on_aarch64(
         pytest.skip("this CPU has no SVE2")
     numpy = pytest.importorskip("numpy")
     pytest.importorskip("torch")  # which the package of the kernel imports
-    from superoffload.adam import Command, Operation, _adamw_scalars
     from superoffload.kernel import FLAGS, SOURCE
+    from superoffload.worker import Command, Operation, _adamw_scalars
 
     program = tmp_path / "adam_step"
     flags = [flag for flag in FLAGS if flag not in ("-march=native", "-shared", "-fPIC")]

@@ -37,16 +37,6 @@ from torch import Tensor
 
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel
-from superoffload.adam import (
-    Command,
-    MemorySize,
-    Moments,
-    Operation,
-    Result,
-    Segment,
-    StatesSet,
-    bytes_moved,
-)
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import SubGroup, Tensors
 from superoffload.settings import HostRoom, Settings
@@ -61,6 +51,16 @@ from superoffload.transfers import (
     Stream,
     Transfer,
     Transfers,
+)
+from superoffload.worker import (
+    Command,
+    MemorySize,
+    Moments,
+    Operation,
+    Result,
+    Segment,
+    StatesSet,
+    bytes_moved,
 )
 from superoffload.worker_client import WorkerClient
 

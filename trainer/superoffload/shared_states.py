@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from superoffload import kernel
-from superoffload.adam import Kernel, MemorySize, Moments, layout, region_layout
 from superoffload.errors import OffloadError
+from superoffload.worker import Kernel, MemorySize, Moments, layout, region_layout
 
 # Host memory that the training process shares with its Adam worker.
 #

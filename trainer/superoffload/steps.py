@@ -14,11 +14,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from superoffload.adam import Command, GradientSource, Operation
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.transfers import Event, Transfers
+from superoffload.worker import Command, GradientSource, Operation
 
 _CLIPPING_EPSILON = 1e-6
 

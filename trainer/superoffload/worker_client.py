@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from superoffload import kernel, worker
-from superoffload.adam import Command, Operation, Result, receive, send
 from superoffload.errors import OffloadError, WorkerLostError
 from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.transfers import Event
+from superoffload.worker import Command, Operation, Result, receive, send
 
 MAX_OUTSTANDING = 2
 """Commands that the worker has: the one that it executes and the next. The others wait here, where

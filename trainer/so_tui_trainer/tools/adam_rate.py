@@ -1,8 +1,8 @@
 """Measure the CPU Adam kernel on given cores, in a process of its own:
 ``python -I -S adam_rate.py REQUEST``.
 
-Request (JSON): ``library`` (compiled kernel), ``worker`` (path of the Adam worker, whose modules
-are used), ``cpus``, ``parameters``, ``seconds``. Prints
+Request (JSON): ``library`` (compiled kernel), ``worker`` (path of the Adam worker, whose kernel
+is used), ``cpus``, ``parameters``, ``seconds``. Prints
 ``{"step_bytes_per_s": ..., "accumulate_bytes_per_s": ...}``, the host memory traffic. Uses the
 standard library only, as the worker does: the cores must be set before OpenMP starts its threads,
 which are the first to touch the memory.
@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 
@@ -30,24 +29,13 @@ def main(request: dict[str, Any]) -> None:
     assert specification.loader is not None
     worker = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(worker)
-    worker.import_from(Path(request["worker"]).parent)
-    from superoffload.adam import (
-        Command,
-        Kernel,
-        MemorySize,
-        Operation,
-        Segment,
-        bytes_moved,
-        layout,
-    )
-
     numel = request["parameters"]
-    size = MemorySize(((Segment(numel),),), 2, True)
-    memory = mmap.mmap(-1, layout(size).bytes)
-    kernel = Kernel(request["library"], memory, size)
-    kernel.run(Command(Operation.INITIALIZE, 0))
-    step = Command(
-        Operation.STEP,
+    size = worker.MemorySize(((worker.Segment(numel),),), 2, True)
+    memory = mmap.mmap(-1, worker.layout(size).bytes)
+    kernel = worker.Kernel(request["library"], memory, size)
+    kernel.run(worker.Command(worker.Operation.INITIALIZE, 0))
+    step = worker.Command(
+        worker.Operation.STEP,
         0,
         3,
         learning_rate=1e-5,
@@ -56,9 +44,9 @@ def main(request: dict[str, Any]) -> None:
         epsilon=1e-8,
         weight_decay=0.01,
     )
-    accumulate = Command(Operation.ACCUMULATE, 0)
+    accumulate = worker.Command(worker.Operation.ACCUMULATE, 0)
     answer = {
-        f"{name}_bytes_per_s": bytes_moved(command, numel, size.weight_bytes)
+        f"{name}_bytes_per_s": worker.bytes_moved(command, numel, size.weight_bytes)
         / _seconds(partial(kernel.run, command), request["seconds"])
         for name, command in (("step", step), ("accumulate", accumulate))
     }

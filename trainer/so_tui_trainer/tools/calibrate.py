@@ -202,18 +202,16 @@ def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subproc
     }
     with kernel.opened(kernel.library()) as library:
         request["library"] = kernel.loadable(library)
-        return start(
+        return _start(
             [sys.executable, "-I", "-S", str(script), json.dumps(request)], environment, library
         )
 
 
 def _gpus(gpus: Sequence[Fields], device: str, scale: float) -> Iterator[Answer]:
     """Measure the first GPU by itself, then all GPUs together."""
-    environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = gpus[0]
     request = {"device": device, "cpus": first["cpus"], "seconds": _SECONDS * scale, "scale": scale}
-    alone = environment | {"CUDA_VISIBLE_DEVICES": str(first["index"])}
-    rates = _finish(start(gpu_argv(request), alone))
+    rates = _finish(start_gpu(request, first["index"]))
     d2h, h2d = rates["down_bytes_per_s"] / 1e9, rates["up_bytes_per_s"] / 1e9
     yield {
         "message": (
@@ -222,18 +220,19 @@ def _gpus(gpus: Sequence[Fields], device: str, scale: float) -> Iterator[Answer]
         ),
         "rates": rates,
     }
-    yield from _attention(request, alone)
+    yield from _attention(request, first["index"])
     if len(gpus) < 2:
         return
     # The processes meet in a file and on the loopback interface: a store with a port would listen
     # on every network.
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
     with tempfile.TemporaryDirectory() as meeting:
         shared = {"ranks": len(gpus), "counts": _up_to(len(gpus)), "store": f"{meeting}/store"}
         children = [
-            start(
-                gpu_argv(request | shared | {"cpus": gpu["rank_cpus"], "rank": rank}),
-                environment | {"CUDA_VISIBLE_DEVICES": str(gpu["index"])},
+            start_gpu(
+                request | shared | {"cpus": gpu["rank_cpus"], "rank": rank},
+                gpu["index"],
+                **loopback,
             )
             for rank, gpu in enumerate(gpus)
         ]
@@ -256,12 +255,12 @@ def _gpus(gpus: Sequence[Fields], device: str, scale: float) -> Iterator[Answer]
     }
 
 
-def _attention(request: Fields, environment: dict[str, str]) -> Iterator[Answer]:
+def _attention(request: Fields, gpu: int) -> Iterator[Answer]:
     """Measure attention in a process of its own. Plans do without it where a backend of others does
     not work.
     """
     try:
-        rates = _finish(start(gpu_argv(request | {"attention": True}), environment))
+        rates = _finish(start_gpu(request | {"attention": True}, gpu))
     except SoTuiError as error:
         yield {"message": f"attention: {error}"}
         return
@@ -278,20 +277,18 @@ def _attention(request: Fields, environment: dict[str, str]) -> Iterator[Answer]
     yield {"message": "attention measured", "rates": rates}
 
 
-def gpu_argv(request: Fields) -> list[str]:
-    """Return the command that measures one GPU."""
-    return [
-        sys.executable,
-        "-P",
-        str(Path(__file__).with_name("gpu_rates.py")),
-        json.dumps(request),
-    ]
+def start_gpu(request: Fields, gpu: int, **environment: str) -> subprocess.Popen[str]:
+    """Start a measurement of ``gpu_rates`` on the GPU with this index."""
+    script = str(Path(__file__).with_name("gpu_rates.py"))
+    visible = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(gpu)}
+    return _start(
+        [sys.executable, "-P", script, json.dumps(request)], os.environ | visible | environment
+    )
 
 
-def start(
+def _start(
     argv: Sequence[str], environment: dict[str, str], *inherited: int
 ) -> subprocess.Popen[str]:
-    """Start a measurement."""
     return subprocess.Popen(
         argv,
         stdout=subprocess.PIPE,

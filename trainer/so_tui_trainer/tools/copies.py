@@ -8,11 +8,10 @@ fields of ``so_tui.validation.report.CopyRates``. GPUs are numbered as by NVML.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 
-from so_tui_trainer.tools.calibrate import finish_all, gpu_argv, start
+from so_tui_trainer.tools.calibrate import finish_all, start_gpu
 from so_tui_trainer.tools.channel import Answer, serve
 
 _SECONDS = 0.2
@@ -52,14 +51,7 @@ def _together(pairs: list[tuple[int, Answer]], request: Answer) -> list[Answer]:
         "scale": scale,
         "copies": True,
     }
-    environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    children = [
-        start(
-            gpu_argv(shared | {"cpus": node["cpus"]}),
-            environment | {"CUDA_VISIBLE_DEVICES": str(index)},
-        )
-        for index, node in pairs
-    ]
+    children = [start_gpu(shared | {"cpus": node["cpus"]}, index) for index, node in pairs]
     return [
         {
             "node": node["id"],
