@@ -29,7 +29,7 @@ from so_tui.launch.supervisor.processes import (
 from so_tui.runs import RunDirectory
 from so_tui.runs.directory import new_manifest, write_manifest
 from so_tui.runs.liveness import Stat, read_stat
-from so_tui.runs.records import Process
+from so_tui.runs.records import Process, Role
 from tests.support.waiting import LIMIT_S, running, wait_for_environment, wait_until
 
 
@@ -168,18 +168,17 @@ def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Lost:
-    """A tree of which one scan found all ranks gone, with these exit codes by rank."""
+    """A tree of which one scan found these gone: ranks with their exit codes, and others."""
 
     alive: tuple[Process, ...] = ()
 
-    def __init__(self, codes: dict[int, int | None]) -> None:
-        self.gone = tuple(
-            Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes
-        )
+    def __init__(self, codes: dict[int, int | None], *others: Process) -> None:
+        ranks = (Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes)
+        self.gone = (*ranks, *others)
         self._codes = {100 + rank: code for rank, code in codes.items()}
 
     def exit_code(self, process: Process) -> int | None:
-        return self._codes[process.pid]
+        return self._codes.get(process.pid)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +200,15 @@ def test_cause_is_not_what_the_launcher_ended(codes: dict[int, int | None], caus
     )
     assert first.process is not None
     assert first.process.rank == cause
+
+
+@pytest.mark.parametrize("role", ["launcher", "runner"])
+def test_what_started_the_ranks_is_the_cause_of_their_end(role: Role) -> None:
+    tree = Lost({0: -signal.SIGKILL, 1: 1}, Process(pid=7, start_time=1, role=role))
+    first = FirstLoss(cast(ProcessTree, tree))
+    first.update(tree.gone, ending=False)
+    assert first.process is not None
+    assert first.process.role == role
 
 
 def test_reused_pid_is_not_the_ended_rank() -> None:

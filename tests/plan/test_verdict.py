@@ -268,6 +268,15 @@ def test_nodes_with_the_same_figures_share_a_shortage() -> None:
     assert shortage.needs == needs[0]
 
 
+def test_a_limit_of_memory_counts_all_nodes_together() -> None:
+    gib = 2**30
+    demand = Demand(gpu_bytes=0, node_bytes={0: 60 * gib, 1: 50 * gib}, shm_bytes=0)
+    has = dict.fromkeys((0, 1), 200 * gib)
+    supply = Supply(gpu_bytes=None, node_bytes=has, shm_bytes=None, limit_bytes=100 * gib)
+    verdict, (shortage,) = _judge(demand, supply)
+    assert (verdict, shortage.pool, shortage.needs) == ("does not fit", "limit", 110 * gib)
+
+
 def test_nothing_is_recommended_for_gpus_of_unknown_memory() -> None:
     unknown = replace(BIG, gpus=(replace(BIG.gpus[0], memory_total_bytes=None),))
     for name in ("tiny", "qwen3-14b"):
