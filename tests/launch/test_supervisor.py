@@ -358,14 +358,15 @@ def test_two_runs_at_once_and_a_resume(runs: Runs, machine: Machine) -> None:
 
 def test_it_goes_on_when_the_program_that_started_it_is_killed(runs: Runs) -> None:
     script = (
-        "import msgspec, sys, time\n"
+        "import msgspec, time\n"
+        "from pathlib import Path\n"
         "from so_tui.launch.lifecycle import start\n"
         "from so_tui.launch.launch import prepare\n"
         "from so_tui.machine import inspect_machine\n"
         "from so_tui.spec import find_preset\n"
         "machine = msgspec.structs.replace(inspect_machine(), gpus=())\n"
         "run = start(prepare(find_preset('tiny').spec, machine, force=True), "
-        f"runs_dir={str(runs.folder)!r})\n"
+        f"runs_dir=Path({str(runs.folder)!r}))\n"
         "print(run.path, flush=True)\n"
         "time.sleep(600)\n"
     )

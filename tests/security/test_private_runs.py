@@ -21,7 +21,7 @@ from so_tui.runs import MetricsWriter, create_run, new_attempt, write_state
 from so_tui.runs.records import PhaseRecord, RunState
 from so_tui.spec import find_preset
 from so_tui.trust.files import umask_of
-launch = prepare(find_preset("tiny").spec, replace(inspect_machine(), gpus=()), force=True)
+launch = prepare(find_preset("tiny").spec, msgspec.structs.replace(inspect_machine(), gpus=()), force=True)
 run = create_run(launch.spec, Path(sys.argv[1]))
 attempt = new_attempt(run)
 write_launch(run, attempt, launch)
