@@ -165,8 +165,10 @@ check-automation: $(LIGHT)
 	@$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	@$(BIN)/pre-commit validate-config
 
-# Files that are made from others, and what the documents say of the repository.
+# Files that are made from others, what the documents say of the repository, and the changes of code that tests must notice: each still
+# has its text.
 check-repository: $(LIGHT)
+	@found=$$($(BIN)/python tests/mutants/run.py --check) || { echo "$$found"; exit 1; }
 	@$(BIN)/python -m pytest -q -m repository tests/test_docs.py tests/test_automation.py tests/test_automation.py \
 		tests/commands tests/spec/test_reference.py
 
