@@ -137,7 +137,7 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
             with run_lock(run) as lock:
                 state = read_state(run)
                 if lock is not None and state.state == "queued":
-                    # What waited for this job has an attempt behind it that was stopped.
+                    # The attempt before this job's was stopped.
                     write_state_even_if_full(run, left_queue(state, state.attempt))
             attempt = _make_attempt(
                 run,

@@ -385,7 +385,7 @@ def settings_text(plan: Plan) -> str:
         f"micro-batch {spec.train.micro_batch} x {thousands(spec.data.sequence_length)}{steps}"
     )
     model, train, offload = spec.model, spec.train, spec.offload
-    # The other settings that decide what a step does; what most runs have is left out.
+    # The other settings that decide what a step does, and their usual values, which are left out.
     others = (
         ("gradient_clipping", f"{train.gradient_clipping:g}", "0"),
         ("speculation", offload.speculation if train.gradient_clipping else "auto", "auto"),

@@ -121,7 +121,7 @@ def _numbers(files: SystemFiles, name: str) -> dict[str, int]:
 
 def _names_by_amd_smi() -> dict[str, str]:
     """Return product names by bus id as sysfs writes it; empty where the tool is not installed or
-    fails. What is not of the form of its output is left out.
+    fails. Entries of another form are left out.
     """
     output = output_of("amd-smi", "static", "--asic", "--bus", "--json") or ""
     try:

@@ -113,7 +113,7 @@ def _stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
     """Return what one block stores per token for backward, in bf16.
 
     full: its input. attention: that, and attention's result with 4 B a head (its log-sum-exp).
-    selective: that, and the results of matrix products: 2 B for every element of q, k, v, the
+    selective: that, and the results of matmuls: 2 B for every element of q, k, v, the
     attention's result, the output projection, gate and up (those of experts with fused kernels
     only). none: 2 (4 h + 3 q + 3 kv + 3 f), which are the inputs of the block, of its norms and of
     its products, queries and keys before and after rotation, values, the attention's result, gate,
@@ -334,12 +334,12 @@ class ModelProfile:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes per token that recomputation and backward of a layer hold beside its input."""
+        """Bytes per token that recomputation and backward of a layer hold besides its input."""
         return _block_bytes(self.architecture, fused=self.fused)
 
     @cached_property
     def elementwise_bytes(self) -> int:
-        """GPU memory traffic per token of one block's forward beside matrix products: norms,
+        """GPU memory traffic per token of one block's forward pass outside matmuls: norms,
         residuals, rotary positions, SwiGLU.
 
         20 h + 8 (q + kv) + 6 f with fused kernels, each reading and writing once; 80 h + 30 (q +

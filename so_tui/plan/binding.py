@@ -335,7 +335,7 @@ def _listed(machine: Machine, cores: Cores) -> list[int]:
     rebinds itself.
     """
     firsts = [sorted(core[0] for core in _cores(machine, cpus)) for cpus in cores]
-    # Of the last two the first of each share, as many as the smallest has.
+    # The last two cut every share to the length of the smallest.
     cut = [[share[: min(map(len, shares))] for share in shares] for shares in (cores, firsts)]
     for shares in (cores, *cut):
         listed = sorted({cpu for share in shares for cpu in share})

@@ -167,7 +167,7 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
     """Plan a spec on each GPU count, and mark the one to recommend: of those that fit, most
     tokens/s per GPU; the fewest where speeds are unknown or about alike.
 
-    What is tight is never recommended: the margin covers the error of the estimates.
+    A tight plan is never recommended: the margin covers the error of the estimates.
     """
     cells = {
         count: replace(_recommended(replace(spec, gpus=count), machine)[0], recommended=False)

@@ -53,7 +53,7 @@ WORKER_BYTES = 36
 
 
 class OffloadedStates(Struct, frozen=True, kw_only=True):
-    """What one rank has to step."""
+    """Parameters that one rank updates, by where their optimizer states are."""
 
     on_cpu: int
     """Parameters whose optimizer states are in host memory."""
@@ -124,7 +124,7 @@ def _arrivals(
     """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
     each sub-group.
 
-    Of the sub-groups that are ready, the worker takes the one that a forward uses first.
+    The worker takes the ready sub-group that a forward pass uses first.
 
     Args:
         updates: The sub-groups.
@@ -172,8 +172,8 @@ ADAM_BYTES = 28
 gradient read, bf16 weight written; fp32 gradients where they were accumulated, 4 more.
 """
 ZEROOFFLOAD_ADAM_BYTES = 34
-"""The same of ZeRO-Offload: master weight and moments read and written, fp32 gradient read, the
-master weight read again for the bf16 weight.
+"""Bytes of host memory that ZeRO-Offload's Adam moves per parameter: master weight and moments read
+and written, fp32 gradient read, the master weight read again for the bf16 weight.
 """
 ACCUMULATE_BYTES = 10
 """bf16 gradient read, fp32 sum read and written."""
@@ -190,7 +190,7 @@ ACCUMULATE_BYTES = 10
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
     """The step of a placed spec on a host of known speed: passes on the GPU, and the optimizer
-    beside and after them.
+    during and after them.
     """
 
     placement: Placement

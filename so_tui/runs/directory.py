@@ -86,10 +86,10 @@ class RunDirectory:
     """Default folder of checkpoints; ``spec.checkpoint.folder`` overrides it."""
     attempts_dir = _Entry("attempts")
     plan_path = _OfAttempt("plan.json")
-    """Of an attempt of 0.1.0; since then ``launch.json`` has it."""
+    """The plan of an attempt of 0.1.0. Later attempts have it in ``launch.json``."""
     ds_config_path = _OfAttempt("ds_config.json")
     submission_path = _OfAttempt("submission.json")
-    """What a scheduler was given, if the attempt was submitted to one."""
+    """What was submitted, if a scheduler started the attempt."""
     job_script_path = _OfAttempt("job.sh")
     network_path = _OfAttempt("network.json")
     """How fast the network between the nodes was, as the ranks measured it."""

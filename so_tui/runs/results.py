@@ -192,7 +192,7 @@ def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) ->
     """
     records = records_at_end(run)
     steps: list[StepRecord] = []
-    for record in records:  # a step that does not follow the one before is none that readers take
+    for record in records:  # readers skip a step that does not follow its predecessor
         if isinstance(record, StepRecord) and (not steps or record.step > steps[-1].step):
             steps.append(record)
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]

@@ -118,7 +118,7 @@ def _section(title: str, body: Sequence[Content]) -> list[Content]:
 def _beside_each_other(
     left: Sequence[Content], right: Sequence[Content], width: int
 ) -> list[Content]:
-    """Return two sections beside each other if they fit whole, else below each other."""
+    """Return two sections side by side if both fit whole, else one below the other."""
     column, rest = (max((line.cell_length for line in lines), default=0) for lines in (left, right))
     if not left or not right or column + GAP + rest > width:
         return [*left, *right]

@@ -298,7 +298,7 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
 
 def _worker_texts(record: StepRecord) -> list[Content]:
     """Return what the Adam worker did, the longest text first: its time and rate; steps it took too
-    early and redid, or skipped. The last is empty if it did nothing to tell of.
+    early and redid, or skipped. The last is empty if there is nothing to report.
     """
     counts = (("redone", record.redone_steps), ("skipped", record.skipped_steps))
     pieces = [f"{name} {thousands(count)}" for name, count in counts if count]

@@ -442,7 +442,7 @@ class SharedApp(SettingsApp):
         self.load()
 
     def take_loaded(self, catalog: Catalog, machine: Machine, file: str) -> None:
-        """Plan with these presets for this machine, which ``file`` describes if it is another."""
+        """Plan with these presets for a machine; ``file`` describes it unless it is this host."""
         self.machine_file = file  # before the machine, whose watchers read it
         self.catalog, self.machine = catalog, machine
         self.diagnose()

@@ -89,7 +89,7 @@ def test_only_ranks_of_one_host_keep_to_loopback() -> None:
 
 
 def test_compiled_code_stays_on_each_host() -> None:
-    """Of several, what is compiled while training."""
+    """A run on several hosts compiles some code while it trains."""
     changes = command.variables(plan_of(spec_of(nodes=2)), cpu_machine(), {"HOME": "/home/me"})
     here = command.shown(changes)
     assert str(here["TRITON_CACHE_DIR"]).startswith("/tmp/so-tui-")

@@ -207,7 +207,7 @@ def bound_to(process: Process, cpus: Sequence[int]) -> Iterator[None]:
 @contextmanager
 def busy(cpus: Sequence[int]) -> Iterator[None]:
     """Keep these cores busy for a while. One process each must do: Adam's worker has a time limit,
-    and a niced one gets a hundredth of its core beside it.
+    and the loop leaves a niced one a hundredth of its core.
     """
     program = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
     loops = [subprocess.Popen([sys.executable, "-c", program, str(cpu)]) for cpu in cpus]

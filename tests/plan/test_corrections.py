@@ -119,8 +119,8 @@ def test_fetching_is_hidden_as_other_tests_assume() -> None:
 
 
 def test_a_probe_that_hid_fetching_corrects_by_the_lower_error() -> None:
-    """Of its passes, for plans that do not fetch: a pass takes as long as its computation at least,
-    and what it took more may have been a wait for weights.
+    """Plans that do not fetch take the lower error of its two passes: a pass takes at least as long
+    as its computation, and the rest may have been a wait for weights.
     """
     store(H200, probe=(probe := probe_of(on_host(LONG), 1.3, 1.2, exposed=1.5)))
     for spec in (LONG, SHORT, with_values(LONG, {"offload.mode": "gpu"})):

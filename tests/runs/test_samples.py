@@ -122,8 +122,8 @@ def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> Non
 
 
 def test_the_size_limits_cover_hours_and_weeks() -> None:
-    """Of a big machine, all of whose figures are long: two hours of samples, and three weeks at the
-    lowest resolution.
+    """A big machine whose figures are all long has room for two hours of samples, and for three
+    weeks at the lowest resolution.
     """
     b = 123456789012
     cores = (100,) * 72

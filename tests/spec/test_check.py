@@ -14,7 +14,7 @@ from tests.support.trees import smallest
 MORE, LEAST = "above 0 and below 1", "from 0 to 1"
 WEIGHT = "a number above 0"
 BAD: list[tuple[str, Any, str, str, str]] = [
-    # (key, value, field of the problem if it is another, code, part of the remedy)
+    # (key, value, field of the problem if it differs from the key, code, part of the remedy)
     ("offload.ratio", 1.4, "", "out-of-range", LEAST),
     ("offload.ratio", -0.1, "", "out-of-range", LEAST),
     ("offload.ratio", float("nan"), "", "not-finite", LEAST),

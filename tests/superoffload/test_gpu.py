@@ -1,4 +1,4 @@
-"""The engine with CUDA: pinned memory, copies beside computation, weights that arrive late."""
+"""The engine with CUDA: pinned memory, copies during computation, weights that arrive late."""
 
 from __future__ import annotations
 

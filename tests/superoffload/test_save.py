@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state of the step of its beginning is written."""
+"""Saving while training continues: the state of the step in which it began is written."""
 
 from __future__ import annotations
 

@@ -371,7 +371,7 @@ def test_sub_groups_are_those_of_the_plan(ratio: float) -> None:
 
 @pytest.mark.slow
 def test_a_forward_waits_for_the_head_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the last sub-group: were it needed first, forward could not run beside Adam."""
+    """It is in the last sub-group: a forward pass that needs it first cannot overlap with Adam."""
     shape = SHAPE | {"vocab_size": 64, "num_hidden_layers": 4, "tie_word_embeddings": False}
     config = AutoConfig.for_model("qwen3", **shape)
     run = support.spec("superoffload", 1.0, clipping=1.0)

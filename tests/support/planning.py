@@ -30,7 +30,7 @@ def spec_of(name: str, **changes: str) -> RunSpec:
 
 
 def long_spec(tokens: int, preset: str = "qwen3-4b-random", **changes: str) -> RunSpec:
-    """Return a preset's spec for one sequence of so many tokens a step, on one GPU."""
+    """Return a preset's spec for one sequence of so many tokens per step, on one GPU."""
     one = {
         "gpus": "1",
         "train__micro_batch": "1",

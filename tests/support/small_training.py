@@ -1,4 +1,4 @@
-"""A small model's loss, gradients and matrix products, under a policy of recomputation."""
+"""A small model's loss, gradients and matmuls, under a policy of recomputation."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def case(
     window: int | None, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[list[Tensor], Tensor, Documents]:
     """Query, key, value and sinks; the gradient that comes back; the documents."""
-    # Of its own, so that nothing else of this process can draw in between.
+    # Nothing else in this process draws from this generator.
     drawn = torch.Generator().manual_seed(3)
     tokens = sum(LENGTHS)
     shapes = [(tokens, HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (tokens, KEY_HEADS, SIZE), (HEADS,)]

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: variable-length kernels, and training in each mode."""
+"""Tests that need a CUDA device: variable-length kernels, and training in each mode."""
 
 from collections.abc import Sequence
 from pathlib import Path

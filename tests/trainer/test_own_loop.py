@@ -1,4 +1,4 @@
-"""A loop of one's own with transformers' loss has the losses of the trainer."""
+"""A user's own loop with transformers' loss has the losses of the trainer."""
 
 from __future__ import annotations
 

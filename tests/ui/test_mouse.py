@@ -1,4 +1,4 @@
-"""What a hand that stays on the mouse can do: every dialog closes, what looks a control is one."""
+"""The mouse alone is enough: every dialog closes, and what looks like a control is one."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def make_room(folder: Path, needed_bytes: int, field: str) -> None:
 
 def _retire(checkpoint: Path) -> None:
     """Remove a checkpoint that is no longer needed, or say why not. A file that is open on a
-    network file system stays, and that costs no training; the next checkpoint tries again.
+    network file system stays, and training continues; the next checkpoint tries again.
     """
     try:
         if checkpoint.suffix != PARTIAL:  # renamed first: half removed, it is no checkpoint

@@ -111,7 +111,7 @@ class Evaluation:
     """Documents that are packed and shared among the ranks for evaluation."""
 
     batches: Batches
-    """Of the documents to evaluate, for this rank."""
+    """This rank's micro-batches of the documents to evaluate."""
 
     @property
     def documents(self) -> int:

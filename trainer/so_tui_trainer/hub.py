@@ -189,7 +189,7 @@ def _size(path: Path) -> int:
 
 
 def missing_files(model: ModelSpec) -> dict[str, int]:
-    """Return the files of a model that are not in the local cache, with their sizes. Raises
+    """Return the files of a model that the local cache lacks, with their sizes. Raises
     InputError as ``remote_files``.
     """
     files = remote_files(model)

@@ -446,7 +446,7 @@ class Loop:
         )
         folder = checkpoints_folder(self.run, self.spec)
         if self.ranks.first:
-            claim(self.run, self.spec)  # again: somebody may have removed it since the start
+            claim(self.run, self.spec)  # again: it may have been removed since the start
         waited_since = due_step if due_step != self.step else None
         attempt = self.recorder.attempt
         check = partial(_refuse_if_superseded, self.run, attempt)

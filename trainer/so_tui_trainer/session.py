@@ -232,7 +232,7 @@ class Session:
     report: RankBindingReport
     """This rank's binding."""
     writer: MetricsWriter | None
-    """Writes the run's records; None on other ranks than the first."""
+    """Writes the run's records; only the first rank has one."""
     engine: Any = None
     loop: Loop | None = None
 

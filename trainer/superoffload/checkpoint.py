@@ -429,7 +429,7 @@ class Rounded(NamedTuple):
     """What a rank does not load as it was saved.
 
     Compact moments are rounded in two cases, though a run with the same format saved them. All
-    moments begin anew where some were not saved, or cannot be set: DeepSpeed's own SuperOffload
+    moments restart from 0 if some were not saved or cannot be set: DeepSpeed's own SuperOffload
     keeps them in a process out of reach.
     """
 
@@ -438,7 +438,7 @@ class Rounded(NamedTuple):
     numel: int
     """Parameters whose moments were on a GPU, in fp32."""
     restarted: int = 0
-    """Parameters of this rank, padding included, whose moments begin anew; all or none."""
+    """Parameters of this rank, padding included, whose moments restart from 0; all or none."""
 
 
 def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> Rounded:
@@ -450,7 +450,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
         states: This rank's states, in the order of ``expected.sub_groups``.
 
     Returns:
-        What is not as it was saved; the rounding, if the moments are compact.
+        The restarted moments, or the rounding of compact ones.
 
     Raises:
         StateMismatchError: If the state belongs to another model. Nothing was changed.

@@ -220,11 +220,10 @@ class CpuStates:
         discarded.
         """
         self.lent: set[int] = set()
-        """Sub-groups that may not speculate, because a copy that may still be read is in the set
-        that is not current.
+        """Sub-groups that must not speculate: a copy that may still be read is in their other set.
         """
         self.new_weights = _NewWeights(transfers, meter, self._wait)
-        # None without CPU sub-groups, of which nothing asks for either.
+        # None without CPU sub-groups: nothing uses either then.
         self._states: SharedStates = None  # type: ignore[assignment]
         self._client: WorkerClient = None  # type: ignore[assignment]
         if self.indices:

@@ -151,8 +151,8 @@ _RULES: Iterable[tuple[str, str, Callable[[Any], bool]]] = (
 """Name of a setting, what it may be, and whether a value is that."""
 
 
-# What host memory has room for besides the states: second sets of states, and copies from which a
-# checkpoint is written.
+# Room in host memory besides the states: second sets of states, and copies from which a checkpoint
+# is written.
 
 
 _ROUNDING_BYTES = 16 << 20
@@ -217,8 +217,7 @@ def within_share(
     accumulates: bool,
     host_weights: bool,
 ) -> Settings:
-    """Return settings with which the ranks of a host, all started at once, take no more of its
-    memory together than it has.
+    """Return settings with which the ranks of a host, all started together, fit in its memory.
 
     Each finds the whole of it available, as none has allocated anything yet.
 

@@ -1,6 +1,6 @@
 """Steps of the CPU sub-groups: each is stepped at the time, and with the gradient, that
-``step_policy`` says. Before that, the norm of a step's gradients over all parameters and ranks, in
-which gradients that are not finite show up.
+``step_policy`` says. The norm of a step's gradients over all parameters and ranks comes first: it
+shows whether all are finite.
 """
 
 from __future__ import annotations

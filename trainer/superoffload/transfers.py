@@ -286,7 +286,7 @@ class OffloadStats(Struct, frozen=True, kw_only=True):
     redone_steps: int = 0
     """Those in which the norm exceeded the limit, so that the sub-groups were stepped again."""
     skipped_steps: int = 0
-    """Steps so far that were not taken because a gradient was not finite."""
+    """Steps so far that were skipped because a gradient was not finite."""
 
     @property
     def adam_bytes_per_s(self) -> float:
@@ -311,7 +311,7 @@ class LayerWait:
     end: Mark
     updated: tuple[Mark, ...]
     """When the host had queued what it waited for, and when this rank's new weights were on the
-    GPU. What follows is all-gathering.
+    GPU. All-gathering follows.
     """
 
     def seconds(self, transfers: Transfers) -> float:

@@ -73,7 +73,7 @@ class MemorySize(NamedTuple):
 
     sub_groups: tuple[tuple[Segment, ...], ...]
     weight_bytes: int
-    """Of one weight: 2 for bf16, 4 for fp32."""
+    """Size of one weight: 2 for bf16, 4 for fp32."""
     accumulate: bool
     """Whether there is room for accumulated gradients."""
     speculating: tuple[int, ...] = ()
@@ -137,9 +137,9 @@ def _memory_size(values: Sequence[Any]) -> MemorySize:
 def layout(size: MemorySize) -> _MemoryLayout:
     """Lay out the shared memory.
 
-    With bf16 weights it has 14 bytes a parameter, 10 with bf16 moments and 8 with 8-bit moments
-    (and 2 for every block); as many again for one that speculates, 4 with gradient accumulation,
-    and for one with a copy what its states take.
+    With bf16 weights it has 14 bytes per parameter, 10 with bf16 moments and 8 with 8-bit moments
+    (and 2 for every block). A parameter that speculates takes as many again, gradient accumulation
+    4 more, and a copy the size of the states.
     """
     end = REGION_ALIGNMENT
 
@@ -219,9 +219,9 @@ class StatesSet(IntEnum):
 
     FIRST = 0
     SECOND = 1
-    """Of a sub-group that speculates."""
+    """The other set of a sub-group that speculates."""
     COPY = 2
-    """Of a sub-group with room for a copy of its states; never current."""
+    """The copy of a sub-group's states, where there is room for one; never current."""
 
 
 class GradientSource(IntEnum):
@@ -264,7 +264,7 @@ class Result(NamedTuple):
     sub_group: int
     step: int
     sum_of_squares: float
-    """Of the gradient before scaling; not finite if the gradient is not."""
+    """Sum over the gradient before scaling; not finite if the gradient is not."""
     seconds: float
 
 

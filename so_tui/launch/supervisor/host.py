@@ -214,8 +214,8 @@ _REFRESH_S = 20.0
 behind.
 """
 _SWEEP_S = 5.0
-"""How long the last processes are killed after the end. What survives SIGKILL for longer is stuck
-in the kernel.
+"""How long the last processes are killed after the end. A process that survives SIGKILL for longer
+is stuck in the kernel.
 """
 _GIVES_UP = "Killing subprocess"
 """What DeepSpeed's launcher logs when a rank has failed and it ends the others."""
@@ -257,7 +257,7 @@ class Host:
         self.first_loss = FirstLoss(self.tree)
         self.shutdown = Shutdown()
         self.signal: signal.Signals | None = None
-        """The last one that this process received and nobody has acted upon."""
+        """The last signal that this process received and has not acted upon."""
         self.handed_over = False
         """Whether another supervisor watches the same processes."""
         self._log = LogReader(run.log_path(attempt, self.name))

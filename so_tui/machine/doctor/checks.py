@@ -89,7 +89,7 @@ class CheckContext:
 
     @property
     def host_bytes_needed(self) -> int:
-        """What the run cannot do without, on all nodes."""
+        """Host memory that the run must have, on all nodes together."""
         if self.plan is None:
             return 0
         return sum(self.plan.host_bytes_per_node.values()) - self.plan.host_optional_bytes

@@ -205,7 +205,7 @@ class Metric:
     unit: str = ""
     format_value: Callable[[float], str] = significant
     per: float = 1.0
-    """What values are divided by before they are written."""
+    """Divisor of values before they are written."""
     in_bytes: bool = False
     """Whether values are bytes of memory, which are written in the unit of the user's choice
     instead.
@@ -215,7 +215,7 @@ class Metric:
     smoothing: Literal["mean", "wanted", "never"] = "wanted"
     """Whether a smoothed line is drawn always, where an EMA was chosen, or never."""
     role: str = "main"
-    """Colour of the line: what it is a measure of."""
+    """Colour of the line, by what it measures."""
     roles: tuple[str, ...] = ()
     """Colours of several lines."""
     names: tuple[str, ...] = ()
@@ -241,7 +241,7 @@ class Metric:
 
     @property
     def shown_in(self) -> tuple[float, str]:
-        """What values are divided by before they are written, and the unit that they have then."""
+        """Divisor of values before they are written, and their unit then."""
         return memory_unit() if self.in_bytes else (self.per, self.unit)
 
 

@@ -354,8 +354,8 @@ _MOST_POINTS = 4000
 
 
 def write_picture(path: Path, title: str, lines: Sequence[Named], per: float = 1.0) -> str:
-    """Write lines over their steps to a new file, and return how many; values that are not finite
-    leave gaps, and all are divided by ``per``. Raises OSError.
+    """Write lines over their steps to a new file, and return their number in words. Values are
+    divided by ``per``; infinite ones and NaNs leave gaps. Raises OSError.
     """
     picture = curves(title, [Curve(name, _points(line, per)) for line, name in lines])
     with path.open("x", encoding="utf-8") as file:

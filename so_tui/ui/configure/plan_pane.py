@@ -101,7 +101,7 @@ class WhatIf(StyledLines, can_focus=True):
 
     def _choose(self, strip: Strip, value: float | None) -> None:
         if value is not None and value != strip.present:
-            moved = replace(strip, present=value)  # at once; the plan follows
+            moved = replace(strip, present=value)  # before the plan is made anew
             self.strips = tuple(moved if one is strip else one for one in self.strips)
             self.draw_again()
             self.post_message(self.Stepped(strip.path, value))

@@ -507,7 +507,7 @@ class DashboardScreen(ResizablePage):
             if layout is None:
                 return
             if layout.shown == listed.shown:
-                # What stands for metrics of GPUs is not chosen for runs that have them.
+                # Charts that replace those of GPUs here are not chosen for runs with GPUs.
                 layout = structs.replace(layout, shown=self.charts.chart_layout.shown)
             await self._arrange(layout)
 

@@ -280,7 +280,7 @@ class View:
 
     @property
     def range_note(self) -> str:
-        """Note beside the charts while they do not show the whole run."""
+        """Note next to the charts while they show a part of the run."""
         return "" if self.window is None else "newest part" if self.tail else "zoomed"
 
 

@@ -136,7 +136,7 @@ class Batch:
     start: int = 0
     """First token of a part, in the whole row."""
     counts: StepCounts = StepCounts(0, 0, np.zeros(0, dtype=np.int64), 0, 0)
-    """Of the step that it belongs to, in training."""
+    """Counts of the whole training step that the micro-batch belongs to."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
