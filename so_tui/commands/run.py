@@ -346,11 +346,13 @@ def open_screen(arguments: argparse.Namespace) -> int:
     if not usable_terminal():
         print(NO_TERMINAL, file=sys.stderr)
         return 2
-    from so_tui.machine.known import machine_of
+    if not arguments.machine:
+        _show_screen(arguments.runs_dir)
+        return 0
+    from so_tui.machine.known import machine_of  # reads its file of machines
 
-    name = arguments.machine or ""
-    machine = machine_of(name) if name else None
-    _show_screen(arguments.runs_dir, machine=machine, machine_file=name)
+    machine = machine_of(arguments.machine)
+    _show_screen(arguments.runs_dir, machine=machine, machine_file=arguments.machine)
     return 0
 
 

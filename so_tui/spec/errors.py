@@ -99,19 +99,7 @@ def reject(
     file: str = "",
 ) -> InputError:
     """Return the error of one problem, to raise; see ``Problem``."""
-    return InputError(
-        [
-            Problem(
-                code,
-                field,
-                value,
-                message,
-                remedy,
-                default,
-                file,
-            )
-        ]
-    )
+    return InputError([Problem(code, field, value, message, remedy, default, file)])
 
 
 class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit status
