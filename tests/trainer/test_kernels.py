@@ -25,7 +25,7 @@ from so_tui_trainer.model.kernels import (
     cross_entropy_gradient,
     gated,
     log_sum_exp,
-    replace_slow_products,
+    replace_slow_matmuls,
     rotate,
 )
 from tests.support.models import causal_model, grad_of
@@ -215,10 +215,10 @@ def test_what_a_killed_compilation_leaves_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_replaced_products_and_their_gradients_are_rounded_once(dtype: torch.dtype) -> None:
-    """In a linear layer with a bias, and in a product of batches."""
+def test_replaced_matmuls_and_their_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+    """A linear layer with a bias, and a batched matmul."""
     torch.manual_seed(0)
-    replace_slow_products()
+    replace_slow_matmuls()
     rows, weight = torch.randn(40, 300, dtype=dtype), torch.randn(70, 300, dtype=dtype)
     bias, batch = torch.randn(70, dtype=dtype), torch.randn(5, 300, 8, dtype=dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32

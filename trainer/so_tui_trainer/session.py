@@ -53,7 +53,7 @@ from so_tui_trainer.loop import Control, Loop, Outcome, StoppedEarlyError
 from so_tui_trainer.metrics import Metrics, record_network_rate
 from so_tui_trainer.model.attention import takes_boundaries
 from so_tui_trainer.model.build import build
-from so_tui_trainer.model.kernels import replace_slow_products
+from so_tui_trainer.model.kernels import replace_slow_matmuls
 from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
@@ -278,7 +278,7 @@ class Session:
         self._load_stage("ranks", "starting the ranks")
         use_gpu = self.plan.binding[0].gpu is not None
         if not use_gpu:
-            replace_slow_products()
+            replace_slow_matmuls()
         ranks = join(use_gpu)
         bindings = ranks.all_gather(self.report, RankBindingReport)
         self.recorder.write(

@@ -1,5 +1,5 @@
 """Operations that PyTorch computes slowly: gated activation, rotary position embedding and parts
-of cross-entropy, each in one pass over the GPU's memory, and bf16 products on CPUs that lack bf16.
+of cross-entropy, each in one pass over the GPU's memory, and bf16 matmuls on CPUs that lack bf16.
 """
 
 from __future__ import annotations
@@ -163,12 +163,12 @@ def cross_entropy_gradient(
     )
 
 
-# Matrix products of bf16 on a CPU.
+# Matmuls of bf16 on a CPU.
 
 
 @cache
-def replace_slow_products() -> Any:
-    """Compute bf16 products in fp32 from here on if this CPU has no bf16 instructions.
+def replace_slow_matmuls() -> Any:
+    """Compute bf16 matmuls in fp32 from now on if this CPU lacks bf16 instructions.
 
     PyTorch has no vectorised kernel for them then: on an AMD EPYC with AVX2, a step of ``tiny``
     takes 4 times as long. Sums are in fp32 either way, and rounded once.
@@ -187,20 +187,20 @@ def replace_slow_products() -> Any:
     return ours
 
 
-def _in_fp32(product: Any) -> Any:
+def _in_fp32(matmul: Any) -> Any:
     """Return a kernel that computes in fp32 what it is given in bf16.
 
-    ``product`` writes into its argument ``out``: that is an operator of its own, whose kernel is
-    not replaced.
+    ``matmul`` writes into its argument ``out``. It is an operator of its own, so its kernel is not
+    replaced.
     """
 
     def compute(*matrices: Tensor, **factors: Any) -> Tensor:
         kind = matrices[0].dtype
         if kind == torch.bfloat16 and all(matrix.dtype == kind for matrix in matrices):
             wide = [matrix.float() for matrix in matrices]
-            narrow: Tensor = product(*wide, **factors, out=wide[-1].new_empty(0)).to(kind)
+            narrow: Tensor = matmul(*wide, **factors, out=wide[-1].new_empty(0)).to(kind)
             return narrow
-        result: Tensor = product(*matrices, **factors, out=matrices[-1].new_empty(0))
+        result: Tensor = matmul(*matrices, **factors, out=matrices[-1].new_empty(0))
         return result
 
     return compute
