@@ -130,10 +130,12 @@ def _pieces(content: Content) -> Iterator[tuple[str, Styles]]:
     if all(one.end <= other.start for one, other in pairwise(spans)):  # nearly all texts
         at = 0
         for start, end, style in spans:
-            yield plain[at:start], ()
+            if start > at:
+                yield plain[at:start], ()
             yield plain[start:end], (style,)
             at = end
-        yield plain[at:], ()
+        if at < len(plain):
+            yield plain[at:], ()
         return
     borders = sorted({0, len(plain), *(min(at, len(plain)) for span in spans for at in span[:2])})
     for start, end in pairwise(borders):  # a later span lies over an earlier one

@@ -14,7 +14,7 @@ import gc
 import select
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from os.path import commonprefix
 from typing import TextIO, TypeVar
 
 from rich.cells import cell_len, get_character_cell_size
@@ -184,9 +184,8 @@ def _same_cells(old: Strip, new: Strip, step: int = 1) -> int:
     for was, now in zip(list(old)[::step], list(new)[::step], strict=False):
         if was != now:
             if was.style == now.style:
-                pairs = zip(was.text[::step], now.text[::step], strict=False)
-                common = takewhile(lambda pair: pair[0] == pair[1], pairs)
-                same += cell_len("".join(character for character, _ in common))
+                texts = was.text[::step], now.text[::step]
+                same += cell_len(commonprefix(texts))  # noqa: RUF071 - it is by characters
             break
         same += now.cell_length
     return same

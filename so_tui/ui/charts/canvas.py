@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.text import GlyphName
@@ -259,9 +259,14 @@ class Canvas:
             first = first_dot if row == first_row else 0
             mask = table[first][last_dot if row == last_row else rows - 1]
             layers, masks = self.layers[row], self.masks[row]
-            shared = layers[cell] in self._beside
-            masks[cell] = masks[cell] | mask if shared or layers[cell] == layer else mask
-            if not shared or cell % 2:  # a cell has one colour: each has its turn
+            if layers[cell] == layer:
+                masks[cell] |= mask
+            elif layers[cell] in self._beside:
+                masks[cell] |= mask
+                if cell % 2:  # a cell has one colour: each has its turn
+                    layers[cell] = layer
+            else:
+                masks[cell] = mask
                 layers[cell] = layer
 
     def draw(
@@ -306,7 +311,11 @@ class Canvas:
         """
         start, before_low, before_high = before
         if column - start == 1:
-            return min(low, before_high + 1), max(high, before_low - 1)
+            if low > before_high + 1:
+                low = before_high + 1
+            elif high < before_low - 1:
+                high = before_low - 1
+            return low, high
         left, right = (before_low + before_high) / 2, (low + high) / 2
         last = left
         for middle in range(start + 1, column):
@@ -347,9 +356,7 @@ class Canvas:
         cells = [characters[mask] if mask else " " for mask in self.masks[row]]
         for cell, sign in self._signs.get(row, {}).items():
             cells[cell] = sign
-        found, at = [], 0
-        for layer, run in groupby(self.layers[row]):
-            end = at + len(list(run))
-            found.append(("".join(cells[at:end]), layer))
-            at = end
-        return found
+        text, layers = "".join(cells), self.layers[row]
+        ends = [cell for cell in range(1, self.width) if layers[cell] != layers[cell - 1]]
+        edges = pairwise((0, *ends, self.width))
+        return [(text[start:end], layers[start]) for start, end in edges]

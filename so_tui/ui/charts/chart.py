@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -145,8 +145,12 @@ class _ChartFrame(NamedTuple):
     def row(self, row: Sequence[Segment]) -> Strip:
         """Return a row between the upper line and the lower one."""
         inside = Strip(row).adjust_cell_length(self.width - 2 * self.inset, self.styles["base"])
-        side = Segment("│", self.styles["frame"])
-        return Strip([side, *inside, side], self.width) if self.inset else inside
+        return self.full_row(inside)
+
+    def full_row(self, row: Iterable[Segment]) -> Strip:
+        """Return such a row of cells that fill it: measuring them would take as long as drawing."""
+        side = [Segment("│", self.styles["frame"])] * self.inset
+        return Strip([*side, *row, *side], self.width)
 
     def lower(self, row: Sequence[Segment], note: str = "") -> Strip:
         """Return the last row; in a frame, its end says ``note``."""
@@ -526,7 +530,7 @@ class Chart(DrawnRowsMixin, can_focus=True):
         for label, row in zip(labels, plot, strict=True):
             row = with_cursor(row, axis, self.cursor, width, styles["cursor"])
             row = self._with_range(row, width)
-            rows.append(frame.row([Segment(label, styles["label"]), *row]))
+            rows.append(frame.full_row([Segment(label, styles["label"]), *row]))
         unit = f" {axis.unit} "
         line = ("─" if self.inset else " ") * (GUTTER - len(unit))
         corner = [Segment(line, styles["frame"]), Segment(unit, styles["label"])]

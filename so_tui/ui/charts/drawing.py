@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -189,8 +187,17 @@ def cells_in(pieces: Iterable[tuple[str, str]]) -> int:
 
 def joined(cells: Sequence[tuple[str, str]], styles: Mapping[str, Style]) -> list[Segment]:
     """Join cells of one role in a row into one segment."""
-    runs = ((role, "".join(text for text, _ in run)) for role, run in groupby(cells, itemgetter(1)))
-    return [Segment(text, styles[role]) for role, text in runs if text]
+    segments: list[Segment] = []
+    text, current = "", ""  # a plain loop: groupby takes twice as long, in each row of each chart
+    for character, role in cells:
+        if role != current and text:
+            segments.append(Segment(text, styles[current]))
+            text = ""
+        current = role
+        text += character
+    if text:
+        segments.append(Segment(text, styles[current]))
+    return segments
 
 
 def with_cursor(
@@ -202,17 +209,14 @@ def with_cursor(
     if axis is None or cursor is None or not axis.low <= cursor <= axis.high:
         return row
     column = _column(axis, cursor, width)
-    shown: list[Segment] = []
-    for segment in row:
-        text, beside, _ = segment
-        if 0 <= column < len(text):  # each character of a plot takes one cell
+    for number, (text, beside, _) in enumerate(row):
+        if column < len(text):  # each character of a plot takes one cell
             sign = text[column] if text[column] not in " \u2800" else "│"
             parts = (text[:column], beside), (sign, style), (text[column + 1 :], beside)
-            shown += [Segment(part, styled) for part, styled in parts if part]
-        else:
-            shown.append(segment)
+            shown = [Segment(part, styled) for part, styled in parts if part]
+            return [*row[:number], *shown, *row[number + 1 :]]
         column -= len(text)
-    return shown
+    return row
 
 
 def gutter_text(
