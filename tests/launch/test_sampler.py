@@ -17,10 +17,11 @@ from so_tui.launch.supervisor.samples import (
     _busy_percent,
     _read_cpu_times,
     _read_node_memory,
+    _throttling,
     oom_kills,
-    throttling,
 )
 from so_tui.machine import inspect_machine
+from so_tui.machine.system_files import SystemFiles
 from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import ForeignProcess
 from tests.support.machines import superchips
@@ -47,9 +48,14 @@ def test_cpu_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after", "percent"),
-    [((80, 100), (80, 200), 100), ((0, 0), (50, 200), 75), (None, (1, 2), 0), ((1, 2), (1, 2), 0)],
+    [
+        ((80, 100), (80, 200), 100),
+        ((10, 100), (60, 300), 75),
+        ((0, 0), (1, 2), 0),
+        ((1, 2), (1, 2), 0),
+    ],
 )
-def test_busy_share(before: tuple[int, int] | None, after: tuple[int, int], percent: int) -> None:
+def test_busy_share(before: tuple[int, int], after: tuple[int, int], percent: int) -> None:
     assert _busy_percent(before, after) == percent
 
 
@@ -59,7 +65,8 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     (folder / "meminfo").write_text(
         "Node 4 MemTotal:  1000 kB\nNode 4 MemFree:   400 kB\nNode 4 FilePages:  100 kB\n"
     )
-    assert _read_node_memory(tmp_path, 4, sole=False) == {
+    files = SystemFiles(tmp_path)
+    assert _read_node_memory(files, 4, sole=False) == {
         "MemTotal": 1024000,
         "MemFree": 409600,
         "FilePages": 102400,
@@ -68,7 +75,7 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text(
         "MemTotal:  1000 kB\nMemFree:  400 kB\nBuffers: 1 kB\nCached:  50 kB\n"
     )
-    assert _read_node_memory(tmp_path, 0, sole=True)["FilePages"] == 51200
+    assert _read_node_memory(files, 0, sole=True)["Cached"] == 51200
 
 
 def test_memory_of_the_only_node_is_inspections(tmp_path: Path) -> None:
@@ -92,7 +99,7 @@ def test_memory_of_the_only_node_is_inspections(tmp_path: Path) -> None:
         root=tmp_path,
     )
     (sample,) = sampler.sample().nodes
-    sampler.close()
+    sampler.gpus.close()
     assert (
         (sample.memory_total_bytes, sample.file_cache_bytes)
         == (node.memory_total_bytes, 100 * 1024)
@@ -125,7 +132,7 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
         tree.scan()
         sample = sampler.sample()
         child.kill()
-    sampler.close()
+    sampler.gpus.close()
     assert sample.interval_s >= 1
     assert [len(node.cores) for node in sample.nodes if node.cores] == [
         len(node.cpus) for node in machine.cpu_nodes
@@ -175,7 +182,7 @@ def test_other_processes_that_compute_are_named() -> None:
     ],
 )
 def test_reasons_for_throttling(reasons: int, named: tuple[str, ...]) -> None:
-    assert throttling(reasons) == named
+    assert _throttling(reasons) == named
 
 
 def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -412,7 +412,7 @@ class Host:
                         samples = samples or SampleWriter(self._run, self.name)
                         samples.append(sample)
         finally:
-            sampler.close()
+            sampler.gpus.close()
             with self.despite_errors_of("samples"):
                 if samples is not None:
                     samples.close()
