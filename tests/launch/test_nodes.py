@@ -200,6 +200,6 @@ def test_a_fall_back_to_sockets_ends_a_run(expected: str, used: str, missing: st
     assert not watch.missing(lines("Socket")[:1])
     assert watch.missing(lines(used)) == bool(missing)
     assert watch.missing_name == missing
-    outcome = conclude(Evidence(missing_network=watch.missing_name, unprompted=False))
+    outcome = conclude(Evidence(missing_network=watch.missing_name))
     assert (outcome.code == OutcomeCode.SLOW_NETWORK) == bool(missing)
     assert missing in outcome_text(outcome, "one").reason

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
 from so_tui.launch.command import log_line
 from so_tui.launch.supervisor.host_check import HostDiffersError, LockTakenError
+from so_tui.launch.supervisor.processes import Loss
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.plan.plan import Launch
 from so_tui.runs import state as run_state
@@ -59,12 +60,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """As subprocess reports it, below 0 for a signal. None when unknown, because another supervisor
     had started the runner.
     """
-    first_lost: Process | None = None
+    first_loss: Loss | None = None
     """The first of runner, launcher and ranks that ended."""
-    first_lost_code: int | None = None
-    """Its exit code (below 0 for a signal), if it could be observed."""
-    unprompted: bool = False
-    """It ended before the supervisor or the launcher had ended anything."""
     stop_overdue_s: float | None = None
     """The grace time in seconds of a requested stop that was not carried out in time."""
     gone_unseen: bool = False
@@ -77,6 +74,11 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The run directory accepted no more records, so the trainer's last ones may be lost."""
     log: tuple[str, ...] = ()
     """The last lines of the log."""
+
+    @property
+    def unprompted(self) -> bool:
+        """Whether a process ended before the supervisor or the launcher had ended anything."""
+        return self.first_loss is not None and self.first_loss.unprompted
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -164,47 +166,40 @@ def _bereaved(evidence: Evidence) -> bool:
     """Return whether the ranks' reports are only consequences of another rank that a signal ended
     before it could report.
     """
-    lost, code = evidence.first_lost, evidence.first_lost_code
-    if not evidence.unprompted or lost is None or lost.role != "rank" or _ended_by(code) is None:
-        return False
-    return all(failure.rank != lost.rank for failure in evidence.failures)
+    loss = evidence.first_loss
+    return (
+        loss is not None
+        and loss.unprompted
+        and loss.process.role == "rank"
+        and _ended_by(loss.exit_code) is not None
+        and all(failure.rank != loss.process.rank for failure in evidence.failures)
+    )
+
+
+_UNSEEN = Loss(Process(pid=0, start_time=0, role="runner"))
+"""Where no scan saw a process end: only the runner's status is known."""
 
 
 def _by_exit(evidence: Evidence) -> Outcome:
     """Conclude only from which process ended, and how."""
-    lost, reported = evidence.first_lost, _reported_rank_code(evidence.log)
-    code, pid = evidence.first_lost_code, None if lost is None else lost.pid
+    lost, code, _ = evidence.first_loss or _UNSEEN
+    reported = _reported_rank_code(evidence.log)
     who: Who = "rank"
-    rank: int | None = None
-    if lost is None or lost.role == "runner":
+    rank = lost.rank if lost.role == "rank" else None
+    if lost.role == "runner":
         who, code = "runner", evidence.runner_status if code is None else code
     elif lost.role == "launcher" and reported is None:
         who = "launcher"
-    else:
-        # A launcher that lived to see a rank fail reports that rank's code.
-        rank, code = (
-            (lost.rank if lost.role == "rank" else None),
-            reported if code is None else code,
-        )
-    vanished = lost is not None and code is None and (who != "rank" or rank is not None)
-    if vanished or (signum := _ended_by(code)) is not None:
-        return Outcome(
-            code=_LOST_CODES[who],
-            who=who,
-            rank=rank,
-            pid=pid,
-            signal=None if vanished else signum,
-        )
+    elif code is None:
+        code = reported  # a launcher that lived to see a rank fail reports that rank's code
+    known = Outcome(code=OutcomeCode.UNEXPECTED, who=who, rank=rank, pid=lost.pid or None)
+    vanished = lost.pid and code is None and (who != "rank" or rank is not None)
+    signum = _ended_by(code)
+    if vanished or signum is not None:
+        return replace(known, code=_LOST_CODES[who], signal=signum)
     errors = filter(None, (_ERROR.match(line.strip()) for line in reversed(evidence.log)))
     error = next((match[1][:500] for match in errors), "")
-    return Outcome(
-        code=OutcomeCode.UNEXPECTED,
-        who=who,
-        rank=rank,
-        pid=pid,
-        exit_code=code,
-        detail=error,
-    )
+    return replace(known, exit_code=code, detail=error)
 
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$")
@@ -297,7 +292,7 @@ _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
 """After these a resume needs changed settings. Any other failure (access to a model, a disk, a
 package) is fixed outside the settings.
 """
-_LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
+_LOST = _LOST_CODES.values()
 _ADVICE: dict[str, str] = {
     **dict.fromkeys(_LOST, _WHO_KILLS),
     OutcomeCode.OUT_OF_GPU_MEMORY: (

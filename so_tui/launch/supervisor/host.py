@@ -28,7 +28,7 @@ from so_tui.launch.supervisor.host_check import (
     software_differences,
 )
 from so_tui.launch.supervisor.processes import (
-    FirstLoss,
+    Loss,
     ProcessTree,
     known_id,
     markers,
@@ -254,7 +254,8 @@ class Host:
         self._runner: subprocess.Popen[bytes] | None = None
         node = nodes.node if nodes.count > 1 else None
         self.tree = ProcessTree(markers(run, attempt, node), os.getpid())
-        self.first_loss = FirstLoss(self.tree)
+        self.first_loss: Loss | None = None
+        """The first of runner, launcher and ranks that ended: the cause of what follows."""
         self.shutdown = Shutdown()
         self.signal: signal.Signals | None = None
         """The last signal that this process received and has not acted upon."""
@@ -490,9 +491,7 @@ class Host:
         """Return what this host alone shows."""
         return Evidence(
             runner_status=self.status(),
-            first_lost=self.first_loss.process,
-            first_lost_code=self.first_loss.exit_code,
-            unprompted=self.first_loss.unprompted,
+            first_loss=self.first_loss,
             missing_network=self._network.missing_name,
             oom_kills=oom_kills() - self._oom_kills_before,
             disk_full=self.disk_full,
@@ -547,11 +546,12 @@ class Host:
         """Look at the processes, then at what they wrote: all of it is read after a process was
         seen to be gone.
         """
-        before = set(self.tree.alive)
-        self.tree.scan()
+        lost = self.tree.scan()
         with self.despite_errors_of("output"):
             self._take_lines(self._log.poll())
-        lost = self.first_loss.update(before, ending=self.shutdown.terminated_at is not None)
+        if lost and self.first_loss is None:
+            unprompted = self.shutdown.terminated_at is None
+            self.first_loss = Loss(lost[0], self.tree.gone[lost[0]], unprompted)
         if any(process.role != "rank" for process in lost):
             self.shutdown.broken = True
 

@@ -206,7 +206,7 @@ class NodeSupervisor:
         later, for it is the first node's.
         """
         shutdown, roles = self._host.shutdown, {process.role for process in self._host.tree.alive}
-        lost = self._host.first_loss.process is not None
+        lost = self._host.first_loss is not None
         if shutdown.ended_at is None and lost and "launcher" in roles and "rank" not in roles:
             shutdown.ended_at = time.monotonic()
 
@@ -241,7 +241,7 @@ class NodeSupervisor:
         failed has no code of its own.
         """
         tree = self._host.tree
-        ranks = {tree.exit_code(process) for process in tree.gone if process.role == "rank"}
+        ranks = {code for process, code in tree.gone.items() if process.role == "rank"}
         # DeepSpeed's runner returns 0 after its launcher was killed, too.
         if self._host.status() == 0 and ranks <= {None, 0}:
             return None

@@ -182,8 +182,9 @@ class Supervisor:
         host.sweep(self._recorded)
         with host.despite_errors_of("records"):
             self._read()
-        own, others = conclude(self._evidence()), None if self._superseded else self._others.wait()
-        return self._finish(attributed(own, others, unprompted=host.first_loss.unprompted))
+        evidence, others = self._evidence(), None if self._superseded else self._others.wait()
+        own = conclude(evidence)
+        return self._finish(attributed(own, others, unprompted=evidence.unprompted))
 
     def finish(self) -> None:
         """Wait for the user's commands that tell of the end; the run may have been continued
