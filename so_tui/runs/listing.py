@@ -32,7 +32,6 @@ from msgspec.structs import replace
 from so_tui.folders import default_runs_dir, known_runs_dirs, probes_dir, run_folders_record
 from so_tui.runs.directory import (
     RunDirectory,
-    new_manifest,
     refuse_another_users,
     write_manifest,
     write_run_json,
@@ -214,12 +213,13 @@ def create_run(
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             make_run_folder(part, shared=is_shared(run.path))
-        write_manifest(run, new_manifest(run))
+        write_manifest(run)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
     except OSError as error:
-        with contextlib.suppress(OSError):
-            _remove(run.path)
+        import shutil  # imports every compression module, which listing runs does not need
+
+        shutil.rmtree(run.path, ignore_errors=True)
         remedy = "Free some space there, or choose another folder with --runs-dir."
         raise reject(
             "runs-dir-not-writable",
@@ -351,12 +351,6 @@ def _claim(folder: Path, name: str) -> RunDirectory:
     path = folder / name
     make_run_folder(path, shared=wanted(os.environ))  # fails if another process was first
     return RunDirectory(path)
-
-
-def _remove(path: Path) -> None:
-    import shutil  # imports every compression module, which listing runs does not need
-
-    shutil.rmtree(path)
 
 
 # Delete runs.

@@ -46,26 +46,16 @@ class HostIdentity(Struct, frozen=True):
     """Containers have one of their own, in which pids mean other processes; 0 if unknown."""
 
 
+@cache
 def this_host() -> HostIdentity:
     """Return the identity of the host that this process runs on."""
-    try:
-        boot_id = _boot_id()
-    except OSError:
-        boot_id = ""
-    try:
+    boot_id, namespace = "", 0
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
         # A link that only the kernel can follow.
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
-    except OSError:
-        namespace = 0
     return HostIdentity(socket.gethostname(), boot_id, namespace)
-
-
-@cache
-def _boot_id() -> str:
-    """Return what the kernel chose when it started, which this process does not outlive. Raises
-    OSError.
-    """
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def host_of(state: RunState) -> HostIdentity:
@@ -284,7 +274,6 @@ class Sighting(Struct, frozen=True, kw_only=True):
     """What can be seen of a run's processes from here."""
 
     liveness: Liveness
-    host: str
     by_processes: bool
     """The processes themselves were examined; otherwise only the heartbeat."""
     restarted: bool = False
@@ -306,25 +295,15 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
     if not state.host:  # no supervisor has started yet, or its starter died
         age_s = _age_s(run)
         gone = state.state == "created" and age_s is not None and age_s > OLD_S
-        return Sighting(
-            liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True
-        )
+        return Sighting(liveness=Liveness.GONE if gone else Liveness.ALIVE, by_processes=True)
     if sees_processes_of(here, there):
         living = supervised(state) or any(map(alive, state.processes))
         if living or not _hidden_from_us(run):
-            return Sighting(
-                liveness=Liveness.ALIVE if living else Liveness.GONE,
-                host=state.host,
-                by_processes=True,
-            )
+            return Sighting(liveness=Liveness.ALIVE if living else Liveness.GONE, by_processes=True)
     restarted = here.name == there.name and not _same_boot(here, there)
     liveness, age_s = _by_heartbeat(run, state, watch)
     return Sighting(
-        liveness=liveness,
-        host=state.host,
-        by_processes=False,
-        restarted=restarted,
-        heartbeat_age_s=age_s,
+        liveness=liveness, by_processes=False, restarted=restarted, heartbeat_age_s=age_s
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from so_tui.launch.command import RUN_ID_MARKER, RUN_MARKER
@@ -27,7 +27,7 @@ from so_tui.launch.supervisor.processes import (
     markers,
 )
 from so_tui.runs import RunDirectory
-from so_tui.runs.directory import new_manifest, write_manifest
+from so_tui.runs.directory import write_manifest
 from so_tui.runs.liveness import Stat, read_stat
 from so_tui.runs.records import Process, Role
 from tests.support.waiting import LIMIT_S, running, wait_for_environment, wait_until
@@ -117,8 +117,10 @@ def test_the_id_tells_a_run_from_an_earlier_one(tmp_path: Path) -> None:
     with started(["sleep", "60"], env=marked(tmp_path) | {RUN_ID_MARKER: "one"}) as process:
         wait_for_environment(process.pid)
         assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
+        write_manifest(run)
+        manifest = json.loads(run.manifest_path.read_bytes())
         for known, carried in (("one", True), ("two", False)):
-            write_manifest(run, msgspec.structs.replace(new_manifest(run), id=known))
+            run.manifest_path.write_text(json.dumps(manifest | {"id": known}))
             assert OwnProcesses().carry(markers(run)) == carried
             tree = ProcessTree(markers(run), supervisor_pid=-1)
             tree.scan(thorough=True)

@@ -26,7 +26,7 @@ from so_tui.plan.plan import OptionalMemory
 from so_tui.runs import RunDirectory, read_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.lock import RunLock, _OwnerFiles
+from so_tui.runs.lock import RunLock
 from so_tui.runs.metrics import MetricsWriter
 from so_tui.runs.reader import LogReader
 from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
@@ -49,7 +49,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supervisor_of(run: RunDirectory, found: RunState | None = None) -> Supervisor:
-    return Supervisor(run, 1, found or read_state(run), RunLock(_OwnerFiles(run)))
+    return Supervisor(run, 1, found or read_state(run), RunLock(run))
 
 
 def followed_by(monkeypatch: pytest.MonkeyPatch, *looks: bool) -> Iterator[bool]:
