@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import EvaluationRecord, StepRecord
+from so_tui.runs.records import Count, EvaluationRecord, StepRecord
 from so_tui.spec.check import exists
 from so_tui.spec.errors import reject, shown
 
@@ -182,7 +182,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[_Write]:
     integers = {
         field.name
         for field in msgspec.structs.fields(StepRecord)
-        if field.type in (int, int | None)
+        if field.type in (Count, Count | None)
     }
     schema = pyarrow.schema(
         [(name, pyarrow.int64() if name in integers else pyarrow.float64()) for name in columns]

@@ -100,7 +100,7 @@ def test_full_disk_and_end_are_noticed(tmp_path: Path) -> None:
     assert found[str(tmp_path)] > 0
     ends: dict[Any, str] = {"finished": "ended", "stopped": "ended", "failed": "failed"}
     for state, kind in (ends | {"lost": "failed"}).items():
-        assert kinds(watch.end(RunState(name="r", state=state), settings)) == [kind]
+        assert kinds(_AlertWatch(1, 0.0).end(RunState(name="r", state=state), settings)) == [kind]
     none = AlertSettings(on=())
     assert watch.end(RunState(name="r", state="failed"), none) == ()
     assert watch.observe(TRAINING, [step_record(5, loss=float("nan"))], 1, none) == ()

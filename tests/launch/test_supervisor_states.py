@@ -211,7 +211,7 @@ def test_a_command_that_tells_of_the_end_finds_it_recorded(
     monkeypatch.setattr("so_tui.launch.supervisor.run.write_state_even_if_full", slow)
     supervisor = supervisor_of(run)
     supervisor._finish(Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0))
-    supervisor.finish()
+    supervisor.announcer.finish()
     assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
 
 

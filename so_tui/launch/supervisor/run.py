@@ -151,13 +151,13 @@ class Supervisor:
         told_step = (
             found.step if self._takes_over and found.state not in ("starting", "loading") else 0
         )
-        self._announcer = Announcer(
+        self.announcer = Announcer(
             run, attempt, self._host.name, launch.spec.checkpoint.folder, told_step
         )
 
     def watch(self) -> int:
-        """Run the attempt from its start to its end. Return the run's exit code. ``finish``
-        follows.
+        """Run the attempt from its start to its end. Return the run's exit code. The commands that
+        tell the user of the end are still under way; the run may be continued meanwhile.
         """
         host = self._host
         host.install_signals()
@@ -186,15 +186,9 @@ class Supervisor:
         own = conclude(evidence)
         return self._finish(attributed(own, others, unprompted=evidence.unprompted))
 
-    def finish(self) -> None:
-        """Wait for the user's commands that tell of the end; the run may have been continued
-        meanwhile.
-        """
-        self._announcer.finish()
-
     def _tick(self) -> bool:
         host = self._host
-        host.reap(self._announcer.command_pid)
+        host.reap(self.announcer.command.pid)
         with host.despite_errors_of("records"):
             self._read()
         self._check_superseded()
@@ -242,13 +236,13 @@ class Supervisor:
             slowdown=self._slow.found,
         )
         with self._host.despite_errors_of("alerts"):
-            new = self._announcer.tick(self._state, records, full=self._host.disk_full)
+            new = self.announcer.tick(self._state, records, full=self._host.disk_full)
             self._remember(new)
         self._write_state()
 
     def _take(self, sample: Sample) -> None:
         self._slow.sample(sample)
-        self._announcer.publish(self._state, self._reader.latest, sample)
+        self.announcer.publish(self._state, self._reader.latest, sample)
 
     def _remember(self, alerts: tuple[Alert, ...]) -> None:
         self._state = replace(self._state, alerts=remembered(self._state.alerts, alerts))
@@ -332,13 +326,13 @@ class Supervisor:
         if not deleted(self._run) and not self._superseded:
             new: tuple[Alert, ...] = ()
             with self._host.despite_errors_of("alerts"):
-                new = self._announcer.end(self._state)
+                new = self.announcer.end(self._state)
                 self._remember(new)
             with self._host.despite_errors_of("state"):
                 write_state_even_if_full(self._run, self._state)
             # Last, because the command may look at the state.
             with self._host.despite_errors_of("alerts"):
-                self._announcer.tell(new, self._state)
+                self.announcer.tell(new, self._state)
         self._host.release()
         return outcome.run_exit_code
 
@@ -399,7 +393,7 @@ def supervise(
                 refuse_start(run, attempt, state)
                 state = _concluded(run, state, assume_dead=assume_dead)
             supervisor = Supervisor(run, attempt, state, lock, nodes)
-            last.callback(supervisor.finish)  # also where the lock cannot be given back
+            last.callback(supervisor.announcer.finish)  # also where the lock cannot be given back
             become_subreaper()
             code = supervisor.watch()
         ended()
