@@ -6,22 +6,19 @@ DeepSpeed's runner returns 0 when its launcher was killed by a signal.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
-from so_tui.launch.command import log_line
 from so_tui.launch.supervisor.host_check import HostDiffersError, LockTakenError
 from so_tui.launch.supervisor.processes import Loss
 from so_tui.machine.software import INSTALL_TRAINING
@@ -399,16 +396,15 @@ def outcome_text(
 
 
 def _reason(outcome: Outcome) -> str:
-    reason = _reason_there(outcome)
-    return f"on node {outcome.node}: {reason}" if outcome.node and not outcome.job else reason
+    where = f"on node {outcome.node}: " if outcome.node and not outcome.job else ""
+    return where + _reason_there(outcome)
 
 
 def _reason_there(outcome: Outcome) -> str:
     """Return the reason as the host says it on which it happened."""
     if outcome.reported:
-        return (
-            outcome.reported if outcome.rank is None else f"rank {outcome.rank}: {outcome.reported}"
-        )
+        where = "" if outcome.rank is None else f"rank {outcome.rank}: "
+        return where + outcome.reported
     if outcome.code in _LOST:
         if outcome.signal is None:
             return f"{_who(outcome)} (pid {outcome.pid}) disappeared during training: it was killed"
@@ -418,15 +414,7 @@ def _reason_there(outcome: Outcome) -> str:
             name = f"signal {outcome.signal}"
         return f"{_who(outcome)} was ended by {name}"
     if pattern := _REASONS.get(outcome.code):
-        plural = "" if outcome.count == 1 else "es"
-        return pattern.format(
-            detail=outcome.detail,
-            count=outcome.count,
-            es=plural,
-            limit_s=outcome.limit_s,
-            job=outcome.job,
-            node=outcome.node,
-        )
+        return pattern.format(es="" if outcome.count == 1 else "es", **asdict(outcome))
     ending = (
         f"with exit code {outcome.exit_code}"
         if outcome.exit_code
@@ -446,40 +434,7 @@ def _advice(outcome: Outcome, name: str) -> str:
 def _who(outcome: Outcome) -> str:
     if outcome.who == "rank":
         return "a rank" if outcome.rank is None else f"rank {outcome.rank}"
-    return "DeepSpeed's launcher" if outcome.who == "launcher" else "DeepSpeed's runner"
-
-
-# Evidence from outside the supervisor about how an attempt ended: failures that ranks wrote, and
-# the plan's advice.
-
-
-def failures_in(folder: Path) -> tuple[Failure, ...]:
-    """Read what the ranks wrote about their failures, the earliest first."""
-    found = []
-    for file in folder.glob("failure.rank*.json"):
-        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file,
-        # the final state must be written.
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            found.append((file.stat().st_mtime_ns, read_json(file, Failure)))
-    return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
-
-
-def planned_advice(outcome: Outcome, launch: Launch) -> str:
-    """Return the plan's advice for a run that was out of memory; empty for others. The final state
-    does not depend on it: without it, the advice is general.
-    """
-    from so_tui.plan import remedies  # heavy, and only for a run out of memory
-
-    asked = launch.spec, launch.plan.given_memory
-    try:
-        match outcome.code:
-            case OutcomeCode.OUT_OF_GPU_MEMORY:
-                return remedies.less_gpu_memory(*asked)
-            case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
-                return remedies.less_host_memory(*asked)
-    except Exception as error:  # noqa: BLE001 - the final state must be written in any case
-        log_line(f"no advice from the plan: {type(error).__name__}: {error}")
-    return ""
+    return f"DeepSpeed's {outcome.who or 'runner'}"
 
 
 def not_started(error: Exception) -> Outcome:
@@ -585,46 +540,16 @@ def final_state(state: RunState, outcome: Outcome, ended: float, advice: str = "
     )
 
 
-def superseded(mine: RunState, found: RunState) -> bool:
-    """Return whether another supervisor has taken the run over, from what is recorded now.
-
-    It can happen to a supervisor that was suspended, or cut off from the file system, for so long
-    that the run counted as lost.
-    """
-    return found.attempt > mine.attempt or (
-        found.attempt == mine.attempt and found.supervisor != mine.supervisor
-    )
-
-
 def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
     """Return the trainer's end record of this attempt, or None."""
     return reader.end if reader.end and reader.end.attempt == attempt else None
 
 
-def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
-    """Return when an attempt with an unobserved end was last known to be alive, in seconds since
-    the epoch.
-
-    ``heartbeat_at`` is when the supervisor that died last wrote the state.
-    """
-    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
-    return max(
-        [
-            heartbeat_at,
-            *(
-                record.time
-                for record in records
-                if record is not None and record.attempt == attempt
-            ),
-        ]
-    )
-
-
-def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
-    """Return ``state`` with what the records of this attempt add: phase, step, loss,
+def observed(state: RunState, reader: MetricsReader) -> RunState:
+    """Return ``state`` with what the records of its attempt add: phase, step, loss,
     checkpoints.
     """
-    start, phase, latest = reader.start, reader.phase, reader.latest
+    attempt, start, phase, latest = state.attempt, reader.start, reader.phase, reader.latest
     if start is not None and start.attempt == attempt:
         state = replace(state, total_steps=start.total_steps)
     if latest is not None:
@@ -656,9 +581,6 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
 
 
 # How a run is ended: the user's request to stop, and when its processes are terminated and killed.
-
-
-KillAction = Literal["wait", "terminate", "kill"]
 
 
 class StopRequest(run_state.Request, frozen=True, kw_only=True):
@@ -718,18 +640,19 @@ class Shutdown:
         if known != self._stop:
             self._stop, self.overdue_at = known, now + asked.grace_s
 
-    def next_action(self, now: float) -> KillAction:
-        """Return what to do to the processes now. The caller does it."""
+    def next_signal(self, now: float) -> signal.Signals | None:
+        """Return the signal that the processes must get now, if any. The caller sends it."""
         if self.terminated_at is not None:
-            return "kill" if now >= self.terminated_at + KILL_AFTER_S else "wait"
+            return signal.SIGKILL if now >= self.terminated_at + KILL_AFTER_S else None
         due = (
             self.broken or self.stop_overdue(now)
             if self.ended_at is None
             else now >= self.ended_at + EXIT_GRACE_S
         )
-        if due:
-            self.terminated_at = now
-        return "terminate" if due else "wait"
+        if not due:
+            return None
+        self.terminated_at = now
+        return signal.SIGTERM
 
     def stop_overdue(self, now: float) -> bool:
         """Return whether a requested stop was not carried out in time."""

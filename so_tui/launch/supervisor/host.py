@@ -10,10 +10,10 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -38,6 +38,7 @@ from so_tui.launch.supervisor.samples import Sampler, oom_kills
 from so_tui.launch.supervisor.slowness import NetworkWatch
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
+from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Launch, Plan, RankBinding
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.listing import remove_leftovers
@@ -205,6 +206,21 @@ def _ignored_by_children(signum: signal.Signals) -> Iterator[None]:
         signal.signal(signum, handler)
 
 
+T = TypeVar("T")
+
+
+def _each(act: Callable[[T], None], items: Iterable[T]) -> None:
+    """Act on every item, also after one failed. Raises OSError with what failed."""
+    failed = []
+    for item in items:
+        try:
+            act(item)
+        except OSError as error:
+            failed.append(str(error))
+    if failed:
+        raise OSError("; ".join(failed))
+
+
 TICK_S = 1.0
 LOG_LINES = 400
 _START_TICK_S = 0.2
@@ -344,16 +360,15 @@ class Host:
         """
         folder = host_check.lock_folder()
         self._rendezvous = _rendezvous_path(folder, self._run.path, self._attempt)
-        lost: list[str] = []
-        for gpu in chosen_gpus(self.launch.plan, self.launch.machine):
+
+        def take(gpu: Gpu) -> None:
             try:
                 self._locks += host_check.take_gpus([gpu], str(self._run.path))
-            except OSError as error:
-                holder = error.holder if isinstance(error, host_check.LockTakenError) else None
-                if holder is None or holder.run != str(self._run.path):
-                    lost.append(str(error))
-        if lost:
-            raise OSError("; ".join(lost))
+            except host_check.LockTakenError as error:
+                if error.holder.run != str(self._run.path):
+                    raise
+
+        _each(take, chosen_gpus(self.launch.plan, self.launch.machine))
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""
@@ -430,30 +445,18 @@ class Host:
         short.
         """
         now = time.monotonic()
-        action = self.shutdown.next_action(now)
-        if action != "wait":
-            self.signal_all(signal.SIGTERM if action == "terminate" else signal.SIGKILL)
+        if (signum := self.shutdown.next_signal(now)) is not None:
+            self.signal_all(signum)
         if now >= self._refresh_due:
             self._refresh_due = now + _REFRESH_S
             with self.despite_errors_of("locks"):
-                self._refresh_locks()
+                held: list[RunLock | host_check.Lock] = [*self._locks]
+                held += [self._run_lock] if self._run_lock is not None else []
+                _each(lambda lock: lock.refresh(), held)  # all of them, also after one was lost
         if now >= self._trim_due:
             with self.despite_errors_of("log"):
                 trim_log(self._run.log_path(self._attempt, self.name))
                 self._trim_due = now + _LOG_TRIM_S
-
-    def _refresh_locks(self) -> None:
-        """Show that the locks are in use: all of them, also after one was lost. Raises OSError."""
-        lost: list[str] = []
-        held: tuple[RunLock | host_check.Lock | None, ...] = (self._run_lock, *self._locks)
-        for lock in held:
-            try:
-                if lock is not None:
-                    lock.refresh()
-            except OSError as error:
-                lost.append(str(error))
-        if lost:
-            raise OSError("; ".join(lost))
 
     def read_tail(self) -> None:
         """Read the last lines of a log that another supervisor may have begun."""

@@ -144,10 +144,12 @@ def _cores(binding: tuple[RankBinding, ...], host: Machine) -> Iterator[Refusal]
 
 
 class Holder(Struct, frozen=True):
-    """The holder of a lock, as written in its file."""
+    """The holder of a lock, as written in its file; without values if it has not yet written
+    them.
+    """
 
-    run: str
-    pid: int
+    run: str = ""
+    pid: int = 0
 
 
 @dataclass
@@ -184,14 +186,9 @@ class Lock:
 class LockTakenError(OSError):
     """Another process holds the lock."""
 
-    def __init__(self, name: str, holder: Holder | None) -> None:
-        self.name = name
+    def __init__(self, name: str, holder: Holder) -> None:
         self.holder = holder
-        who = (
-            f"run {Path(holder.run).name} (pid {holder.pid})"
-            if holder and holder.run
-            else "another run"
-        )
+        who = f"run {Path(holder.run).name} (pid {holder.pid})" if holder.run else "another run"
         super().__init__(f"{name} is used by {who}")
 
 
@@ -219,12 +216,10 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            try:
-                content = os.pread(descriptor, 4096, 0)
+            current = Holder()
+            with contextlib.suppress(ValueError):
                 # 4 KiB of a folder that only the user can open
-                current = json.decode(content, type=Holder)  # noqa: TID251
-            except ValueError:  # the holder has not yet written its name
-                current = None
+                current = json.decode(os.pread(descriptor, 4096, 0), type=Holder)  # noqa: TID251
             os.close(descriptor)
             raise LockTakenError(name, current) from None
         if _names(path, descriptor):

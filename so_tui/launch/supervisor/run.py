@@ -13,7 +13,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from so_tui.launch.command import log_line
@@ -22,10 +24,10 @@ from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor.alerts import Announcer, remembered
 from so_tui.launch.supervisor.ending import (
     Evidence,
+    Failure,
     Outcome,
     StopRequest,
     conclude,
-    failures_in,
     not_started,
     request_stop,
     stop_request,
@@ -34,15 +36,25 @@ from so_tui.launch.supervisor.host import ALONE, Host, Nodes
 from so_tui.launch.supervisor.node import OtherNodes, attributed
 from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, markers
 from so_tui.launch.supervisor.slowness import SlowWatch
+from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, deleted, refuse_unless_own
 from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of, this_host
 from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import FINAL_STATES, Alert, EndRecord, MetricRecord, RunState, Sample
+from so_tui.runs.records import (
+    FINAL_STATES,
+    Alert,
+    EndRecord,
+    MetricRecord,
+    OutcomeCode,
+    RunState,
+    Sample,
+)
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.errors import reject
+from so_tui.trust.decoding import read_json
 from so_tui.trust.files import Distrust, distrust_of_file, umask_of
 
 # Whether a supervisor may act for an attempt: start it once, or attach to its living processes.
@@ -224,7 +236,7 @@ class Supervisor:
         return ending.end_record(self._reader, self._attempt)
 
     def _report(self) -> None:
-        state = ending.observed(self._state, self._reader, self._attempt)
+        state = ending.observed(self._state, self._reader)
         if self._stop is not None:
             state = replace(state, detail=state.detail or "asked to stop")
         records, self._records = self._records, []
@@ -271,14 +283,18 @@ class Supervisor:
             shutdown.broken = True
 
     def _check_superseded(self) -> None:
-        """Stop acting for a run that another supervisor has taken over because it counted as lost,
-        and end what a newer attempt repeats.
+        """Stop acting for a run that another supervisor has taken over, and end what a newer
+        attempt repeats.
+
+        It can happen to a supervisor that was suspended, or cut off from the file system, for so
+        long that the run counted as lost.
         """
         try:
             found = read_state(self._run)
         except (InputError, OSError):
             return  # deleted, or its file system is away: neither says who supervises it
-        if not ending.superseded(self._state, found):
+        same = found.attempt == self._attempt
+        if found.attempt < self._attempt or (same and found.supervisor == self._state.supervisor):
             return
         if not self._superseded:
             log_line(
@@ -286,7 +302,7 @@ class Supervisor:
                 f"on {found.host}"
             )
             self._superseded = True
-            self._host.handed_over = found.attempt == self._attempt
+            self._host.handed_over = same
         if not self._host.handed_over:
             self._host.signal_all(signal.SIGKILL)
 
@@ -308,20 +324,20 @@ class Supervisor:
         return replace(
             self._host.evidence(),
             end=self._end,
-            failures=failures_in(self._run.attempt_dir(self._attempt)),
+            failures=_failures(self._run.attempt_dir(self._attempt)),
             stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
             gone_unseen=self._heartbeat_at is not None,
         )
 
     def _finish(self, outcome: Outcome) -> int:
-        state = ending.observed(self._state, self._reader, self._attempt)
+        state = ending.observed(self._state, self._reader)
         ended = (
             time.time()
             if self._heartbeat_at is None
-            else ending.last_alive(self._reader, self._attempt, self._heartbeat_at)
+            else _last_alive(self._reader, self._attempt, self._heartbeat_at)
         )
         state = replace(state, heartbeat=state.heartbeat + 1)
-        advice = ending.planned_advice(outcome, self._launch)
+        advice = _planned_advice(outcome, self._launch)
         self._state = ending.final_state(state, outcome, ended, advice)
         if not deleted(self._run) and not self._superseded:
             new: tuple[Alert, ...] = ()
@@ -349,6 +365,46 @@ class Supervisor:
                         self._run.state_path
                     )  # on a full disk: other hosts judge by its age whether we live
                     raise
+
+
+def _failures(folder: Path) -> tuple[Failure, ...]:
+    """Read what the ranks wrote about their failures, the earliest first."""
+    found = []
+    for file in folder.glob("failure.rank*.json"):
+        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file,
+        # the final state must be written.
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found.append((file.stat().st_mtime_ns, read_json(file, Failure)))
+    return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
+
+
+def _planned_advice(outcome: Outcome, launch: Launch) -> str:
+    """Return the plan's advice for a run that was out of memory; empty for others. The final state
+    does not depend on it: without it, the advice is general.
+    """
+    from so_tui.plan import remedies  # heavy, and only for a run out of memory
+
+    asked = launch.spec, launch.plan.given_memory
+    try:
+        match outcome.code:
+            case OutcomeCode.OUT_OF_GPU_MEMORY:
+                return remedies.less_gpu_memory(*asked)
+            case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
+                return remedies.less_host_memory(*asked)
+    except Exception as error:  # noqa: BLE001 - the final state must be written in any case
+        log_line(f"no advice from the plan: {type(error).__name__}: {error}")
+    return ""
+
+
+def _last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
+    """Return when an attempt with an unobserved end was last known to be alive, in seconds since
+    the epoch.
+
+    ``heartbeat_at`` is when the supervisor that died last wrote the state.
+    """
+    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
+    times = (record.time for record in records if record and record.attempt == attempt)
+    return max([heartbeat_at, *times])
 
 
 # The main function of the supervisor's process: check that it may act for an attempt, take the
