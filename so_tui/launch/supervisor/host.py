@@ -35,7 +35,7 @@ from so_tui.launch.supervisor.processes import (
     reap_orphans,
 )
 from so_tui.launch.supervisor.samples import Sampler, oom_kills
-from so_tui.launch.supervisor.slowness import NetworkWatch
+from so_tui.launch.supervisor.slowness import missing_network
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
 from so_tui.machine.types import Gpu
@@ -279,7 +279,7 @@ class Host:
         """Whether another supervisor watches the same processes."""
         self._log = LogReader(run.log_path(attempt, self.name))
         self._last_lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._network = NetworkWatch(os.environ)
+        self._missing_network = ""
         self._oom_kills_before = oom_kills()
         self._refresh_due = time.monotonic() + _REFRESH_S
         self._trim_due = 0.0
@@ -495,7 +495,7 @@ class Host:
         return Evidence(
             runner_status=self.status(),
             first_loss=self.first_loss,
-            missing_network=self._network.missing_name,
+            missing_network=self._missing_network,
             oom_kills=oom_kills() - self._oom_kills_before,
             disk_full=self.disk_full,
             log=tuple(self._last_lines),
@@ -564,5 +564,5 @@ class Host:
             # The launcher has just sent SIGTERM to the ranks. A second one would interrupt their
             # handling of the first.
             self.shutdown.terminated_at = time.monotonic()
-        if self._network.missing(lines):
-            self.shutdown.broken = True
+        if missing := missing_network(lines, os.environ):
+            self._missing_network, self.shutdown.broken = missing, True
