@@ -36,7 +36,7 @@ from so_tui.runs.directory import (
     write_manifest,
     write_run_json,
 )
-from so_tui.runs.liveness import host_of, identify, sees_processes_of, this_host
+from so_tui.runs.liveness import host_of, identify, sees_processes_of
 from so_tui.runs.lock import ended_state, lock_held, run_lock
 from so_tui.runs.records import Process, RunState
 from so_tui.runs.state import read_state, write_spec, write_state
@@ -67,19 +67,7 @@ _CLOCK_SLACK_S = 2.0
 def remove_leftovers(
     processes: Iterable[Process], folder: Path = SHARED_MEMORY
 ) -> tuple[Path, ...]:
-    """Remove what these processes left behind, and return it.
-
-    Raises:
-        OSError: A file cannot be removed.
-    """
-    found = _leftovers(processes, folder)
-    for path in found:
-        path.unlink(missing_ok=True)
-    return found
-
-
-def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tuple[Path, ...]:
-    """Return the shared memory that ended processes have left behind.
+    """Remove the shared memory that ended processes have left behind, and return it.
 
     It is a regular file of this user, named by the pid of one of these processes, made since that
     process started, and no process that this user can see has that pid or has the file open.
@@ -87,6 +75,9 @@ def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tu
     Args:
         processes: Processes of a run on this host, by pid and start time.
         folder: Where shared memory is.
+
+    Raises:
+        OSError: A file cannot be removed.
     """
     ended = {process.pid: process for process in processes if identify(process.pid) is None}
     candidates = {}
@@ -95,10 +86,11 @@ def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tu
         process = ended.get(int(named[1])) if named else None
         if process is not None and (file := _own_file(path, since=_started(process))) is not None:
             candidates[file] = path
-    if not candidates:
-        return ()
-    used = _files_in_use()
-    return tuple(sorted(path for file, path in candidates.items() if file not in used))
+    used = _files_in_use() if candidates else set()
+    found = sorted(path for file, path in candidates.items() if file not in used)
+    for path in found:
+        path.unlink(missing_ok=True)
+    return tuple(found)
 
 
 def _own_file(path: Path, *, since: float) -> _File | None:
@@ -383,7 +375,7 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
                 raise lock_held(run, assume_dead=assume_dead)
             state = _ended(run, assume_dead)
             _remove_run(run)
-        if sees_processes_of(this_host(), host_of(state)):
+        if sees_processes_of(host_of(state)):
             remove_leftovers(state.processes)
     except OSError as error:
         raise reject(

@@ -63,17 +63,20 @@ def host_of(state: RunState) -> HostIdentity:
     return HostIdentity(state.host, state.boot_id, state.pid_namespace)
 
 
-def _same_boot(one: HostIdentity, other: HostIdentity) -> bool:
-    """Return whether these are one host that has not restarted. What is unknown counts as equal."""
-    return one.name == other.name and (
-        not one.boot_id or not other.boot_id or one.boot_id == other.boot_id
+def _same_boot(host: HostIdentity) -> bool:
+    """Return whether this is that host, and has not restarted since. What is unknown counts as
+    equal.
+    """
+    here = this_host()
+    return here.name == host.name and (
+        not here.boot_id or not host.boot_id or here.boot_id == host.boot_id
     )
 
 
-def sees_processes_of(one: HostIdentity, other: HostIdentity) -> bool:
-    """Return whether pids on one mean the same processes on the other."""
-    namespaces = one.pid_namespace, other.pid_namespace
-    return _same_boot(one, other) and (0 in namespaces or namespaces[0] == namespaces[1])
+def sees_processes_of(host: HostIdentity) -> bool:
+    """Return whether pids on a host mean the same processes here."""
+    namespaces = {this_host().pid_namespace, host.pid_namespace}
+    return _same_boot(host) and (0 in namespaces or len(namespaces) == 1)
 
 
 # What the kernel says about a process of this host, from /proc/PID/stat.
@@ -227,7 +230,7 @@ def alive(process: Process) -> bool:
 def supervised(state: RunState) -> bool:
     """Return whether the recorded supervisor runs on this host."""
     return (
-        sees_processes_of(this_host(), host_of(state))
+        sees_processes_of(host_of(state))
         and state.supervisor is not None
         and alive(state.supervisor)
     )
@@ -291,16 +294,16 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
     the kernel hides processes of other users, the heartbeat does; so it does after a restart of the
     host, because two machines may have the same name.
     """
-    here, there = this_host(), host_of(state)
+    there = host_of(state)
     if not state.host:  # no supervisor has started yet, or its starter died
         age_s = _age_s(run)
         gone = state.state == "created" and age_s is not None and age_s > OLD_S
         return Sighting(liveness=Liveness.GONE if gone else Liveness.ALIVE, by_processes=True)
-    if sees_processes_of(here, there):
+    if sees_processes_of(there):
         living = supervised(state) or any(map(alive, state.processes))
         if living or not _hidden_from_us(run):
             return Sighting(liveness=Liveness.ALIVE if living else Liveness.GONE, by_processes=True)
-    restarted = here.name == there.name and not _same_boot(here, there)
+    restarted = this_host().name == there.name and not _same_boot(there)
     liveness, age_s = _by_heartbeat(run, state, watch)
     return Sighting(
         liveness=liveness, by_processes=False, restarted=restarted, heartbeat_age_s=age_s

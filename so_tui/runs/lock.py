@@ -146,7 +146,7 @@ class RunLock:
             return self.silent(path)
         if owner.released:
             return True
-        if sees_processes_of(this_host(), owner.host):
+        if sees_processes_of(owner.host):
             return not alive(owner.process)
         return self.silent(path)
 

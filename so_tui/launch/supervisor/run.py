@@ -39,7 +39,7 @@ from so_tui.launch.supervisor.slowness import SlowWatch
 from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, deleted, refuse_unless_own
 from so_tui.runs.listing import remove_leftovers
-from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of, this_host
+from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of
 from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
@@ -104,7 +104,7 @@ def _refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
     Raises:
         InputError: With the codes of this module.
     """
-    if not sees_processes_of(this_host(), host_of(state)):
+    if not sees_processes_of(host_of(state)):
         raise reject(
             "not-this-host",
             "--attempt",
@@ -139,7 +139,7 @@ class Supervisor:
     ) -> None:
         self._run = run
         self._attempt = attempt
-        self._launch = launch = read_launch(run, attempt)
+        launch = read_launch(run, attempt)
         self._host = Host(run, attempt, launch, replace(nodes, count=launch.spec.nodes), lock)
         self._superseded = False
         # A state of this attempt: its supervisor has died, and the processes it started may still
@@ -337,7 +337,7 @@ class Supervisor:
             else _last_alive(self._reader, self._attempt, self._heartbeat_at)
         )
         state = replace(state, heartbeat=state.heartbeat + 1)
-        advice = _planned_advice(outcome, self._launch)
+        advice = _planned_advice(outcome, self._host.launch)
         self._state = ending.final_state(state, outcome, ended, advice)
         if not deleted(self._run) and not self._superseded:
             new: tuple[Alert, ...] = ()
@@ -463,7 +463,7 @@ def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> Run
     if before.state in FINAL_STATES or not before.host:
         return before
     state = ended_state(run, assume_dead=assume_dead)
-    if sees_processes_of(this_host(), host_of(state)):
+    if sees_processes_of(host_of(state)):
         try:
             remove_leftovers(state.processes)
         except OSError as error:

@@ -31,6 +31,7 @@ from so_tui.runs.records import (
     NodeSample,
     Process,
     RankPlacement,
+    Role,
     Sample,
 )
 from so_tui.runs.samples import MOST_FOREIGN
@@ -372,6 +373,9 @@ class _Mark(NamedTuple):
     shared: int
 
 
+_NO_MARK = _Mark(0, 0, 0, 0)
+
+
 class _HighWater:
     """Tracks the processes of one run. Not thread-safe."""
 
@@ -386,32 +390,23 @@ class _HighWater:
         marks: dict[tuple[int, int], _Mark] = {}
         since: list[tuple[Process, _Mark]] = []
         for process in processes:
-            key = (process.pid, process.start_time)
-            if (now := _read_mark(root, process.pid)) is not None:
-                before = self._marks.get(key)
-                marks[key] = (
-                    now._replace(highest=max(now.highest, before.highest)) if before else now
-                )
-                since.append((process, _since_last(before, now)))
+            if (now := _read_mark(root, process.pid)) is None:
+                continue
+            key = process.pid, process.start_time
+            before = self._marks.get(key, _NO_MARK)
+            # The kernel's counters are approximate, so a mark may even decrease a little.
+            highest = max(now.highest, before.highest)
+            marks[key] = now._replace(highest=highest)
+            if (
+                highest > before.highest
+            ):  # so large, as far as the kernel says, since the last sample
+                files, shared = max(before.files, now.files), max(before.shared, now.shared)
+                now = _Mark(highest, highest, files, shared)
+            since.append((process, now))
         self._marks = marks
         if since:
             self._highest = max(self._highest or 0, _together(since))
         return self._highest
-
-
-def _since_last(before: _Mark | None, now: _Mark) -> _Mark:
-    """Return the largest sizes of a process since the last sample, as far as the kernel reports
-    them.
-    """
-    if before is None:
-        return now._replace(resident=now.highest)
-    if (
-        now.highest <= before.highest
-    ):  # the kernel's counters are approximate, so a mark may even decrease a little
-        return now
-    return _Mark(
-        now.highest, now.highest, max(before.files, now.files), max(before.shared, now.shared)
-    )
 
 
 def _together(marks: Iterable[tuple[Process, _Mark]]) -> int:
@@ -469,8 +464,8 @@ def _placement(rank: int, processes: Sequence[Process]) -> RankPlacement:
             sizes.update(_node_bytes(Path(f"/proc/{process.pid}/numa_maps").read_bytes()))
     return RankPlacement(
         rank=rank,
-        cpus=_cpus(process for process in processes if process.role == "rank"),
-        adam_cpus=_cpus(process for process in processes if process.role == "adam"),
+        cpus=_cpus(processes, "rank"),
+        adam_cpus=_cpus(processes, "adam"),
         node_bytes=dict(sizes),
         nice=max(map(_nice, processes)),
     )
@@ -489,10 +484,10 @@ def _node_bytes(numa_maps: bytes) -> dict[int, int]:
     return dict(sizes)
 
 
-def _cpus(processes: Iterable[Process]) -> tuple[int, ...]:
-    """Return the CPUs on which any thread of these processes may run."""
+def _cpus(processes: Iterable[Process], role: Role) -> tuple[int, ...]:
+    """Return the CPUs on which any thread of the processes of a role may run."""
     found: set[int] = set()
-    for process in processes:
+    for process in (process for process in processes if process.role == role):
         with contextlib.suppress(OSError):  # it has just ended
             # Names, not paths; psutil would read a file of each thread.
             for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208
