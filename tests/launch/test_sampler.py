@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pynvml
 import pytest
 
@@ -23,7 +25,7 @@ from so_tui.launch.supervisor.samples import (
 from so_tui.machine import inspect_machine
 from so_tui.machine.system_files import SystemFiles
 from so_tui.runs.liveness import read_stat
-from so_tui.runs.records import ForeignProcess
+from so_tui.runs.records import ForeignProcess, GpuSample
 from tests.support.machines import superchips
 from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
 
@@ -199,6 +201,61 @@ def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatc
     sampler = GpuSampler(superchips(1).gpus)
     assert sampler.sample() == ()
     sampler.close()
+
+
+def imitate_nvml(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
+    """Have NVML answer these calls, and support no other."""
+
+    def unsupported(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in filter(lambda name: name.startswith("nvml"), dir(pynvml)):
+        monkeypatch.setattr(pynvml, name, unsupported)
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+
+
+def test_nvml_fills_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not support stays unknown."""
+    ok, mib = SimpleNamespace, 1 << 20
+    imitate_nvml(
+        monkeypatch,
+        nvmlInit=None,
+        nvmlDeviceGetHandleByPciBusId="gpu",
+        nvmlDeviceGetMemoryInfo=ok(used=40 << 30, total=96 << 30),
+        nvmlDeviceGetUtilizationRates=ok(gpu=97),
+        nvmlDeviceGetPowerUsage=431_000,
+        nvmlDeviceGetFieldValues=[
+            ok(nvmlReturn=0, value=ok(uiVal=700_000)),
+            ok(nvmlReturn=3, value=ok(uiVal=0)),
+        ],
+        nvmlDeviceGetCurrentClocksEventReasons=0x4,
+        nvmlDeviceGetComputeRunningProcesses=[ok(pid=7, usedGpuMemory=None)],
+        nvmlGpmQueryDeviceSupport=ok(isSupportedDevice=1),
+        nvmlGpmSampleAlloc="reading",
+        nvmlGpmSampleGet="reading",
+        nvmlGpmSampleFree=None,
+        c_nvmlGpmMetricsGet_t=ok(metrics=[ok(value=2.0, nvmlReturn=0) for _ in range(4)]),
+        nvmlGpmMetricsGet="done",
+        nvmlShutdown=None,
+    )
+    sampler = GpuSampler(superchips(1).gpus)
+    known = GpuSample(
+        index=0,
+        busy_percent=97,
+        memory_used_bytes=40 << 30,
+        memory_total_bytes=96 << 30,
+        power_w=431.0,
+        module_power_w=700.0,
+        throttling=("power",),
+    )
+    assert sampler.sample() == (known,), "traffic takes two readings"
+    ways = ("pcie_to_gpu", "pcie_to_host", "c2c_to_gpu", "c2c_to_host")
+    rates: dict[str, Any] = {f"{way}_bytes_per_s": 2 * mib for way in ways}
+    assert sampler.sample() == (msgspec.structs.replace(known, **rates),)
+    assert sampler.processes() == {7: {0: None}}
+    sampler.close()
+    assert sampler.sample() == ()
 
 
 @pytest.mark.gpu
