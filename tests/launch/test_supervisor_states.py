@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from so_tui.launch.launch import read_launch, write_launch
 from so_tui.launch.supervisor import host, host_check
 from so_tui.launch.supervisor.ending import Outcome
-from so_tui.launch.supervisor.host_check import Holder, LockTakenError
+from so_tui.launch.supervisor.host_check import LockTakenError, _Holder
 from so_tui.launch.supervisor.run import Supervisor
 from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
@@ -154,7 +154,7 @@ def test_takeover_tells_what_is_new(run: RunDirectory, monkeypatch: pytest.Monke
     "error",
     [
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        LockTakenError("GPU 0", Holder(run="/another", pid=1)),
+        LockTakenError("GPU 0", _Holder(run="/another", pid=1)),
     ],
 )
 def test_a_supervisor_without_the_locks_watches_what_lives(

@@ -540,11 +540,6 @@ def final_state(state: RunState, outcome: Outcome, ended: float, advice: str = "
     )
 
 
-def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
-    """Return the trainer's end record of this attempt, or None."""
-    return reader.end if reader.end and reader.end.attempt == attempt else None
-
-
 def observed(state: RunState, reader: MetricsReader) -> RunState:
     """Return ``state`` with what the records of its attempt add: phase, step, loss,
     checkpoints.
@@ -573,7 +568,8 @@ def observed(state: RunState, reader: MetricsReader) -> RunState:
         # Started over: what was saved before no longer counts. After any other resume its record is
         # in a segment that is not read yet.
         state = replace(state, saved_step=None, saved_at=None)
-    if (end := end_record(reader, attempt)) is not None:
+    end = reader.end
+    if end is not None and end.attempt == attempt:
         # Not every step is logged, and an attempt that was stopped before its first step is back at
         # its checkpoint.
         state = replace(state, ending=True, step=state.step if end.state == "failed" else end.step)

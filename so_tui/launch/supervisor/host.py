@@ -112,8 +112,7 @@ def hostfile(nodes: Nodes, plan: Plan) -> str:
     only this node's slots are GPUs.
     """
     return "".join(
-        f"{_name(node)} slots={1 + max(_devices(nodes, plan, node))}\n"
-        for node in range(nodes.count)
+        f"node{node} slots={1 + max(_devices(nodes, plan, node))}\n" for node in range(nodes.count)
     )
 
 
@@ -126,7 +125,7 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
         hostfile: The path of its file of nodes.
     """
     devices = (
-        f"{_name(node)}:{','.join(map(str, _devices(nodes, plan, node)))}"
+        f"node{node}:{','.join(map(str, _devices(nodes, plan, node)))}"
         for node in range(nodes.count)
     )
     return {
@@ -136,10 +135,6 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
         Placeholder.HOSTFILE: hostfile,
         Placeholder.DEVICES: "@".join(devices),
     }
-
-
-def _name(node: int) -> str:
-    return f"node{node}"
 
 
 def _devices(nodes: Nodes, plan: Plan, node: int) -> list[int]:

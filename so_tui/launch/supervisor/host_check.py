@@ -143,7 +143,7 @@ def _cores(binding: tuple[RankBinding, ...], host: Machine) -> Iterator[Refusal]
 # Locks on the GPUs that a run uses on its host. They are flock(2), released with the holder.
 
 
-class Holder(Struct, frozen=True):
+class _Holder(Struct, frozen=True):
     """The holder of a lock, as written in its file; without values if it has not yet written
     them.
     """
@@ -157,7 +157,7 @@ class Lock:
     """A lock that is held as long as any process has its descriptor, or a copy of it, open."""
 
     path: Path
-    holder: Holder
+    holder: _Holder
     descriptor: int
 
     def refresh(self) -> None:
@@ -186,7 +186,7 @@ class Lock:
 class LockTakenError(OSError):
     """Another process holds the lock."""
 
-    def __init__(self, name: str, holder: Holder) -> None:
+    def __init__(self, name: str, holder: _Holder) -> None:
         self.holder = holder
         who = f"run {Path(holder.run).name} (pid {holder.pid})" if holder.run else "another run"
         super().__init__(f"{name} is used by {who}")
@@ -208,7 +208,7 @@ def lock_folder() -> Path:
         return private_folder(state_home() / f"locks.{socket.gethostname()}")
 
 
-def take(folder: Path, name: str, holder: Holder) -> Lock:
+def take(folder: Path, name: str, holder: _Holder) -> Lock:
     """Take a lock without waiting, or raise LockTakenError."""
     path = folder / f"{name}.lock"
     while True:
@@ -216,10 +216,10 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            current = Holder()
+            current = _Holder()
             with contextlib.suppress(ValueError):
                 # 4 KiB of a folder that only the user can open
-                current = json.decode(os.pread(descriptor, 4096, 0), type=Holder)  # noqa: TID251
+                current = json.decode(os.pread(descriptor, 4096, 0), type=_Holder)  # noqa: TID251
             os.close(descriptor)
             raise LockTakenError(name, current) from None
         if _names(path, descriptor):
@@ -234,7 +234,7 @@ def take_gpus(gpus: Iterable[Gpu], run: str) -> tuple[Lock, ...]:
     """Take the locks of all the GPUs for a run, by its path, or another use; or none and raise
     LockTakenError for the first that is held. Raises OSError.
     """
-    folder, holder = lock_folder(), Holder(run=run, pid=os.getpid())
+    folder, holder = lock_folder(), _Holder(run=run, pid=os.getpid())
     with contextlib.ExitStack() as undo:
         locks = []
         for gpu in gpus:

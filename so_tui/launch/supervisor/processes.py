@@ -69,13 +69,6 @@ _LEAST_CORES = 0.1
 """A process that uses less does not compute."""
 
 
-class ProcessLoad(NamedTuple):
-    """A process, and the cores that it keeps busy."""
-
-    stat: Stat
-    cores: float
-
-
 class ProcessLoads:
     """Reads how much each process computed since the reading before. It costs one small file a
     process. Not thread-safe.
@@ -85,7 +78,7 @@ class ProcessLoads:
         self._before: dict[int, Stat] = {}
         self._clock = 0.0
 
-    def measure(self) -> dict[int, ProcessLoad]:
+    def measure(self) -> dict[int, tuple[Stat, float]]:
         """Return every living process with the cores that it kept busy: 0 for those that are new
         since the reading before.
         """
@@ -97,10 +90,9 @@ class ProcessLoads:
         self._before, self._clock = stats, now
         loads = {}
         for pid, stat in stats.items():
-            then, ticks = before.get(pid), 0
-            if then is not None and then.start_time == stat.start_time:
-                ticks = stat.cpu_ticks - then.cpu_ticks
-            loads[pid] = ProcessLoad(stat, ticks / _TICKS_PER_S / interval_s)
+            then = before.get(pid, stat)
+            ticks = stat.cpu_ticks - then.cpu_ticks if then.start_time == stat.start_time else 0
+            loads[pid] = stat, ticks / _TICKS_PER_S / interval_s
         return loads
 
     def read(self, *, without: Collection[int] = ()) -> tuple[ForeignProcess, ...]:
@@ -110,19 +102,15 @@ class ProcessLoads:
             without: Pids that are left out.
         """
         computing = [
-            (pid, load)
-            for pid, load in self.measure().items()
-            if load.cores >= _LEAST_CORES and pid not in without
+            (cores, pid, stat)
+            for pid, (stat, cores) in self.measure().items()
+            if cores >= _LEAST_CORES and pid not in without
         ]
         return tuple(
             ForeignProcess(
-                pid=pid,
-                name=load.stat.name,
-                cores=round(load.cores, 2),
-                cpu=load.stat.cpu,
-                own=_is_own(pid),
+                pid=pid, name=stat.name, cores=round(cores, 2), cpu=stat.cpu, own=_is_own(pid)
             )
-            for pid, load in sorted(computing, key=lambda pair: -pair[1].cores)
+            for cores, pid, stat in sorted(computing, key=lambda load: -load[0])
         )
 
 

@@ -233,7 +233,8 @@ class Supervisor:
     @property
     def _end(self) -> EndRecord | None:
         """The trainer's end record of this attempt."""
-        return ending.end_record(self._reader, self._attempt)
+        end = self._reader.end
+        return end if end is not None and end.attempt == self._attempt else None
 
     def _report(self) -> None:
         state = ending.observed(self._state, self._reader)

@@ -14,14 +14,14 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import psutil
 
-from so_tui.launch.supervisor.processes import ProcessLoad, ProcessLoads, ProcessTree
+from so_tui.launch.supervisor.processes import ProcessLoads, ProcessTree
 from so_tui.machine.host import caught_up, sole_memory_node
 from so_tui.machine.system_files import KIB, SystemFiles, meminfo
 from so_tui.machine.types import Gpu, Machine, NumaNode
@@ -71,11 +71,7 @@ class HostProcess:
     @property
     def gpu_total_bytes(self) -> int:
         """Memory on all GPUs, as far as known."""
-        return _total(self.gpu_bytes)
-
-
-def _total(sizes: GpuBytes) -> int:
-    return sum(size or 0 for size in sizes.values())
+        return sum(size or 0 for size in self.gpu_bytes.values())
 
 
 class HostProcesses:
@@ -91,17 +87,14 @@ class HostProcesses:
     def read(self, gpu_uses: Mapping[int, GpuBytes]) -> tuple[HostProcess, ...]:
         """Return what is worth listing: users of GPUs first, then the busiest."""
         found = []
-        for pid, load in self._loads.measure().items():
-            if _KERNEL in (pid, load.stat.parent):
+        for pid, (stat, cores) in self._loads.measure().items():
+            if _KERNEL in (pid, stat.parent):
                 continue
             bound, sizes = self._bound(pid), gpu_uses.get(pid, {})
-            if bound or sizes or load.cores >= _BUSY_CORES:
-                order = not sizes, -_total(sizes), -load.cores, pid
-                found.append((order, load, bound, sizes))
-        found.sort(key=lambda process: process[0])
-        return tuple(
-            _process(order[-1], load, bound, sizes) for order, load, bound, sizes in found[:MOST]
-        )
+            if bound or sizes or cores >= _BUSY_CORES:
+                found.append(HostProcess(pid, stat.name, "", cores, None, bound, sizes))
+        found.sort(key=lambda use: (not use.gpu_bytes, -use.gpu_total_bytes, -use.cores, use.pid))
+        return tuple(map(_with_owner, found[:MOST]))
 
     def _bound(self, pid: int) -> tuple[int, ...]:
         try:
@@ -111,15 +104,14 @@ class HostProcesses:
         return tuple(sorted(cpus)) if len(cpus) < len(self._allowed) else ()
 
 
-def _process(
-    pid: int, load: ProcessLoad, bound: tuple[int, ...], gpu_bytes: GpuBytes
-) -> HostProcess:
-    user, memory_bytes = "", None
-    with contextlib.suppress(psutil.Error):  # it has ended
-        process = psutil.Process(pid)
-        user = _user_name(process.uids().effective)
-        memory_bytes = process.memory_info().rss
-    return HostProcess(pid, load.stat.name, user, load.cores, memory_bytes, bound, gpu_bytes)
+def _with_owner(process: HostProcess) -> HostProcess:
+    """Return a process with its user and memory, which only those that are listed are asked for."""
+    try:
+        known = psutil.Process(process.pid)
+        user, memory_bytes = _user_name(known.uids().effective), known.memory_info().rss
+    except psutil.Error:  # it has ended
+        return process
+    return replace(process, user=user, memory_bytes=memory_bytes)
 
 
 @cache
