@@ -243,23 +243,22 @@ class HeartbeatWatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[Path, tuple[int, float]] = {}
-        self._moved: set[Path] = set()
+        self._seen: dict[Path, tuple[int, float, bool]] = {}
+        """The last heartbeat, when it was first seen, and whether any other was seen before."""
 
     def unchanged_s(self, run: RunDirectory, state: RunState) -> float:
         """Return the seconds since this process saw the heartbeat change; 0 the first time."""
-        now = self._clock()
-        beat, since = self._seen.get(run.path, (None, now))
-        if beat != state.heartbeat:
-            if beat is not None:
-                self._moved.add(run.path)
-            self._seen[run.path] = (state.heartbeat, now)
-            return 0.0
+        now, beat = self._clock(), state.heartbeat
+        before, since, moved = self._seen.get(run.path, (beat, now, False))
+        if beat != before:
+            since, moved = now, True
+        self._seen[run.path] = beat, since, moved
         return now - since
 
     def moved(self, run: RunDirectory) -> bool:
         """Return whether this process ever saw the heartbeat change."""
-        return run.path in self._moved
+        *_, moved = self._seen.get(run.path, (0, 0.0, False))
+        return moved
 
 
 class Liveness(StrEnum):

@@ -76,17 +76,16 @@ def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> 
                 "gpu-missing",
                 f"the plan uses GPU {index}, and {host.hostname} has {len(present)} GPUs",
             )
-        elif index in expected:
-            one, other = present[index], expected[index]
-            # One of them has no UUID where NVML failed.
-            by_uuid = one.uuid and other.uuid
-            found, wanted = (gpu.uuid if by_uuid else gpu.pci_bus_id for gpu in (one, other))
-            if found != wanted:
-                yield Refusal(
-                    "gpu-differs",
-                    f"GPU {index} of {host.hostname} is {found}, and the plan was made for "
-                    f"{wanted}",
-                )
+            continue
+        one, other = present[index], expected[index]
+        # One of them has no UUID where NVML failed.
+        by_uuid = one.uuid and other.uuid
+        found, wanted = (gpu.uuid if by_uuid else gpu.pci_bus_id for gpu in (one, other))
+        if found != wanted:
+            yield Refusal(
+                "gpu-differs",
+                f"GPU {index} of {host.hostname} is {found}, and the plan was made for {wanted}",
+            )
 
 
 def _numa_nodes(
@@ -104,7 +103,7 @@ def _numa_nodes(
         )
     cores = {cpu for rank in binding for cpu in rank.cpus}
     grows = planned.memory_grows or host.memory_grows
-    for node in sorted(used & expected.keys() & present.keys()):
+    for node in sorted(used & present.keys()):
         yield from _node(expected[node], present[node], cores, host.hostname, memory_grows=grows)
 
 
