@@ -37,7 +37,7 @@ from so_tui.runs.liveness import (
     this_host,
 )
 from so_tui.runs.records import FINAL_STATES, Process, RunState
-from so_tui.runs.state import FULL, overwrite, read_state, write_state_even_if_full
+from so_tui.runs.state import read_state, write_even_if_full, write_state_even_if_full
 from so_tui.spec.errors import InputError, reject
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import read_bounded
@@ -86,13 +86,15 @@ class RunLock:
         number = next(number for number in itertools.count(1) if not self.path(number).exists())
         if number > 1 and not self._is_free(self.path(number - 1)):
             return False
-        with self._draft(self._owner) as draft:
-            try:
-                os.link(
-                    draft, self.path(number)
-                )  # fails if it exists, and shows the whole content at once
-            except FileExistsError:
-                return False
+        draft = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
+        try:
+            draft.write_bytes(msgspec.json.encode(self._owner))
+            # Fails if it exists, and shows the whole content at once.
+            os.link(draft, self.path(number))
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink(missing_ok=True)
         self._number = number
         return True
 
@@ -112,32 +114,16 @@ class RunLock:
         """Let other processes have the lock, if the run still exists: on a full disk its file is
         marked in place, where no space is needed. Raises OSError.
         """
-        if not self._number:
-            return
-        owner = replace(self._owner, released=True)
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                with self._draft(owner) as draft:
-                    draft.replace(self.path(self._number))
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                overwrite(self.path(self._number), msgspec.json.encode(owner))
+        if self._number:
+            with contextlib.suppress(FileNotFoundError):
+                owner = replace(self._owner, released=True)
+                write_even_if_full(self._run, self.path(self._number), owner)
 
     def silent(self, path: Path) -> bool:
         """Return whether a file that shows a living owner is so old that the owner counts as gone.
         Raises OSError.
         """
         return time.time() - path.stat().st_mtime > (STALE_S if self._assume_dead else OLD_S)
-
-    @contextlib.contextmanager
-    def _draft(self, owner: _Owner) -> Iterator[Path]:
-        path = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
-        try:
-            path.write_bytes(msgspec.json.encode(owner))
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
 
     def _is_free(self, path: Path) -> bool:
         try:

@@ -193,14 +193,12 @@ def test_a_replaced_holder_leaves_the_new_one_alone(run: RunDirectory) -> None:
 def test_full_disk_frees_the_lock(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most runs whose disk is full end for that reason."""
 
-    def half(path: Path, content: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(content[: len(content) // 2])
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch, run_lock(run) as lock:
         assert lock is not None
-        patch.setattr(Path, "write_bytes", half)
+        patch.setattr("so_tui.runs.state.write_run_json", full)
     with run_lock(run) as again:
         assert again is not None
     assert not list(run.path.glob(".supervisor.owner.*"))

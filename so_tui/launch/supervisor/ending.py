@@ -439,13 +439,14 @@ def _who(outcome: Outcome) -> str:
 
 def not_started(error: Exception) -> Outcome:
     """Return the outcome of an attempt whose processes were not started."""
-    code = OutcomeCode.NOT_STARTED
-    if isinstance(error, LockTakenError):
-        code = OutcomeCode.GPU_IN_USE
-    elif isinstance(error, HostDiffersError):
-        code = OutcomeCode.HOST_DIFFERS
+    code = _NOT_STARTED.get(type(error), OutcomeCode.NOT_STARTED)
     return Outcome(code=code, detail="; ".join(str(error).splitlines()))
 
+
+_NOT_STARTED = {
+    LockTakenError: OutcomeCode.GPU_IN_USE,
+    HostDiffersError: OutcomeCode.HOST_DIFFERS,
+}
 
 # The state of a run at its start, while it trains and at its end: pure functions from records to
 # ``RunState``.
