@@ -187,7 +187,9 @@ def create_run(
         folder.mkdir(
             parents=True, exist_ok=True
         )  # with the user's umask: others may keep their runs in the same folder
-        run = _claim(folder, name) if name else _claim_new(folder, stem)
+        suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
+        run = RunDirectory(folder / (name or f"{stem}-{suffix}"))
+        make_run_folder(run.path, shared=wanted(os.environ))  # fails if another process was first
     except FileExistsError as error:
         message = f"a run named {name} exists already" if name else str(error)
         raise reject(
@@ -329,20 +331,6 @@ def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
                 # unreadable
                 found.append((run, 0))
     return found
-
-
-def _claim_new(folder: Path, stem: str) -> RunDirectory:
-    day = time.strftime("%m%d")
-    for _ in range(20):
-        with contextlib.suppress(FileExistsError):
-            return _claim(folder, f"{stem}-{day}-{os.urandom(_SUFFIX_BYTES).hex()}")
-    raise FileExistsError(f"no free name for {stem}")
-
-
-def _claim(folder: Path, name: str) -> RunDirectory:
-    path = folder / name
-    make_run_folder(path, shared=wanted(os.environ))  # fails if another process was first
-    return RunDirectory(path)
 
 
 # Delete runs.

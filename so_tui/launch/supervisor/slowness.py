@@ -112,11 +112,6 @@ class _Measured(Struct, frozen=True, kw_only=True):
     clock: _Clock | None = None
     placement: tuple[RankPlacement, ...] = ()
 
-    @property
-    def compute_s(self) -> float:
-        """Seconds of a step without those in which it waits for data."""
-        return self.step_s - self.data_s
-
 
 class _Planned(Struct, frozen=True, kw_only=True):
     """The same as planned."""
@@ -189,7 +184,7 @@ def _beside_others(measured: _Measured, _planned: _Planned) -> Cause | None:
         return None
     return Cause(
         code="foreign-load",
-        seconds=measured.compute_s * taken,
+        seconds=(measured.step_s - measured.data_s) * taken,
         measured=taken,
         planned=0.0,
         nice=max((place.nice for place in measured.placement), default=0),
