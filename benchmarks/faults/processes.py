@@ -58,7 +58,7 @@ class Roles:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._tree = ProcessTree(frozenset({f"SO_TUI_RUN={run.path}".encode()}), supervisor_pid=-1)
+        self._tree = ProcessTree(frozenset({f"SO_TUI_RUN={run.path}"}), supervisor_pid=-1)
         self.pids: set[int] = set()
         """All that were ever seen."""
 

@@ -328,5 +328,5 @@ def _other_users(plan: Plan, machine: Machine) -> tuple[str, ...]:
     return tuple(
         f"GPU {gpu.index} is used by other processes: pid {', '.join(pids)}"
         for gpu in gpus
-        if (pids := [str(pid) for pid, use in uses.items() if gpu.index in use.memory_bytes])
+        if (pids := [str(pid) for pid, use in uses.items() if gpu.index in use])
     )

@@ -13,7 +13,7 @@ import os
 from so_tui.launch.launch import Executor
 from so_tui.launch.supervisor.processes import OwnProcesses, markers
 from so_tui.runs.directory import RunDirectory, not_own
-from so_tui.runs.liveness import host_of, sees_processes_of, supervised, this_host
+from so_tui.runs.liveness import host_of, sees_processes_of, supervised
 from so_tui.runs.records import FINAL_STATES
 from so_tui.runs.state import read_state
 from so_tui.spec import InputError, RunSpec
@@ -38,7 +38,7 @@ def ensure_supervised(run: RunDirectory, own_processes: OwnProcesses | None = No
         state = read_state(run)
         if (
             state.state in FINAL_STATES
-            or not sees_processes_of(this_host(), host_of(state))
+            or not sees_processes_of(host_of(state))
             or supervised(state)
         ):
             return False

@@ -56,13 +56,19 @@ class _Entry:
 
 
 class _OfAttempt:
-    """A file with a fixed name in the folder of an attempt."""
+    """A file in the folder of an attempt. Its name may have a number, or that of another node than
+    the first.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Callable[[int], Path]:
-        return lambda attempt: run.attempt_dir(attempt) / self._name
+    def __get__(self, run: RunDirectory, _owner: type[RunDirectory]) -> Callable[..., Path]:
+        def path(attempt: int, number: int = 0) -> Path:
+            of_node = f".node{number}" if number else ""
+            return run.attempt_dir(attempt) / self._name.format(number=number, of_node=of_node)
+
+        return path
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,16 @@ class RunDirectory:
     job_script_path = _OfAttempt("job.sh")
     network_path = _OfAttempt("network.json")
     """How fast the network between the nodes was, as the ranks measured it."""
+    launch_path = _OfAttempt("launch{of_node}.json")
+    command_path = _OfAttempt("command{of_node}.json")
+    node_path = _OfAttempt("node{number}.json")
+    """The state of another node than the first, which its supervisor writes."""
+    hostfile_path = _OfAttempt("hostfile.node{number}")
+    """The list of nodes that DeepSpeed's launcher reads on a node."""
+    restart_path = _OfAttempt("restart.{number}.json")
+    """Which attempt the job of this one makes when the scheduler starts it for so many times
+    again.
+    """
 
     def __init__(self, path: Path | str) -> None:
         object.__setattr__(self, "path", Path(path))
@@ -106,26 +122,6 @@ class RunDirectory:
 
     def attempt_dir(self, attempt: int) -> Path:
         return self.attempts_dir / f"{attempt:03d}"
-
-    def launch_path(self, attempt: int, node: int = 0) -> Path:
-        return self.attempt_dir(attempt) / f"launch{_of_node(node)}.json"
-
-    def restart_path(self, attempt: int, count: int) -> Path:
-        """Which attempt the job of this one makes when the scheduler starts it for the ``count``-th
-        time again.
-        """
-        return self.attempt_dir(attempt) / f"restart.{count}.json"
-
-    def command_path(self, attempt: int, node: int = 0) -> Path:
-        return self.attempt_dir(attempt) / f"command{_of_node(node)}.json"
-
-    def node_path(self, attempt: int, node: int) -> Path:
-        """The state of another node than the first, which its supervisor writes."""
-        return self.attempt_dir(attempt) / f"node{node}.json"
-
-    def hostfile_path(self, attempt: int, node: int) -> Path:
-        """The list of nodes that DeepSpeed's launcher reads on a node."""
-        return self.attempt_dir(attempt) / f"hostfile.node{node}"
 
     def log_path(self, attempt: int, host: str) -> Path:
         return self.attempt_dir(attempt) / f"{_OUTPUT}{_in_name(host)}{_LOG}"
@@ -186,11 +182,6 @@ def _names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _of_node(node: int) -> str:
-    """Return what distinguishes the file of another node than the first."""
-    return f".node{node}" if node else ""
 
 
 def _in_name(host: str) -> str:
@@ -309,15 +300,11 @@ class _RunManifest(Struct, frozen=True, kw_only=True):
 prepare(_RunManifest)
 
 
-def new_manifest(run: RunDirectory) -> _RunManifest:
-    """Return the manifest of a run that is being created, with a new identity."""
-    return _RunManifest(
+def write_manifest(run: RunDirectory) -> None:
+    """Write ``run.json`` of a run that is being created, with a new identity. Raises OSError."""
+    manifest = _RunManifest(
         id=str(uuid.uuid4()), name=run.name, created=time.time(), version=so_tui.__version__
     )
-
-
-def write_manifest(run: RunDirectory, manifest: _RunManifest) -> None:
-    """Write ``run.json``. Raises OSError."""
     write_run_json(run, run.manifest_path, manifest, indented=True)
 
 

@@ -15,7 +15,7 @@ import contextlib
 import csv
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import EvaluationRecord, StepRecord
+from so_tui.runs.records import Count, EvaluationRecord, StepRecord
 from so_tui.spec.check import exists
 from so_tui.spec.errors import reject, shown
 
@@ -84,25 +84,17 @@ def export_metrics(
             "needs pyarrow",
             "Install it (`pip install pyarrow`), or write .csv.",
         )
-    rows = _rows(reader, columns)
-    return _written(path, columns, iter(lambda: [*islice(rows, _ROWS)], []), progress)
+    return export_rows(path, columns, _rows(reader, columns), progress)
 
 
-def export_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> int:
-    """Write other rows as CSV, and return their number. The file appears when it is complete.
-    Raises InputError as ``export_metrics``.
-    """
-    return _written(path, columns, iter([rows]), lambda _: None)
-
-
-def _written(
+def export_rows(
     path: Path,
     columns: Sequence[str],
-    batches: Iterator[Sequence[tuple[Any, ...]]],
-    progress: Progress,
+    rows: Iterable[tuple[Any, ...]],
+    progress: Progress = lambda _: None,
 ) -> int:
     """Write rows into a new file under another name, give it its own once it is complete, and
-    return the number of rows.
+    return the number of rows. Raises InputError as ``export_metrics``.
     """
     taken = reject(
         "file-exists",
@@ -117,7 +109,8 @@ def _written(
     count, table = 0, _parquet if path.suffix == ".parquet" else _csv
     try:
         with table(temporary, columns) as write:
-            for batch in batches:
+            left = iter(rows)
+            while batch := [*islice(left, _ROWS)]:
                 write(batch)
                 count += len(batch)
                 progress(count)
@@ -182,7 +175,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[_Write]:
     integers = {
         field.name
         for field in msgspec.structs.fields(StepRecord)
-        if field.type in (int, int | None)
+        if field.type in (Count, Count | None)
     }
     schema = pyarrow.schema(
         [(name, pyarrow.int64() if name in integers else pyarrow.float64()) for name in columns]

@@ -32,12 +32,11 @@ from msgspec.structs import replace
 from so_tui.folders import default_runs_dir, known_runs_dirs, probes_dir, run_folders_record
 from so_tui.runs.directory import (
     RunDirectory,
-    new_manifest,
     refuse_another_users,
     write_manifest,
     write_run_json,
 )
-from so_tui.runs.liveness import host_of, identify, sees_processes_of, this_host
+from so_tui.runs.liveness import host_of, identify, sees_processes_of
 from so_tui.runs.lock import ended_state, lock_held, run_lock
 from so_tui.runs.records import Process, RunState
 from so_tui.runs.state import read_state, write_spec, write_state
@@ -68,19 +67,7 @@ _CLOCK_SLACK_S = 2.0
 def remove_leftovers(
     processes: Iterable[Process], folder: Path = SHARED_MEMORY
 ) -> tuple[Path, ...]:
-    """Remove what these processes left behind, and return it.
-
-    Raises:
-        OSError: A file cannot be removed.
-    """
-    found = _leftovers(processes, folder)
-    for path in found:
-        path.unlink(missing_ok=True)
-    return found
-
-
-def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tuple[Path, ...]:
-    """Return the shared memory that ended processes have left behind.
+    """Remove the shared memory that ended processes have left behind, and return it.
 
     It is a regular file of this user, named by the pid of one of these processes, made since that
     process started, and no process that this user can see has that pid or has the file open.
@@ -88,6 +75,9 @@ def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tu
     Args:
         processes: Processes of a run on this host, by pid and start time.
         folder: Where shared memory is.
+
+    Raises:
+        OSError: A file cannot be removed.
     """
     ended = {process.pid: process for process in processes if identify(process.pid) is None}
     candidates = {}
@@ -96,10 +86,11 @@ def _leftovers(processes: Iterable[Process], folder: Path = SHARED_MEMORY) -> tu
         process = ended.get(int(named[1])) if named else None
         if process is not None and (file := _own_file(path, since=_started(process))) is not None:
             candidates[file] = path
-    if not candidates:
-        return ()
-    used = _files_in_use()
-    return tuple(sorted(path for file, path in candidates.items() if file not in used))
+    used = _files_in_use() if candidates else set()
+    found = sorted(path for file, path in candidates.items() if file not in used)
+    for path in found:
+        path.unlink(missing_ok=True)
+    return tuple(found)
 
 
 def _own_file(path: Path, *, since: float) -> _File | None:
@@ -196,7 +187,9 @@ def create_run(
         folder.mkdir(
             parents=True, exist_ok=True
         )  # with the user's umask: others may keep their runs in the same folder
-        run = _claim(folder, name) if name else _claim_new(folder, stem)
+        suffix = f"{time.strftime('%m%d')}-{os.urandom(_SUFFIX_BYTES).hex()}"
+        run = RunDirectory(folder / (name or f"{stem}-{suffix}"))
+        make_run_folder(run.path, shared=wanted(os.environ))  # fails if another process was first
     except FileExistsError as error:
         message = f"a run named {name} exists already" if name else str(error)
         raise reject(
@@ -214,12 +207,13 @@ def create_run(
     try:
         for part in (run.attempts_dir, run.metrics_dir, run.control_dir):
             make_run_folder(part, shared=is_shared(run.path))
-        write_manifest(run, new_manifest(run))
+        write_manifest(run)
         write_state(run, RunState(name=run.name, state="created", started=time.time()))
         write_spec(run, spec)  # last: a folder with a spec is listed as a run and must be complete
     except OSError as error:
-        with contextlib.suppress(OSError):
-            _remove(run.path)
+        import shutil  # imports every compression module, which listing runs does not need
+
+        shutil.rmtree(run.path, ignore_errors=True)
         remedy = "Free some space there, or choose another folder with --runs-dir."
         raise reject(
             "runs-dir-not-writable",
@@ -339,26 +333,6 @@ def _runs_in(folder: Path) -> list[tuple[RunDirectory, int]]:
     return found
 
 
-def _claim_new(folder: Path, stem: str) -> RunDirectory:
-    day = time.strftime("%m%d")
-    for _ in range(20):
-        with contextlib.suppress(FileExistsError):
-            return _claim(folder, f"{stem}-{day}-{os.urandom(_SUFFIX_BYTES).hex()}")
-    raise FileExistsError(f"no free name for {stem}")
-
-
-def _claim(folder: Path, name: str) -> RunDirectory:
-    path = folder / name
-    make_run_folder(path, shared=wanted(os.environ))  # fails if another process was first
-    return RunDirectory(path)
-
-
-def _remove(path: Path) -> None:
-    import shutil  # imports every compression module, which listing runs does not need
-
-    shutil.rmtree(path)
-
-
 # Delete runs.
 #
 # Problem and refusal codes: run-is-live, run-may-be-live, not-your-run: see ``ended`` and ``own``.
@@ -389,7 +363,7 @@ def delete_run(run: RunDirectory, *, assume_dead: bool = False) -> None:
                 raise lock_held(run, assume_dead=assume_dead)
             state = _ended(run, assume_dead)
             _remove_run(run)
-        if sees_processes_of(this_host(), host_of(state)):
+        if sees_processes_of(host_of(state)):
             remove_leftovers(state.processes)
     except OSError as error:
         raise reject(

@@ -46,26 +46,16 @@ class HostIdentity(Struct, frozen=True):
     """Containers have one of their own, in which pids mean other processes; 0 if unknown."""
 
 
+@cache
 def this_host() -> HostIdentity:
     """Return the identity of the host that this process runs on."""
-    try:
-        boot_id = _boot_id()
-    except OSError:
-        boot_id = ""
-    try:
+    boot_id, namespace = "", 0
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
         # A link that only the kernel can follow.
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
-    except OSError:
-        namespace = 0
     return HostIdentity(socket.gethostname(), boot_id, namespace)
-
-
-@cache
-def _boot_id() -> str:
-    """Return what the kernel chose when it started, which this process does not outlive. Raises
-    OSError.
-    """
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def host_of(state: RunState) -> HostIdentity:
@@ -73,17 +63,20 @@ def host_of(state: RunState) -> HostIdentity:
     return HostIdentity(state.host, state.boot_id, state.pid_namespace)
 
 
-def _same_boot(one: HostIdentity, other: HostIdentity) -> bool:
-    """Return whether these are one host that has not restarted. What is unknown counts as equal."""
-    return one.name == other.name and (
-        not one.boot_id or not other.boot_id or one.boot_id == other.boot_id
+def _same_boot(host: HostIdentity) -> bool:
+    """Return whether this is that host, and has not restarted since. What is unknown counts as
+    equal.
+    """
+    here = this_host()
+    return here.name == host.name and (
+        not here.boot_id or not host.boot_id or here.boot_id == host.boot_id
     )
 
 
-def sees_processes_of(one: HostIdentity, other: HostIdentity) -> bool:
-    """Return whether pids on one mean the same processes on the other."""
-    namespaces = one.pid_namespace, other.pid_namespace
-    return _same_boot(one, other) and (0 in namespaces or namespaces[0] == namespaces[1])
+def sees_processes_of(host: HostIdentity) -> bool:
+    """Return whether pids on a host mean the same processes here."""
+    namespaces = {this_host().pid_namespace, host.pid_namespace}
+    return _same_boot(host) and (0 in namespaces or len(namespaces) == 1)
 
 
 # What the kernel says about a process of this host, from /proc/PID/stat.
@@ -237,7 +230,7 @@ def alive(process: Process) -> bool:
 def supervised(state: RunState) -> bool:
     """Return whether the recorded supervisor runs on this host."""
     return (
-        sees_processes_of(this_host(), host_of(state))
+        sees_processes_of(host_of(state))
         and state.supervisor is not None
         and alive(state.supervisor)
     )
@@ -250,23 +243,22 @@ class HeartbeatWatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[Path, tuple[int, float]] = {}
-        self._moved: set[Path] = set()
+        self._seen: dict[Path, tuple[int, float, bool]] = {}
+        """The last heartbeat, when it was first seen, and whether any other was seen before."""
 
     def unchanged_s(self, run: RunDirectory, state: RunState) -> float:
         """Return the seconds since this process saw the heartbeat change; 0 the first time."""
-        now = self._clock()
-        beat, since = self._seen.get(run.path, (None, now))
-        if beat != state.heartbeat:
-            if beat is not None:
-                self._moved.add(run.path)
-            self._seen[run.path] = (state.heartbeat, now)
-            return 0.0
+        now, beat = self._clock(), state.heartbeat
+        before, since, moved = self._seen.get(run.path, (beat, now, False))
+        if beat != before:
+            since, moved = now, True
+        self._seen[run.path] = beat, since, moved
         return now - since
 
     def moved(self, run: RunDirectory) -> bool:
         """Return whether this process ever saw the heartbeat change."""
-        return run.path in self._moved
+        *_, moved = self._seen.get(run.path, (0, 0.0, False))
+        return moved
 
 
 class Liveness(StrEnum):
@@ -284,7 +276,6 @@ class Sighting(Struct, frozen=True, kw_only=True):
     """What can be seen of a run's processes from here."""
 
     liveness: Liveness
-    host: str
     by_processes: bool
     """The processes themselves were examined; otherwise only the heartbeat."""
     restarted: bool = False
@@ -302,29 +293,19 @@ def sighting(run: RunDirectory, state: RunState, watch: HeartbeatWatch | None = 
     the kernel hides processes of other users, the heartbeat does; so it does after a restart of the
     host, because two machines may have the same name.
     """
-    here, there = this_host(), host_of(state)
+    there = host_of(state)
     if not state.host:  # no supervisor has started yet, or its starter died
         age_s = _age_s(run)
         gone = state.state == "created" and age_s is not None and age_s > OLD_S
-        return Sighting(
-            liveness=Liveness.GONE if gone else Liveness.ALIVE, host="", by_processes=True
-        )
-    if sees_processes_of(here, there):
+        return Sighting(liveness=Liveness.GONE if gone else Liveness.ALIVE, by_processes=True)
+    if sees_processes_of(there):
         living = supervised(state) or any(map(alive, state.processes))
         if living or not _hidden_from_us(run):
-            return Sighting(
-                liveness=Liveness.ALIVE if living else Liveness.GONE,
-                host=state.host,
-                by_processes=True,
-            )
-    restarted = here.name == there.name and not _same_boot(here, there)
+            return Sighting(liveness=Liveness.ALIVE if living else Liveness.GONE, by_processes=True)
+    restarted = this_host().name == there.name and not _same_boot(there)
     liveness, age_s = _by_heartbeat(run, state, watch)
     return Sighting(
-        liveness=liveness,
-        host=state.host,
-        by_processes=False,
-        restarted=restarted,
-        heartbeat_age_s=age_s,
+        liveness=liveness, by_processes=False, restarted=restarted, heartbeat_age_s=age_s
     )
 
 

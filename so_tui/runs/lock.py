@@ -37,7 +37,7 @@ from so_tui.runs.liveness import (
     this_host,
 )
 from so_tui.runs.records import FINAL_STATES, Process, RunState
-from so_tui.runs.state import FULL, overwrite, read_state, write_state_even_if_full
+from so_tui.runs.state import read_state, write_even_if_full, write_state_even_if_full
 from so_tui.spec.errors import InputError, reject
 from so_tui.trust.decoding import decode_json
 from so_tui.trust.files import read_bounded
@@ -47,7 +47,7 @@ from so_tui.units import duration
 _LARGEST_BYTES = 1 << 16
 
 
-class Owner(Struct, frozen=True, kw_only=True):
+class _Owner(Struct, frozen=True, kw_only=True):
     """Content of ``supervisor.owner`` and of the files that follow it: the process that holds the
     lock.
     """
@@ -58,46 +58,22 @@ class Owner(Struct, frozen=True, kw_only=True):
 
 
 class RunLock:
-    """A lock that is held. The holder must refresh it at least once a minute."""
+    """The lock of a run. Who holds it must refresh it at least once a minute.
 
-    def __init__(self, files: _OwnerFiles, number: int = 0) -> None:
-        """Hold the owner file with this number; with 0 only flock(2)."""
-        self._files, self._number = files, number
-
-    def refresh(self) -> None:
-        """Show that the holder lives.
-
-        Raises:
-            OSError: It cannot be shown, or another process has taken the lock over.
-        """
-        if self._files.path(self._number + 1).exists():
-            raise OSError(
-                f"{self._files.path(self._number + 1)} shows that another process has taken over"
-            )
-        if self._number:
-            os.utime(self._files.path(self._number))
-
-    def release(self) -> None:
-        """Let other processes have the lock. Raises OSError."""
-        if self._number:
-            self._files.release(self._number)
-
-
-class _OwnerFiles:
-    """Files that stand for a lock: ``supervisor.owner``, ``supervisor.owner.2`` and so on, of which
-    the last names the owner.
-
-    A process takes the lock from one that is gone by creating the next file, which only one process
-    can. No file is ever removed or renamed: between two such steps of one process, a second one
-    could take what it had not seen.
+    Files may stand for flock(2): ``supervisor.owner``, ``supervisor.owner.2`` and so on, of which
+    the last names the owner. A process takes the lock from one that is gone by creating the next
+    file, which only one process can. No file is ever removed or renamed: between two such steps of
+    one process, a second one could take what it had not seen.
     """
 
     def __init__(self, run: RunDirectory, *, assume_dead: bool = False) -> None:
-        """Take or hold the files of a run; ``assume_dead`` as for ``run_lock``."""
+        """Prepare to take or hold the lock; ``assume_dead`` as for ``run_lock``."""
         self._run, self._assume_dead = run, assume_dead
         process = identify(os.getpid(), "supervisor")
         assert process is not None, "this process has an entry in /proc"
-        self._owner = Owner(host=this_host(), process=process)
+        self._owner = _Owner(host=this_host(), process=process)
+        self._number = 0
+        """The number of the file that this process holds, from 1; with 0 only flock(2)."""
 
     def path(self, number: int) -> Path:
         """Return the path of a file; the first has the number 1."""
@@ -105,60 +81,60 @@ class _OwnerFiles:
             "supervisor.owner" if number == 1 else f"supervisor.owner.{number}"
         )
 
-    def take(self) -> RunLock | None:
-        """Take the lock, unless its owner lives or another process is faster."""
+    def take(self) -> bool:
+        """Take the lock by a file, unless its owner lives or another process is faster."""
         number = next(number for number in itertools.count(1) if not self.path(number).exists())
-        if number > 1 and not self._is_free(number - 1):
-            return None
-        with self._draft(self._owner) as draft:
-            try:
-                os.link(
-                    draft, self.path(number)
-                )  # fails if it exists, and shows the whole content at once
-            except FileExistsError:
-                return None
-        return RunLock(self, number)
-
-    def release(self, number: int) -> None:
-        """Mark a file of this process as released, if the run still exists: on a full disk in
-        place, where no space is needed.
-        """
-        owner = replace(self._owner, released=True)
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                with self._draft(owner) as draft:
-                    draft.replace(self.path(number))
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                overwrite(self.path(number), msgspec.json.encode(owner))
-
-    @contextlib.contextmanager
-    def _draft(self, owner: Owner) -> Iterator[Path]:
-        path = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
+        if number > 1 and not self._is_free(self.path(number - 1)):
+            return False
+        draft = self._run.path / f".supervisor.owner.{os.urandom(4).hex()}"
         try:
-            path.write_bytes(msgspec.json.encode(owner))
-            yield path
+            draft.write_bytes(msgspec.json.encode(self._owner))
+            # Fails if it exists, and shows the whole content at once.
+            os.link(draft, self.path(number))
+        except FileExistsError:
+            return False
         finally:
-            path.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
+        self._number = number
+        return True
 
-    def _is_free(self, number: int) -> bool:
-        path = self.path(number)
-        try:
-            owner = decode_json(read_bounded(path, _LARGEST_BYTES), Owner)
-        except msgspec.DecodeError:  # damaged
-            return self.silent(path)
-        if owner.released:
-            return True
-        if sees_processes_of(this_host(), owner.host):
-            return not alive(owner.process)
-        return self.silent(path)
+    def refresh(self) -> None:
+        """Show that the holder lives.
+
+        Raises:
+            OSError: It cannot be shown, or another process has taken the lock over.
+        """
+        following = self.path(self._number + 1)
+        if following.exists():
+            raise OSError(f"{following} shows that another process has taken over")
+        if self._number:
+            os.utime(self.path(self._number))
+
+    def release(self) -> None:
+        """Let other processes have the lock, if the run still exists: on a full disk its file is
+        marked in place, where no space is needed. Raises OSError.
+        """
+        if self._number:
+            with contextlib.suppress(FileNotFoundError):
+                owner = replace(self._owner, released=True)
+                write_even_if_full(self._run, self.path(self._number), owner)
 
     def silent(self, path: Path) -> bool:
         """Return whether a file that shows a living owner is so old that the owner counts as gone.
         Raises OSError.
         """
         return time.time() - path.stat().st_mtime > (STALE_S if self._assume_dead else OLD_S)
+
+    def _is_free(self, path: Path) -> bool:
+        try:
+            owner = decode_json(read_bounded(path, _LARGEST_BYTES), _Owner)
+        except msgspec.DecodeError:  # damaged
+            return self.silent(path)
+        if owner.released:
+            return True
+        if sees_processes_of(owner.host):
+            return not alive(owner.process)
+        return self.silent(path)
 
 
 @contextlib.contextmanager
@@ -175,9 +151,8 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(run.supervisor_lock_path, flags, 0o600)
-    lock = None
     try:
-        files, refused, excludes = _OwnerFiles(run, assume_dead=assume_dead), False, False
+        lock, refused, excludes = RunLock(run, assume_dead=assume_dead), False, False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             excludes = _excludes_others(run.supervisor_lock_path)
@@ -185,16 +160,18 @@ def run_lock(run: RunDirectory, *, assume_dead: bool = False) -> Iterator[RunLoc
             refused = True
         except OSError:  # this file system has no locks
             pass
-        if files.path(1).exists():
-            lock = files.take()
-        elif excludes:
-            lock = RunLock(files)
-        elif not refused or (assume_dead and files.silent(run.state_path)):
-            lock = files.take()
+        if (
+            lock.path(1).exists()
+            or not (excludes or refused)
+            or (refused and assume_dead and lock.silent(run.state_path))
+        ):
+            held = lock.take()
+        else:
+            held = excludes
         try:
-            yield lock
+            yield lock if held else None
         finally:
-            if lock is not None:
+            if held:
                 lock.release()
     finally:
         os.close(descriptor)
@@ -302,7 +279,7 @@ def lock_held(run: RunDirectory, *, assume_dead: bool) -> InputError:
 
 def evidence(state: RunState, seen: Sighting) -> str:
     """Return what was seen of a run whose processes cannot be examined from here, as a clause."""
-    host, age_s, age = printable_line(seen.host), seen.heartbeat_age_s, ""
+    host, age_s, age = printable_line(state.host), seen.heartbeat_age_s, ""
     if age_s is not None and age_s < -FRESH_S:
         age = (
             f", and its last sign of life is dated {duration(-age_s)} ahead of this file system's "

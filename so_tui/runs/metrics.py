@@ -18,6 +18,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
+    Count,
     EndRecord,
     EvaluationRecord,
     MetricRecord,
@@ -25,11 +26,10 @@ from so_tui.runs.records import (
     ResumedRecord,
     StartRecord,
     StepRecord,
+    Time,
     WarningRecord,
     decode_metric,
     encode_line,
-    is_count,
-    is_time,
 )
 from so_tui.runs.segments import (
     MEBIBYTE,
@@ -511,7 +511,7 @@ class StepRows:
         numbers = [(name, float | None, None) for name in fields if name != "time"]
         row = msgspec.defstruct(
             "Row",
-            [("step", int), ("time", float), *numbers],
+            [("step", Count), ("time", Time), *numbers],
             tag_field="kind",
             tag="step",
             gc=False,
@@ -567,7 +567,7 @@ class StepRows:
                 row = decoded(self._decoder, line)
             except msgspec.DecodeError:  # another kind of record, or none
                 continue
-            if self._last < row.step <= last and is_count(row.step) and is_time(row.time):
+            if self._last < row.step <= last:
                 self._last = row.step
                 rows.append(row)
         return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from so_tui.runs.directory import RunDirectory, write_run_json
 from so_tui.runs.metrics import MetricsReader, records_at_end
 from so_tui.runs.records import EvaluationRecord, StepRecord
 from so_tui.spec.run_spec import RunSpec
-from so_tui.trust.decoding import decode_json, prepare
+from so_tui.trust.decoding import decode_json, prepare, readable_json
 from so_tui.trust.files import read_bounded
 from so_tui.units import duration, memory_size, plural, rate
 
@@ -63,10 +64,7 @@ prepare(Answers)
 
 def read_answers(run: RunDirectory) -> Answers:
     """Return the answers of a run; none if there is no such file, or it cannot be read."""
-    try:
-        return _read(run)
-    except OSError:
-        return Answers()
+    return readable_json(run.answers_path, Answers, limit_bytes=_LARGEST_BYTES) or Answers()
 
 
 def add_answers(run: RunDirectory, asked: Asked) -> None:
@@ -76,19 +74,12 @@ def add_answers(run: RunDirectory, asked: Asked) -> None:
     Raises:
         OSError: They cannot be written, or the earlier ones, which would be lost, cannot be read.
     """
-    earlier = tuple(each for each in _read(run).asked if each.step < asked.step)
+    before = Answers()
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # none yet, or a damaged file
+        before = decode_json(read_bounded(run.answers_path, _LARGEST_BYTES), Answers)
+    earlier = tuple(each for each in before.asked if each.step < asked.step)
     kept = earlier if len(earlier) < MOST_ASKED else (earlier[0], *earlier[2 - MOST_ASKED :])
     write_run_json(run, run.answers_path, Answers(asked=(*kept, asked)))
-
-
-def _read(run: RunDirectory) -> Answers:
-    """Return the answers of a run; none if there is no such file, or it is damaged. Raises
-    OSError.
-    """
-    try:
-        return decode_json(read_bounded(run.answers_path, _LARGEST_BYTES), Answers)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return Answers()
 
 
 # How many steps the means of a run cover: those of its charts, and those of its results.
@@ -211,26 +202,30 @@ def _evaluation_loss(evaluations: Sequence[EvaluationRecord]) -> float | None:
 
 
 def _figures(steps: Sequence[StepRecord], span: int) -> RunResults:
-    losses = [step.loss for step in steps if math.isfinite(step.loss)]
     timed = [step for step in steps if math.isfinite(step.step_s) and step.step_s > 0]
     time_s = total(step.step_s for step in timed)
-    used = [step for step in timed if step.mfu is not None and math.isfinite(step.mfu)]
     return RunResults(
         mean_steps=span,
-        loss=total(losses) / len(losses) if losses else None,
+        loss=_mean((step.loss, 1.0) for step in steps),
         tokens_per_s=sum(step.useful_tokens for step in timed) / time_s if timed else None,
-        mfu=total((step.mfu or 0.0) * step.step_s for step in used)
-        / total(step.step_s for step in used)
-        if used
-        else None,
+        mfu=_mean((step.mfu, step.step_s) for step in timed),
         step_s=time_s / len(timed) if timed else None,
-        gpu_memory_bytes=max(_measured(step.gpu_memory_peak_bytes for step in steps), default=None),
-        host_memory_bytes=max(_measured(step.host_memory_bytes for step in steps), default=None),
+        gpu_memory_bytes=_most(step.gpu_memory_peak_bytes for step in steps),
+        host_memory_bytes=_most(step.host_memory_bytes for step in steps),
     )
 
 
-def _measured(values: Iterable[int | None]) -> list[int]:
-    return [value for value in values if value is not None]
+def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
+    """Return the weighted mean of the finite values; None if there are none."""
+    known = [(value, weight) for value, weight in weighted if value is not None]
+    known = [(value, weight) for value, weight in known if math.isfinite(value)]
+    if not known:
+        return None
+    return total(value * weight for value, weight in known) / total(weight for _, weight in known)
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def read_all(run: RunDirectory) -> MetricsReader:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
+from msgspec import Struct
 
 from so_tui.runs.directory import RunDirectory, refuse_another_users, write_run_json
-from so_tui.runs.records import RunState, is_count, is_time
+from so_tui.runs.records import RunState
 from so_tui.spec.check import exists
 from so_tui.spec.errors import InputError, reject
 from so_tui.spec.run_spec import RunSpec
@@ -31,7 +32,7 @@ Action = Literal["stop", "checkpoint"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(Struct, frozen=True, kw_only=True):
     """Author, time and reason of a request."""
 
     by: str
@@ -116,24 +117,27 @@ def write_state(run: RunDirectory, state: RunState) -> None:
 
 
 def write_state_even_if_full(run: RunDirectory, state: RunState) -> None:
-    """Replace ``state.json``. If the disk is full, overwrite the old file, whose block is already
-    allocated.
+    """Replace ``state.json`` where it must be recorded, as at an end: as ``write_even_if_full``."""
+    write_even_if_full(run, run.state_path, state)
 
-    Only where the state must be recorded, as at an end: a reader may see a half-written file for a
-    moment and must read again.
+
+def write_even_if_full(run: RunDirectory, path: Path, value: Struct) -> None:
+    """Replace a file of a run by a value as JSON. If the disk is full, overwrite the old one, whose
+    block is already allocated: a reader may see a half-written file for a moment and must read
+    again.
 
     Raises:
         OSError: If writing fails for another reason than a full disk.
     """
     try:
-        write_state(run, state)
+        write_run_json(run, path, value)
     except OSError as error:
         if error.errno not in FULL:
             raise
-        overwrite(run.state_path, msgspec.json.encode(state))
+        _overwrite(path, msgspec.json.encode(value))
 
 
-def overwrite(path: Path, content: bytes) -> None:
+def _overwrite(path: Path, content: bytes) -> None:
     """Overwrite a file in place, padding shorter content with blanks to the old size. Raises
     OSError.
     """
@@ -145,39 +149,8 @@ def read_state(run: RunDirectory) -> RunState:
     """Return the recorded state, which ``liveness`` may correct. Raises InputError if it is missing
     or cannot be read.
     """
-    remedy = "Check that this is the folder of a run."
-    state = _read(run.state_path, RunState, "unreadable-state", remedy)
-    if not _plausible(state):
-        raise reject(
-            "unreadable-state",
-            "run",
-            str(run.path),
-            f"{run.state_path.name} holds a time or a number that no run can have",
-            remedy,
-        )
-    return state
-
-
-def _plausible(state: RunState) -> bool:
-    """Return whether times can be shown as dates, and counts are in a range to compute with."""
-    alerts = state.alerts
-    times = (
-        state.started,
-        state.ended,
-        state.attempt_started,
-        state.saved_at,
-        *(alert.time for alert in alerts),
-    )
-    counts = (
-        state.attempt,
-        state.step,
-        state.total_steps,
-        state.saved_step,
-        state.heartbeat,
-        *(alert.step for alert in alerts),
-    )
-    return all(time is None or is_time(time) for time in times) and all(
-        count is None or is_count(count) for count in counts
+    return _read(
+        run.state_path, RunState, "unreadable-state", "Check that this is the folder of a run."
     )
 
 

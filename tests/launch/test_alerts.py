@@ -100,7 +100,7 @@ def test_full_disk_and_end_are_noticed(tmp_path: Path) -> None:
     assert found[str(tmp_path)] > 0
     ends: dict[Any, str] = {"finished": "ended", "stopped": "ended", "failed": "failed"}
     for state, kind in (ends | {"lost": "failed"}).items():
-        assert kinds(watch.end(RunState(name="r", state=state), settings)) == [kind]
+        assert kinds(_AlertWatch(1, 0.0).end(RunState(name="r", state=state), settings)) == [kind]
     none = AlertSettings(on=())
     assert watch.end(RunState(name="r", state="failed"), none) == ()
     assert watch.observe(TRAINING, [step_record(5, loss=float("nan"))], 1, none) == ()
@@ -188,7 +188,7 @@ def test_command_under_way_is_not_taken_for_the_runs(
     runner.tick()
     assert time.monotonic() - started < 60
     wait_until((tmp_path / "begun").exists)
-    tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+    tree = ProcessTree(frozenset({"SO_TUI_RUN=/nowhere"}), os.getpid())
     tree.scan(thorough=True)
     commands = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in tree.alive]
     assert not any(b"sleep" in command for command in commands)
@@ -208,7 +208,7 @@ def test_bare_command_is_collected(tmp_path: Path, capsys: pytest.CaptureFixture
     pid = runner.pid
     assert pid is not None
     wait_until(begun.exists)
-    tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+    tree = ProcessTree(frozenset({"SO_TUI_RUN=/nowhere"}), os.getpid())
     tree.scan()
     assert pid in {process.pid for process in tree.alive}
     go.touch()

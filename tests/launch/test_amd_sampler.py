@@ -50,10 +50,10 @@ def test_what_the_driver_says_and_what_it_does_not(tmp_path: Path) -> None:
     silent, measured, *_ = sampled(root)
     assert measured == MEASURED
     assert silent == GpuSample(index=0, memory_total_bytes=128160 << 20)
-    tree = ProcessTree(frozenset({b"MARK=none"}), supervisor_pid=os.getpid())
+    tree = ProcessTree(frozenset({"MARK=none"}), supervisor_pid=os.getpid())
     sampler = Sampler(inspect_machine(root), tree, attempt=1, root=root)
     assert sampler.sample().gpus[1] == MEASURED
-    sampler.close()
+    sampler.gpus.close()
 
 
 @pytest.mark.parametrize("content", ["", "N/A\n", "\x00" * 9, "1e3\n"])

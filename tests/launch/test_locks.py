@@ -19,13 +19,13 @@ from tests.support.plans import launch_with, plan_of, quad_gh200, spec_of
 from tests.support.problems import refused
 from tests.support.supervising import prepared_run, supervise_to_end
 
-ME = host_check.Holder(run="/runs/mine", pid=os.getpid())
+ME = host_check._Holder(run="/runs/mine", pid=os.getpid())
 
 
 def test_a_lock_is_held_once_and_says_by_whom(tmp_path: Path) -> None:
     lock = host_check.take(tmp_path, "gpu-1", ME)
     with pytest.raises(host_check.LockTakenError, match=f"run mine \\(pid {os.getpid()}\\)"):
-        host_check.take(tmp_path, "gpu-1", host_check.Holder(run="/runs/other", pid=1))
+        host_check.take(tmp_path, "gpu-1", host_check._Holder(run="/runs/other", pid=1))
     lock.release()
     host_check.take(tmp_path, "gpu-1", ME).release()
 

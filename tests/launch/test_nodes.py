@@ -28,7 +28,7 @@ from so_tui.launch.supervisor.node import (
     attributed,
     write_node_state,
 )
-from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE, NetworkWatch
+from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE, missing_network
 from so_tui.runs import RunDirectory, create_run, new_attempt
 from so_tui.runs.records import OutcomeCode
 from tests.support.plans import cpu_machine, launch_with, plan_of, quad_gh200, spec_of
@@ -196,10 +196,9 @@ def lines(network: str) -> list[str]:
     ],
 )
 def test_a_fall_back_to_sockets_ends_a_run(expected: str, used: str, missing: str) -> None:
-    watch = NetworkWatch({EXPECTED_VARIABLE: expected})
-    assert not watch.missing(lines("Socket")[:1])
-    assert watch.missing(lines(used)) == bool(missing)
-    assert watch.missing_name == missing
-    outcome = conclude(Evidence(missing_network=watch.missing_name, unprompted=False))
+    environ = {EXPECTED_VARIABLE: expected}
+    assert not missing_network(lines("Socket")[:1], environ)
+    assert missing_network(lines(used), environ) == missing
+    outcome = conclude(Evidence(missing_network=missing))
     assert (outcome.code == OutcomeCode.SLOW_NETWORK) == bool(missing)
     assert missing in outcome_text(outcome, "one").reason

@@ -15,6 +15,7 @@ from so_tui.launch.supervisor.ending import (
     conclude,
     outcome_text,
 )
+from so_tui.launch.supervisor.processes import Loss
 from so_tui.runs.records import EndRecord, OutcomeCode, Process
 
 RANK = Process(pid=30, start_time=3, role="rank", rank=2)
@@ -42,7 +43,7 @@ def end_record(**values: Any) -> EndRecord:
 
 def test_end_record_counts_whatever_the_exit_codes() -> None:
     finished = conclude(
-        Evidence(end=end_record(state="finished"), runner_status=1, first_lost=LAUNCHER)
+        Evidence(end=end_record(state="finished"), runner_status=1, first_loss=Loss(LAUNCHER))
     )
     assert (finished.code, finished.run_exit_code) == (OutcomeCode.FINISHED, 0)
     stopped = conclude(Evidence(end=end_record(state="stopped", reason="stopped on request")))
@@ -51,7 +52,7 @@ def test_end_record_counts_whatever_the_exit_codes() -> None:
 
 
 def test_exit_code_0_without_an_end_record_is_a_failure() -> None:
-    lost = failed(runner_status=0, first_lost=LAUNCHER)
+    lost = failed(runner_status=0, first_loss=Loss(LAUNCHER))
     assert (lost.code, lost.who) == (OutcomeCode.LAUNCHER_LOST, "launcher")
     assert (lost.pid, lost.signal) == (20, None)
     assert failed(runner_status=0).code == OutcomeCode.UNEXPECTED
@@ -61,24 +62,29 @@ LOST, WORD = OutcomeCode.RANK_LOST, "exits with return code ="
 
 
 @pytest.mark.parametrize(
-    ("evidence", "code", "rank", "signal"),
+    ("evidence", "code", "rank", "signum"),
     [
-        ({"first_lost": RUNNER, "first_lost_code": -9}, OutcomeCode.RUNNER_LOST, None, 9),
-        ({"first_lost": RANK, "first_lost_code": -11}, LOST, 2, 11),
-        ({"first_lost": RANK, "log": (f"[launch.py] ['python'] {WORD} -7",)}, LOST, 2, 7),
-        ({"first_lost": LAUNCHER, "runner_status": -15}, OutcomeCode.LAUNCHER_LOST, None, None),
+        ({"first_loss": Loss(RUNNER, -9)}, OutcomeCode.RUNNER_LOST, None, 9),
+        ({"first_loss": Loss(RANK, -11)}, LOST, 2, 11),
+        ({"first_loss": Loss(RANK), "log": (f"[launch.py] ['python'] {WORD} -7",)}, LOST, 2, 7),
+        (
+            {"first_loss": Loss(LAUNCHER), "runner_status": -15},
+            OutcomeCode.LAUNCHER_LOST,
+            None,
+            None,
+        ),
         # A rank obeys SIGTERM and leaves by itself.
-        ({"first_lost": RANK, "first_lost_code": 143}, LOST, 2, 15),
+        ({"first_loss": Loss(RANK, 143)}, LOST, 2, 15),
         # A launcher that reported a rank is not the cause.
-        ({"first_lost": LAUNCHER, "log": (f"{WORD} -9",)}, LOST, None, 9),
-        ({"first_lost": RANK, "first_lost_code": 3}, OutcomeCode.UNEXPECTED, 2, None),
+        ({"first_loss": Loss(LAUNCHER), "log": (f"{WORD} -9",)}, LOST, None, 9),
+        ({"first_loss": Loss(RANK, 3)}, OutcomeCode.UNEXPECTED, 2, None),
     ],
 )
 def test_the_lost_process_is_named(
-    evidence: dict[str, Any], code: OutcomeCode, rank: int | None, signal: int | None
+    evidence: dict[str, Any], code: OutcomeCode, rank: int | None, signum: int | None
 ) -> None:
     outcome = failed(**evidence)
-    assert (outcome.code, outcome.rank, outcome.signal) == (code, rank, signal)
+    assert (outcome.code, outcome.rank, outcome.signal) == (code, rank, signum)
     if code == OutcomeCode.UNEXPECTED:
         assert outcome.exit_code == 3
         assert text_of(outcome).reason == "rank 2 ended with exit code 3"
@@ -86,7 +92,7 @@ def test_the_lost_process_is_named(
 
 def test_what_a_rank_reported_comes_first() -> None:
     failure = msgspec.structs.replace(NOT_FINITE, rank=3, suggestion="lower the learning rate")
-    outcome = failed(failures=(failure,), first_lost=RANK, first_lost_code=1)
+    outcome = failed(failures=(failure,), first_loss=Loss(RANK, 1))
     assert (outcome.code, outcome.rank) == (OutcomeCode.NON_FINITE, 3)
     assert outcome.advice == failure.suggestion
     assert text_of(outcome).reason == "rank 3: the loss is not finite"
@@ -102,27 +108,30 @@ def test_reports_of_other_ranks_do_not_hide_the_lost_one() -> None:
     record = end_record(
         state="failed", code="rank-lost", reason=failure.reason, suggestion=failure.suggestion
     )
-    dead: dict[str, Any] = {"first_lost": RANK, "first_lost_code": -9, "unprompted": True}
+    dead: dict[str, Any] = {"first_loss": Loss(RANK, -9, unprompted=True)}
     killed = failed(failures=(failure,), end=record, **dead)
     assert (killed.code, killed.rank, killed.signal, killed.reported) == (LOST, 2, 9, "")
     assert failed(failures=(failure,), oom_kills=1, **dead).code == OutcomeCode.KILLED_FOR_MEMORY
-    assert failed(failures=(failure,), end=record, **{**dead, "first_lost_code": 143}).signal == 15
+    assert (
+        failed(failures=(failure,), end=record, first_loss=Loss(RANK, 143, unprompted=True)).signal
+        == 15
+    )
 
 
 NOT_FINITE = Failure(rank=0, code="not-finite", reason="the loss is not finite")
 
 
 def test_a_full_disk_that_lost_the_trainers_records_is_the_cause() -> None:
-    full: dict[str, Any] = {"disk_full": True, "first_lost": RANK, "first_lost_code": 1}
+    full: dict[str, Any] = {"disk_full": True, "first_loss": Loss(RANK, 1)}
     assert failed(**full).code == OutcomeCode.DISK_FULL
     assert failed(failures=(NOT_FINITE,), **full).code == OutcomeCode.NON_FINITE
 
 
 def test_a_rank_that_was_ended_by_others_is_not_the_cause() -> None:
-    ended = failed(failures=(NOT_FINITE,), first_lost=RANK, first_lost_code=-15)
+    ended = failed(failures=(NOT_FINITE,), first_loss=Loss(RANK, -15))
     assert ended.code == OutcomeCode.NON_FINITE
     crashed = Failure(rank=2, code="gpu-out-of-memory", reason="the GPU ran out of memory")
-    dead: dict[str, Any] = {"first_lost": RANK, "first_lost_code": -11, "unprompted": True}
+    dead: dict[str, Any] = {"first_loss": Loss(RANK, -11, unprompted=True)}
     assert failed(failures=(crashed,), **dead).code == OutcomeCode.OUT_OF_GPU_MEMORY
 
 
@@ -142,22 +151,22 @@ def test_a_rank_that_was_ended_by_others_is_not_the_cause() -> None:
 )
 def test_failures_of_others_are_recognised(line: str, code: OutcomeCode, detail: str) -> None:
     log = ("Traceback (most recent call last):", line, "[launch.py] exits with return code = 1")
-    outcome = failed(log=log, first_lost=RANK)
+    outcome = failed(log=log, first_loss=Loss(RANK))
     assert (outcome.code, outcome.detail) == (code, detail)
     assert detail in text_of(outcome).reason
 
 
 def test_the_out_of_memory_killer_is_blamed_only_for_a_sigkill() -> None:
-    killed = failed(oom_kills=2, first_lost=RANK, first_lost_code=-9)
+    killed = failed(oom_kills=2, first_loss=Loss(RANK, -9))
     assert (killed.code, killed.count) == (OutcomeCode.KILLED_FOR_MEMORY, 2)
     assert (
-        failed(oom_kills=1, first_lost=RANK, log=("exits with return code = 1",)).code
+        failed(oom_kills=1, first_loss=Loss(RANK), log=("exits with return code = 1",)).code
         == OutcomeCode.UNEXPECTED
     )
 
 
 def test_out_of_memory_gets_the_plans_advice() -> None:
-    killed = failed(oom_kills=1, first_lost=RANK, first_lost_code=-9)
+    killed = failed(oom_kills=1, first_loss=Loss(RANK, -9))
     advised = text_of(killed, advice="offload.ratio 0.9 -> 0.7").suggestion
     assert advised.startswith("offload.ratio 0.9 -> 0.7. ")
     advised = text_of(failed(log=(OUT_OF_MEMORY,)), advice="batch {4} -> 2").suggestion
@@ -191,7 +200,7 @@ def test_needed_settings_are_said_with_resume(saved: int | None, resuming: str) 
             )
         ),
         failed(log=(OUT_OF_MEMORY,)),
-        failed(oom_kills=1, first_lost=RANK, first_lost_code=-9),
+        failed(oom_kills=1, first_loss=Loss(RANK, -9)),
     ]
     for outcome in outcomes:
         text = text_of(outcome, saved, advice)

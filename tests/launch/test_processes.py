@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -12,22 +13,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 import pytest
 
 from so_tui.launch.command import RUN_ID_MARKER, RUN_MARKER
 from so_tui.launch.supervisor import processes
 from so_tui.launch.supervisor.processes import (
-    FirstLoss,
     OwnProcesses,
     ProcessTree,
+    _order_of_loss,
     _send,
     markers,
 )
 from so_tui.runs import RunDirectory
-from so_tui.runs.directory import new_manifest, write_manifest
+from so_tui.runs.directory import write_manifest
 from so_tui.runs.liveness import Stat, read_stat
 from so_tui.runs.records import Process, Role
 from tests.support.waiting import LIMIT_S, running, wait_for_environment, wait_until
@@ -66,7 +66,7 @@ def test_process_before_exec_is_known(tmp_path: Path, monkeypatch: pytest.Monkey
     go = tmp_path / "go"
     script = f"until test -e {go}; do sleep 0.05; done; exec {SLEEPER}"
     with started(["sh", "-c", script], env=marked(tmp_path)) as process:
-        tree = ProcessTree(frozenset({f"SO_TUI_RUN={tmp_path}".encode()}), os.getpid())
+        tree = ProcessTree(frozenset({f"SO_TUI_RUN={tmp_path}"}), os.getpid())
         monkeypatch.setattr(processes, "_YOUNG_TICKS", 10**9)
         tree.scan()
         assert roles(tree)[process.pid] == "other"
@@ -84,7 +84,7 @@ def test_what_has_no_command_line_yet_is_looked_at_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(processes, "_YOUNG_TICKS", 0)
     with started([""], executable="/bin/sh", stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
-        tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+        tree = ProcessTree(frozenset({"SO_TUI_RUN=/nowhere"}), os.getpid())
         tree.scan()
         assert roles(tree)[process.pid] == "other"
         process.stdin.write(f"exec {SLEEPER}\n".encode())
@@ -101,7 +101,7 @@ def test_an_alert_command_is_no_process_of_the_run(tmp_path: Path) -> None:
     go = tmp_path / "go"
     script = f"until test -e {go}; do sleep 0.05; done; exec env SO_TUI_ALERT_KIND=loss sleep 60"
     with started(["sh", "-c", script]) as process:
-        tree = ProcessTree(frozenset({b"SO_TUI_RUN=/nowhere"}), os.getpid())
+        tree = ProcessTree(frozenset({"SO_TUI_RUN=/nowhere"}), os.getpid())
         tree.scan()
         assert process.pid in roles(tree)
         go.touch()
@@ -117,8 +117,10 @@ def test_the_id_tells_a_run_from_an_earlier_one(tmp_path: Path) -> None:
     with started(["sleep", "60"], env=marked(tmp_path) | {RUN_ID_MARKER: "one"}) as process:
         wait_for_environment(process.pid)
         assert OwnProcesses().carry(markers(run)), "a run of an older version has no id"
+        write_manifest(run)
+        manifest = json.loads(run.manifest_path.read_bytes())
         for known, carried in (("one", True), ("two", False)):
-            write_manifest(run, msgspec.structs.replace(new_manifest(run), id=known))
+            run.manifest_path.write_text(json.dumps(manifest | {"id": known}))
             assert OwnProcesses().carry(markers(run)) == carried
             tree = ProcessTree(markers(run), supervisor_pid=-1)
             tree.scan(thorough=True)
@@ -167,22 +169,20 @@ def test_refused_signal_is_reported_last(tmp_path: Path, monkeypatch: pytest.Mon
         assert first.poll() is None
 
 
-class Lost:
-    """A tree of which one scan found these gone: ranks with their exit codes, and others."""
+def ranks(codes: dict[int, int | None]) -> dict[Process, int | None]:
+    """Return ranks of which one scan found that they had ended with these exit codes."""
+    return {
+        Process(pid=100 + rank, start_time=1, role="rank", rank=rank): code
+        for rank, code in codes.items()
+    }
 
-    alive: tuple[Process, ...] = ()
 
-    def __init__(self, codes: dict[int, int | None], *others: Process) -> None:
-        ranks = (Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes)
-        self.gone = (*ranks, *others)
-        self._codes = {100 + rank: code for rank, code in codes.items()}
-
-    def exit_code(self, process: Process) -> int | None:
-        return self._codes.get(process.pid)
+def cause(lost: dict[Process, int | None]) -> Process:
+    return min(lost, key=lambda process: _order_of_loss(process, lost[process]))
 
 
 @pytest.mark.parametrize(
-    ("codes", "cause"),
+    ("codes", "wanted"),
     [
         ({0: -signal.SIGTERM, 1: 1}, 1),  # the launcher ends the others once a rank has failed
         ({0: 128 + signal.SIGTERM, 1: 1}, 1),
@@ -192,29 +192,14 @@ class Lost:
         ({0: None, 1: 128 + signal.SIGTERM}, 0),
     ],
 )
-def test_cause_is_not_what_the_launcher_ended(codes: dict[int, int | None], cause: int) -> None:
-    first = FirstLoss(cast(ProcessTree, Lost(codes)))
-    first.update(
-        [Process(pid=100 + rank, start_time=1, role="rank", rank=rank) for rank in codes],
-        ending=False,
-    )
-    assert first.process is not None
-    assert first.process.rank == cause
+def test_cause_is_not_what_the_launcher_ended(codes: dict[int, int | None], wanted: int) -> None:
+    assert cause(ranks(codes)).rank == wanted
 
 
 @pytest.mark.parametrize("role", ["launcher", "runner"])
 def test_what_started_the_ranks_is_the_cause_of_their_end(role: Role) -> None:
-    tree = Lost({0: -signal.SIGKILL, 1: 1}, Process(pid=7, start_time=1, role=role))
-    first = FirstLoss(cast(ProcessTree, tree))
-    first.update(tree.gone, ending=False)
-    assert first.process is not None
-    assert first.process.role == role
-
-
-def test_reused_pid_is_not_the_ended_rank() -> None:
-    first = FirstLoss(cast(ProcessTree, Lost({0: 1})))
-    assert first.update([Process(pid=100, start_time=2)], ending=False) == []
-    assert first.process is None
+    starter = Process(pid=7, start_time=1, role=role)
+    assert cause(ranks({0: -signal.SIGKILL, 1: 1}) | {starter: None}) == starter
 
 
 def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +219,7 @@ def test_reused_pid_is_another_process(tmp_path: Path, monkeypatch: pytest.Monke
         (known,) = tree.alive
         with monkeypatch.context() as patch:
             patch.setattr(processes, "read_stat", later)
-            tree.scan()
+            assert tree.scan() == []
             (reused,) = tree.alive
             assert (reused.pid, reused.start_time) == (known.pid, known.start_time + 1)
             assert list(tree.gone) == [known]
@@ -248,6 +233,7 @@ def test_last_processes_are_remembered(tmp_path: Path, monkeypatch: pytest.Monke
     environment = {**os.environ, RUN_MARKER: str(tmp_path)}
     tree = ProcessTree(markers(RunDirectory(tmp_path)), supervisor_pid=-1)
     started: list[Process] = []
+    ended: list[Process] = []
     for arguments in (["--local_rank=0"], [], [], [], []):
         command = ["sh", "-c", "read line; exit 3", *arguments]
         with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
@@ -257,9 +243,10 @@ def test_last_processes_are_remembered(tmp_path: Path, monkeypatch: pytest.Monke
             assert process.stdin is not None
             process.stdin.close()
             wait_until(lambda: not running(process.pid))
-            tree.scan()
-    assert tree.gone == (started[0], *started[-2:])
-    assert [tree.exit_code(process) for process in started] == [3, None, None, 3, 3]
+            ended += tree.scan()
+    assert ended == [started[0]]
+    assert list(tree.gone) == [started[0], *started[-2:]]
+    assert [tree.gone.get(process) for process in started] == [3, None, None, 3, 3]
 
 
 SUBREAPER = """
@@ -283,7 +270,7 @@ def wait_for(count):
 
 become_subreaper()
 own = subprocess.Popen(["sh", "-c", "read line; exit 5"], stdin=subprocess.PIPE)
-tree = ProcessTree(frozenset({b"MARK=none"}), os.getpid())
+tree = ProcessTree(frozenset({"MARK=none"}), os.getpid())
 tree.scan()
 for turn in range(3):
     subprocess.run(["sh", "-c", "sh -c exit & sh -c exit & exit"], check=True)
@@ -295,7 +282,7 @@ own.stdin.close()
 wait_for(1)
 tree.scan()
 reap_orphans({own.pid, None})
-print(own.wait(), [tree.exit_code(process) for process in tree.gone])
+print(own.wait(), list(tree.gone.values()))
 reap_orphans(set())
 print(states())
 """

@@ -9,11 +9,11 @@ from so_tui.launch.supervisor.ending import (
     Outcome,
     final_state,
     first_state,
-    last_alive,
     left_queue,
     observed,
     queued_state,
 )
+from so_tui.launch.supervisor.run import _last_alive
 from so_tui.runs import MetricsWriter, RunDirectory
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.records import (
@@ -36,9 +36,8 @@ BEFORE = RunState(name="r", state="training", attempt=2, saved_step=5, saved_at=
 
 def state_after(folder: Path, *records: Record) -> RunState:
     return observed(
-        RunState(name="r", state="training", step=7),
+        RunState(name="r", state="training", step=7, attempt=records[-1].attempt),
         reader_of(folder, *records),
-        records[-1].attempt,
     )
 
 
@@ -90,9 +89,9 @@ def test_an_unobserved_end_has_the_time_of_the_last_record(tmp_path: Path) -> No
     """Not the time of a later supervisor, which may start days after it."""
     saved = msgspec.structs.replace(SAVED, time=90.0)
     reader = reader_of(tmp_path, saved, EndRecord(attempt=2, time=120.0, state="stopped", step=5))
-    assert last_alive(reader, 2, heartbeat_at=100.0) == 120.0
-    assert last_alive(reader, 2, heartbeat_at=130.0) == 130.0
-    assert last_alive(reader, 1, heartbeat_at=80.0) == 90.0
+    assert _last_alive(reader, 2, heartbeat_at=100.0) == 120.0
+    assert _last_alive(reader, 2, heartbeat_at=130.0) == 130.0
+    assert _last_alive(reader, 1, heartbeat_at=80.0) == 90.0
 
 
 @pytest.mark.parametrize("back_s", [0.0, 3600.0])
@@ -129,12 +128,12 @@ def test_what_was_saved_is_not_forgotten_before_it_is_read(tmp_path: Path) -> No
     reader.poll(limit_records=100, limit_s=10.0, earlier=False)
     assert reader.unread_share > 0
     assert not reader.checkpoints
-    assert observed(BEFORE, reader, 2) == observed(BEFORE, known, 2)
+    assert observed(BEFORE, reader) == observed(BEFORE, known)
 
 
 def test_what_was_saved_no_longer_counts_after_starting_over(tmp_path: Path) -> None:
     reader = reader_of(tmp_path, SAVED, ResumedRecord(attempt=2, time=2.0, step=0))
-    assert observed(BEFORE, reader, 2).saved_step is None
+    assert observed(BEFORE, reader).saved_step is None
 
 
 def test_attempts_add_up_over_queues_and_waiting_does_not_count() -> None:

@@ -5,24 +5,27 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pynvml
 import pytest
 
-from so_tui.launch.supervisor.processes import LEAST_CORES, ProcessLoads, ProcessTree, _role_of
+from so_tui.launch.supervisor.processes import ProcessLoads, ProcessTree, _role_of
 from so_tui.launch.supervisor.samples import (
     GpuSampler,
     Sampler,
     _busy_percent,
     _read_cpu_times,
     _read_node_memory,
+    _throttling,
     oom_kills,
-    throttling,
 )
 from so_tui.machine import inspect_machine
+from so_tui.machine.system_files import SystemFiles
 from so_tui.runs.liveness import read_stat
-from so_tui.runs.records import ForeignProcess
+from so_tui.runs.records import ForeignProcess, GpuSample
 from tests.support.machines import superchips
 from tests.support.waiting import LIMIT_S, wait_for_environment, wait_until
 
@@ -47,9 +50,14 @@ def test_cpu_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after", "percent"),
-    [((80, 100), (80, 200), 100), ((0, 0), (50, 200), 75), (None, (1, 2), 0), ((1, 2), (1, 2), 0)],
+    [
+        ((80, 100), (80, 200), 100),
+        ((10, 100), (60, 300), 75),
+        ((0, 0), (1, 2), 0),
+        ((1, 2), (1, 2), 0),
+    ],
 )
-def test_busy_share(before: tuple[int, int] | None, after: tuple[int, int], percent: int) -> None:
+def test_busy_share(before: tuple[int, int], after: tuple[int, int], percent: int) -> None:
     assert _busy_percent(before, after) == percent
 
 
@@ -59,7 +67,8 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     (folder / "meminfo").write_text(
         "Node 4 MemTotal:  1000 kB\nNode 4 MemFree:   400 kB\nNode 4 FilePages:  100 kB\n"
     )
-    assert _read_node_memory(tmp_path, 4, sole=False) == {
+    files = SystemFiles(tmp_path)
+    assert _read_node_memory(files, 4, sole=False) == {
         "MemTotal": 1024000,
         "MemFree": 409600,
         "FilePages": 102400,
@@ -68,7 +77,7 @@ def test_memory_of_a_node_and_of_a_kernel_without_numa(tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").write_text(
         "MemTotal:  1000 kB\nMemFree:  400 kB\nBuffers: 1 kB\nCached:  50 kB\n"
     )
-    assert _read_node_memory(tmp_path, 0, sole=True)["FilePages"] == 51200
+    assert _read_node_memory(files, 0, sole=True)["Cached"] == 51200
 
 
 def test_memory_of_the_only_node_is_inspections(tmp_path: Path) -> None:
@@ -87,12 +96,12 @@ def test_memory_of_the_only_node_is_inspections(tmp_path: Path) -> None:
     node = inspect_machine(tmp_path).numa_nodes[0]
     sampler = Sampler(
         inspect_machine(tmp_path),
-        ProcessTree(frozenset({b"MARK=none"}), supervisor_pid=os.getpid()),
+        ProcessTree(frozenset({"MARK=none"}), supervisor_pid=os.getpid()),
         attempt=1,
         root=tmp_path,
     )
     (sample,) = sampler.sample().nodes
-    sampler.close()
+    sampler.gpus.close()
     assert (
         (sample.memory_total_bytes, sample.file_cache_bytes)
         == (node.memory_total_bytes, 100 * 1024)
@@ -112,7 +121,7 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
         [sys.executable, "-c", program], env={**os.environ, "MARK": str(tmp_path)}
     ) as child:
         wait_for_environment(child.pid)
-        tree = ProcessTree(frozenset({f"MARK={tmp_path}".encode()}), supervisor_pid=-1)
+        tree = ProcessTree(frozenset({f"MARK={tmp_path}"}), supervisor_pid=-1)
         tree.scan(thorough=True)
         assert [process.pid for process in tree.alive] == [child.pid]
         sampler = Sampler(machine, tree, attempt=1)
@@ -125,7 +134,7 @@ def test_a_real_sample_sees_the_run_work(tmp_path: Path) -> None:
         tree.scan()
         sample = sampler.sample()
         child.kill()
-    sampler.close()
+    sampler.gpus.close()
     assert sample.interval_s >= 1
     assert [len(node.cores) for node in sample.nodes if node.cores] == [
         len(node.cpus) for node in machine.cpu_nodes
@@ -158,7 +167,7 @@ def test_other_processes_that_compute_are_named() -> None:
         finally:
             child.kill()
     assert [(load.name, load.own) for load in found] == [("a (b) c", True)]
-    assert found[0].cores >= LEAST_CORES
+    assert found[0].cores >= 0.1
     assert found[0].cpu in _read_cpu_times()
     assert child.pid not in others
 
@@ -175,7 +184,7 @@ def test_other_processes_that_compute_are_named() -> None:
     ],
 )
 def test_reasons_for_throttling(reasons: int, named: tuple[str, ...]) -> None:
-    assert throttling(reasons) == named
+    assert _throttling(reasons) == named
 
 
 def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +201,61 @@ def test_a_driver_that_fails_at_the_end_is_let_go(monkeypatch: pytest.MonkeyPatc
     sampler = GpuSampler(superchips(1).gpus)
     assert sampler.sample() == ()
     sampler.close()
+
+
+def imitate_nvml(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
+    """Have NVML answer these calls, and support no other."""
+
+    def unsupported(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in filter(lambda name: name.startswith("nvml"), dir(pynvml)):
+        monkeypatch.setattr(pynvml, name, unsupported)
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
+
+
+def test_nvml_fills_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not support stays unknown."""
+    ok, mib = SimpleNamespace, 1 << 20
+    imitate_nvml(
+        monkeypatch,
+        nvmlInit=None,
+        nvmlDeviceGetHandleByPciBusId="gpu",
+        nvmlDeviceGetMemoryInfo=ok(used=40 << 30, total=96 << 30),
+        nvmlDeviceGetUtilizationRates=ok(gpu=97),
+        nvmlDeviceGetPowerUsage=431_000,
+        nvmlDeviceGetFieldValues=[
+            ok(nvmlReturn=0, value=ok(uiVal=700_000)),
+            ok(nvmlReturn=3, value=ok(uiVal=0)),
+        ],
+        nvmlDeviceGetCurrentClocksEventReasons=0x4,
+        nvmlDeviceGetComputeRunningProcesses=[ok(pid=7, usedGpuMemory=None)],
+        nvmlGpmQueryDeviceSupport=ok(isSupportedDevice=1),
+        nvmlGpmSampleAlloc="reading",
+        nvmlGpmSampleGet="reading",
+        nvmlGpmSampleFree=None,
+        c_nvmlGpmMetricsGet_t=ok(metrics=[ok(value=2.0, nvmlReturn=0) for _ in range(4)]),
+        nvmlGpmMetricsGet="done",
+        nvmlShutdown=None,
+    )
+    sampler = GpuSampler(superchips(1).gpus)
+    known = GpuSample(
+        index=0,
+        busy_percent=97,
+        memory_used_bytes=40 << 30,
+        memory_total_bytes=96 << 30,
+        power_w=431.0,
+        module_power_w=700.0,
+        throttling=("power",),
+    )
+    assert sampler.sample() == (known,), "traffic takes two readings"
+    ways = ("pcie_to_gpu", "pcie_to_host", "c2c_to_gpu", "c2c_to_host")
+    rates: dict[str, Any] = {f"{way}_bytes_per_s": 2 * mib for way in ways}
+    assert sampler.sample() == (msgspec.structs.replace(known, **rates),)
+    assert sampler.processes() == {7: {0: None}}
+    sampler.close()
+    assert sampler.sample() == ()
 
 
 @pytest.mark.gpu

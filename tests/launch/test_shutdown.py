@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from signal import SIGKILL, SIGTERM
+
 from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
 from so_tui.launch.supervisor.ending import Shutdown, StopRequest
 
 
 def test_the_trainers_processes_get_time_after_the_end_record() -> None:
     shutdown = Shutdown(ended_at=100.0, broken=True)
-    assert shutdown.next_action(102.0) == "wait"
-    assert shutdown.next_action(100.0 + EXIT_GRACE_S) == "terminate"
-    assert shutdown.next_action(100.0 + EXIT_GRACE_S + 1) == "wait"
-    assert shutdown.next_action(100.0 + EXIT_GRACE_S + KILL_AFTER_S) == "kill"
+    assert shutdown.next_signal(102.0) is None
+    assert shutdown.next_signal(100.0 + EXIT_GRACE_S) == SIGTERM
+    assert shutdown.next_signal(100.0 + EXIT_GRACE_S + 1) is None
+    assert shutdown.next_signal(100.0 + EXIT_GRACE_S + KILL_AFTER_S) == SIGKILL
 
 
 def test_broken_run_ends_and_stop_is_overdue() -> None:
-    assert Shutdown(broken=True).next_action(5.0) == "terminate"
+    assert Shutdown(broken=True).next_signal(5.0) == SIGTERM
     stop = Shutdown(overdue_at=50.0)
-    assert stop.next_action(49.0) == "wait"
-    assert stop.next_action(50.0) == "terminate"
+    assert stop.next_signal(49.0) is None
+    assert stop.next_signal(50.0) == SIGTERM
     assert stop.stop_overdue(50.0)
     assert not Shutdown(overdue_at=50.0, ended_at=40.0).stop_overdue(60.0)
 

@@ -12,13 +12,13 @@ from so_tui.launch.supervisor.slowness import (
     LEAST_STEPS,
     WINDOW_S,
     CauseCode,
-    Clock,
-    Measured,
-    Planned,
     SlowWatch,
     _cause_text,
+    _Clock,
     _foreign_share,
+    _Measured,
     _measured_of,
+    _Planned,
     _ranked_causes,
     slowdown_remedy,
     slowdown_text,
@@ -50,8 +50,8 @@ RATES = PlannedRates(
     d2h_bytes=20_000_000_000,
     h2d_bytes=20_000_000_000,
 )
-PLANNED = Planned(step=STEP, rates=RATES)
-AS_PLANNED = Measured(
+PLANNED = _Planned(step=STEP, rates=RATES)
+AS_PLANNED = _Measured(
     step_s=3.0,
     data_s=0.1,
     forward_s=0.8,
@@ -61,12 +61,12 @@ AS_PLANNED = Measured(
     d2h_bytes_per_s=340e9,
     h2d_bytes_per_s=375e9,
     foreign_share=0.02,
-    clock=Clock(mhz=1755, max_mhz=1980, throttled_share=0),
+    clock=_Clock(mhz=1755, max_mhz=1980, throttled_share=0),
 )
 SLOW = replace(AS_PLANNED, step_s=4.5)
 
 
-def codes(measured: Measured) -> list[str]:
+def codes(measured: _Measured) -> list[str]:
     return [cause.code for cause in _ranked_causes(measured, PLANNED)]
 
 
@@ -82,15 +82,15 @@ def test_a_run_as_planned_has_no_cause() -> None:
     ("code", "measured"),
     [
         ("foreign-load", replace(SLOW, foreign_share=0.5)),
-        ("clocks", replace(SLOW, clock=Clock(mhz=1100, max_mhz=1980, throttled_share=0.0))),
-        ("clocks", replace(SLOW, clock=Clock(mhz=1500, max_mhz=1980, throttled_share=0.9))),
+        ("clocks", replace(SLOW, clock=_Clock(mhz=1100, max_mhz=1980, throttled_share=0.0))),
+        ("clocks", replace(SLOW, clock=_Clock(mhz=1500, max_mhz=1980, throttled_share=0.9))),
         ("copies", replace(SLOW, d2h_bytes_per_s=25e9)),
         ("copies", replace(SLOW, h2d_bytes_per_s=25e9)),
         ("adam", replace(SLOW, adam_busy_s=2.8, adam_bytes_per_s=70e9)),
         ("data", replace(SLOW, data_s=1.6)),
     ],
 )
-def test_each_cause_alone(code: CauseCode, measured: Measured) -> None:
+def test_each_cause_alone(code: CauseCode, measured: _Measured) -> None:
     (cause,) = _ranked_causes(measured, PLANNED)
     assert cause.code == code
     assert 0.1 < cause.seconds / 1.5 < 1.001
@@ -201,7 +201,7 @@ def test_measured_are_medians_of_steps_and_the_slowest_clock() -> None:
         100e9,
         None,
     )
-    assert measured.clock == Clock(mhz=1250, max_mhz=1980, throttled_share=0.0)
+    assert measured.clock == _Clock(mhz=1250, max_mhz=1980, throttled_share=0.0)
 
 
 def watch(

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from so_tui.launch.launch import prepare
 from so_tui.launch.lifecycle import start
 from so_tui.launch.supervisor.samples import _read_placements
-from so_tui.launch.supervisor.slowness import Measured, Planned, _measured_of, _ranked_causes
+from so_tui.launch.supervisor.slowness import _Measured, _measured_of, _Planned, _ranked_causes
 from so_tui.machine import Machine
 from so_tui.plan.plan import PlannedRates, StepTime
 from so_tui.runs import RunDirectory, RunReader, read_state
@@ -83,7 +83,7 @@ class Watched:
         self._binding = prepare(runs.spec, machine, force=True).plan.binding
         self.planned = self._halved(self.measure())
 
-    def _halved(self, usual: Measured) -> Planned:
+    def _halved(self, usual: _Measured) -> _Planned:
         step = StepTime(
             forward_s=(usual.step_s - usual.data_s) / 2,
             backward_s=0.0,
@@ -99,9 +99,9 @@ class Watched:
             d2h_bytes=0,
             h2d_bytes=0,
         )
-        return Planned(step=step, rates=rates, binding=self._binding)
+        return _Planned(step=step, rates=rates, binding=self._binding)
 
-    def measure(self) -> Measured:
+    def measure(self) -> _Measured:
         """Return what the run does from now on for a while. How long a step may take depends on
         the host and on the cause, so that each has two minutes of its own.
         """
@@ -235,7 +235,8 @@ def test_wrong_binding(watched: Watched) -> None:
 
 
 def test_a_slow_loader(watched: Watched) -> None:
-    delay_s = max(0.3, 10 * watched.planned.compute_s)
+    planned = watched.planned.step
+    delay_s = max(0.3, 10 * (planned.total_s - planned.data_s))
     watched.delay.write_text(str(delay_s))
     try:
         # Batches that were prepared before come first.

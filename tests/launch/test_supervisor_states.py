@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from so_tui.launch.launch import read_launch, write_launch
 from so_tui.launch.supervisor import host, host_check
 from so_tui.launch.supervisor.ending import Outcome
-from so_tui.launch.supervisor.host_check import Holder, LockTakenError
+from so_tui.launch.supervisor.host_check import LockTakenError, _Holder
 from so_tui.launch.supervisor.run import Supervisor
 from so_tui.machine import Machine
 from so_tui.machine.types import Gpu
@@ -26,7 +26,7 @@ from so_tui.plan.plan import OptionalMemory
 from so_tui.runs import RunDirectory, read_state
 from so_tui.runs.directory import run_id
 from so_tui.runs.liveness import identify
-from so_tui.runs.lock import RunLock, _OwnerFiles
+from so_tui.runs.lock import RunLock
 from so_tui.runs.metrics import MetricsWriter
 from so_tui.runs.reader import LogReader
 from so_tui.runs.records import Alert, OutcomeCode, Process, RunState
@@ -49,7 +49,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def supervisor_of(run: RunDirectory, found: RunState | None = None) -> Supervisor:
-    return Supervisor(run, 1, found or read_state(run), RunLock(_OwnerFiles(run)))
+    return Supervisor(run, 1, found or read_state(run), RunLock(run))
 
 
 def followed_by(monkeypatch: pytest.MonkeyPatch, *looks: bool) -> Iterator[bool]:
@@ -154,7 +154,7 @@ def test_takeover_tells_what_is_new(run: RunDirectory, monkeypatch: pytest.Monke
     "error",
     [
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        LockTakenError("GPU 0", Holder(run="/another", pid=1)),
+        LockTakenError("GPU 0", _Holder(run="/another", pid=1)),
     ],
 )
 def test_a_supervisor_without_the_locks_watches_what_lives(
@@ -211,7 +211,7 @@ def test_a_command_that_tells_of_the_end_finds_it_recorded(
     monkeypatch.setattr("so_tui.launch.supervisor.run.write_state_even_if_full", slow)
     supervisor = supervisor_of(run)
     supervisor._finish(Outcome(state="failed", code=OutcomeCode.RANK_LOST, who="rank", rank=0))
-    supervisor.finish()
+    supervisor.announcer.finish()
     assert msgspec.json.decode(found.read_bytes(), type=RunState).state == "failed"
 
 

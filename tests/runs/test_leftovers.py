@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.runs import RunDirectory, delete_run, write_state
-from so_tui.runs.listing import SHARED_MEMORY, _leftovers, remove_leftovers
+from so_tui.runs.listing import SHARED_MEMORY, remove_leftovers
 from so_tui.runs.liveness import identify
 from so_tui.runs.records import Process, RunState
 
@@ -68,13 +68,13 @@ def test_deletion_removes_leftovers(run: RunDirectory, ended: Process) -> None:
 def test_a_pid_that_lives_again_names_nothing(tmp_path: Path) -> None:
     """The pid was reused: the file may be that of the process that has it now."""
     (tmp_path / f"torch_{os.getpid()}_1_0").touch()
-    assert _leftovers([Process(pid=os.getpid(), start_time=1)], tmp_path) == ()
+    assert remove_leftovers([Process(pid=os.getpid(), start_time=1)], tmp_path) == ()
 
 
 def test_a_file_that_is_older_than_the_process_is_not_its(tmp_path: Path, ended: Process) -> None:
     (tmp_path / f"torch_{ended.pid}_1_0").touch()
     later = Process(pid=ended.pid, start_time=ended.start_time + 3600 * os.sysconf("SC_CLK_TCK"))
-    assert _leftovers([later], tmp_path) == ()
+    assert remove_leftovers([later], tmp_path) == ()
 
 
 @pytest.mark.parametrize("how", ["mapped", "open"])
@@ -85,9 +85,9 @@ def test_what_a_living_process_uses_stays(tmp_path: Path, ended: Process, how: s
         mapped = mmap.mmap(file.fileno(), 0)
         if how == "mapped":
             file.close()
-        assert _leftovers([ended], tmp_path) == ()
+        assert remove_leftovers([ended], tmp_path) == ()
         mapped.close()
-    assert _leftovers([ended], tmp_path) == (path,)
+    assert remove_leftovers([ended], tmp_path) == (path,)
 
 
 def test_same_inode_elsewhere_is_another_file(tmp_path: Path, ended: Process) -> None:
@@ -97,7 +97,7 @@ def test_same_inode_elsewhere_is_another_file(tmp_path: Path, ended: Process) ->
     script = f"""
 import os, subprocess
 from pathlib import Path
-from so_tui.runs.listing import _leftovers
+from so_tui.runs.listing import remove_leftovers
 from so_tui.runs.records import Process
 folder = Path({str(tmp_path)!r})
 for name in ("shared", "elsewhere"):
@@ -107,7 +107,7 @@ left = folder / "shared" / "torch_{ended.pid}_1_0"
 left.touch()
 other = (folder / "elsewhere" / "other").open("w")
 assert os.fstat(other.fileno()).st_ino == left.stat().st_ino
-assert _leftovers([Process(pid={ended.pid}, start_time={ended.start_time})], folder / "shared") == (left,)
+assert remove_leftovers([Process(pid={ended.pid}, start_time={ended.start_time})], folder / "shared") == (left,)
 """  # noqa: E501
     if subprocess.run(
         ["unshare", "--map-root-user", "--mount", "true"], check=False, capture_output=True
@@ -128,5 +128,5 @@ def test_links_pipes_folders_and_other_users_files_stay(tmp_path: Path, ended: P
         (tmp_path / f"torch_{ended.pid}_4_0").touch()
         os.chown(tmp_path / f"torch_{ended.pid}_4_0", 61_999, 61_999)
     started = time.monotonic()
-    assert _leftovers([ended], tmp_path) == ()
+    assert remove_leftovers([ended], tmp_path) == ()
     assert time.monotonic() - started < 2

@@ -21,7 +21,7 @@ import pytest
 from benchmarks.faults import shim
 from so_tui.runs import RunDirectory
 from so_tui.runs.liveness import OLD_S, STALE_S, HostIdentity, identify, this_host
-from so_tui.runs.lock import Owner, run_lock
+from so_tui.runs.lock import _Owner, run_lock
 from so_tui.runs.records import Process
 
 TAKE = """
@@ -91,7 +91,7 @@ class Taker:
 
 def owned(run: RunDirectory, host: HostIdentity, process: Process, age_s: float = 0.0) -> Path:
     path = run.path / "supervisor.owner"
-    path.write_bytes(msgspec.json.encode(Owner(host=host, process=process)))
+    path.write_bytes(msgspec.json.encode(_Owner(host=host, process=process)))
     os.utime(path, (time.time() - age_s,) * 2)
     return path
 
@@ -181,26 +181,24 @@ def test_a_replaced_holder_leaves_the_new_one_alone(run: RunDirectory) -> None:
         assert lock is not None
         lock.refresh()
         replacement = run.path / "supervisor.owner.2"
-        replacement.write_bytes(msgspec.json.encode(Owner(host=this_host(), process=me)))
+        replacement.write_bytes(msgspec.json.encode(_Owner(host=this_host(), process=me)))
         with pytest.raises(OSError, match="taken over"):
             lock.refresh()
     with run_lock(run) as late:
         assert late is None
-    assert not msgspec.json.decode(replacement.read_bytes(), type=Owner).released
+    assert not msgspec.json.decode(replacement.read_bytes(), type=_Owner).released
 
 
 @unlocked
 def test_full_disk_frees_the_lock(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most runs whose disk is full end for that reason."""
 
-    def half(path: Path, content: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(content[: len(content) // 2])
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch, run_lock(run) as lock:
         assert lock is not None
-        patch.setattr(Path, "write_bytes", half)
+        patch.setattr("so_tui.runs.state.write_run_json", full)
     with run_lock(run) as again:
         assert again is not None
     assert not list(run.path.glob(".supervisor.owner.*"))

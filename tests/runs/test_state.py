@@ -9,7 +9,7 @@ import pytest
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import RunState
-from so_tui.runs.state import overwrite, read_state, write_state
+from so_tui.runs.state import _overwrite, read_state, write_state
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ def test_overwritten_state_is_read(tmp_path: Path) -> None:
     write_state(run, RunState(name="r", state="training", detail="x" * 200))
     for reason in ("full", "full" * 200):
         last = RunState(name="r", state="failed", reason=reason)
-        overwrite(run.state_path, msgspec.json.encode(last))
+        _overwrite(run.state_path, msgspec.json.encode(last))
         assert read_state(run) == last

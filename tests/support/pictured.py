@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.helper_jobs import DataPreview, Progress
-from so_tui.launch.supervisor.samples import HostProcess, _GpuUse
+from so_tui.launch.supervisor.samples import HostProcess
 from so_tui.machine.doctor import Finding
 from so_tui.machine.types import Machine
 from so_tui.runs import MetricsWriter, RunDirectory, write_state
@@ -202,13 +202,13 @@ def _processes(machine: Machine) -> Iterator[HostProcess]:
             6.8,
             11 * GIB,
             cores[65:],
-            _GpuUse({gpu.index: 78 * GIB}),
+            {gpu.index: 78 * GIB},
         )
     for gpu in machine.gpus:
         yield HostProcess(
-            4200 + gpu.index, "python", "ada", 60.3 + gpu.index, 84 * GIB, gpu.cpus[:65], None
+            4200 + gpu.index, "python", "ada", 60.3 + gpu.index, 84 * GIB, gpu.cpus[:65], {}
         )
-    yield HostProcess(917, "rsync", "backup", 0.9, GIB // 8, (), None)
+    yield HostProcess(917, "rsync", "backup", 0.9, GIB // 8, (), {})
 
 
 _ANSWERS = Path(__file__).parents[1] / "data"

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from textual.containers import Vertical
 from textual.widgets import Static
 
-from so_tui.launch.supervisor.samples import HostProcess, _GpuUse
+from so_tui.launch.supervisor.samples import HostProcess
 from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.machine.host import HostPanel, _process_lines
@@ -128,9 +128,9 @@ def test_users_of_gpus_are_listed_with_what_they_use() -> None:
         65.25,
         90 << 30,
         tuple(range(72)),
-        _GpuUse({0: 40 << 30, 2: None}),
+        {0: 40 << 30, 2: None},
     )
-    other = HostProcess(8, "tar", "root", 1.0, None, (), None)
+    other = HostProcess(8, "tar", "root", 1.0, None, (), {})
     lines = _process_lines([training, other], 120, 5).plain.splitlines()
     assert len(lines) == 3
     told = r"7 someone pyth\x1b[2Jon 65.2 90.0 GiB 0,2 40.0 GiB 0-71"
@@ -146,7 +146,7 @@ def test_users_of_gpus_are_listed_with_what_they_use() -> None:
 
 def test_without_gpus_processes_have_no_columns_of_gpus() -> None:
     heading, line = _process_lines(
-        [HostProcess(8, "tar", "root", 1.0, None, (3,), None)], 78, 5
+        [HostProcess(8, "tar", "root", 1.0, None, (3,), {})], 78, 5
     ).plain.splitlines()
     assert "GPU" not in heading
     assert heading.index("bound") == line.rindex("3")

@@ -7,7 +7,7 @@ Both follow the user's own settings, which may change while a run goes on.
 from __future__ import annotations
 
 import math
-import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -119,17 +119,13 @@ class _AlertWatch:
             if isinstance(record, StepRecord) and record.attempt == self._attempt:
                 self._last_step_at, self._step_s = now, record.step_s
                 self._raised.discard("stall")
-                found += [
-                    alert
-                    for alert in self._of_step(record, settings)
-                    if alert.step > self._told_step
-                ]
+                alerts = self._of_step(record, settings)
+                found += [alert for alert in alerts if alert.step > self._told_step]
         if state.state != "training":
             self._last_step_at = now
         waited_s = now - self._last_step_at
-        if waited_s > max(settings.stall_s, _SLOW_STEPS * self._step_s) and self._first("stall"):
-            found.append(self._alert("stall", state.step, value=waited_s))
-        return tuple(alert for alert in found if alert.kind in settings.on)
+        stalled = waited_s > max(settings.stall_s, _SLOW_STEPS * self._step_s)
+        return (*found, *self._noticed("stall", state.step, settings, stalled, value=waited_s))
 
     def disks(
         self, state: RunState, free_bytes: Mapping[str, int], settings: AlertSettings, *, full: bool
@@ -138,49 +134,63 @@ class _AlertWatch:
         failed.
         """
         bound = settings.disk_free_gb * 1e9
-        least = min(free_bytes.values(), default=None)
-        if full or (least is not None and least < bound):
-            if self._first("disk") and "disk" in settings.on:
-                return (
-                    self._alert(
-                        "disk",
-                        state.step,
-                        value=0.0 if full or least is None else float(least),
-                        bound=bound,
-                    ),
-                )
-        elif least is None or least > _ENOUGH * bound:
+        least = 0.0 if full else float(min(free_bytes.values(), default=math.inf))
+        if not full and least > _ENOUGH * bound:
             self._raised.discard("disk")
-        return ()
+        low = full or least < bound
+        return self._noticed("disk", state.step, settings, low, value=least, bound=bound)
 
     def end(self, state: RunState, settings: AlertSettings) -> tuple[Alert, ...]:
         """Return the alert of the end that a final state records."""
         kind: AlertName = "ended" if state.state in ("finished", "stopped") else "failed"
-        return (self._alert(kind, state.step),) if kind in settings.on else ()
+        return self._noticed(kind, state.step, settings, True)
 
-    def _of_step(self, record: StepRecord, settings: AlertSettings) -> Iterable[Alert]:
-        norm = record.gradient_norm
-        if not math.isfinite(record.loss) or (norm is not None and not math.isfinite(norm)):
-            if self._first("not-finite"):
-                yield self._alert("not-finite", record.step)
-        else:
+    def _of_step(self, record: StepRecord, settings: AlertSettings) -> tuple[Alert, ...]:
+        step, loss, norm, bound = (
+            record.step,
+            record.loss,
+            record.gradient_norm,
+            settings.loss_above,
+        )
+        finite = math.isfinite(loss)
+        healthy = finite and (norm is None or math.isfinite(norm))
+        above = bound is not None and loss > bound
+        if healthy:
             self._raised.discard("not-finite")
-        bound = settings.loss_above
-        if bound is None or not record.loss > bound:
+        if not above:
             self._raised.discard("loss")
-        elif math.isfinite(record.loss) and self._first("loss"):
-            yield self._alert("loss", record.step, value=record.loss, bound=bound)
+        return (
+            *self._noticed("not-finite", step, settings, not healthy),
+            *self._noticed("loss", step, settings, above and finite, value=loss, bound=bound),
+        )
 
-    def _first(self, kind: AlertName) -> bool:
-        new = kind not in self._raised
+    def _noticed(
+        self,
+        kind: AlertName,
+        step: int,
+        settings: AlertSettings,
+        holds: bool,
+        *,
+        value: float | None = None,
+        bound: float | None = None,
+    ) -> tuple[Alert, ...]:
+        """Return the alert of a condition if it holds and did not before, and its kind is
+        wanted.
+        """
+        if not holds or kind in self._raised:
+            return ()
         self._raised.add(kind)
-        return new
-
-    def _alert(
-        self, kind: AlertName, step: int, value: float | None = None, bound: float | None = None
-    ) -> Alert:
-        return Alert(
-            kind=kind, attempt=self._attempt, time=time.time(), step=step, value=value, bound=bound
+        if kind not in settings.on:
+            return ()
+        return (
+            Alert(
+                kind=kind,
+                attempt=self._attempt,
+                time=time.time(),
+                step=step,
+                value=value,
+                bound=bound,
+            ),
         )
 
 
@@ -232,14 +242,9 @@ class Announcer:
         self._folders = tuple(dict.fromkeys((str(run.path), checkpoints or str(run.path))))
         self._settings = _OwnSettings()
         self._watch = _AlertWatch(attempt, time.monotonic(), told_step)
-        self._command = AlertCommand()
+        self.command = AlertCommand()
         self._disks_due = 0.0
         self._textfile = Textfile(run.name, host)
-
-    @property
-    def command_pid(self) -> int | None:
-        """Of the user's command, if it is under way."""
-        return self._command.pid
 
     def tick(
         self, state: RunState, records: Iterable[MetricRecord], *, full: bool
@@ -251,7 +256,7 @@ class Announcer:
             self._disks_due = now + _DISKS_S
             found += self._watch.disks(state, _free_bytes(self._folders), settings, full=full)
         self.tell(found, state)
-        self._command.tick()
+        self.command.tick()
         return found
 
     def publish(self, state: RunState, step: StepRecord | None, sample: Sample) -> None:
@@ -279,14 +284,14 @@ class Announcer:
                 "SO_TUI_ALERT_STATE": state.state,
                 "SO_TUI_ALERT_VALUE": "" if alert.value is None else f"{alert.value:g}",
             }
-            self._command.request(settings.command, about, text, settings.command_timeout_s)
+            self.command.request(settings.command, about, text, settings.command_timeout_s)
 
     def finish(self) -> None:
         """Remove the figures, and wait for the commands of the last alerts: a job ends with its
         supervisor.
         """
         self._textfile.remove()
-        self._command.finish()
+        self.command.finish()
 
 
 def _free_bytes(folders: Iterable[str]) -> dict[str, int]:
@@ -295,15 +300,13 @@ def _free_bytes(folders: Iterable[str]) -> dict[str, int]:
     """
     found = {}
     for folder in folders:
-        path = Path(folder)
-        for candidate in (path, *path.parents):
+        for candidate in (Path(folder), *Path(folder).parents):
             try:
-                disk = os.statvfs(candidate)
+                found[folder] = shutil.disk_usage(candidate).free
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except OSError:  # away for a moment: asked again in a minute
-                break
-            found[folder] = disk.f_bavail * disk.f_frsize
+            except OSError:
+                pass  # away for a moment: asked again in a minute
             break
     return found
 

@@ -6,23 +6,21 @@ DeepSpeed's runner returns 0 when its launcher was killed by a signal.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from so_tui.launch import DEFAULT_GRACE_S, EXIT_GRACE_S, KILL_AFTER_S
-from so_tui.launch.command import log_line
 from so_tui.launch.supervisor.host_check import HostDiffersError, LockTakenError
+from so_tui.launch.supervisor.processes import Loss
 from so_tui.machine.software import INSTALL_TRAINING
 from so_tui.plan.plan import Launch
 from so_tui.runs import state as run_state
@@ -59,12 +57,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """As subprocess reports it, below 0 for a signal. None when unknown, because another supervisor
     had started the runner.
     """
-    first_lost: Process | None = None
+    first_loss: Loss | None = None
     """The first of runner, launcher and ranks that ended."""
-    first_lost_code: int | None = None
-    """Its exit code (below 0 for a signal), if it could be observed."""
-    unprompted: bool = False
-    """It ended before the supervisor or the launcher had ended anything."""
     stop_overdue_s: float | None = None
     """The grace time in seconds of a requested stop that was not carried out in time."""
     gone_unseen: bool = False
@@ -77,6 +71,11 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """The run directory accepted no more records, so the trainer's last ones may be lost."""
     log: tuple[str, ...] = ()
     """The last lines of the log."""
+
+    @property
+    def unprompted(self) -> bool:
+        """Whether a process ended before the supervisor or the launcher had ended anything."""
+        return self.first_loss is not None and self.first_loss.unprompted
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -164,47 +163,40 @@ def _bereaved(evidence: Evidence) -> bool:
     """Return whether the ranks' reports are only consequences of another rank that a signal ended
     before it could report.
     """
-    lost, code = evidence.first_lost, evidence.first_lost_code
-    if not evidence.unprompted or lost is None or lost.role != "rank" or _ended_by(code) is None:
-        return False
-    return all(failure.rank != lost.rank for failure in evidence.failures)
+    loss = evidence.first_loss
+    return (
+        loss is not None
+        and loss.unprompted
+        and loss.process.role == "rank"
+        and _ended_by(loss.exit_code) is not None
+        and all(failure.rank != loss.process.rank for failure in evidence.failures)
+    )
+
+
+_UNSEEN = Loss(Process(pid=0, start_time=0, role="runner"))
+"""Where no scan saw a process end: only the runner's status is known."""
 
 
 def _by_exit(evidence: Evidence) -> Outcome:
     """Conclude only from which process ended, and how."""
-    lost, reported = evidence.first_lost, _reported_rank_code(evidence.log)
-    code, pid = evidence.first_lost_code, None if lost is None else lost.pid
+    lost, code, _ = evidence.first_loss or _UNSEEN
+    reported = _reported_rank_code(evidence.log)
     who: Who = "rank"
-    rank: int | None = None
-    if lost is None or lost.role == "runner":
+    rank = lost.rank if lost.role == "rank" else None
+    if lost.role == "runner":
         who, code = "runner", evidence.runner_status if code is None else code
     elif lost.role == "launcher" and reported is None:
         who = "launcher"
-    else:
-        # A launcher that lived to see a rank fail reports that rank's code.
-        rank, code = (
-            (lost.rank if lost.role == "rank" else None),
-            reported if code is None else code,
-        )
-    vanished = lost is not None and code is None and (who != "rank" or rank is not None)
-    if vanished or (signum := _ended_by(code)) is not None:
-        return Outcome(
-            code=_LOST_CODES[who],
-            who=who,
-            rank=rank,
-            pid=pid,
-            signal=None if vanished else signum,
-        )
+    elif code is None:
+        code = reported  # a launcher that lived to see a rank fail reports that rank's code
+    known = Outcome(code=OutcomeCode.UNEXPECTED, who=who, rank=rank, pid=lost.pid or None)
+    vanished = lost.pid and code is None and (who != "rank" or rank is not None)
+    signum = _ended_by(code)
+    if vanished or signum is not None:
+        return replace(known, code=_LOST_CODES[who], signal=signum)
     errors = filter(None, (_ERROR.match(line.strip()) for line in reversed(evidence.log)))
     error = next((match[1][:500] for match in errors), "")
-    return Outcome(
-        code=OutcomeCode.UNEXPECTED,
-        who=who,
-        rank=rank,
-        pid=pid,
-        exit_code=code,
-        detail=error,
-    )
+    return replace(known, exit_code=code, detail=error)
 
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: *)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?:: .*)?)$")
@@ -297,7 +289,7 @@ _OTHER_SETTINGS_HELP: frozenset[str] = frozenset(
 """After these a resume needs changed settings. Any other failure (access to a model, a disk, a
 package) is fixed outside the settings.
 """
-_LOST = frozenset({OutcomeCode.RANK_LOST, OutcomeCode.LAUNCHER_LOST, OutcomeCode.RUNNER_LOST})
+_LOST = _LOST_CODES.values()
 _ADVICE: dict[str, str] = {
     **dict.fromkeys(_LOST, _WHO_KILLS),
     OutcomeCode.OUT_OF_GPU_MEMORY: (
@@ -404,16 +396,15 @@ def outcome_text(
 
 
 def _reason(outcome: Outcome) -> str:
-    reason = _reason_there(outcome)
-    return f"on node {outcome.node}: {reason}" if outcome.node and not outcome.job else reason
+    where = f"on node {outcome.node}: " if outcome.node and not outcome.job else ""
+    return where + _reason_there(outcome)
 
 
 def _reason_there(outcome: Outcome) -> str:
     """Return the reason as the host says it on which it happened."""
     if outcome.reported:
-        return (
-            outcome.reported if outcome.rank is None else f"rank {outcome.rank}: {outcome.reported}"
-        )
+        where = "" if outcome.rank is None else f"rank {outcome.rank}: "
+        return where + outcome.reported
     if outcome.code in _LOST:
         if outcome.signal is None:
             return f"{_who(outcome)} (pid {outcome.pid}) disappeared during training: it was killed"
@@ -423,15 +414,7 @@ def _reason_there(outcome: Outcome) -> str:
             name = f"signal {outcome.signal}"
         return f"{_who(outcome)} was ended by {name}"
     if pattern := _REASONS.get(outcome.code):
-        plural = "" if outcome.count == 1 else "es"
-        return pattern.format(
-            detail=outcome.detail,
-            count=outcome.count,
-            es=plural,
-            limit_s=outcome.limit_s,
-            job=outcome.job,
-            node=outcome.node,
-        )
+        return pattern.format(es="" if outcome.count == 1 else "es", **asdict(outcome))
     ending = (
         f"with exit code {outcome.exit_code}"
         if outcome.exit_code
@@ -451,51 +434,19 @@ def _advice(outcome: Outcome, name: str) -> str:
 def _who(outcome: Outcome) -> str:
     if outcome.who == "rank":
         return "a rank" if outcome.rank is None else f"rank {outcome.rank}"
-    return "DeepSpeed's launcher" if outcome.who == "launcher" else "DeepSpeed's runner"
-
-
-# Evidence from outside the supervisor about how an attempt ended: failures that ranks wrote, and
-# the plan's advice.
-
-
-def failures_in(folder: Path) -> tuple[Failure, ...]:
-    """Read what the ranks wrote about their failures, the earliest first."""
-    found = []
-    for file in folder.glob("failure.rank*.json"):
-        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file,
-        # the final state must be written.
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            found.append((file.stat().st_mtime_ns, read_json(file, Failure)))
-    return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
-
-
-def planned_advice(outcome: Outcome, launch: Launch) -> str:
-    """Return the plan's advice for a run that was out of memory; empty for others. The final state
-    does not depend on it: without it, the advice is general.
-    """
-    from so_tui.plan import remedies  # heavy, and only for a run out of memory
-
-    asked = launch.spec, launch.plan.given_memory
-    try:
-        match outcome.code:
-            case OutcomeCode.OUT_OF_GPU_MEMORY:
-                return remedies.less_gpu_memory(*asked)
-            case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
-                return remedies.less_host_memory(*asked)
-    except Exception as error:  # noqa: BLE001 - the final state must be written in any case
-        log_line(f"no advice from the plan: {type(error).__name__}: {error}")
-    return ""
+    return f"DeepSpeed's {outcome.who or 'runner'}"
 
 
 def not_started(error: Exception) -> Outcome:
     """Return the outcome of an attempt whose processes were not started."""
-    code = OutcomeCode.NOT_STARTED
-    if isinstance(error, LockTakenError):
-        code = OutcomeCode.GPU_IN_USE
-    elif isinstance(error, HostDiffersError):
-        code = OutcomeCode.HOST_DIFFERS
+    code = _NOT_STARTED.get(type(error), OutcomeCode.NOT_STARTED)
     return Outcome(code=code, detail="; ".join(str(error).splitlines()))
 
+
+_NOT_STARTED = {
+    LockTakenError: OutcomeCode.GPU_IN_USE,
+    HostDiffersError: OutcomeCode.HOST_DIFFERS,
+}
 
 # The state of a run at its start, while it trains and at its end: pure functions from records to
 # ``RunState``.
@@ -590,46 +541,11 @@ def final_state(state: RunState, outcome: Outcome, ended: float, advice: str = "
     )
 
 
-def superseded(mine: RunState, found: RunState) -> bool:
-    """Return whether another supervisor has taken the run over, from what is recorded now.
-
-    It can happen to a supervisor that was suspended, or cut off from the file system, for so long
-    that the run counted as lost.
-    """
-    return found.attempt > mine.attempt or (
-        found.attempt == mine.attempt and found.supervisor != mine.supervisor
-    )
-
-
-def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
-    """Return the trainer's end record of this attempt, or None."""
-    return reader.end if reader.end and reader.end.attempt == attempt else None
-
-
-def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
-    """Return when an attempt with an unobserved end was last known to be alive, in seconds since
-    the epoch.
-
-    ``heartbeat_at`` is when the supervisor that died last wrote the state.
-    """
-    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
-    return max(
-        [
-            heartbeat_at,
-            *(
-                record.time
-                for record in records
-                if record is not None and record.attempt == attempt
-            ),
-        ]
-    )
-
-
-def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
-    """Return ``state`` with what the records of this attempt add: phase, step, loss,
+def observed(state: RunState, reader: MetricsReader) -> RunState:
+    """Return ``state`` with what the records of its attempt add: phase, step, loss,
     checkpoints.
     """
-    start, phase, latest = reader.start, reader.phase, reader.latest
+    attempt, start, phase, latest = state.attempt, reader.start, reader.phase, reader.latest
     if start is not None and start.attempt == attempt:
         state = replace(state, total_steps=start.total_steps)
     if latest is not None:
@@ -653,7 +569,8 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
         # Started over: what was saved before no longer counts. After any other resume its record is
         # in a segment that is not read yet.
         state = replace(state, saved_step=None, saved_at=None)
-    if (end := end_record(reader, attempt)) is not None:
+    end = reader.end
+    if end is not None and end.attempt == attempt:
         # Not every step is logged, and an attempt that was stopped before its first step is back at
         # its checkpoint.
         state = replace(state, ending=True, step=state.step if end.state == "failed" else end.step)
@@ -661,9 +578,6 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
 
 
 # How a run is ended: the user's request to stop, and when its processes are terminated and killed.
-
-
-KillAction = Literal["wait", "terminate", "kill"]
 
 
 class StopRequest(run_state.Request, frozen=True, kw_only=True):
@@ -723,18 +637,19 @@ class Shutdown:
         if known != self._stop:
             self._stop, self.overdue_at = known, now + asked.grace_s
 
-    def next_action(self, now: float) -> KillAction:
-        """Return what to do to the processes now. The caller does it."""
+    def next_signal(self, now: float) -> signal.Signals | None:
+        """Return the signal that the processes must get now, if any. The caller sends it."""
         if self.terminated_at is not None:
-            return "kill" if now >= self.terminated_at + KILL_AFTER_S else "wait"
+            return signal.SIGKILL if now >= self.terminated_at + KILL_AFTER_S else None
         due = (
             self.broken or self.stop_overdue(now)
             if self.ended_at is None
             else now >= self.ended_at + EXIT_GRACE_S
         )
-        if due:
-            self.terminated_at = now
-        return "terminate" if due else "wait"
+        if not due:
+            return None
+        self.terminated_at = now
+        return signal.SIGTERM
 
     def stop_overdue(self, now: float) -> bool:
         """Return whether a requested stop was not carried out in time."""

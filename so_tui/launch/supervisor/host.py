@@ -10,10 +10,10 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -28,16 +28,17 @@ from so_tui.launch.supervisor.host_check import (
     software_differences,
 )
 from so_tui.launch.supervisor.processes import (
-    FirstLoss,
+    Loss,
     ProcessTree,
     known_id,
     markers,
     reap_orphans,
 )
 from so_tui.launch.supervisor.samples import Sampler, oom_kills
-from so_tui.launch.supervisor.slowness import NetworkWatch
+from so_tui.launch.supervisor.slowness import missing_network
 from so_tui.machine import inspect_machine
 from so_tui.machine.software import make_code_folders
+from so_tui.machine.types import Gpu
 from so_tui.plan.plan import Launch, Plan, RankBinding
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.listing import remove_leftovers
@@ -111,8 +112,7 @@ def hostfile(nodes: Nodes, plan: Plan) -> str:
     only this node's slots are GPUs.
     """
     return "".join(
-        f"{_name(node)} slots={1 + max(_devices(nodes, plan, node))}\n"
-        for node in range(nodes.count)
+        f"node{node} slots={1 + max(_devices(nodes, plan, node))}\n" for node in range(nodes.count)
     )
 
 
@@ -125,7 +125,7 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
         hostfile: The path of its file of nodes.
     """
     devices = (
-        f"{_name(node)}:{','.join(map(str, _devices(nodes, plan, node)))}"
+        f"node{node}:{','.join(map(str, _devices(nodes, plan, node)))}"
         for node in range(nodes.count)
     )
     return {
@@ -135,10 +135,6 @@ def node_values(nodes: Nodes, plan: Plan, hostfile: str) -> dict[str, str]:
         Placeholder.HOSTFILE: hostfile,
         Placeholder.DEVICES: "@".join(devices),
     }
-
-
-def _name(node: int) -> str:
-    return f"node{node}"
 
 
 def _devices(nodes: Nodes, plan: Plan, node: int) -> list[int]:
@@ -205,6 +201,21 @@ def _ignored_by_children(signum: signal.Signals) -> Iterator[None]:
         signal.signal(signum, handler)
 
 
+T = TypeVar("T")
+
+
+def _each(act: Callable[[T], None], items: Iterable[T]) -> None:
+    """Act on every item, also after one failed. Raises OSError with what failed."""
+    failed = []
+    for item in items:
+        try:
+            act(item)
+        except OSError as error:
+            failed.append(str(error))
+    if failed:
+        raise OSError("; ".join(failed))
+
+
 TICK_S = 1.0
 LOG_LINES = 400
 _START_TICK_S = 0.2
@@ -254,7 +265,8 @@ class Host:
         self._runner: subprocess.Popen[bytes] | None = None
         node = nodes.node if nodes.count > 1 else None
         self.tree = ProcessTree(markers(run, attempt, node), os.getpid())
-        self.first_loss = FirstLoss(self.tree)
+        self.first_loss: Loss | None = None
+        """The first of runner, launcher and ranks that ended: the cause of what follows."""
         self.shutdown = Shutdown()
         self.signal: signal.Signals | None = None
         """The last signal that this process received and has not acted upon."""
@@ -262,7 +274,7 @@ class Host:
         """Whether another supervisor watches the same processes."""
         self._log = LogReader(run.log_path(attempt, self.name))
         self._last_lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._network = NetworkWatch(os.environ)
+        self._missing_network = ""
         self._oom_kills_before = oom_kills()
         self._refresh_due = time.monotonic() + _REFRESH_S
         self._trim_due = 0.0
@@ -343,16 +355,15 @@ class Host:
         """
         folder = host_check.lock_folder()
         self._rendezvous = _rendezvous_path(folder, self._run.path, self._attempt)
-        lost: list[str] = []
-        for gpu in chosen_gpus(self.launch.plan, self.launch.machine):
+
+        def take(gpu: Gpu) -> None:
             try:
                 self._locks += host_check.take_gpus([gpu], str(self._run.path))
-            except OSError as error:
-                holder = error.holder if isinstance(error, host_check.LockTakenError) else None
-                if holder is None or holder.run != str(self._run.path):
-                    lost.append(str(error))
-        if lost:
-            raise OSError("; ".join(lost))
+            except host_check.LockTakenError as error:
+                if error.holder.run != str(self._run.path):
+                    raise
+
+        _each(take, chosen_gpus(self.launch.plan, self.launch.machine))
 
     def running(self) -> bool:
         """Return whether DeepSpeed's runner is alive, as far as it is our child."""
@@ -412,7 +423,7 @@ class Host:
                         samples = samples or SampleWriter(self._run, self.name)
                         samples.append(sample)
         finally:
-            sampler.close()
+            sampler.gpus.close()
             with self.despite_errors_of("samples"):
                 if samples is not None:
                     samples.close()
@@ -429,30 +440,18 @@ class Host:
         short.
         """
         now = time.monotonic()
-        action = self.shutdown.next_action(now)
-        if action != "wait":
-            self.signal_all(signal.SIGTERM if action == "terminate" else signal.SIGKILL)
+        if (signum := self.shutdown.next_signal(now)) is not None:
+            self.signal_all(signum)
         if now >= self._refresh_due:
             self._refresh_due = now + _REFRESH_S
             with self.despite_errors_of("locks"):
-                self._refresh_locks()
+                held: list[RunLock | host_check.Lock] = [*self._locks]
+                held += [self._run_lock] if self._run_lock is not None else []
+                _each(lambda lock: lock.refresh(), held)  # all of them, also after one was lost
         if now >= self._trim_due:
             with self.despite_errors_of("log"):
                 trim_log(self._run.log_path(self._attempt, self.name))
                 self._trim_due = now + _LOG_TRIM_S
-
-    def _refresh_locks(self) -> None:
-        """Show that the locks are in use: all of them, also after one was lost. Raises OSError."""
-        lost: list[str] = []
-        held: tuple[RunLock | host_check.Lock | None, ...] = (self._run_lock, *self._locks)
-        for lock in held:
-            try:
-                if lock is not None:
-                    lock.refresh()
-            except OSError as error:
-                lost.append(str(error))
-        if lost:
-            raise OSError("; ".join(lost))
 
     def read_tail(self) -> None:
         """Read the last lines of a log that another supervisor may have begun."""
@@ -490,10 +489,8 @@ class Host:
         """Return what this host alone shows."""
         return Evidence(
             runner_status=self.status(),
-            first_lost=self.first_loss.process,
-            first_lost_code=self.first_loss.exit_code,
-            unprompted=self.first_loss.unprompted,
-            missing_network=self._network.missing_name,
+            first_loss=self.first_loss,
+            missing_network=self._missing_network,
             oom_kills=oom_kills() - self._oom_kills_before,
             disk_full=self.disk_full,
             log=tuple(self._last_lines),
@@ -547,11 +544,12 @@ class Host:
         """Look at the processes, then at what they wrote: all of it is read after a process was
         seen to be gone.
         """
-        before = set(self.tree.alive)
-        self.tree.scan()
+        lost = self.tree.scan()
         with self.despite_errors_of("output"):
             self._take_lines(self._log.poll())
-        lost = self.first_loss.update(before, ending=self.shutdown.terminated_at is not None)
+        if lost and self.first_loss is None:
+            unprompted = self.shutdown.terminated_at is None
+            self.first_loss = Loss(lost[0], self.tree.gone[lost[0]], unprompted)
         if any(process.role != "rank" for process in lost):
             self.shutdown.broken = True
 
@@ -561,5 +559,5 @@ class Host:
             # The launcher has just sent SIGTERM to the ranks. A second one would interrupt their
             # handling of the first.
             self.shutdown.terminated_at = time.monotonic()
-        if self._network.missing(lines):
-            self.shutdown.broken = True
+        if missing := missing_network(lines, os.environ):
+            self._missing_network, self.shutdown.broken = missing, True

@@ -76,17 +76,16 @@ def _gpus(binding: tuple[RankBinding, ...], planned: Machine, host: Machine) -> 
                 "gpu-missing",
                 f"the plan uses GPU {index}, and {host.hostname} has {len(present)} GPUs",
             )
-        elif index in expected:
-            one, other = present[index], expected[index]
-            # One of them has no UUID where NVML failed.
-            by_uuid = one.uuid and other.uuid
-            found, wanted = (gpu.uuid if by_uuid else gpu.pci_bus_id for gpu in (one, other))
-            if found != wanted:
-                yield Refusal(
-                    "gpu-differs",
-                    f"GPU {index} of {host.hostname} is {found}, and the plan was made for "
-                    f"{wanted}",
-                )
+            continue
+        one, other = present[index], expected[index]
+        # One of them has no UUID where NVML failed.
+        by_uuid = one.uuid and other.uuid
+        found, wanted = (gpu.uuid if by_uuid else gpu.pci_bus_id for gpu in (one, other))
+        if found != wanted:
+            yield Refusal(
+                "gpu-differs",
+                f"GPU {index} of {host.hostname} is {found}, and the plan was made for {wanted}",
+            )
 
 
 def _numa_nodes(
@@ -104,7 +103,7 @@ def _numa_nodes(
         )
     cores = {cpu for rank in binding for cpu in rank.cpus}
     grows = planned.memory_grows or host.memory_grows
-    for node in sorted(used & expected.keys() & present.keys()):
+    for node in sorted(used & present.keys()):
         yield from _node(expected[node], present[node], cores, host.hostname, memory_grows=grows)
 
 
@@ -143,11 +142,13 @@ def _cores(binding: tuple[RankBinding, ...], host: Machine) -> Iterator[Refusal]
 # Locks on the GPUs that a run uses on its host. They are flock(2), released with the holder.
 
 
-class Holder(Struct, frozen=True):
-    """The holder of a lock, as written in its file."""
+class _Holder(Struct, frozen=True):
+    """The holder of a lock, as written in its file; without values if it has not yet written
+    them.
+    """
 
-    run: str
-    pid: int
+    run: str = ""
+    pid: int = 0
 
 
 @dataclass
@@ -155,7 +156,7 @@ class Lock:
     """A lock that is held as long as any process has its descriptor, or a copy of it, open."""
 
     path: Path
-    holder: Holder
+    holder: _Holder
     descriptor: int
 
     def refresh(self) -> None:
@@ -184,14 +185,9 @@ class Lock:
 class LockTakenError(OSError):
     """Another process holds the lock."""
 
-    def __init__(self, name: str, holder: Holder | None) -> None:
-        self.name = name
+    def __init__(self, name: str, holder: _Holder) -> None:
         self.holder = holder
-        who = (
-            f"run {Path(holder.run).name} (pid {holder.pid})"
-            if holder and holder.run
-            else "another run"
-        )
+        who = f"run {Path(holder.run).name} (pid {holder.pid})" if holder.run else "another run"
         super().__init__(f"{name} is used by {who}")
 
 
@@ -211,7 +207,7 @@ def lock_folder() -> Path:
         return private_folder(state_home() / f"locks.{socket.gethostname()}")
 
 
-def take(folder: Path, name: str, holder: Holder) -> Lock:
+def take(folder: Path, name: str, holder: _Holder) -> Lock:
     """Take a lock without waiting, or raise LockTakenError."""
     path = folder / f"{name}.lock"
     while True:
@@ -219,12 +215,10 @@ def take(folder: Path, name: str, holder: Holder) -> Lock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            try:
-                content = os.pread(descriptor, 4096, 0)
+            current = _Holder()
+            with contextlib.suppress(ValueError):
                 # 4 KiB of a folder that only the user can open
-                current = json.decode(content, type=Holder)  # noqa: TID251
-            except ValueError:  # the holder has not yet written its name
-                current = None
+                current = json.decode(os.pread(descriptor, 4096, 0), type=_Holder)  # noqa: TID251
             os.close(descriptor)
             raise LockTakenError(name, current) from None
         if _names(path, descriptor):
@@ -239,7 +233,7 @@ def take_gpus(gpus: Iterable[Gpu], run: str) -> tuple[Lock, ...]:
     """Take the locks of all the GPUs for a run, by its path, or another use; or none and raise
     LockTakenError for the first that is held. Raises OSError.
     """
-    folder, holder = lock_folder(), Holder(run=run, pid=os.getpid())
+    folder, holder = lock_folder(), _Holder(run=run, pid=os.getpid())
     with contextlib.ExitStack() as undo:
         locks = []
         for gpu in gpus:

@@ -43,6 +43,8 @@ _END_S = 20.0
 lost.
 """
 _POLL_S = 0.2
+_SILENT = -1
+"""The heartbeat of a node that gave no sign yet."""
 
 
 class NodeState(Struct, frozen=True, kw_only=True):
@@ -79,8 +81,9 @@ class OtherNodes:
     ) -> None:
         """Prepare to read the states of ``count`` nodes but the first."""
         self._run, self._attempt, self._clock = run, attempt, clock
-        self._seen: dict[int, tuple[NodeState | None, float]] = {
-            node: (None, clock()) for node in range(1, count)
+        self._seen = {
+            node: (NodeState(host=f"number {node}", heartbeat=_SILENT), clock())
+            for node in range(1, count)
         }
         """The newest state of each node, and when it was first seen, by the clock of this
         process.
@@ -96,7 +99,7 @@ class OtherNodes:
                 msgspec.DecodeError,
             ):  # not yet, or just being replaced on a network file system
                 continue
-            if before is None or state.heartbeat != before.heartbeat:
+            if state.heartbeat != before.heartbeat:
                 self._seen[node] = (state, self._clock())
 
     def cause(self, silent_s: float) -> Outcome | None:
@@ -106,28 +109,26 @@ class OtherNodes:
         Args:
             silent_s: How long a node may give no sign of life.
         """
-        states = [state for state, _ in self._seen.values() if state is not None]
-        found = [
-            replace(state.outcome, node=state.host) for state in states if state.outcome is not None
+        told = [
+            replace(state.outcome, node=state.host)
+            for state, _ in self._seen.values()
+            if state.outcome is not None
         ]
-        told = sorted(found, key=lambda outcome: outcome.code == OutcomeCode.UNEXPECTED)
-        if told and told[0].code != OutcomeCode.UNEXPECTED:
-            return told[0]
+        for outcome in told:
+            if outcome.code != OutcomeCode.UNEXPECTED:
+                return outcome
         now = self._clock()
-        for node, (state, since) in self._seen.items():
-            allowed_s = silent_s if state is not None else max(silent_s, FIRST_SIGN_S)
-            if not (state is not None and state.ended) and now - since > allowed_s:
-                return Outcome(
-                    code=OutcomeCode.NODE_LOST,
-                    node=state.host if state is not None else f"number {node}",
-                )
+        for state, since in self._seen.values():
+            allowed_s = max(silent_s, FIRST_SIGN_S) if state.heartbeat == _SILENT else silent_s
+            if not state.ended and now - since > allowed_s:
+                return Outcome(code=OutcomeCode.NODE_LOST, node=state.host)
         return told[0] if told else None
 
     def wait(self) -> Outcome | None:
         """Wait for the end of the other nodes' processes, but not long, and return ``cause``."""
         began = self._clock()
         while (
-            any(state is None or not state.ended for state, _ in self._seen.values())
+            not all(state.ended for state, _ in self._seen.values())
             and self._clock() - began < _END_S
         ):
             time.sleep(_POLL_S)
@@ -206,7 +207,7 @@ class NodeSupervisor:
         later, for it is the first node's.
         """
         shutdown, roles = self._host.shutdown, {process.role for process in self._host.tree.alive}
-        lost = self._host.first_loss.process is not None
+        lost = self._host.first_loss is not None
         if shutdown.ended_at is None and lost and "launcher" in roles and "rank" not in roles:
             shutdown.ended_at = time.monotonic()
 
@@ -241,7 +242,7 @@ class NodeSupervisor:
         failed has no code of its own.
         """
         tree = self._host.tree
-        ranks = {tree.exit_code(process) for process in tree.gone if process.role == "rank"}
+        ranks = {code for process, code in tree.gone.items() if process.role == "rank"}
         # DeepSpeed's runner returns 0 after its launcher was killed, too.
         if self._host.status() == 0 and ranks <= {None, 0}:
             return None

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ def known_id(run: RunDirectory) -> str:
 
 def markers(
     run: RunDirectory, attempt: int | None = None, node: int | None = None
-) -> frozenset[bytes]:
+) -> frozenset[str]:
     """Return the entries that a process of the run has, all of them: its path, its id if it has
     one, and the attempt.
 
@@ -57,22 +58,15 @@ def markers(
     numbers = {ATTEMPT_MARKER: attempt, NODE_MARKER: node}
     values = {RUN_MARKER: str(run.path), RUN_ID_MARKER: known_id(run)}
     values |= {name: str(number) for name, number in numbers.items() if number is not None}
-    return frozenset(f"{name}={value}".encode() for name, value in values.items() if value)
+    return frozenset(f"{name}={value}" for name, value in values.items() if value)
 
 
 # Which processes of this host compute, whoever they belong to.
 
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-LEAST_CORES = 0.1
+_LEAST_CORES = 0.1
 """A process that uses less does not compute."""
-
-
-class ProcessLoad(NamedTuple):
-    """A process, and the cores that it keeps busy."""
-
-    stat: Stat
-    cores: float
 
 
 class ProcessLoads:
@@ -84,7 +78,7 @@ class ProcessLoads:
         self._before: dict[int, Stat] = {}
         self._clock = 0.0
 
-    def measure(self) -> dict[int, ProcessLoad]:
+    def measure(self) -> dict[int, tuple[Stat, float]]:
         """Return every living process with the cores that it kept busy: 0 for those that are new
         since the reading before.
         """
@@ -96,10 +90,9 @@ class ProcessLoads:
         self._before, self._clock = stats, now
         loads = {}
         for pid, stat in stats.items():
-            then, ticks = before.get(pid), 0
-            if then is not None and then.start_time == stat.start_time:
-                ticks = stat.cpu_ticks - then.cpu_ticks
-            loads[pid] = ProcessLoad(stat, ticks / _TICKS_PER_S / interval_s)
+            then = before.get(pid, stat)
+            ticks = stat.cpu_ticks - then.cpu_ticks if then.start_time == stat.start_time else 0
+            loads[pid] = stat, ticks / _TICKS_PER_S / interval_s
         return loads
 
     def read(self, *, without: Collection[int] = ()) -> tuple[ForeignProcess, ...]:
@@ -109,19 +102,15 @@ class ProcessLoads:
             without: Pids that are left out.
         """
         computing = [
-            (pid, load)
-            for pid, load in self.measure().items()
-            if load.cores >= LEAST_CORES and pid not in without
+            (cores, pid, stat)
+            for pid, (stat, cores) in self.measure().items()
+            if cores >= _LEAST_CORES and pid not in without
         ]
         return tuple(
             ForeignProcess(
-                pid=pid,
-                name=load.stat.name,
-                cores=round(load.cores, 2),
-                cpu=load.stat.cpu,
-                own=_is_own(pid),
+                pid=pid, name=stat.name, cores=round(cores, 2), cpu=stat.cpu, own=_is_own(pid)
             )
-            for pid, load in sorted(computing, key=lambda pair: -pair[1].cores)
+            for cores, pid, stat in sorted(computing, key=lambda load: -load[0])
         )
 
 
@@ -140,7 +129,7 @@ def _is_own(pid: int) -> bool:
         return False
 
 
-_ALERT_ENTRY = f"{ALERT_MARKER}=".encode()
+_ALERT_ENTRY = f"{ALERT_MARKER}="
 _YOUNG_TICKS = 5 * _TICKS_PER_S
 """A younger process may still change its command line (fork, numactl, exec), so its role is
 determined again.
@@ -170,19 +159,26 @@ class OwnProcesses:
     first asked for.
     """
 
-    def __init__(self) -> None:
-        self._environs: tuple[frozenset[bytes], ...] | None = None
+    @cached_property
+    def _environs(self) -> tuple[frozenset[str], ...]:
+        own = (pid for pid in _pids() if _is_own(pid))
+        return tuple(
+            _environ(pid) for pid in own if (stat := read_stat(pid)) is not None and stat.alive
+        )
 
-    def carry(self, markers: frozenset[bytes]) -> bool:
+    def carry(self, markers: frozenset[str]) -> bool:
         """Return whether a process carries all of these entries."""
-        if self._environs is None:
-            living = (
-                pid
-                for pid in _pids()
-                if _is_own(pid) and (stat := read_stat(pid)) is not None and stat.alive
-            )
-            self._environs = tuple(map(_environ, living))
         return any(markers <= environ for environ in self._environs)
+
+
+class Loss(NamedTuple):
+    """A runner, launcher or rank that ended."""
+
+    process: Process
+    exit_code: int | None = None
+    """Below 0 for a signal; None if it could not be observed."""
+    unprompted: bool = False
+    """It ended before the supervisor or the launcher had ended anything."""
 
 
 @dataclass
@@ -203,11 +199,15 @@ class ProcessTree:
     A scan examines only pids that are new since the last one, so it costs one listing of /proc.
     """
 
-    def __init__(self, markers: frozenset[bytes], supervisor_pid: int) -> None:
+    def __init__(self, markers: frozenset[str], supervisor_pid: int) -> None:
         self._markers = markers
         self._supervisor_pid = supervisor_pid
         self._living: dict[int, _Living] = {}
-        self._gone: dict[Process, int | None] = {}
+        self.gone: dict[Process, int | None] = {}
+        """The processes that have ended, in the order in which that was observed, with their exit
+        codes (below 0 for a signal; None if the parent collected it before we could read it): every
+        runner, launcher and rank, of others the last.
+        """
         self._seen: set[int] = set()
         self._counted_ticks: dict[int, int] = {}
 
@@ -217,26 +217,22 @@ class ProcessTree:
         processes = (entry.process for entry in self._living.values())
         return tuple(sorted(processes, key=lambda process: (process.start_time, process.pid)))
 
-    @property
-    def gone(self) -> tuple[Process, ...]:
-        """The processes that have ended, in the order in which that was observed: every runner,
-        launcher and rank, of others the last.
-        """
-        return tuple(self._gone)
+    def scan(self, *, thorough: bool = False) -> list[Process]:
+        """Find new and ended processes. ``thorough`` examines every process of the host again.
 
-    def exit_code(self, process: Process) -> int | None:
-        """Return the exit code of an ended process (below 0 for a signal). None if its parent
-        collected it before we could read it.
+        Return the runner, launcher and ranks that have ended since the last scan, the cause first.
         """
-        return self._gone.get(process)
-
-    def scan(self, *, thorough: bool = False) -> None:
-        """Find new and ended processes. ``thorough`` examines every process of the host again."""
         present = _pids()
-        self._refresh()
+        ended = self._refresh()
         for pid in _parents_first(present) if thorough else sorted(present - self._seen):
             self._examine(pid)
         self._seen = present
+        left = {process.role for process in self.alive} - {"rank"}
+        leading = set(_LEADING) - left
+        return sorted(
+            (process for process in ended if process.role in leading),
+            key=lambda process: _order_of_loss(process, ended[process]),
+        )
 
     def wait_for_loss(self, timeout_s: float) -> None:
         """Return when a runner, launcher or rank ends, or after the timeout, to see which died
@@ -291,8 +287,11 @@ class ProcessTree:
         if refused is not None:
             raise refused
 
-    def _refresh(self) -> None:
-        """Read the known processes again and move those that have ended to ``gone``."""
+    def _refresh(self) -> dict[Process, int | None]:
+        """Read the known processes again, and move those that have ended to ``gone``. Return
+        them.
+        """
+        ended = {}
         for pid, entry in list(self._living.items()):
             stat, process = read_stat(pid), entry.process
             if stat is not None and stat.start_time == process.start_time and stat.alive:
@@ -300,16 +299,14 @@ class ProcessTree:
                 if not entry.described:
                     self._describe(pid, stat)
                 continue
-            self._note_end(process, _exit_code(process, stat))
+            ended[process] = _exit_code(process, stat)
             del self._living[pid]
             self._seen.discard(pid)  # another process may have it by now
-
-    def _note_end(self, process: Process, exit_code: int | None) -> None:
-        self._gone[process] = exit_code
-        if len(self._gone) > _MOST_GONE and (
-            oldest := next((gone for gone in self._gone if gone.role not in _LEADING), None)
-        ):
-            del self._gone[oldest]
+        self.gone |= ended
+        others = [process for process in self.gone if process.role not in _LEADING]
+        for process in others[: max(0, len(self.gone) - _MOST_GONE)]:
+            del self.gone[process]
+        return ended
 
     def _examine(self, pid: int) -> None:
         stat = read_stat(pid)
@@ -340,7 +337,7 @@ class ProcessTree:
         if any(entry.startswith(_ALERT_ENTRY) for entry in environ):
             self._living.pop(pid, None)
             return
-        command, parent = _command(pid), self._living.get(stat.parent)
+        command, parent = _entries(pid, "cmdline"), self._living.get(stat.parent)
         role = _role_of(command, parent.process.role if parent else None)
         age_ticks = time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S - stat.start_time
         self._living[pid] = _Living(
@@ -350,47 +347,16 @@ class ProcessTree:
         )
 
 
-class FirstLoss:
-    """Remembers the first of runner, launcher and ranks that ended: the cause of what follows."""
+def _order_of_loss(process: Process, exit_code: int | None) -> tuple[int, bool, bool]:
+    """Sort what one scan found gone, the cause before its consequences.
 
-    def __init__(self, tree: ProcessTree) -> None:
-        self._tree = tree
-        self.process: Process | None = None
-        self.unprompted = False
-        """It ended before any process of the run had been told to end."""
-
-    def update(self, before: Collection[Process], *, ending: bool) -> list[Process]:
-        """Return the runner, launcher and ranks that the last scan found gone.
-
-        Args:
-            before: What was alive before that scan.
-            ending: The run's processes have been told to end.
-        """
-        present = {process.role for process in self._tree.alive} - {"rank"}
-        leading = set(_LEADING) - present
-        lost = [
-            process for process in self._tree.gone if process in before and process.role in leading
-        ]
-        if self.process is None and lost:
-            self.process = min(lost, key=self._rank_of_cause)
-            self.unprompted = not ending
-        return lost
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code of the first loss (below 0 for a signal), if it could be observed."""
-        return self._tree.exit_code(self.process) if self.process else None
-
-    def _rank_of_cause(self, process: Process) -> tuple[int, bool, bool]:
-        """Sort what one scan found gone, the cause before its consequences.
-
-        The launcher's death ends its ranks (parent-death signal) faster than we scan. A rank that
-        was killed ends the ranks that waited for it, which leave by themselves. Once any rank has
-        failed, the launcher terminates the others, which a busy host shows at the same time.
-        """
-        code = self._tree.exit_code(process)
-        killed = code is not None and code < 0
-        return ("launcher", "runner", "rank").index(process.role), code in _TERMINATED, not killed
+    The launcher's death ends its ranks (parent-death signal) faster than we scan. A rank that was
+    killed ends the ranks that waited for it, which leave by themselves. Once any rank has failed,
+    the launcher terminates the others, which a busy host shows at the same time.
+    """
+    killed = exit_code is not None and exit_code < 0
+    order = ("launcher", "runner", "rank").index(process.role)
+    return order, exit_code in _TERMINATED, not killed
 
 
 def become_subreaper() -> None:
@@ -453,18 +419,19 @@ def _parents_first(present: set[int]) -> list[int]:
     ]
 
 
-def _command(pid: int) -> tuple[str, ...]:
+def _entries(pid: int, name: str) -> tuple[str, ...]:
+    """Return the command line or the environment of a process; nothing of another user's, or of one
+    that has just ended.
+    """
     try:
-        return tuple(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0"))
+        content = Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return ()
+    return tuple(content.decode(errors="surrogateescape").split("\0"))
 
 
-def _environ(pid: int) -> frozenset[bytes]:
-    try:
-        return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    except OSError:
-        return frozenset()  # another user's process, or one that has just ended
+def _environ(pid: int) -> frozenset[str]:
+    return frozenset(_entries(pid, "environ"))
 
 
 def _exit_code(process: Process, stat: Stat | None) -> int | None:
@@ -476,6 +443,6 @@ def _exit_code(process: Process, stat: Stat | None) -> int | None:
     return os.waitstatus_to_exitcode(stat.wait_status)
 
 
-def _rank(environ: frozenset[bytes]) -> int | None:
-    values = (entry.removeprefix(b"RANK=") for entry in environ if entry.startswith(b"RANK="))
-    return next((int(value) for value in values if value.isdigit()), None)
+def _rank(environ: frozenset[str]) -> int | None:
+    values = (entry.removeprefix("RANK=") for entry in environ if entry.startswith("RANK="))
+    return next((int(value) for value in values if value.isdecimal()), None)

@@ -13,7 +13,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from so_tui.launch.command import log_line
@@ -22,10 +24,10 @@ from so_tui.launch.supervisor import ending
 from so_tui.launch.supervisor.alerts import Announcer, remembered
 from so_tui.launch.supervisor.ending import (
     Evidence,
+    Failure,
     Outcome,
     StopRequest,
     conclude,
-    failures_in,
     not_started,
     request_stop,
     stop_request,
@@ -34,15 +36,25 @@ from so_tui.launch.supervisor.host import ALONE, Host, Nodes
 from so_tui.launch.supervisor.node import OtherNodes, attributed
 from so_tui.launch.supervisor.processes import OwnProcesses, become_subreaper, markers
 from so_tui.launch.supervisor.slowness import SlowWatch
+from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, deleted, refuse_unless_own
 from so_tui.runs.listing import remove_leftovers
-from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of, this_host
+from so_tui.runs.liveness import STALE_S, host_of, sees_processes_of
 from so_tui.runs.lock import RunLock, ended_state, run_lock
 from so_tui.runs.metrics import MetricsReader
-from so_tui.runs.records import FINAL_STATES, Alert, EndRecord, MetricRecord, RunState, Sample
+from so_tui.runs.records import (
+    FINAL_STATES,
+    Alert,
+    EndRecord,
+    MetricRecord,
+    OutcomeCode,
+    RunState,
+    Sample,
+)
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.errors import reject
+from so_tui.trust.decoding import read_json
 from so_tui.trust.files import Distrust, distrust_of_file, umask_of
 
 # Whether a supervisor may act for an attempt: start it once, or attach to its living processes.
@@ -92,7 +104,7 @@ def _refuse_attaching(run: RunDirectory, attempt: int, state: RunState) -> None:
     Raises:
         InputError: With the codes of this module.
     """
-    if not sees_processes_of(this_host(), host_of(state)):
+    if not sees_processes_of(host_of(state)):
         raise reject(
             "not-this-host",
             "--attempt",
@@ -127,7 +139,7 @@ class Supervisor:
     ) -> None:
         self._run = run
         self._attempt = attempt
-        self._launch = launch = read_launch(run, attempt)
+        launch = read_launch(run, attempt)
         self._host = Host(run, attempt, launch, replace(nodes, count=launch.spec.nodes), lock)
         self._superseded = False
         # A state of this attempt: its supervisor has died, and the processes it started may still
@@ -151,13 +163,13 @@ class Supervisor:
         told_step = (
             found.step if self._takes_over and found.state not in ("starting", "loading") else 0
         )
-        self._announcer = Announcer(
+        self.announcer = Announcer(
             run, attempt, self._host.name, launch.spec.checkpoint.folder, told_step
         )
 
     def watch(self) -> int:
-        """Run the attempt from its start to its end. Return the run's exit code. ``finish``
-        follows.
+        """Run the attempt from its start to its end. Return the run's exit code. The commands that
+        tell the user of the end are still under way; the run may be continued meanwhile.
         """
         host = self._host
         host.install_signals()
@@ -182,18 +194,13 @@ class Supervisor:
         host.sweep(self._recorded)
         with host.despite_errors_of("records"):
             self._read()
-        own, others = conclude(self._evidence()), None if self._superseded else self._others.wait()
-        return self._finish(attributed(own, others, unprompted=host.first_loss.unprompted))
-
-    def finish(self) -> None:
-        """Wait for the user's commands that tell of the end; the run may have been continued
-        meanwhile.
-        """
-        self._announcer.finish()
+        evidence, others = self._evidence(), None if self._superseded else self._others.wait()
+        own = conclude(evidence)
+        return self._finish(attributed(own, others, unprompted=evidence.unprompted))
 
     def _tick(self) -> bool:
         host = self._host
-        host.reap(self._announcer.command_pid)
+        host.reap(self.announcer.command.pid)
         with host.despite_errors_of("records"):
             self._read()
         self._check_superseded()
@@ -226,10 +233,11 @@ class Supervisor:
     @property
     def _end(self) -> EndRecord | None:
         """The trainer's end record of this attempt."""
-        return ending.end_record(self._reader, self._attempt)
+        end = self._reader.end
+        return end if end is not None and end.attempt == self._attempt else None
 
     def _report(self) -> None:
-        state = ending.observed(self._state, self._reader, self._attempt)
+        state = ending.observed(self._state, self._reader)
         if self._stop is not None:
             state = replace(state, detail=state.detail or "asked to stop")
         records, self._records = self._records, []
@@ -241,13 +249,13 @@ class Supervisor:
             slowdown=self._slow.found,
         )
         with self._host.despite_errors_of("alerts"):
-            new = self._announcer.tick(self._state, records, full=self._host.disk_full)
+            new = self.announcer.tick(self._state, records, full=self._host.disk_full)
             self._remember(new)
         self._write_state()
 
     def _take(self, sample: Sample) -> None:
         self._slow.sample(sample)
-        self._announcer.publish(self._state, self._reader.latest, sample)
+        self.announcer.publish(self._state, self._reader.latest, sample)
 
     def _remember(self, alerts: tuple[Alert, ...]) -> None:
         self._state = replace(self._state, alerts=remembered(self._state.alerts, alerts))
@@ -276,14 +284,18 @@ class Supervisor:
             shutdown.broken = True
 
     def _check_superseded(self) -> None:
-        """Stop acting for a run that another supervisor has taken over because it counted as lost,
-        and end what a newer attempt repeats.
+        """Stop acting for a run that another supervisor has taken over, and end what a newer
+        attempt repeats.
+
+        It can happen to a supervisor that was suspended, or cut off from the file system, for so
+        long that the run counted as lost.
         """
         try:
             found = read_state(self._run)
         except (InputError, OSError):
             return  # deleted, or its file system is away: neither says who supervises it
-        if not ending.superseded(self._state, found):
+        same = found.attempt == self._attempt
+        if found.attempt < self._attempt or (same and found.supervisor == self._state.supervisor):
             return
         if not self._superseded:
             log_line(
@@ -291,7 +303,7 @@ class Supervisor:
                 f"on {found.host}"
             )
             self._superseded = True
-            self._host.handed_over = found.attempt == self._attempt
+            self._host.handed_over = same
         if not self._host.handed_over:
             self._host.signal_all(signal.SIGKILL)
 
@@ -313,31 +325,31 @@ class Supervisor:
         return replace(
             self._host.evidence(),
             end=self._end,
-            failures=failures_in(self._run.attempt_dir(self._attempt)),
+            failures=_failures(self._run.attempt_dir(self._attempt)),
             stop_overdue_s=self._stop.grace_s if self._stop is not None and overdue else None,
             gone_unseen=self._heartbeat_at is not None,
         )
 
     def _finish(self, outcome: Outcome) -> int:
-        state = ending.observed(self._state, self._reader, self._attempt)
+        state = ending.observed(self._state, self._reader)
         ended = (
             time.time()
             if self._heartbeat_at is None
-            else ending.last_alive(self._reader, self._attempt, self._heartbeat_at)
+            else _last_alive(self._reader, self._attempt, self._heartbeat_at)
         )
         state = replace(state, heartbeat=state.heartbeat + 1)
-        advice = ending.planned_advice(outcome, self._launch)
+        advice = _planned_advice(outcome, self._host.launch)
         self._state = ending.final_state(state, outcome, ended, advice)
         if not deleted(self._run) and not self._superseded:
             new: tuple[Alert, ...] = ()
             with self._host.despite_errors_of("alerts"):
-                new = self._announcer.end(self._state)
+                new = self.announcer.end(self._state)
                 self._remember(new)
             with self._host.despite_errors_of("state"):
                 write_state_even_if_full(self._run, self._state)
             # Last, because the command may look at the state.
             with self._host.despite_errors_of("alerts"):
-                self._announcer.tell(new, self._state)
+                self.announcer.tell(new, self._state)
         self._host.release()
         return outcome.run_exit_code
 
@@ -354,6 +366,46 @@ class Supervisor:
                         self._run.state_path
                     )  # on a full disk: other hosts judge by its age whether we live
                     raise
+
+
+def _failures(folder: Path) -> tuple[Failure, ...]:
+    """Read what the ranks wrote about their failures, the earliest first."""
+    found = []
+    for file in folder.glob("failure.rank*.json"):
+        # Incomplete if the rank was killed while it wrote. Whatever else is wrong with the file,
+        # the final state must be written.
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found.append((file.stat().st_mtime_ns, read_json(file, Failure)))
+    return tuple(failure for _, failure in sorted(found, key=lambda item: item[0]))
+
+
+def _planned_advice(outcome: Outcome, launch: Launch) -> str:
+    """Return the plan's advice for a run that was out of memory; empty for others. The final state
+    does not depend on it: without it, the advice is general.
+    """
+    from so_tui.plan import remedies  # heavy, and only for a run out of memory
+
+    asked = launch.spec, launch.plan.given_memory
+    try:
+        match outcome.code:
+            case OutcomeCode.OUT_OF_GPU_MEMORY:
+                return remedies.less_gpu_memory(*asked)
+            case OutcomeCode.OUT_OF_HOST_MEMORY | OutcomeCode.KILLED_FOR_MEMORY:
+                return remedies.less_host_memory(*asked)
+    except Exception as error:  # noqa: BLE001 - the final state must be written in any case
+        log_line(f"no advice from the plan: {type(error).__name__}: {error}")
+    return ""
+
+
+def _last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
+    """Return when an attempt with an unobserved end was last known to be alive, in seconds since
+    the epoch.
+
+    ``heartbeat_at`` is when the supervisor that died last wrote the state.
+    """
+    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
+    times = (record.time for record in records if record and record.attempt == attempt)
+    return max([heartbeat_at, *times])
 
 
 # The main function of the supervisor's process: check that it may act for an attempt, take the
@@ -398,7 +450,7 @@ def supervise(
                 refuse_start(run, attempt, state)
                 state = _concluded(run, state, assume_dead=assume_dead)
             supervisor = Supervisor(run, attempt, state, lock, nodes)
-            last.callback(supervisor.finish)  # also where the lock cannot be given back
+            last.callback(supervisor.announcer.finish)  # also where the lock cannot be given back
             become_subreaper()
             code = supervisor.watch()
         ended()
@@ -412,7 +464,7 @@ def _concluded(run: RunDirectory, before: RunState, *, assume_dead: bool) -> Run
     if before.state in FINAL_STATES or not before.host:
         return before
     state = ended_state(run, assume_dead=assume_dead)
-    if sees_processes_of(this_host(), host_of(state)):
+    if sees_processes_of(host_of(state)):
         try:
             remove_leftovers(state.processes)
         except OSError as error:

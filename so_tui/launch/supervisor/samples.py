@@ -12,18 +12,18 @@ import os
 import pwd
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import psutil
 
-from so_tui.launch.supervisor.processes import ProcessLoad, ProcessLoads, ProcessTree
+from so_tui.launch.supervisor.processes import ProcessLoads, ProcessTree
 from so_tui.machine.host import caught_up, sole_memory_node
-from so_tui.machine.system_files import SystemFiles
+from so_tui.machine.system_files import KIB, SystemFiles, meminfo
 from so_tui.machine.types import Gpu, Machine, NumaNode
 from so_tui.runs.records import (
     ForeignProcess,
@@ -31,73 +31,10 @@ from so_tui.runs.records import (
     NodeSample,
     Process,
     RankPlacement,
+    Role,
     Sample,
 )
 from so_tui.runs.samples import MOST_FOREIGN
-
-# Samples of AMD's GPUs, from files of their kernel driver that any user may read. Linux documents
-# them in ``gpu/amdgpu``.
-#
-# Which of them there are depends on the GPU; what is missing is unknown. Processes on the GPUs are
-# not named.
-
-
-class _AmdDevice:
-    """Samples one GPU."""
-
-    def __init__(self, gpu: Gpu, root: Path = Path("/")) -> None:
-        self.index = gpu.index
-        self._memory_total_bytes = gpu.memory_total_bytes
-        self._files = SystemFiles(root)
-        self._folder = f"/sys/bus/pci/devices/{gpu.pci_bus_id}"
-        sensors = next(
-            (
-                name
-                for name in self._files.names(f"{self._folder}/hwmon")
-                if name.startswith("hwmon")
-            ),
-            "",
-        )
-        self._sensors = f"{self._folder}/hwmon/{sensors}"
-        limit = self._files.integer(f"{self._sensors}/power1_cap")
-        self._power_limit_w = None if limit is None else limit / 1e6
-
-    def sample(self) -> GpuSample:
-        """Take a sample."""
-        clock_hz, millidegrees = (
-            self._sensor("freq1_input"),
-            self._sensor("temp1_input", "temp2_input"),
-        )
-        microwatts = self._sensor("power1_average", "power1_input")
-        return GpuSample(
-            index=self.index,
-            busy_percent=self._files.integer(f"{self._folder}/gpu_busy_percent"),
-            memory_used_bytes=self._files.integer(f"{self._folder}/mem_info_vram_used"),
-            memory_total_bytes=self._memory_total_bytes,
-            power_w=None if microwatts is None else microwatts / 1e6,
-            power_limit_w=self._power_limit_w,
-            clock_mhz=None if clock_hz is None else clock_hz // 1_000_000,
-            temperature_c=None if millidegrees is None else millidegrees // 1000,
-        )
-
-    def processes(self) -> list[tuple[int, int | None]]:
-        """Return nothing: the driver has no such list for other users."""
-        return []
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-    def _sensor(self, *names: str) -> int | None:
-        """Return the first of these values that the GPU has."""
-        return next(
-            (
-                value
-                for name in names
-                if (value := self._files.integer(f"{self._sensors}/{name}")) is not None
-            ),
-            None,
-        )
-
 
 # The processes that a user of this host looks for: those that use GPUs, those that are bound to
 # cores, and those that compute.
@@ -111,16 +48,8 @@ _KERNEL = 2
 """Pid of the process that starts the kernel's own, all of which are bound."""
 
 
-@dataclass(frozen=True, slots=True)
-class _GpuUse:
-    """What a process uses of GPUs, by their index; None where the driver does not say how much."""
-
-    memory_bytes: Mapping[int, int | None]
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory on all GPUs, as far as known."""
-        return sum(size or 0 for size in self.memory_bytes.values())
+GpuBytes = Mapping[int, int | None]
+"""Memory that a process uses of GPUs, by their index; None where the driver does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +66,12 @@ class HostProcess:
     """Resident memory."""
     bound: tuple[int, ...]
     """The CPUs that it is bound to; empty where it may use all that are allowed here."""
-    gpu: _GpuUse | None
+    gpu_bytes: GpuBytes
+
+    @property
+    def gpu_total_bytes(self) -> int:
+        """Memory on all GPUs, as far as known."""
+        return sum(size or 0 for size in self.gpu_bytes.values())
 
 
 class HostProcesses:
@@ -150,23 +84,17 @@ class HostProcesses:
         self._allowed = frozenset(allowed_cpus)
         self._loads = ProcessLoads()
 
-    def read(self, gpu_uses: Mapping[int, _GpuUse]) -> tuple[HostProcess, ...]:
+    def read(self, gpu_uses: Mapping[int, GpuBytes]) -> tuple[HostProcess, ...]:
         """Return what is worth listing: users of GPUs first, then the busiest."""
-        found = [
-            (pid, load, bound, gpu_uses.get(pid))
-            for pid, load in self._loads.measure().items()
-            if _KERNEL not in (pid, load.stat.parent)
-            and ((bound := self._bound(pid)) or pid in gpu_uses or load.cores >= _BUSY_CORES)
-        ]
-        found.sort(
-            key=lambda process: (
-                process[3] is None,
-                -(process[3].total_bytes if process[3] else 0),
-                -process[1].cores,
-                process[0],
-            )
-        )
-        return tuple(_process(pid, load, bound, use) for pid, load, bound, use in found[:MOST])
+        found = []
+        for pid, (stat, cores) in self._loads.measure().items():
+            if _KERNEL in (pid, stat.parent):
+                continue
+            bound, sizes = self._bound(pid), gpu_uses.get(pid, {})
+            if bound or sizes or cores >= _BUSY_CORES:
+                found.append(HostProcess(pid, stat.name, "", cores, None, bound, sizes))
+        found.sort(key=lambda use: (not use.gpu_bytes, -use.gpu_total_bytes, -use.cores, use.pid))
+        return tuple(map(_with_owner, found[:MOST]))
 
     def _bound(self, pid: int) -> tuple[int, ...]:
         try:
@@ -176,15 +104,14 @@ class HostProcesses:
         return tuple(sorted(cpus)) if len(cpus) < len(self._allowed) else ()
 
 
-def _process(
-    pid: int, load: ProcessLoad, bound: tuple[int, ...], use: _GpuUse | None
-) -> HostProcess:
-    user, memory_bytes = "", None
-    with contextlib.suppress(psutil.Error):  # it has ended
-        process = psutil.Process(pid)
-        user = _user_name(process.uids().effective)
-        memory_bytes = process.memory_info().rss
-    return HostProcess(pid, load.stat.name, user, load.cores, memory_bytes, bound, use)
+def _with_owner(process: HostProcess) -> HostProcess:
+    """Return a process with its user and memory, which only those that are listed are asked for."""
+    try:
+        known = psutil.Process(process.pid)
+        user, memory_bytes = _user_name(known.uids().effective), known.memory_info().rss
+    except psutil.Error:  # it has ended
+        return process
+    return replace(process, user=user, memory_bytes=memory_bytes)
 
 
 @cache
@@ -196,12 +123,12 @@ def _user_name(uid: int) -> str:
         return str(uid)
 
 
-# Samples of the GPUs: NVIDIA's by NVML, AMD's from sysfs.
+# Samples of the GPUs: NVIDIA's by NVML, AMD's from files of their kernel driver, which any user may
+# read (Linux documents them in ``gpu/amdgpu``).
 #
 # Any figure may be missing, because drivers, containers and some GPUs do not support it.
 
 
-T = TypeVar("T")
 _MIB = 2**20
 _THROTTLING = {"power": 0x4, "heat": 0x20 | 0x40, "power-brake": 0x80}
 """``nvmlClocksEventReason``: the software's power cap; heat, seen by software or hardware; the
@@ -212,14 +139,14 @@ _HARDWARE = 0x8
 
 
 class GpuSampler:
-    """Samples the given GPUs; none without a driver. Not thread-safe."""
+    """Samples the given GPUs; NVIDIA's only with a driver. Not thread-safe."""
 
     def __init__(self, gpus: Sequence[Gpu], root: Path = Path("/")) -> None:
-        self._nvml: Any = None
-        self._devices: list[_Device | _AmdDevice] = [
-            _AmdDevice(gpu, root) for gpu in gpus if gpu.vendor == "amd"
-        ]
-        if len(self._devices) == len(gpus):
+        self._files = SystemFiles(root)
+        self._amd = [gpu for gpu in gpus if gpu.vendor == "amd"]
+        self._nvidia: list[_NvidiaGpu] = []
+        self._nvml = False
+        if len(self._amd) == len(gpus):
             return
         import pynvml
 
@@ -227,93 +154,110 @@ class GpuSampler:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return
-        self._nvml = pynvml
+        self._nvml = True
         for gpu in (gpu for gpu in gpus if gpu.vendor == "nvidia"):
-            handle = _asked(pynvml, pynvml.nvmlDeviceGetHandleByPciBusId, gpu.pci_bus_id.encode())
+            handle = _ask("nvmlDeviceGetHandleByPciBusId", gpu.pci_bus_id.encode())
             if handle is not None:
-                self._devices.append(_Device(pynvml, gpu, handle))
+                self._nvidia.append(_NvidiaGpu(gpu, handle))
 
     def sample(self) -> tuple[GpuSample, ...]:
         """Take a sample of each GPU."""
-        return tuple(device.sample() for device in self._devices)
+        return (
+            *(_amd_sample(gpu, self._files) for gpu in self._amd),
+            *(gpu.sample() for gpu in self._nvidia),
+        )
 
-    def processes(self) -> dict[int, _GpuUse]:
-        """Return what each process that computes on the GPUs uses of them, by pid."""
-        found: dict[int, dict[int, int | None]] = {}
-        for device in self._devices:
-            for pid, size in device.processes():
-                found.setdefault(pid, {})[device.index] = size
-        return {pid: _GpuUse(sizes) for pid, sizes in found.items()}
+    def processes(self) -> dict[int, GpuBytes]:
+        """Return what each process that computes on NVIDIA's GPUs uses of them, by pid. The driver
+        of AMD's has no such list for other users.
+        """
+        found: defaultdict[int, dict[int, int | None]] = defaultdict(dict)
+        for gpu in self._nvidia:
+            for process in _ask("nvmlDeviceGetComputeRunningProcesses", gpu.handle) or ():
+                found[process.pid][gpu.index] = process.usedGpuMemory
+        return dict(found)
 
     def close(self) -> None:
         """Release the counters and NVML."""
-        for device in self._devices:
-            device.close()
-        self._devices = []
-        if self._nvml is not None:
-            _asked(self._nvml, self._nvml.nvmlShutdown)  # it may fail once a GPU is lost
-            self._nvml = None
+        for gpu in self._nvidia:
+            gpu.traffic.close()
+        self._nvidia = []
+        if self._nvml:
+            _ask("nvmlShutdown")  # it may fail once a GPU is lost
+            self._nvml = False
 
 
-class _Device:
-    def __init__(self, nvml: Any, gpu: Gpu, handle: Any) -> None:
-        self._nvml = nvml
+def _amd_sample(gpu: Gpu, files: SystemFiles) -> GpuSample:
+    folder = f"/sys/bus/pci/devices/{gpu.pci_bus_id}"
+    sensors = next(iter(files.names(f"{folder}/hwmon")), "")
+
+    def sensor(unit: int, *names: str) -> int | None:
+        """Return the first of these values that the GPU has, in so many of its units."""
+        values = (files.integer(f"{folder}/hwmon/{sensors}/{name}") for name in names)
+        return next((value // unit for value in values if value is not None), None)
+
+    return GpuSample(
+        index=gpu.index,
+        busy_percent=files.integer(f"{folder}/gpu_busy_percent"),
+        memory_used_bytes=files.integer(f"{folder}/mem_info_vram_used"),
+        memory_total_bytes=gpu.memory_total_bytes,
+        power_w=_watts(sensor(1000, "power1_average", "power1_input")),
+        power_limit_w=_watts(sensor(1000, "power1_cap")),
+        clock_mhz=sensor(1_000_000, "freq1_input"),
+        temperature_c=sensor(1000, "temp1_input", "temp2_input"),
+    )
+
+
+class _NvidiaGpu:
+    def __init__(self, gpu: Gpu, handle: Any) -> None:
+        import pynvml
+
         self.index = gpu.index
-        self._handle = handle
-        self._traffic = _Traffic(nvml, handle, c2c=gpu.c2c is not False)
-        self._clock_max_mhz = _asked(
-            nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM
-        )
+        self.handle = handle
+        self.traffic = _Traffic(handle, c2c=gpu.c2c is not False)
+        self._clock = handle, pynvml.NVML_CLOCK_SM
+        self._clock_max_mhz = _ask("nvmlDeviceGetMaxClockInfo", *self._clock)
+        self._thermometer = handle, pynvml.NVML_TEMPERATURE_GPU
+        module = pynvml.NVML_POWER_SCOPE_MODULE
+        self._module_power = [
+            (pynvml.NVML_FI_DEV_POWER_INSTANT, module),
+            (pynvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, module),
+        ]
 
     def sample(self) -> GpuSample:
-        nvml, handle = self._nvml, self._handle
-        memory = _asked(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+        load = _ask("nvmlDeviceGetUtilizationRates", self.handle)
+        memory = _ask("nvmlDeviceGetMemoryInfo", self.handle)
         module_w, module_limit_w = self._module_power_w()
-        reasons = _asked(nvml, nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        reasons = _ask("nvmlDeviceGetCurrentClocksEventReasons", self.handle)
         return GpuSample(
             index=self.index,
-            busy_percent=_asked(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            busy_percent=load.gpu if load else None,
             memory_used_bytes=memory.used if memory else None,
             memory_total_bytes=memory.total if memory else None,
-            power_w=_watts(_asked(nvml, nvml.nvmlDeviceGetPowerUsage, handle)),
-            power_limit_w=_watts(_asked(nvml, nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+            power_w=_watts(_ask("nvmlDeviceGetPowerUsage", self.handle)),
+            power_limit_w=_watts(_ask("nvmlDeviceGetEnforcedPowerLimit", self.handle)),
             module_power_w=module_w,
             module_power_limit_w=module_limit_w,
-            clock_mhz=_asked(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+            clock_mhz=_ask("nvmlDeviceGetClockInfo", *self._clock),
             clock_max_mhz=self._clock_max_mhz,
-            temperature_c=_asked(
-                nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
-            ),
-            throttling=throttling(reasons or 0),
-            **self._traffic.rates(),
+            temperature_c=_ask("nvmlDeviceGetTemperature", *self._thermometer),
+            throttling=_throttling(reasons or 0),
+            **self.traffic.rates(),
         )
 
-    def processes(self) -> list[tuple[int, int | None]]:
-        """Return pid and memory in bytes of each process that computes."""
-        nvml = self._nvml
-        found = _asked(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or ()
-        return [(process.pid, process.usedGpuMemory) for process in found]
-
-    def close(self) -> None:
-        self._traffic.close()
-
-    def _module_power_w(self) -> tuple[float | None, float | None]:
+    def _module_power_w(self) -> list[float | None]:
         """Return power and limit of the superchip; None where a GPU has a module of its own, and
         the driver therefore no such figures.
         """
-        nvml, scope = self._nvml, self._nvml.NVML_POWER_SCOPE_MODULE
-        wanted = [
-            (nvml.NVML_FI_DEV_POWER_INSTANT, scope),
-            (nvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, scope),
-        ]
-        values = _asked(nvml, nvml.nvmlDeviceGetFieldValues, self._handle, wanted) or ()
-        watts = [
+        values = _ask("nvmlDeviceGetFieldValues", self.handle, self._module_power)
+        if values is None:
+            return [None, None]
+        return [
             _watts(value.value.uiVal or None) if value.nvmlReturn == 0 else None for value in values
         ]
-        return (watts[0], watts[1]) if len(watts) == 2 else (None, None)
 
 
-def throttling(reasons: int) -> tuple[str, ...]:
+def _throttling(reasons: int) -> tuple[str, ...]:
     """Return why a clock is held down, from NVML's event reasons, without those that the user or
     idleness asked for.
     """
@@ -326,23 +270,22 @@ class _Traffic:
     converts to MiB/s.
     """
 
-    def __init__(self, nvml: Any, handle: Any, *, c2c: bool) -> None:
-        self._nvml = nvml
+    def __init__(self, handle: Any, *, c2c: bool) -> None:
+        import pynvml
+
         self._handle = handle
         self._metrics = {
-            "pcie_to_gpu_bytes_per_s": nvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,
-            "pcie_to_host_bytes_per_s": nvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC,
+            "pcie_to_gpu_bytes_per_s": pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,
+            "pcie_to_host_bytes_per_s": pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC,
         }
         if c2c:  # a GPU on PCIe would report zeros, which look like an idle link
             self._metrics |= {
-                "c2c_to_gpu_bytes_per_s": nvml.NVML_GPM_METRIC_C2C_DATA_RX_PER_SEC,
-                "c2c_to_host_bytes_per_s": nvml.NVML_GPM_METRIC_C2C_DATA_TX_PER_SEC,
+                "c2c_to_gpu_bytes_per_s": pynvml.NVML_GPM_METRIC_C2C_DATA_RX_PER_SEC,
+                "c2c_to_host_bytes_per_s": pynvml.NVML_GPM_METRIC_C2C_DATA_TX_PER_SEC,
             }
-        self._readings: list[Any] = []
-        support = _asked(nvml, nvml.nvmlGpmQueryDeviceSupport, handle)
-        if support is not None and support.isSupportedDevice:
-            readings = [_asked(nvml, nvml.nvmlGpmSampleAlloc) for _ in range(2)]
-            self._readings = readings if all(reading is not None for reading in readings) else []
+        support = _ask("nvmlGpmQueryDeviceSupport", handle)
+        known = support is not None and support.isSupportedDevice
+        self._readings = [_ask("nvmlGpmSampleAlloc") for _ in range(2)] if known else []
         self._started = False
 
     def rates(self) -> dict[str, float]:
@@ -352,25 +295,26 @@ class _Traffic:
         if not self._readings:
             return {}
         self._readings.reverse()
-        newer = self._readings[1]
-        if _asked(self._nvml, self._nvml.nvmlGpmSampleGet, self._handle, newer) is None:
+        if _ask("nvmlGpmSampleGet", self._handle, self._readings[1]) is None:
             return {}
         first, self._started = not self._started, True
         return {} if first else self._between(*self._readings)
 
     def close(self) -> None:
         for reading in self._readings:
-            _asked(self._nvml, self._nvml.nvmlGpmSampleFree, reading)
+            _ask("nvmlGpmSampleFree", reading)
         self._readings = []
 
     def _between(self, older: Any, newer: Any) -> dict[str, float]:
-        query = self._nvml.c_nvmlGpmMetricsGet_t()
-        query.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
+        import pynvml
+
+        query = pynvml.c_nvmlGpmMetricsGet_t()
+        query.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         query.sample1, query.sample2 = older, newer
         query.numMetrics = len(self._metrics)
         for metric, number in zip(query.metrics, self._metrics.values(), strict=False):
             metric.metricId = number
-        if _asked(self._nvml, self._nvml.nvmlGpmMetricsGet, query) is None:
+        if _ask("nvmlGpmMetricsGet", query) is None:
             return {}
         named = zip(self._metrics, query.metrics, strict=False)
         return {
@@ -382,13 +326,15 @@ def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _asked(nvml: Any, function: Callable[..., T], *arguments: Any) -> T | None:
-    """Return the result of an NVML call; None if the driver, the GPU or nvidia-ml-py does not
-    support or allow it.
+def _ask(function: str, *arguments: Any) -> Any:
+    """Return the result of an NVML call; None if the driver or the GPU does not support or allow
+    it.
     """
+    import pynvml
+
     try:
-        return function(*arguments)
-    except nvml.NVMLError:
+        return getattr(pynvml, function)(*arguments)
+    except pynvml.NVMLError:
         return None
 
 
@@ -404,10 +350,11 @@ def _asked(nvml: Any, function: Callable[..., T], *arguments: Any) -> T | None:
 # the last sample; otherwise the current size counts.
 
 
-_FIELDS = {b"VmHWM", b"VmRSS", b"RssFile", b"RssShmem"}
+_SIZES = re.compile(rb"^(?:VmHWM|VmRSS|RssFile|RssShmem):\s*(\d+) kB", re.MULTILINE)
+"""Of /proc/PID/status, in the order of the kernel and of ``_Mark``."""
 
 
-class Mark(NamedTuple):
+class _Mark(NamedTuple):
     """Bytes of one process: the largest resident size so far, the current one, and its parts that
     are file pages and shared memory.
     """
@@ -418,49 +365,43 @@ class Mark(NamedTuple):
     shared: int
 
 
+_NO_MARK = _Mark(0, 0, 0, 0)
+
+
 class _HighWater:
     """Tracks the processes of one run. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._marks: dict[tuple[int, int], Mark] = {}
+        self._marks: dict[tuple[int, int], _Mark] = {}
         self._highest: int | None = None
 
     def read(self, processes: Iterable[Process], root: Path = Path("/")) -> int | None:
         """Return the peak so far in bytes. None until the kernel has reported the memory of a
         process.
         """
-        marks: dict[tuple[int, int], Mark] = {}
-        since: list[tuple[Process, Mark]] = []
+        marks: dict[tuple[int, int], _Mark] = {}
+        since: list[tuple[Process, _Mark]] = []
         for process in processes:
-            key = (process.pid, process.start_time)
-            if (now := _read_mark(root, process.pid)) is not None:
-                before = self._marks.get(key)
-                marks[key] = (
-                    now._replace(highest=max(now.highest, before.highest)) if before else now
-                )
-                since.append((process, _since_last(before, now)))
+            if (now := _read_mark(root, process.pid)) is None:
+                continue
+            key = process.pid, process.start_time
+            before = self._marks.get(key, _NO_MARK)
+            # The kernel's counters are approximate, so a mark may even decrease a little.
+            highest = max(now.highest, before.highest)
+            marks[key] = now._replace(highest=highest)
+            if (
+                highest > before.highest
+            ):  # so large, as far as the kernel says, since the last sample
+                files, shared = max(before.files, now.files), max(before.shared, now.shared)
+                now = _Mark(highest, highest, files, shared)
+            since.append((process, now))
         self._marks = marks
         if since:
             self._highest = max(self._highest or 0, _together(since))
         return self._highest
 
 
-def _since_last(before: Mark | None, now: Mark) -> Mark:
-    """Return the largest sizes of a process since the last sample, as far as the kernel reports
-    them.
-    """
-    if before is None:
-        return now._replace(resident=now.highest)
-    if (
-        now.highest <= before.highest
-    ):  # the kernel's counters are approximate, so a mark may even decrease a little
-        return now
-    return Mark(
-        now.highest, now.highest, max(before.files, now.files), max(before.shared, now.shared)
-    )
-
-
-def _together(marks: Iterable[tuple[Process, Mark]]) -> int:
+def _together(marks: Iterable[tuple[Process, _Mark]]) -> int:
     """Return the bytes that these processes occupy together, with nothing counted twice."""
     private, files = 0, 0
     shared: dict[int | None, int] = {}
@@ -471,24 +412,15 @@ def _together(marks: Iterable[tuple[Process, Mark]]) -> int:
     return private + files + sum(shared.values())
 
 
-def _read_mark(root: Path, pid: int) -> Mark | None:
+def _read_mark(root: Path, pid: int) -> _Mark | None:
     """Read /proc/PID/status. Return None for a process that has ended, or if the kernel does not
     report its memory.
     """
     try:
-        lines = (root / f"proc/{pid}/status").read_bytes().splitlines()
+        sizes = _SIZES.findall((root / f"proc/{pid}/status").read_bytes())
     except OSError:
         return None
-    sizes = {
-        name: 1024 * int(value.split()[0])
-        for name, _, value in (line.partition(b":") for line in lines)
-        if name in _FIELDS
-    }
-    return (
-        Mark(sizes[b"VmHWM"], sizes[b"VmRSS"], sizes[b"RssFile"], sizes[b"RssShmem"])
-        if len(sizes) == len(_FIELDS)
-        else None
-    )
+    return _Mark(*(int(kib) * KIB for kib in sizes)) if len(sizes) == len(_Mark._fields) else None
 
 
 # Where the processes of a run really are: their cores, their memory by NUMA node, their priority.
@@ -497,7 +429,6 @@ def _read_mark(root: Path, pid: int) -> Mark | None:
 # and the kernel allocates elsewhere when a node is full.
 
 
-_KIB = 1024
 IDLE_NICE = 20
 """Stands for SCHED_IDLE, which gives way to every nice value."""
 _FILE = re.compile(rb" file=(?!/dev/shm/|/memfd:)")
@@ -525,8 +456,8 @@ def _placement(rank: int, processes: Sequence[Process]) -> RankPlacement:
             sizes.update(_node_bytes(Path(f"/proc/{process.pid}/numa_maps").read_bytes()))
     return RankPlacement(
         rank=rank,
-        cpus=_cpus(process for process in processes if process.role == "rank"),
-        adam_cpus=_cpus(process for process in processes if process.role == "adam"),
+        cpus=_cpus(processes, "rank"),
+        adam_cpus=_cpus(processes, "adam"),
         node_bytes=dict(sizes),
         nice=max(map(_nice, processes)),
     )
@@ -541,14 +472,14 @@ def _node_bytes(numa_maps: bytes) -> dict[int, int]:
         page = _PAGE_SIZE.search(line)
         if page is not None and not _FILE.search(line):
             for node, pages in _PAGES.findall(line):
-                sizes[int(node)] += int(pages) * int(page[1]) * _KIB
+                sizes[int(node)] += int(pages) * int(page[1]) * KIB
     return dict(sizes)
 
 
-def _cpus(processes: Iterable[Process]) -> tuple[int, ...]:
-    """Return the CPUs on which any thread of these processes may run."""
+def _cpus(processes: Iterable[Process], role: Role) -> tuple[int, ...]:
+    """Return the CPUs on which any thread of the processes of a role may run."""
     found: set[int] = set()
-    for process in processes:
+    for process in (process for process in processes if process.role == role):
         with contextlib.suppress(OSError):  # it has just ended
             # Names, not paths; psutil would read a file of each thread.
             for thread in os.listdir(f"/proc/{process.pid}/task"):  # noqa: PTH208
@@ -600,25 +531,29 @@ _FOREIGN_CORES = 0.5
 """Cores that other processes keep busy before they are looked for: reading every process is slow on
 a host with thousands.
 """
-_MEMINFO_LINE = re.compile(rb"(MemTotal|MemFree|FilePages):\s+(\d+) kB")
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_CGROUP = re.compile(r"^0::(.*)$", re.MULTILINE)
+
+
+T = TypeVar("T")
 
 
 class _Seldom(Generic[T]):
-    """A figure of the run's memory that is costly to read. It is repeated until it is read
-    again.
-    """
+    """A figure that is costly to read. It is repeated until it is read again."""
 
-    def __init__(self, read: Callable[[], T], *, due: float = 0.0) -> None:
+    def __init__(self, read: Callable[[], T], *, due: float, interval_s: float) -> None:
         """Read from ``due`` on, by the clock of ``value``."""
         self._read = read
         self._value: T | None = None
         self._due = due
+        self._interval_s = interval_s
 
     def value(self, now: float) -> T | None:
         if now >= self._due:
             started = time.process_time()
             self._value = self._read()
-            self._due = now + max(MEMORY_INTERVAL_S, (time.process_time() - started) / _COST_SHARE)
+            took_s = time.process_time() - started
+            self._due = now + max(self._interval_s, took_s / _COST_SHARE)
         return self._value
 
 
@@ -633,33 +568,37 @@ class Sampler:
         self._tree = tree
         self._attempt = attempt
         self._root = root
-        self._gpus = GpuSampler(machine.gpus, root)
+        self._files = SystemFiles(root)
+        self.gpus = GpuSampler(machine.gpus, root)
         self._clock = time.monotonic()
         self._cpu = _read_cpu_times(root)
         self._own_cpu_s = time.process_time()
         self._high_water = _HighWater()
-        self._memory_bytes = _Seldom(tree.memory_bytes)
+        self._memory_bytes = _Seldom(tree.memory_bytes, due=0.0, interval_s=MEMORY_INTERVAL_S)
         # Not in the same second as the other, so that the heartbeat waits for one of them at most.
         self._placement_due = self._clock + MEMORY_INTERVAL_S / 2
-        self._placement = _Seldom(lambda: _read_placements(tree.alive), due=self._placement_due)
-        self._loads = ProcessLoads()
-        self._foreign: tuple[ForeignProcess, ...] = ()
-        self._foreign_due = 0.0
+        self._placement = _Seldom(
+            lambda: _read_placements(tree.alive),
+            due=self._placement_due,
+            interval_s=MEMORY_INTERVAL_S,
+        )
+        self._foreign = self._foreign_reader()
 
     def sample(self) -> Sample:
         """Take a sample."""
         now, cpu, own_cpu_s = time.monotonic(), _read_cpu_times(self._root), time.process_time()
-        before, self._cpu = self._cpu, cpu
-        interval_s, self._clock = now - self._clock, now
-        spent_s, self._own_cpu_s = own_cpu_s - self._own_cpu_s, own_cpu_s
-        nodes = tuple(self._node_sample(node, before, cpu) for node in self._nodes)
+        interval_s, spent_s = now - self._clock, own_cpu_s - self._own_cpu_s
+        nodes = tuple(self._node_sample(node, self._cpu, cpu) for node in self._nodes)
+        self._clock, self._cpu, self._own_cpu_s = now, cpu, own_cpu_s
         run_cpu_s = self._tree.cpu_s()
-        self._read_foreign(
-            now, sum(sum(node.cores) for node in nodes) / 100 - run_cpu_s / max(interval_s, 1e-3)
-        )
-        peak = self._high_water.read(
-            self._tree.alive
-        )  # before the GPUs, which may answer late while they start
+        busy_cores = sum(sum(node.cores) for node in nodes) / 100
+        foreign: tuple[ForeignProcess, ...] = ()
+        if busy_cores - run_cpu_s / max(interval_s, 1e-3) < _FOREIGN_CORES:
+            self._foreign = self._foreign_reader()
+        else:
+            foreign = self._foreign.value(now) or ()
+        # Before the GPUs, which may answer late while they start.
+        peak = self._high_water.read(self._tree.alive)
         # In some samples only: it rarely changes, and takes as much space as the cores' load.
         placement: tuple[RankPlacement, ...] = ()
         if now >= self._placement_due:
@@ -670,52 +609,48 @@ class Sampler:
             time=time.time(),
             interval_s=round(interval_s, 3),
             nodes=nodes,
-            gpus=self._gpus.sample(),
+            gpus=self.gpus.sample(),
             run_cpu_s=round(run_cpu_s, 3),
             run_memory_bytes=self._memory_bytes.value(now),
             run_memory_peak_bytes=peak,
             supervisor_cpu_s=round(spent_s, 4),
-            foreign=self._foreign,
+            foreign=foreign,
             placement=placement,
         )
 
-    def gpu_uses(self) -> dict[int, _GpuUse]:
-        """Return what processes use of the GPUs, by pid."""
-        return self._gpus.processes()
+    def _foreign_reader(self) -> _Seldom[tuple[ForeignProcess, ...]]:
+        """Return what names the other processes that compute, for which it takes two readings."""
+        loads = ProcessLoads()
 
-    def close(self) -> None:
-        """Close NVML."""
-        self._gpus.close()
-
-    def _read_foreign(self, now: float, busy_cores: float) -> None:
-        """Name the other processes if they keep ``busy_cores`` busy, which takes two readings."""
-        if busy_cores < _FOREIGN_CORES:
-            self._loads, self._foreign, self._foreign_due = ProcessLoads(), (), 0.0
-        elif now >= self._foreign_due:
-            started = time.process_time()
+        def read() -> tuple[ForeignProcess, ...]:
             ours = {process.pid for process in self._tree.alive} | {os.getpid()}
-            self._foreign = self._loads.read(without=ours)[:MOST_FOREIGN]
-            self._foreign_due = now + max(
-                FOREIGN_INTERVAL_S, (time.process_time() - started) / _COST_SHARE
-            )
+            return loads.read(without=ours)[:MOST_FOREIGN]
+
+        return _Seldom(read, due=0.0, interval_s=FOREIGN_INTERVAL_S)
 
     def _node_sample(
-        self, node: NumaNode, before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]
+        self, node: NumaNode, before: dict[int, _Ticks], after: dict[int, _Ticks]
     ) -> NodeSample:
-        memory = _read_node_memory(self._root, node.id, sole=node.id == self._sole_memory_node)
+        memory = _read_node_memory(self._files, node.id, sole=node.id == self._sole_memory_node)
+        total = memory.get("MemTotal", 0)
         return NodeSample(
             id=node.id,
-            cores=tuple(_busy_percent(before.get(cpu), after.get(cpu)) for cpu in node.cpus),
-            memory_used_bytes=memory["MemTotal"] - memory["MemFree"],
-            memory_total_bytes=memory["MemTotal"],
-            file_cache_bytes=memory["FilePages"],
+            cores=tuple(
+                _busy_percent(before.get(cpu, _NONE), after.get(cpu, _NONE)) for cpu in node.cpus
+            ),
+            memory_used_bytes=total - memory.get("MemFree", 0),
+            memory_total_bytes=total,
+            file_cache_bytes=memory.get("FilePages", memory.get("Cached", 0)),
         )
 
 
-def _read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
-    """Return (idle, total) clock ticks since boot of each CPU, from /proc/stat. Waiting for I/O
-    counts as idle.
-    """
+_Ticks = tuple[int, int]
+"""Idle and all clock ticks of a CPU since the host started. Waiting for I/O counts as idle."""
+_NONE: _Ticks = 0, 0
+
+
+def _read_cpu_times(root: Path = Path("/")) -> dict[int, _Ticks]:
+    """Return the ticks of each CPU that is online, from /proc/stat."""
     times = {}
     for line in (root / "proc/stat").read_bytes().splitlines():
         if not line.startswith(b"cpu"):
@@ -727,54 +662,41 @@ def _read_cpu_times(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
     return times
 
 
-def _busy_percent(before: tuple[int, int] | None, after: tuple[int, int] | None) -> int:
-    """Return the busy percentage of a CPU between two readings; 0 for a CPU that is offline or has
+def _busy_percent(before: _Ticks, after: _Ticks) -> int:
+    """Return the busy percentage of a CPU between two readings; 0 for a CPU that was offline or has
     not ticked.
     """
-    if before is None or after is None or after[1] <= before[1]:
+    if not before[1] or after[1] <= before[1]:
         return 0
     idle = (after[0] - before[0]) / (after[1] - before[1])
     return round(100 * min(1.0, max(0.0, 1 - idle)))
 
 
-def _read_node_memory(root: Path, node: int, *, sole: bool) -> dict[str, int]:
-    """Return MemTotal, MemFree and FilePages of a node in bytes; those of the host if the kernel
-    has no NUMA.
+def _read_node_memory(files: SystemFiles, node: int, *, sole: bool) -> dict[str, int]:
+    """Return the sizes of a node's ``meminfo`` in bytes; those of the host if the kernel has no
+    NUMA.
 
     ``sole`` means that no other node has memory, so that the host's figures correct those of the
     node, which may lag behind.
     """
-    try:
-        own = _memory_sizes(root / f"sys/devices/system/node/node{node}/meminfo")
-    except FileNotFoundError:
-        return _memory_sizes(root / "proc/meminfo")
-    return caught_up(own, _memory_sizes(root / "proc/meminfo")) if sole else own
-
-
-def _memory_sizes(path: Path) -> dict[str, int]:
-    sizes = {"MemTotal": 0, "MemFree": 0, "FilePages": 0}
-    text = path.read_bytes().replace(b"\nCached:", b"\nFilePages:")
-    for name, kib in _MEMINFO_LINE.findall(text):
-        sizes[name.decode()] = int(kib) * 1024
-    return sizes
+    own = meminfo(files.text(f"/sys/devices/system/node/node{node}/meminfo"))
+    if own and not sole:
+        return own
+    whole = meminfo(files.text("/proc/meminfo"))
+    return caught_up(own, whole) if own else whole
 
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed for lack of memory, in this process's cgroup
     if counted there, else on the host.
     """
-    count = None
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                folder = root / "sys/fs/cgroup" / line[3:].lstrip("/")
-                count = _counter(folder / "memory.events", b"oom_kill")
-    return (_counter(root / "proc/vmstat", b"oom_kill") or 0) if count is None else count
-
-
-def _counter(path: Path, name: bytes) -> int | None:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+    files = SystemFiles(root)
+    cgroup = _CGROUP.search(files.text("/proc/self/cgroup") or "")
+    counts = (
+        _OOM_KILLS.search(files.text(name) or "")
+        for name in (
+            *([f"/sys/fs/cgroup{cgroup[1]}/memory.events"] if cgroup else []),
+            "/proc/vmstat",
+        )
+    )
+    return next((int(count[1]) for count in counts if count), 0)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,7 +19,6 @@ from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan, PlannedRates, RankBinding, StepTime
 from so_tui.runs.records import (
     Cause,
-    GpuSample,
     MetricRecord,
     PhaseRecord,
     RankPlacement,
@@ -45,24 +44,13 @@ _SOCKETS = "Socket"
 _USES = re.compile(r"NCCL INFO Using network (\S.*)")
 
 
-class NetworkWatch:
-    """Looks in the log for a fall-back to sockets."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        """Look for it where ``environ`` says that another network is expected."""
-        self._expected = environ.get(EXPECTED_VARIABLE, "")
-        self.missing_name = ""
-        """The expected network, once NCCL was seen to use sockets instead."""
-
-    def missing(self, lines: Iterable[str]) -> bool:
-        """Return whether NCCL uses sockets instead of the expected network, after these lines of
-        the log too.
-        """
-        if self._expected not in ("", _SOCKETS) and any(
-            used and used[1].strip() == _SOCKETS for used in map(_USES.search, lines)
-        ):
-            self.missing_name = self._expected
-        return bool(self.missing_name)
+def missing_network(lines: Iterable[str], environ: Mapping[str, str]) -> str:
+    """Return the network that ``environ`` says to expect, if NCCL uses sockets instead according to
+    these lines of the log; otherwise nothing.
+    """
+    expected = environ.get(EXPECTED_VARIABLE, "")
+    sockets = any(used and used[1].strip() == _SOCKETS for used in map(_USES.search, lines))
+    return expected if sockets and expected != _SOCKETS else ""
 
 
 CauseCode = Literal["binding", "memory-node", "foreign-load", "clocks", "copies", "adam", "data"]
@@ -95,7 +83,7 @@ _USUAL = {"power"}
 _MOST_NAMES = 2
 
 
-class Clock(Struct, frozen=True, kw_only=True):
+class _Clock(Struct, frozen=True, kw_only=True):
     """The clock of the slowest GPU while it computed."""
 
     mhz: float
@@ -104,7 +92,7 @@ class Clock(Struct, frozen=True, kw_only=True):
     """Share of the time in which it was held down by something else than the power limit."""
 
 
-class Measured(Struct, frozen=True, kw_only=True):
+class _Measured(Struct, frozen=True, kw_only=True):
     """Medians over some steps, and what was seen of the host meanwhile. None where nothing was
     measured.
     """
@@ -121,28 +109,19 @@ class Measured(Struct, frozen=True, kw_only=True):
     """Share of the time of the run's cores that processes of others took."""
     foreign: tuple[str, ...] = ()
     """Names of the busiest of them."""
-    clock: Clock | None = None
+    clock: _Clock | None = None
     placement: tuple[RankPlacement, ...] = ()
 
-    @property
-    def compute_s(self) -> float:
-        """Seconds of a step without those in which it waits for data."""
-        return self.step_s - self.data_s
 
-
-class Planned(Struct, frozen=True, kw_only=True):
+class _Planned(Struct, frozen=True, kw_only=True):
     """The same as planned."""
 
     step: StepTime
     rates: PlannedRates | None = None
     binding: tuple[RankBinding, ...] = ()
 
-    @property
-    def compute_s(self) -> float:
-        return self.step.total_s - self.step.data_s
 
-
-def _ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
+def _ranked_causes(measured: _Measured, planned: _Planned) -> tuple[Cause, ...]:
     """Return what makes steps longer than planned, most likely first.
 
     Waiting for data explains the time by which that grew, every other cause part of the rest. Of
@@ -150,7 +129,7 @@ def _ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
     effects.
     """
     excess_s = measured.step_s - planned.step.total_s
-    compute_excess_s = max(0.0, measured.compute_s - planned.compute_s)
+    compute_excess_s = max(0.0, excess_s - (measured.data_s - planned.step.data_s))
     found = []
     for look in _LOOKS:
         if (cause := look(measured, planned)) is not None:
@@ -165,7 +144,7 @@ def _ranked_causes(measured: Measured, planned: Planned) -> tuple[Cause, ...]:
 
 
 def _placed(
-    measured: Measured, planned: Planned
+    measured: _Measured, planned: _Planned
 ) -> Iterator[tuple[int, RankPlacement, RankBinding]]:
     """Yield each rank with where it is and where it was planned to be."""
     bound = {binding.rank: binding for binding in planned.binding}
@@ -174,7 +153,7 @@ def _placed(
             yield place.rank, place, bound[place.rank]
 
 
-def _misbound(measured: Measured, planned: Planned) -> Cause | None:
+def _misbound(measured: _Measured, planned: _Planned) -> Cause | None:
     elsewhere = [
         rank
         for rank, place, binding in _placed(measured, planned)
@@ -187,7 +166,7 @@ def _misbound(measured: Measured, planned: Planned) -> Cause | None:
     )
 
 
-def _on_other_nodes(measured: Measured, planned: Planned) -> Cause | None:
+def _on_other_nodes(measured: _Measured, planned: _Planned) -> Cause | None:
     shares = [
         (share, rank)
         for rank, place, binding in _placed(measured, planned)
@@ -199,13 +178,13 @@ def _on_other_nodes(measured: Measured, planned: Planned) -> Cause | None:
     return Cause(code="memory-node", seconds=math.inf, measured=share, planned=1.0, rank=rank)
 
 
-def _beside_others(measured: Measured, _planned: Planned) -> Cause | None:
+def _beside_others(measured: _Measured, _planned: _Planned) -> Cause | None:
     taken = measured.foreign_share
     if taken < _LEAST_FOREIGN_SHARE:
         return None
     return Cause(
         code="foreign-load",
-        seconds=measured.compute_s * taken,
+        seconds=(measured.step_s - measured.data_s) * taken,
         measured=taken,
         planned=0.0,
         nice=max((place.nice for place in measured.placement), default=0),
@@ -213,7 +192,7 @@ def _beside_others(measured: Measured, _planned: Planned) -> Cause | None:
     )
 
 
-def _held_down(measured: Measured, _planned: Planned) -> Cause | None:
+def _held_down(measured: _Measured, _planned: _Planned) -> Cause | None:
     clock = measured.clock
     if clock is None or (clock.throttled_share < 0.5 and clock.mhz >= _LOW_CLOCK * clock.max_mhz):
         return None
@@ -226,7 +205,7 @@ def _held_down(measured: Measured, _planned: Planned) -> Cause | None:
     )
 
 
-def _slow_copies(measured: Measured, planned: Planned) -> Cause | None:
+def _slow_copies(measured: _Measured, planned: _Planned) -> Cause | None:
     """Return the direction in which copies lose more time."""
     if (rates := planned.rates) is None:
         return None
@@ -245,7 +224,7 @@ def _slow_copies(measured: Measured, planned: Planned) -> Cause | None:
     return Cause(code="copies", seconds=seconds, measured=was, planned=should)
 
 
-def _slow_adam(measured: Measured, planned: Planned) -> Cause | None:
+def _slow_adam(measured: _Measured, planned: _Planned) -> Cause | None:
     rate, busy_s, rates = measured.adam_bytes_per_s, measured.adam_busy_s, planned.rates
     if rates is None or rate is None or busy_s is None:
         return None
@@ -255,7 +234,7 @@ def _slow_adam(measured: Measured, planned: Planned) -> Cause | None:
     return Cause(code="adam", seconds=busy_s * (1 - rate / should), measured=rate, planned=should)
 
 
-def _late_data(measured: Measured, planned: Planned) -> Cause | None:
+def _late_data(measured: _Measured, planned: _Planned) -> Cause | None:
     was, should = measured.data_s, planned.step.data_s
     return Cause(code="data", seconds=was - should, measured=was, planned=should)
 
@@ -271,33 +250,38 @@ _LOOKS = (
 )
 
 
+_MEDIANS = (
+    "step_s",
+    "data_s",
+    "forward_s",
+    "backward_s",
+    "adam_busy_s",
+    "adam_bytes_per_s",
+    "d2h_bytes_per_s",
+    "h2d_bytes_per_s",
+)
+"""Fields of a step of which the median is measured."""
+
+
 def _measured_of(
     steps: Sequence[StepRecord],
     samples: Sequence[Sample],
     machine: Machine,
     binding: Sequence[RankBinding],
-) -> Measured:
+) -> _Measured:
     """Return what was measured over some steps (at least one), with the samples of the host that
     were taken meanwhile.
     """
 
-    def median_of(name: str) -> float | None:
+    cpus = {cpu for rank in binding for cpu in rank.cpus}
+    medians: dict[str, Any] = {}
+    for name in _MEDIANS:
         values = [value for step in steps if (value := getattr(step, name)) is not None]
-        return statistics.median(values) if values else None
-
-    return Measured(
-        step_s=median_of("step_s") or 0.0,
-        data_s=median_of("data_s") or 0.0,
-        forward_s=median_of("forward_s") or 0.0,
-        backward_s=median_of("backward_s") or 0.0,
-        adam_busy_s=median_of("adam_busy_s"),
-        adam_bytes_per_s=median_of("adam_bytes_per_s"),
-        d2h_bytes_per_s=median_of("d2h_bytes_per_s"),
-        h2d_bytes_per_s=median_of("h2d_bytes_per_s"),
-        foreign_share=_foreign_share(
-            samples, machine, own := {cpu for rank in binding for cpu in rank.cpus}
-        ),
-        foreign=_foreign_names(samples, own),
+        medians[name] = statistics.median(values) if values else None
+    return _Measured(
+        **medians,
+        foreign_share=_foreign_share(samples, machine, cpus),
+        foreign=_foreign_names(samples, cpus),
         clock=_slowest_clock(samples, {rank.gpu for rank in binding}),
         placement=next((sample.placement for sample in reversed(samples) if sample.placement), ()),
     )
@@ -313,15 +297,9 @@ def _foreign_share(samples: Iterable[Sample], machine: Machine, cpus: set[int]) 
     }
     foreign_s = available_s = 0.0
     for sample in samples:
-        percents = [
-            node.cores[place]
-            for node in sample.nodes
-            for place in places.get(node.id, ())
-            if place < len(node.cores)
-        ]
-        foreign_s += (
-            sum(percents) / 100 * sample.interval_s - sample.run_cpu_s - sample.supervisor_cpu_s
-        )
+        percents = [node.cores[place] for node in sample.nodes for place in places[node.id]]
+        used_s = sum(percents) / 100 * sample.interval_s
+        foreign_s += used_s - sample.run_cpu_s - sample.supervisor_cpu_s
         available_s += len(percents) * sample.interval_s
     return min(1.0, max(0.0, foreign_s / available_s)) if available_s > 0 else 0.0
 
@@ -336,25 +314,22 @@ def _foreign_names(samples: Iterable[Sample], cpus: set[int]) -> tuple[str, ...]
     return tuple(sorted(cores, key=lambda name: -cores[name])[:_MOST_NAMES])
 
 
-def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> Clock | None:
+def _slowest_clock(samples: Iterable[Sample], gpus: set[int | None]) -> _Clock | None:
     """Return the clock of the GPU that was furthest below its highest one; None where clocks are
     not known.
     """
-    by_gpu: dict[int, list[GpuSample]] = {}
+    by_gpu: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
     for sample in samples:
         for gpu in sample.gpus:
-            if (
-                gpu.index in gpus
-                and (gpu.busy_percent or 0) >= _BUSY_PERCENT
-                and gpu.clock_mhz
-                and gpu.clock_max_mhz
-            ):
-                by_gpu.setdefault(gpu.index, []).append(gpu)
+            busy = gpu.index in gpus and (gpu.busy_percent or 0) >= _BUSY_PERCENT
+            if busy and gpu.clock_mhz and gpu.clock_max_mhz:
+                held_down = not {*gpu.throttling} <= _USUAL
+                by_gpu[gpu.index].append((gpu.clock_mhz, gpu.clock_max_mhz, held_down))
     clocks = [
-        Clock(
-            mhz=statistics.median(gpu.clock_mhz or 0 for gpu in seen),
-            max_mhz=float(seen[-1].clock_max_mhz or 0),
-            throttled_share=sum(not {*gpu.throttling} <= _USUAL for gpu in seen) / len(seen),
+        _Clock(
+            mhz=statistics.median(mhz for mhz, _, _ in seen),
+            max_mhz=seen[-1][1],
+            throttled_share=statistics.fmean(held_down for *_, held_down in seen),
         )
         for seen in by_gpu.values()
     ]
@@ -475,17 +450,14 @@ class SlowWatch:
     takes.
     """
 
-    def __init__(
-        self, plan: Plan, machine: Machine, attempt: int, *, window_s: float = WINDOW_S
-    ) -> None:
+    def __init__(self, plan: Plan, machine: Machine, attempt: int) -> None:
         self._planned = (
             None
             if plan.step is None
-            else Planned(step=plan.step, rates=plan.rates, binding=plan.binding)
+            else _Planned(step=plan.step, rates=plan.rates, binding=plan.binding)
         )
         self._machine = machine
         self._attempt = attempt
-        self._window_s = window_s
         self._seen = self._redone = 0
         self._undisturbed = True
         self._steps: deque[StepRecord] = deque()
@@ -508,8 +480,7 @@ class SlowWatch:
                 self._seen += 1
                 redone, self._redone = record.redone_steps > self._redone, record.redone_steps
                 apart = (
-                    not self._steps
-                    or record.time - self._steps[-1].time >= self._window_s / _MOST_STEPS
+                    not self._steps or record.time - self._steps[-1].time >= WINDOW_S / _MOST_STEPS
                 )
                 if self._undisturbed and not redone and self._seen > _FIRST_STEPS and apart:
                     self._steps.append(record)
@@ -519,34 +490,28 @@ class SlowWatch:
         if self._planned is None or not self._steps:
             return
         self._samples.append(sample)
-        while (
-            len(self._steps) > LEAST_STEPS and sample.time - self._steps[1].time >= self._window_s
-        ):
+        while len(self._steps) > LEAST_STEPS and sample.time - self._steps[1].time >= WINDOW_S:
             self._steps.popleft()
         while self._samples and self._samples[0].time < self._steps[0].time - self._steps[0].step_s:
             self._samples.popleft()
         if sample.time >= self._due:
             self._due = sample.time + _CHECK_S
-            self.found = self._compare()
+            self.found = self._compare(self._planned)
 
-    def _compare(self) -> Slowdown | None:
-        steps, planned = tuple(self._steps), self._planned
-        if (
-            planned is None
-            or len(steps) < LEAST_STEPS
-            or steps[-1].time - steps[0].time < (1 - 2 / _MOST_STEPS) * self._window_s
-        ):
+    def _compare(self, planned: _Planned) -> Slowdown | None:
+        steps = tuple(self._steps)
+        lasted_s = steps[-1].time - steps[0].time
+        if len(steps) < LEAST_STEPS or lasted_s < (1 - 2 / _MOST_STEPS) * WINDOW_S:
             return self.found
         bound_s = (SLOWER if self.found is None else _STILL_SLOWER) * planned.step.total_s
         middle = len(steps) // 2
         for half in (steps[:middle], steps[middle:]):
             if statistics.median(step.step_s for step in half) <= bound_s:
                 return None
-        measured = _measured_of(steps, tuple(self._samples), self._machine, planned.binding)
-        causes = _ranked_causes(measured, planned)
+        measured = _measured_of(steps, self._samples, self._machine, planned.binding)
         return Slowdown(
             step=steps[-1].step,
             step_s=measured.step_s,
             planned_s=planned.step.total_s,
-            causes=causes,
+            causes=_ranked_causes(measured, planned),
         )

@@ -79,7 +79,7 @@ class Monitor:
         """Close NVML."""
         with self._lock:
             self._closed = True
-            self._sampler.close()
+            self._sampler.gpus.close()
 
     def _sample(self) -> HostView:
         sample = msgspec.structs.replace(
@@ -94,7 +94,7 @@ class Monitor:
         now = time.monotonic()
         if now >= self._listed_due:
             started = time.process_time()
-            self._listed = self._processes.read(self._sampler.gpu_uses())
+            self._listed = self._processes.read(self._sampler.gpus.processes())
             took = time.process_time() - started
             self._listed_due = now + max(_PROCESSES_S, took / _COST_SHARE)
         begin = self._kept[0].time
@@ -184,7 +184,7 @@ class HostPanel(Vertical):
         self.row.display, self.row.styles.height = bool(charts), charts
         self.numa.set_rows(plot, heading=True)
         rows = max(2, left - charts - plot * nodes)
-        on_gpus = sum(process.gpu is not None for process in host.processes)
+        on_gpus = sum(bool(process.gpu_bytes) for process in host.processes)
         bound = sum(bool(process.bound) for process in host.processes)
         self.processes_rule.update("processes", f"{on_gpus} on GPUs, {bound} bound to cores")
         self.processes.update(_process_lines(host.processes, self.numa.inner(width), rows))
@@ -207,7 +207,7 @@ def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> C
     """
     listed = tuple(processes)
     shown = listed if len(listed) < rows else listed[: max(0, rows - 2)]
-    gpus = any(process.gpu is not None for process in listed)
+    gpus = any(process.gpu_bytes for process in listed)
     head = (
         f"{'pid':>7}  {'user':<9} {'name':<15} {'cores':>6} {'memory':>9}"
         + (f" {'GPU':>5} {'GPU memory':>10}" if gpus else "")
@@ -223,9 +223,8 @@ def _process_lines(processes: Iterable[HostProcess], width: int, rows: int) -> C
 
 
 def _process_line(process: HostProcess, width: int, *, gpus: bool) -> Content:
-    use = process.gpu
-    on = ",".join(map(str, use.memory_bytes)) if use is not None else ""
-    used = memory(use.total_bytes) if use is not None and use.total_bytes else ""
+    on = ",".join(map(str, process.gpu_bytes))
+    used = memory(process.gpu_total_bytes) if process.gpu_total_bytes else ""
     resident = memory(process.memory_bytes) if process.memory_bytes is not None else ""
     line = Content.assemble(
         (f"{process.pid:>7}  {shorten(process.user, 9):<9} ", "$faint"),
