@@ -2,7 +2,7 @@
 
 A check is a function from a :class:`CheckContext` to findings. It reads the Machine and, if the
 Machine is this host, a few system files. Each finding has a stable ``code``; the checks of each
-module list theirs.
+module list theirs, and ``findings.toml`` has their words.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ from so_tui.machine.types import Machine
 
 __all__ = ["CheckContext", "Finding", "PlanNeeds", "findings", "run_checks"]
 
-_CHECKS = (
-    *run.CHECKS,
-    *gpu.CHECKS,
-    *gpu.HEALTH_CHECKS,
-    *software.CHECKS,
-    *host.MEMORY_CHECKS,
-    *host.CHECKS,
-    *host.PROCESS_CHECKS,
-)
+_CHECKS = (*run.CHECKS, *gpu.CHECKS, *software.CHECKS, *host.CHECKS)
 
 
 def findings(
