@@ -115,7 +115,7 @@ def _parts(files: SystemFiles, node: int, kind: str) -> Iterator[dict[str, int]]
 
 def _numbers(files: SystemFiles, name: str) -> dict[str, int]:
     """Return the lines of a name and a number of at most 64 bits; anything else is left out."""
-    numbers = {key: int(digits) for key, digits in _LINE.findall(files.text(name) or "")}
+    numbers = {key: int(digits) for key, digits in _LINE.findall(files.text(name))}
     return {key: number for key, number in numbers.items() if number < 1 << 64}
 
 
@@ -472,7 +472,7 @@ def _published_bytes(files: SystemFiles, gpu: Gpu) -> int:
 
 
 def _driver_name(files: SystemFiles, bus_id: str) -> str | None:
-    for line in (files.text(f"/proc/driver/nvidia/gpus/{bus_id}/information") or "").splitlines():
+    for line in files.text(f"/proc/driver/nvidia/gpus/{bus_id}/information").splitlines():
         if line.startswith("Model:"):
             return line.partition(":")[2].strip()
     return None

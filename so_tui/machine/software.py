@@ -150,7 +150,7 @@ def read_software(
         numactl_works=_numactl_trial(nodes, allowed),
         mempolicy_works=_mempolicy_works(),
         nvidia_driver=nvml_driver or _version_in(files.text("/proc/driver/nvidia/version")),
-        amd_driver=files.text("/sys/module/amdgpu/version"),
+        amd_driver=files.text("/sys/module/amdgpu/version") or None,
         cuda_toolkit=_cuda_toolkit(),
         compiler=_compiler(),
         ninja=package_version("ninja") or _first_version("ninja", "--version"),

@@ -12,10 +12,8 @@ from msgspec.structs import replace
 
 from so_tui.commands.mpam import (
     Resctrl,
-    _mount_script,
     _partition_script,
     _partitions,
-    _read_groups,
     _read_resctrl,
     print_mpam_script,
 )
@@ -169,15 +167,16 @@ def test_an_administrators_script_does_the_same_and_undoes_it(tmp_path: Path) ->
     ran = run_script(script)
     assert (ran.returncode, ran.stderr) == (0, "")
     made = {f"so-tui-{partition.role}": partition.cpus for partition in wanted}
-    assert _read_groups(files, "/sys/fs/resctrl") == made
+    left = _read_resctrl(files)
+    assert left is not None
+    assert left.groups == made
     for group in (tmp_path / "sys/fs/resctrl").glob("so-tui-*"):  # resctrl removes them itself
         for file in group.iterdir():
             file.unlink()
     assert run_script(script, "undo").returncode == 0
-    assert _read_groups(files, "/sys/fs/resctrl") == {}
-    checked = ["sh", "-n"]
-    told = subprocess.run(checked, input=_mount_script("host"), text=True, check=False, timeout=60)
-    assert told.returncode == 0
+    left = _read_resctrl(files)
+    assert left is not None
+    assert left.groups == {}
 
 
 def test_doctor_prints_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,6 +187,9 @@ def test_doctor_prints_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[
         (SystemFiles(kernel), "mount -t resctrl"),
     ):
         assert print_mpam_script(superchips(1), None, files) == 0
-        assert printed in capsys.readouterr().out
+        script = capsys.readouterr().out
+        assert printed in script
+        told = subprocess.run(["sh", "-n"], input=script, text=True, check=False, timeout=60)
+        assert told.returncode == 0
     with rejected("no-resctrl"):
         print_mpam_script(superchips(1), None, SystemFiles(tmp_path / "none"))

@@ -163,7 +163,7 @@ class CheckContext:
         """Return the content of a system file; empty if it is absent or the machine is another
         host.
         """
-        return (self.files.text(name) if self.files else None) or ""
+        return self.files.text(name) if self.files else ""
 
 
 def gpu_list(gpus: Iterable[Gpu]) -> str:

@@ -229,7 +229,7 @@ def _own_and_alive(files: SystemFiles, pid: int) -> bool:
 def _stat(files: SystemFiles, pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: the state, the parent, and so on."""
     # The name in parentheses may contain spaces and parentheses: the fields follow the last one.
-    fields = (files.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    fields = files.text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields if len(fields) > 1 else ["Z", "0"]
 
 
@@ -265,7 +265,7 @@ def _adopted(files: SystemFiles, pid: int) -> bool:
 
 def _strings(files: SystemFiles, pid: int, name: str) -> list[str]:
     """Return the NUL-separated strings of a file in /proc/PID."""
-    return (files.text(f"/proc/{pid}/{name}") or "").split("\0")
+    return files.text(f"/proc/{pid}/{name}").split("\0")
 
 
 def _check_logout(context: CheckContext) -> Findings:
@@ -300,7 +300,7 @@ def _logind_settings(files: SystemFiles) -> tuple[str, dict[str, str]]:
     main = [f"{folder}/logind.conf" for folder in _LOGIND_FOLDERS]
     where, settings = "", dict[str, str]()
     for file in main + [drop_ins[name] for name in sorted(drop_ins)]:
-        found = dict(re.findall(r"^\s*(\w+)\s*=\s*(.*?)\s*$", files.text(file) or "", re.MULTILINE))
+        found = dict(re.findall(r"^\s*(\w+)\s*=\s*(.*?)\s*$", files.text(file), re.MULTILINE))
         where = file if "KillUserProcesses" in found else where
         settings |= found
     return where, settings
@@ -351,7 +351,7 @@ def _open_segments(files: SystemFiles) -> set[str]:
         name.replace("\\012", "\n")
         for pid in files.names("/proc")
         if pid.isdigit()
-        for name in mapped.findall(files.text(f"/proc/{pid}/maps") or "")
+        for name in mapped.findallfiles.text(f"/proc/{pid}/maps")
     }
 
 
