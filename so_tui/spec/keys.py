@@ -1,4 +1,4 @@
-"""Every key of a preset with its documentation, unit, range and default, read from ``RunSpec``."""
+"""Every key of a preset or of another struct, with its documentation, unit, range and default."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def fields() -> tuple[FieldInfo, ...]:
     """Return all keys in declaration order, with sections flattened (``train.micro_batch``),
     without the generated parameter table.
     """
-    return tuple(info for info in _walk(RunSpec, "") if info.path != GENERATED)
+    return tuple(info for info in fields_of(RunSpec) if info.path != GENERATED)
 
 
 @cache
@@ -113,7 +113,7 @@ def field_index() -> dict[str, FieldInfo]:
 @cache
 def source_index() -> dict[str, FieldInfo]:
     """Return the keys of one source of a mixture (``weight``), by name."""
-    return {info.path: info for info in _walk(DataSource, "")}
+    return {info.path: info for info in fields_of(DataSource)}
 
 
 @cache
@@ -126,14 +126,15 @@ def section_names() -> tuple[str, ...]:
     )
 
 
-def _walk(struct: type[Struct], prefix: str) -> list[FieldInfo]:
+def fields_of(struct: type[Struct], prefix: str = "") -> list[FieldInfo]:
+    """Return the keys of a struct and of the structs in it, with dotted names."""
     found: list[FieldInfo] = []
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
     for field in info.fields:
         bare = _bare(field.type)
         if isinstance(bare, inspect.StructType):
-            found += _walk(bare.cls, f"{prefix}{field.name}.")
+            found += fields_of(bare.cls, f"{prefix}{field.name}.")
         else:
             found.append(_field_info(f"{prefix}{field.name}", struct, field))
     return found

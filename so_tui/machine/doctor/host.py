@@ -351,7 +351,7 @@ def _open_segments(files: SystemFiles) -> set[str]:
         name.replace("\\012", "\n")
         for pid in files.names("/proc")
         if pid.isdigit()
-        for name in mapped.findallfiles.text(f"/proc/{pid}/maps")
+        for name in mapped.findall(files.text(f"/proc/{pid}/maps"))
     }
 
 
