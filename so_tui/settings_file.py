@@ -58,24 +58,27 @@ def value_of(settings: Settings, key: str) -> Any:
     return attrgetter(key)(settings)
 
 
-def load_settings(path: Path | None = None) -> Loaded:
+def load_settings() -> Loaded:
     """Return the settings of this user. A file that is missing, broken or somebody else's leaves
     the defaults; nothing is raised.
     """
-    path = path or settings_file()
+    path = settings_file()
     try:
         content = _read(path)
         if content is None:
             return Loaded()
-        found = _checked(decode_toml(content), path)
-        return _without_secrets(found, path) if _others_can_read(path) else found
+        found = _checked(decode_toml(content))
+        others_can_read = stat.S_IMODE(path.stat().st_mode) & 0o077
     except InputError as error:
         return Loaded(problems=error.problems)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        return Loaded(problems=(_not_toml(path, error),))
+        return Loaded(problems=(_not_toml(error),))
+    except OSError:
+        others_can_read = True
+    return _without_secrets(found) if others_can_read else found
 
 
-def _checked(tree: Tree, path: Path) -> Loaded:
+def _checked(tree: Tree) -> Loaded:
     """Return the settings of a parsed file: each key by itself, so that a wrong one spoils no
     other.
     """
@@ -93,8 +96,7 @@ def _checked(tree: Tree, path: Path) -> Loaded:
                 problems.append(_invalid(f"{name}.{key}", given, fault))
             else:
                 good.setdefault(name, {})[key] = given
-    in_file = tuple(replace(problem, file=str(path)) for problem in problems)
-    return Loaded(msgspec.convert(good, Settings), in_file)
+    return Loaded(msgspec.convert(good, Settings), tuple(problems))
 
 
 def _fault(key: str, given: Any, kind: Any) -> str:
@@ -114,14 +116,13 @@ def _fault(key: str, given: Any, kind: Any) -> str:
     return ""
 
 
-def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Settings:
+def change_settings(changes: Mapping[str, Any]) -> Settings:
     """Set keys in the file, keep its comments and everything else in it, and return the settings in
     force.
 
     Args:
         changes: Values by dotted key (``screen.theme``), as TOML would hold them; None returns to
             the default.
-        path: The file; the user's own if absent.
 
     Raises:
         InputError: A key or value is wrong, or the file is broken, somebody else's, or cannot be
@@ -130,7 +131,7 @@ def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Set
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
-    path = path or settings_file()
+    path = settings_file()
     content = _read(path) or b""
     try:
         decode_toml(content)
@@ -141,21 +142,21 @@ def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Set
         msgspec.DecodeError,
         TOMLKitError,
     ) as error:
-        raise InputError([_not_toml(path, error)]) from None
+        raise InputError([_not_toml(error)]) from None
     for key, value in changes.items():
         table, _, name = key.partition(".")
         given = {} if value is None and key in setting_index() else {name: value}
-        if wrong := _checked({table: given}, path).problems:
+        if wrong := _checked({table: given}).problems:
             raise InputError(wrong)
         present = document.get(table, {})
         if not isinstance(present, dict):
-            raise InputError([replace(_invalid(table, present, "is not a table"), file=str(path))])
+            raise InputError([_invalid(table, present, "is not a table")])
         if value is None:
             present.pop(name, None)
         else:
             document.setdefault(table, tomlkit.table())[name] = value
     _write(path, tomlkit.dumps(document))
-    return load_settings(path).settings
+    return load_settings().settings
 
 
 def _read(path: Path) -> bytes | None:
@@ -178,16 +179,16 @@ def _read(path: Path) -> bytes | None:
             "or remove it."
         )
         message = f"is not yours alone ({error.distrust}), so nothing of it is used"
-        raise InputError([_problem("settings-not-own", message, remedy, path)]) from None
+        raise InputError([_problem("settings-not-own", message, remedy)]) from None
     except OSError as error:
         message, remedy = f"cannot be read: {error.strerror}", "Check its rights."
-        raise InputError([_problem("settings-unreadable", message, remedy, path)]) from None
+        raise InputError([_problem("settings-unreadable", message, remedy)]) from None
     if len(content) > LARGEST_BYTES:
         message, remedy = (
             f"has more than {LARGEST_BYTES} bytes",
             "Remove what does not belong there; `so-tui settings` lists the keys.",
         )
-        raise InputError([_problem("settings-unreadable", message, remedy, path)])
+        raise InputError([_problem("settings-unreadable", message, remedy)])
     return content
 
 
@@ -200,20 +201,11 @@ def _write(path: Path, text: str) -> None:
         write_atomic(target, text.encode(), mode=0o600)
     except OSError as error:
         remedy = "Free some space, or set XDG_CONFIG_HOME to a folder that you can write."
-        problem = _problem(
-            "settings-not-writable", f"cannot be written: {error.strerror}", remedy, path
-        )
-        raise InputError([problem]) from None
+        message = f"cannot be written: {error.strerror}"
+        raise InputError([_problem("settings-not-writable", message, remedy)]) from None
 
 
-def _others_can_read(path: Path) -> bool:
-    try:
-        return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
-    except OSError:
-        return True
-
-
-def _without_secrets(found: Loaded, path: Path) -> Loaded:
+def _without_secrets(found: Loaded) -> Loaded:
     """Return the settings without what only the user's own eyes may have seen, and say so if there
     was any.
     """
@@ -224,22 +216,21 @@ def _without_secrets(found: Loaded, path: Path) -> Loaded:
     problem = _problem(
         "settings-readable",
         "can be read by other users, so alerts.command in it is not used",
-        f"Close it to others: `{quoted('chmod', '600', str(path))}`.",
-        path,
+        f"Close it to others: `{quoted('chmod', '600', str(settings_file()))}`.",
     )
     return Loaded(settings, (*found.problems, problem))
 
 
-def _problem(code: str, message: str, remedy: str, path: Path) -> Problem:
-    return Problem(code, "settings", "", message, remedy, file=str(path))
+def _problem(code: str, message: str, remedy: str) -> Problem:
+    return Problem(code, "settings", "", message, remedy, file=str(settings_file()))
 
 
-def _not_toml(path: Path, error: Exception) -> Problem:
+def _not_toml(error: Exception) -> Problem:
     remedy = (
         "Correct that line: text needs quotes, and each key may appear once. Until then the "
         "defaults hold."
     )
-    return _problem("settings-invalid-toml", f"is not TOML: {shown(str(error))}", remedy, path)
+    return _problem("settings-invalid-toml", f"is not TOML: {shown(str(error))}", remedy)
 
 
 def _unknown(key: str, value: Any, known: tuple[str, ...]) -> Problem:
@@ -250,10 +241,11 @@ def _unknown(key: str, value: Any, known: tuple[str, ...]) -> Problem:
         "there is no such setting",
         f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} "
         f"{some(known)}.",
+        file=str(settings_file()),
     )
 
 
 def _invalid(key: str, value: Any, message: str) -> Problem:
     about = setting_index()[key].description if key in setting_index() else ""
     remedy = f"{about[:1].upper()}{about[1:]}." if about else "Write it as a table of its own."
-    return Problem("invalid-setting", key, shown(value), message, remedy)
+    return Problem("invalid-setting", key, shown(value), message, remedy, file=str(settings_file()))

@@ -209,7 +209,7 @@ def print_rich(*renderables: Any, wrap: bool = True) -> None:
 class ProgressLine:
     """A line on stderr that each update replaces. Does nothing if stderr is not a terminal."""
 
-    def __init__(self, *, shown: bool = True) -> None:
+    def __init__(self, *, shown: bool) -> None:
         self._terminal = beneath(sys.stderr) if shown and sys.stderr.isatty() else None
 
     def show(self, text: str) -> None:

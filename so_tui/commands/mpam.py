@@ -87,18 +87,17 @@ class Partition(Struct, frozen=True, kw_only=True):
     """Its lines: ``MB:1=20``, ``L3:1=f``."""
 
 
-def print_mpam_script(machine: Machine, plan: Plan | None, files: SystemFiles | None = None) -> int:
+def print_mpam_script(machine: Machine, plan: Plan | None) -> int:
     """Print the script for the binding of a plan, or of a run on all GPUs.
 
     Args:
         machine: This host.
         plan: Of a preset, if one was named.
-        files: This host's /sys and /proc, or a copy.
 
     Raises:
         InputError: Nothing can be partitioned here.
     """
-    files = files or SystemFiles()
+    files = SystemFiles()
     if found := _read_resctrl(files):
         bindings = plan.binding if plan is not None else _on_all_gpus(machine)
         wanted = _partitions(found, bindings, machine.label)

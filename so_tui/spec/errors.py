@@ -95,11 +95,10 @@ def reject(
     message: str,
     remedy: str,
     *,
-    default: str = "",
     file: str = "",
 ) -> InputError:
     """Return the error of one problem, to raise; see ``Problem``."""
-    return InputError([Problem(code, field, value, message, remedy, default, file)])
+    return InputError([Problem(code, field, value, message, remedy, file=file)])
 
 
 class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit status

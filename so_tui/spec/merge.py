@@ -93,7 +93,7 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     return check_tree(tree)
 
 
-def parse_value(text: str, info: FieldInfo | None = None) -> Any:
+def parse_value(text: str, info: FieldInfo | None) -> Any:
     """Parse the text of a ``--set`` option or a form field, guided by the type of its field."""
     kind, takes_list = (info.type_name, info.takes_list) if info else ("", False)
     if kind in ("text", "choice") and not (takes_list and text.lstrip().startswith("[")):

@@ -332,7 +332,7 @@ def resolve_source(text: str) -> str:
     raise reject("unknown-builtin", "source", shown(text), "is not built in", built_in)
 
 
-def load_catalog(user_dir: Path | None = None) -> Catalog:
+def load_catalog() -> Catalog:
     """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the
     others.
     """
@@ -341,7 +341,7 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     problems: list[Problem] = []
     folders: tuple[tuple[Path, Origin], ...] = (
         (builtin_folder(), "built-in"),
-        (user_dir or user_folder(), "user"),
+        (user_folder(), "user"),
     )
     for folder, origin in folders:
         paths, unreadable = _preset_files(folder)
@@ -370,14 +370,13 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     return Catalog({preset.spec.name: preset for preset in in_order}, tuple(problems))
 
 
-def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: bool = True) -> Preset:
+def find_preset(name_or_path: str, *, table: bool = True) -> Preset:
     """Return a preset by name, or from a file by path.
 
     Args:
         name_or_path: Name of a preset; text with a ``/`` or ending in ``.toml`` is a path. With
             ``:as-published`` at its end, the settings of DeepSpeed's SuperOffload examples replace
             those of the preset.
-        catalog: Presets to search; loaded if absent.
         table: False leaves out the file's own parameter table, for generating it again.
 
     Raises:
@@ -385,7 +384,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
             invalid.
     """
     if name_or_path.endswith(AS_PUBLISHED):
-        preset = find_preset(name_or_path.removesuffix(AS_PUBLISHED), catalog, table=table)
+        preset = find_preset(name_or_path.removesuffix(AS_PUBLISHED), table=table)
         return replace(preset, spec=as_published(preset.spec))
     fault, path = path_fault(name_or_path), Path(name_or_path)
     if path.suffix.lower() in _DATA_SUFFIXES:
@@ -409,7 +408,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
         source = _read_source(path.expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
             source.tree["model"].pop("parameters", None)
-        known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
+        known = load_catalog().presets if "extends" in source.tree else {}
         return _preset(
             source,
             {
@@ -417,7 +416,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
                 for name, preset in known.items()
             },
         )
-    catalog = catalog or load_catalog()
+    catalog = load_catalog()
     if name_or_path in catalog.presets:
         return catalog.presets[name_or_path]
     broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
@@ -428,9 +427,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     raise _unknown_preset("preset", name_or_path, catalog.presets)
 
 
-def save_preset(
-    spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None
-) -> Path:
+def save_preset(spec: RunSpec, name: str, *, base: str | None) -> Path:
     """Write a user preset with the differences from ``base`` and return its path. An existing user
     preset of this name is replaced.
 
@@ -440,24 +437,22 @@ def save_preset(
         spec: What to save.
         name: Name of the preset.
         base: Preset to extend; None writes a complete preset.
-        user_dir: Folder of user presets; the XDG folder if absent.
 
     Raises:
         InputError: If the name is invalid or built in, the base is unknown, or the folder cannot be
             written.
     """
-    folder = user_dir or user_folder()
-    presets = load_catalog(folder).presets
-    check_user_name(name, presets, folder)
+    presets = load_catalog().presets
+    check_user_name(name, presets)
     older = presets.get(name)
-    path = Path(older.path) if older else folder / f"{name}.toml"
+    path = Path(older.path) if older else user_folder() / f"{name}.toml"
     if older and base == name:
         base = _read_source(path, "user").tree.get("extends")
     saved = replace(with_absolute_paths(spec), name=name)
     return _write(path, _toml(_preset_tree(saved, base, presets)))
 
 
-def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | None = None) -> None:
+def check_user_name(name: str, presets: Mapping[str, Preset]) -> None:
     """Check that a user preset may have this name, possibly replacing another user preset.
 
     Raises:
@@ -477,18 +472,18 @@ def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | Non
         raise reject(
             "builtin-name", "name", shown(name), "is a built-in preset", "Choose another name."
         )
-    path = (folder or user_folder()) / f"{name}.toml"
+    path = user_folder() / f"{name}.toml"
     if older is None and exists(path):  # a preset that cannot be read must not be overwritten
         raise _name_taken(name, str(path), "Correct that file or choose another name.")
 
 
-def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
+def delete_preset(name: str) -> Path:
     """Delete a preset of the user and return the path that it had.
 
     Raises:
         InputError: It is built in, unknown, extended by another, or its file cannot be removed.
     """
-    presets = load_catalog(user_dir).presets
+    presets = load_catalog().presets
     own = {known: preset for known, preset in presets.items() if preset.origin == "user"}
     if name not in presets:
         raise _unknown_preset("preset", name, own)
@@ -526,16 +521,15 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
     return path
 
 
-def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
+def create_preset(spec: RunSpec) -> Path:
     """Write a new, complete user preset with its parameter table, and return its path. Existing
     files are never replaced.
 
     Raises:
         InputError: If a preset or file of this name exists, or the folder cannot be written.
     """
-    folder = user_dir or user_folder()
-    path = folder / f"{spec.name}.toml"
-    older = load_catalog(folder).presets.get(spec.name)
+    path = user_folder() / f"{spec.name}.toml"
+    older = load_catalog().presets.get(spec.name)
     if taken := older.path if older else str(path) if exists(path) else "":
         raise _name_taken(spec.name, taken)
     own = spec_tree(replace(spec, model=replace(spec.model, parameters=())))

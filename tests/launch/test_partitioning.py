@@ -179,17 +179,22 @@ def test_an_administrators_script_does_the_same_and_undoes_it(tmp_path: Path) ->
     assert left.groups == {}
 
 
-def test_doctor_prints_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or says why not."""
     kernel = build_files({"/proc/filesystems": "nodev\tresctrl\n"}, tmp_path / "kernel")
     for files, printed in (
         (tree(tmp_path, GRACE, dict.fromkeys(range(72), 1)), "MB:1=20"),
         (SystemFiles(kernel), "mount -t resctrl"),
     ):
-        assert print_mpam_script(superchips(1), None, files) == 0
+        monkeypatch.setattr("so_tui.commands.mpam.SystemFiles", lambda files=files: files)
+        assert print_mpam_script(superchips(1), None) == 0
         script = capsys.readouterr().out
         assert printed in script
         told = subprocess.run(["sh", "-n"], input=script, text=True, check=False, timeout=60)
         assert told.returncode == 0
+    nothing = SystemFiles(tmp_path / "none")
+    monkeypatch.setattr("so_tui.commands.mpam.SystemFiles", lambda: nothing)
     with rejected("no-resctrl"):
-        print_mpam_script(superchips(1), None, SystemFiles(tmp_path / "none"))
+        print_mpam_script(superchips(1), None)
