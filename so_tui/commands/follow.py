@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import datetime
 
+from so_tui.commands.common import print_note
 from so_tui.runs import RunDirectory, RunReader, Update, deleted
 from so_tui.runs import state as run_state
 from so_tui.runs.liveness import EXIT_CODES
@@ -26,7 +27,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import SoTuiError
-from so_tui.trust.text import brief_line, brief_message, printable_line, so_tui_command
+from so_tui.trust.text import brief_line, brief_message, so_tui_command
 from so_tui.units import count, disk_size, duration, plural, rate, significant, thousands
 
 _LONGEST_LINE = 2000
@@ -43,9 +44,9 @@ def exit_code_of(run: RunDirectory) -> int | None:
     return EXIT_CODES.get(current_state(run).state)
 
 
-def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
-    """Print progress until the run ends, and return its exit code. ``quiet`` prints only how it
-    ended.
+def follow(run: RunDirectory, *, owner: bool) -> int:
+    """Print progress until the run ends, and return its exit code. With ``--quiet``, print only how
+    it ended.
 
     An interrupt asks the run to stop if this command started it (``owner``), and otherwise only
     stops watching. SIGUSR1, a scheduler's warning, and SIGTERM, with which containers and
@@ -64,8 +65,8 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, lambda number, _: received.append(signal.Signals(number)))
     reader = RunReader(run, state_of=current_state)
-    printer = _Printer(quiet=quiet)
-    printer.note(printable_line(f"run {run.name} in {run.path}"))
+    printer = _Printer()
+    print_note(f"run {run.name} in {run.path}")
     stopping, waiting = False, ""
     update: Update | None = None
     checked = time.monotonic()
@@ -82,7 +83,7 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
                 and update.state.detail != waiting
             ):
                 waiting = update.state.detail
-                printer.note(brief_message(f"queued: {waiting}"))
+                print_note(brief_message(f"queued: {waiting}"))
             if update.state is not None:
                 printer.compare(update.state)
             if (
@@ -105,12 +106,14 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
             if not owner:
                 return 130
             if stopping:
-                printer.note(f"\nno longer watching; {run.name} stops by itself after its step")
+                print_note("")
+                print_note(f"no longer watching; {run.name} stops by itself after its step")
                 return 4
             stopping = True
             run_state.request(run, "stop")
-            printer.note(
-                "\nstopping after this step, with a checkpoint (interrupt again to stop watching)"
+            print_note("")
+            print_note(
+                "stopping after this step, with a checkpoint (interrupt again to stop watching)"
             )
 
 
@@ -145,8 +148,7 @@ def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printe
 class _Printer:
     """Prints records as lines, but not every step."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self) -> None:
         self._total_steps = 0
         self._last_step_line = 0.0
         self._step_times: list[float] = []
@@ -154,16 +156,11 @@ class _Printer:
         self._slow_because: tuple[str, ...] | None = None
         self._noted = ""
 
-    def note(self, text: str) -> None:
-        """Print what is neither result nor error."""
-        if not self._quiet:
-            print(text, flush=True)
-
     def note_once(self, text: str) -> None:
         """Print what may be said again and again."""
         if text != self._noted:
             self._noted = text
-            self.note(text)
+            print_note(text)
 
     def show(self, record: MetricRecord) -> None:
         if not isinstance(record, StepRecord):
@@ -284,7 +281,7 @@ class _Printer:
         return EXIT_CODES[state.state]
 
     def _line(self, when: float, text: str) -> None:
-        self.note(_line(when, text))
+        print_note(_line(when, text))
 
 
 def _line(when: float, text: str) -> str:

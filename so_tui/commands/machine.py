@@ -47,9 +47,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from so_tui.machine import inspect_machine
 
     machine = inspect_machine()
-    rates, path = measure_rates(
-        machine, lambda message: print_note(arguments, message, stderr=arguments.json)
-    )
+    rates, path = measure_rates(machine, lambda message: print_note(message, stderr=arguments.json))
     if arguments.json:
         print_json(Measured(str(path), calibration_of(machine)))
     else:
@@ -58,7 +56,6 @@ def calibrate(arguments: argparse.Namespace) -> int:
         )
         if not machine.gpus:
             print_note(
-                arguments,
                 "This machine has no GPU, so only Adam's rate was measured. Steps on machines "
                 "without GPUs are not predicted.",
             )
@@ -154,9 +151,7 @@ def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None
         if sees_part(machine)
         else ""
     )
-    print_note(
-        arguments, f"kept for plans of partition {partition} on {cluster}{part}", stderr=True
-    )
+    print_note(f"kept for plans of partition {partition} on {cluster}{part}", stderr=True)
 
 
 def machines(arguments: argparse.Namespace) -> int:
@@ -183,7 +178,6 @@ def _fix(arguments: argparse.Namespace) -> None:
     from so_tui.launch.helper import call_tool
 
     print_note(
-        arguments,
         "compiling the CPU Adam kernels; the first time, this takes up to a minute …",
         stderr=arguments.json,
     )
@@ -264,14 +258,14 @@ def validate(arguments: argparse.Namespace) -> int:
     machine = inspect_machine()
     folder: Path = arguments.out or validation_dir()
     gpus = min(arguments.gpus, len(machine.gpus)) if arguments.gpus else len(machine.gpus)
-    line, told = ProgressLine(shown=not arguments.quiet), ""
+    line, told = ProgressLine(), ""
 
     def tell(text: str, share: float) -> None:
         nonlocal told
         line.show(f"{_bar(share)} {text}")
         if line.hidden and text.partition(":")[0] != told:
             told = text.partition(":")[0]
-            print_note(arguments, f"{100 * share:3.0f} % {text}", stderr=arguments.json)
+            print_note(f"{100 * share:3.0f} % {text}", stderr=arguments.json)
 
     try:
         found = validate(
@@ -285,7 +279,6 @@ def validate(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         line.clear()
         print_note(
-            arguments,
             f"stopped; the same command continues. So far: {folder / 'report.md'}",
             stderr=True,
         )

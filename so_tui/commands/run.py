@@ -162,11 +162,9 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse_script(spec, option, dry_run=arguments.dry_run)
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
-            _report_warnings(arguments, tuple(str(problem) for problem in missing_inputs(spec)))
+            _report_warnings(tuple(str(problem) for problem in missing_inputs(spec)))
         launch = _prepared(spec, arguments)
-        _report_warnings(
-            arguments, tuple(str(problem) for problem in executor_of(spec).unavailable(launch))
-        )
+        _report_warnings(tuple(str(problem) for problem in executor_of(spec).unavailable(launch)))
         from so_tui.launch.show import render_launch, render_start, shown_launch
 
         if arguments.json:
@@ -192,11 +190,9 @@ def run(arguments: argparse.Namespace) -> int:
         launch, warnings = preflight(
             launch,
             runs_dir=arguments.runs_dir,
-            begins=lambda check: print_note(
-                arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True
-            ),
+            begins=lambda check: print_note(f"so-tui: checking {CHECKS[check]} …", stderr=True),
         )
-        _report_warnings(arguments, warnings)
+        _report_warnings(warnings)
     return _show(_start(launch, arguments), arguments, owner=True)
 
 
@@ -246,9 +242,9 @@ def _plain(arguments: argparse.Namespace) -> bool:
     return arguments.plain or not usable_terminal()
 
 
-def _report_warnings(arguments: argparse.Namespace, warnings: tuple[str, ...]) -> None:
+def _report_warnings(warnings: tuple[str, ...]) -> None:
     for warning in warnings:
-        print_note(arguments, f"so-tui: warning: {warning}", stderr=True)
+        print_note(f"so-tui: warning: {warning}", stderr=True)
 
 
 def resume(arguments: argparse.Namespace) -> int:
@@ -303,7 +299,7 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
             print(target.name)
         return 0
     if _plain(arguments):
-        return follow(target, owner=owner, quiet=arguments.quiet)
+        return follow(target, owner=owner)
 
     _show_screen(arguments.runs_dir, open_run=target)
     return _exit_code(target)

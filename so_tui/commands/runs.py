@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.commands.common import ProgressLine, print_json, print_note, print_rich
-from so_tui.commands.common import print_note as tell
+from so_tui.commands.common import ProgressLine, plain_table, print_json, print_note, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec, readable_spec
 from so_tui.runs.directory import refuse_another_users
 from so_tui.runs.export import export_metrics
@@ -104,13 +103,9 @@ def _compared(run: RunDirectory, spec: RunSpec, settings: dict[str, str]) -> Com
 
 def _print(compared: ComparedRuns) -> None:
     """Print a row for each setting that differs and for each result, a column for each run."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for run in compared.runs:
-        table.add_column(Text(printable_line(run.name)), overflow="fold")
+    table = plain_table("", *(printable_line(run.name) for run in compared.runs))
     table.add_row("state", *(f"{run.state} at step {thousands(run.step)}" for run in compared.runs))
     for key, name in RESULTS.items():
         cells = [result_text(run.results, key) for run in compared.runs]
@@ -140,7 +135,7 @@ def export_run_metrics(arguments: argparse.Namespace) -> int:
     target = arguments.to or f"{run.name}.csv"
     if fault := path_fault(target):
         raise reject("invalid-path", "--to", shown(target), fault, "Give another name.")
-    line = ProgressLine(shown=not arguments.quiet)
+    line = ProgressLine()
     line.show("reading the run")
     path = Path(target).expanduser()
     count = export_metrics(read_all(run), path, lambda rows: line.show(f"{thousands(rows)} rows"))
@@ -168,7 +163,7 @@ def edit_note(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(notes)
     elif not notes.note and not notes.tags:
-        tell(arguments, "no note and no tags")
+        print_note("no note and no tags")
     else:
         for part in (notes.note, " ".join(f"#{tag}" for tag in notes.tags)):
             if part:
@@ -385,9 +380,9 @@ def stop(arguments: argparse.Namespace) -> int:
     else:
         seen = sighting(run, state)
         if not seen.by_processes:
-            print_note(arguments, f"{run.name} {evidence(state, seen)}")
+            print_note(f"{run.name} {evidence(state, seen)}")
         if state.state != "queued":
-            print_note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
+            print_note(f"asked {run.name} to stop; waiting for its checkpoint")
         state = stop_run(run, grace_s=arguments.grace)
         if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
             ended_state(run)  # refuses it, and says what was seen
@@ -442,6 +437,6 @@ def export(arguments: argparse.Namespace) -> int:
     target = arguments.to or str(run.path / "export")
     writable(Path(target), "--to")
     for event in in_steps(export_model(run, target), 10):
-        print_note(arguments, str(event))
+        print_note(str(event))
     print(printable_line(f"wrote {target}"))
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from so_tui.commands.common import print_json, print_rich
+from so_tui.commands.common import plain_table, print_json, print_rich
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
 from so_tui.settings_file import change_settings, load_settings, setting_index, value_of
@@ -59,12 +59,10 @@ def settings(arguments: argparse.Namespace) -> int:
 
 
 def _print_all(found: Settings) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("setting", "value", "what it is"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
+    table = plain_table("setting", "value", "what it is")
+    table.columns[0].no_wrap = True
     for key, info in setting_index().items():
         value = value_of(found, key)
         words = f" ({', '.join(info.choices)})" if info.choices else ""
