@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from so_tui.spec.errors import shown
-from so_tui.spec.keys import FieldInfo, fields
+from so_tui.spec.keys import FieldInfo, field_index
 
 PAGE = Path(__file__).with_name("presets.md")
 _INTRODUCTION = """\
@@ -80,7 +80,9 @@ a remedy and the nearest known key.
 def page() -> str:
     """Return the page."""
     parts = [_INTRODUCTION]
-    for section, group in groupby(fields(), key=lambda info: info.path.rpartition(".")[0]):
+    for section, group in groupby(
+        field_index().values(), key=lambda info: info.path.rpartition(".")[0]
+    ):
         parts.append(f"\n## {f'`[{section}]`' if section else 'Top level'}\n")
         parts.append("| key | takes | default | meaning |\n|---|---|---|---|")
         parts += [_row(info) for info in group]

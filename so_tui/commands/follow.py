@@ -37,13 +37,6 @@ POLL_S = 0.5
 STEP_LINE_S = 2.0
 
 
-def exit_code_of(run: RunDirectory) -> int | None:
-    """Return the exit code of a run that has ended; None while it is live."""
-    from so_tui.launch.lifecycle import current_state
-
-    return EXIT_CODES.get(current_state(run).state)
-
-
 def follow(run: RunDirectory, *, owner: bool) -> int:
     """Print progress until the run ends, and return its exit code. With ``--quiet``, print only how
     it ended.

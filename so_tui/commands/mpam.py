@@ -56,7 +56,7 @@ echo 'Mounted. Now run "so-tui doctor --mpam" again: \
 it reads the limits of this hardware and prints the partitions.'"""
 
 
-class Resctrl(Struct, frozen=True, kw_only=True):
+class _Resctrl(Struct, frozen=True, kw_only=True):
     """A mounted resctrl file system."""
 
     mount: str
@@ -78,7 +78,7 @@ class Resctrl(Struct, frozen=True, kw_only=True):
     """Control group -> its CPUs, without the default group."""
 
 
-class Partition(Struct, frozen=True, kw_only=True):
+class _Partition(Struct, frozen=True, kw_only=True):
     """One control group."""
 
     role: Role
@@ -120,7 +120,7 @@ def _impossible(code: str, host: str, message: str, remedy: str) -> InputError:
     return reject(code, "--mpam", host, message, remedy)
 
 
-def _read_resctrl(files: SystemFiles) -> Resctrl | None:
+def _read_resctrl(files: SystemFiles) -> _Resctrl | None:
     """Return what can be partitioned; None where resctrl is not mounted, or not readable."""
     mount, options = resctrl_mount(files) or ("", "")
     text = files.text(f"{mount}/schemata")
@@ -134,7 +134,7 @@ def _read_resctrl(files: SystemFiles) -> Resctrl | None:
     caches = [name for name in _CACHES if name in lines]
     resources = ["MB", *caches] if "MB" in lines else caches
     in_bytes = "mba_MBps" in options.split(",")
-    return Resctrl(
+    return _Resctrl(
         mount=mount,
         most_groups=min((limit(f"{name}/num_closids", 0) for name in resources), default=0),
         bandwidth={} if in_bytes else _parts(lines.get("MB", ""), 10),
@@ -168,8 +168,8 @@ def _caches_of_cpus(files: SystemFiles) -> dict[int, int]:
 
 
 def _partitions(
-    found: Resctrl, bindings: Sequence[RankBinding], host: str
-) -> tuple[Partition, Partition]:
+    found: _Resctrl, bindings: Sequence[RankBinding], host: str
+) -> tuple[_Partition, _Partition]:
     """Return a partition of the main cores of all ranks and one of their Adam cores."""
     adam = {cpu for binding in bindings for cpu in binding.adam_cpus}
     main = {cpu for binding in bindings for cpu in binding.main_cpus} - adam
@@ -205,7 +205,7 @@ def _partitions(
     return wanted
 
 
-def _partition(found: Resctrl, role: Role, cpus: set[int]) -> Partition:
+def _partition(found: _Resctrl, role: Role, cpus: set[int]) -> _Partition:
     """Return a partition with lines for the L3 caches of its CPUs; where those are not known, for
     all.
     """
@@ -225,10 +225,10 @@ def _partition(found: Resctrl, role: Role, cpus: set[int]) -> Partition:
         for name, parts in values.items()
     }
     schemata = tuple(f"{name}:{line}" for name, line in lines.items() if line)
-    return Partition(role=role, cpus=tuple(sorted(cpus)), schemata=schemata)
+    return _Partition(role=role, cpus=tuple(sorted(cpus)), schemata=schemata)
 
 
-def _bandwidth(found: Resctrl, full: int) -> int:
+def _bandwidth(found: _Resctrl, full: int) -> int:
     """Return the bandwidth of the Adam cores, in whole steps."""
     least = max(found.least_bandwidth, math.ceil(_LEAST_BANDWIDTH * full))
     steps = math.ceil(round(max(least, ADAM_BANDWIDTH * full) / found.bandwidth_step, 6))
@@ -248,7 +248,7 @@ def _cut(mask: int, least_bits: int) -> tuple[int, int]:
     return mask & ~adam, adam
 
 
-def _partition_script(host: str, found: Resctrl, wanted: Sequence[Partition]) -> str:
+def _partition_script(host: str, found: _Resctrl, wanted: Sequence[_Partition]) -> str:
     """Return a script that makes the groups."""
     made, folders = [], []
     for partition in wanted:

@@ -21,13 +21,14 @@ from so_tui.commands.common import (
     print_rich,
     usable_terminal,
 )
-from so_tui.commands.follow import exit_code_of, follow
+from so_tui.commands.follow import follow
 from so_tui.launch.executors import executor_of
 from so_tui.launch.lifecycle import start
 from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.launch.slurm.script import Draft, edited, for_run, kept
 from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
+from so_tui.runs.liveness import EXIT_CODES
 from so_tui.spec import Refused, RunSpec, SoTuiError, with_values
 from so_tui.spec.errors import reject
 from so_tui.trust.files import read_bounded
@@ -306,11 +307,12 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
 
 
 def _exit_code(target: RunDirectory | None) -> int:
-    """Return the exit code of a run that was shown on the screen; 0 unless it has ended."""
-    code = None if target is None else exit_code_of(target)
-    return (
-        0 if code is None else code
-    )  # the user left while it trains, and the screen has said how to see it again
+    """Return the exit code of a run that was shown on the screen; 0 unless it has ended: the user
+    left while it trains, and the screen has said how to see it again.
+    """
+    from so_tui.launch.lifecycle import current_state
+
+    return 0 if target is None else EXIT_CODES.get(current_state(target).state, 0)
 
 
 def supervise(arguments: argparse.Namespace) -> int:

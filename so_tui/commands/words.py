@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 from so_tui.machine.known import MACHINES
-from so_tui.spec.keys import fields
+from so_tui.spec.keys import field_index
 
 
 def _words() -> str:
@@ -17,7 +17,7 @@ def _words() -> str:
             "description": info.description,
             "values": (("true", "false") if info.type_name == "boolean" else info.choices),
         }
-        for info in fields()
+        for info in field_index().values()
         if info.type_name != "table"
     }
     machines = {name: machine.title for name, machine in MACHINES.items()}

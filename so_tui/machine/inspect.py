@@ -43,7 +43,7 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
     )
 
 
-# Read and write machine files: ``inspect --json`` writes them and ``--machine FILE`` reads them.
+# Read machine files, which ``inspect --json`` writes and ``--machine FILE`` names.
 #
 # Problem codes: unreadable: The file is missing or cannot be read. not-a-file, too-large, too-
 # deep: It is a pipe or a device, larger than 16 MiB, or nested too deeply. out-of-range: It has
@@ -57,11 +57,6 @@ _REMEDY = "Write one on that machine with `so-tui inspect --json > FILE`."
 
 _MOST_GPUS, _MOST_NODES, _MOST_CPUS, _MOST_BYTES = 256, 4096, 1 << 16, 1 << 50
 """Bounds far above any real machine."""
-
-
-def machine_json(machine: Machine) -> bytes:
-    """Return a machine as indented JSON with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(machine), indent=2) + b"\n"
 
 
 def load_machine(path: Path | str) -> Machine:

@@ -327,42 +327,32 @@ class _Later(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was tested with it, and everything else as in the newest set; empty if nothing was."""
 
 
-class _File(Struct, frozen=True, forbid_unknown_fields=True):
+class _Versions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of ``versions.toml``."""
+
     sets: tuple[VersionSet, ...]
+    """The tested sets, the oldest first."""
     later: tuple[_Later, ...]
+    """Versions after those of the newest set."""
     bounds: tuple[Bound, ...]
+    """Of Python and of each of PACKAGES."""
+
+    def bound_of(self, package: str) -> Bound:
+        """Return the bound of Python or of one of PACKAGES."""
+        return next(bound for bound in self.bounds if bound.package == package)
 
 
 @cache
-def _file() -> _File:
-    return msgspec.toml.decode(PATH.read_bytes(), type=_File)
-
-
-def version_sets() -> tuple[VersionSet, ...]:
-    """Return the tested sets, the oldest first."""
-    return _file().sets
-
-
-def later_versions() -> tuple[_Later, ...]:
-    """Return the versions after those of the newest set."""
-    return _file().later
-
-
-def bounds() -> tuple[Bound, ...]:
-    """Return the bounds of Python and of each of PACKAGES."""
-    return _file().bounds
-
-
-def bound_of(package: str) -> Bound:
-    """Return the bound of Python or of one of PACKAGES."""
-    return next(bound for bound in bounds() if bound.package == package)
+def known_versions() -> _Versions:
+    """Return which versions were tested, and how far each may go."""
+    return msgspec.toml.decode(PATH.read_bytes(), type=_Versions)
 
 
 def installed_set(software: Software) -> VersionSet | None:
     """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``,
     ``+cu130``) count as that version.
     """
-    for each in version_sets():
+    for each in known_versions().sets:
         if all(
             version_numbers(getattr(software, package)) == version_numbers(version)
             for package, version in each.versions.items()
@@ -375,6 +365,6 @@ def outside_bounds(software: Software) -> tuple[Bound, ...]:
     """Return the bounds that installed packages, and Python, exceed."""
     return tuple(
         bound
-        for bound in bounds()
+        for bound in known_versions().bounds
         if (version := getattr(software, bound.package)) is not None and not bound.admits(version)
     )

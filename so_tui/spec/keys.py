@@ -97,17 +97,11 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
 
 
 @cache
-def fields() -> tuple[FieldInfo, ...]:
-    """Return all keys in declaration order, with sections flattened (``train.micro_batch``),
-    without the generated parameter table.
-    """
-    return tuple(info for info in fields_of(RunSpec) if info.path != GENERATED)
-
-
-@cache
 def field_index() -> dict[str, FieldInfo]:
-    """Return ``fields()`` by path."""
-    return {info.path: info for info in fields()}
+    """Return all keys by dotted path, in declaration order (``train.micro_batch``), without the
+    generated parameter table.
+    """
+    return {info.path: info for info in fields_of(RunSpec) if info.path != GENERATED}
 
 
 @cache

@@ -35,7 +35,6 @@ from so_tui.spec.errors import (
     Problems,
     nearest,
     reject,
-    set_option,
     shown,
     some,
 )
@@ -44,6 +43,7 @@ from so_tui.spec.model_table import table_text
 from so_tui.spec.run_spec import DataSource, Preset, RunSpec
 from so_tui.trust.decoding import TooDeepError, decode_toml
 from so_tui.trust.files import Unfit, UnfitFileError, read_bounded
+from so_tui.trust.text import quoted
 from so_tui.units import thousands
 
 # The variant of a preset with the settings of DeepSpeed's SuperOffload examples: ``PRESET:as-
@@ -394,7 +394,7 @@ def find_preset(name_or_path: str, *, table: bool = True) -> Preset:
             shown(name_or_path),
             "is a data file, not a preset",
             "To train on your own rows, name a preset as well: tiny "
-            f"{set_option('data.source', name_or_path)}",
+            f"{quoted('--set', f'data.source={name_or_path}')}",
         )
     if "/" in name_or_path or name_or_path.endswith(".toml"):
         if fault:

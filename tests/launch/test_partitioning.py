@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.commands.mpam import (
-    Resctrl,
     _partition_script,
     _partitions,
     _read_resctrl,
+    _Resctrl,
     print_mpam_script,
 )
 from so_tui.machine.system_files import SystemFiles
@@ -56,7 +56,7 @@ def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
     )
 
 
-def grace(tmp_path: Path) -> Resctrl:
+def grace(tmp_path: Path) -> _Resctrl:
     found = _read_resctrl(tree(tmp_path, GRACE, dict.fromkeys(range(72), 1)))
     assert found is not None
     return found
@@ -71,7 +71,7 @@ def test_the_published_example_follows_from_the_tree(tmp_path: Path) -> None:
     ]
 
 
-def schemata(found: Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
+def schemata(found: _Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
     return [partition.schemata for partition in _partitions(found, bindings(chips), "node7")]
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.machine import Machine, inspect_machine, load_machine, machine_json
+from so_tui.machine import Machine, inspect_machine, load_machine
 from so_tui.machine.gpus import _normal_bus_id
+from tests.support.machines import machine_json
 
 
 @pytest.fixture(scope="module")

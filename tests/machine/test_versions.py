@@ -15,17 +15,15 @@ from packaging.version import Version
 from so_tui.machine.software import (
     PACKAGES,
     Bound,
-    bounds,
     installed_set,
-    later_versions,
+    known_versions,
     outside_bounds,
-    version_sets,
 )
 from so_tui.machine.types import Software
 from tests.support.python_path import ROOT
 
-SETS = {each.name: each for each in version_sets()}
-BOUNDS = {bound.package: bound for bound in bounds()}
+SETS = {each.name: each for each in known_versions().sets}
+BOUNDS = {bound.package: bound for bound in known_versions().bounds}
 
 
 def installed(name: str) -> Software:
@@ -54,7 +52,9 @@ def test_the_sets_reach_both_bounds_of_every_package() -> None:
         assert Version(versions["oldest"]) == Version(BOUNDS[package].oldest)
         newest = BOUNDS[package].newest.split(".")
         tested = [
-            each.version for each in later_versions() if each.package == package and each.tested
+            each.version
+            for each in known_versions().later
+            if each.package == package and each.tested
         ]
         assert max([versions["newest"], *tested], key=Version).split(".")[: len(newest)] == newest
         assert (
@@ -63,7 +63,7 @@ def test_the_sets_reach_both_bounds_of_every_package() -> None:
 
 
 def test_a_later_version_is_allowed_if_it_was_tested() -> None:
-    for each in later_versions():
+    for each in known_versions().later:
         assert Version(each.version) > Version(getattr(SETS["newest"], each.package))
         assert BOUNDS[each.package].admits(each.version) == bool(each.tested), each.package
 

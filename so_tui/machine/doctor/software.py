@@ -20,8 +20,8 @@ from so_tui.machine.software import (
     PACKAGES,
     extensions_folder,
     installed_set,
+    known_versions,
     outside_bounds,
-    version_sets,
 )
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import version_numbers
@@ -54,7 +54,7 @@ def _check_packages(context: CheckContext) -> Findings:
             evidence += ", whose internals the offload engine uses"
         yield finding(name, evidence, version=version, **msgspec.structs.asdict(bound))
     if not missing and not outside and installed_set(installed) is None:
-        sets = "; or ".join(_listed(each.versions) for each in version_sets())
+        sets = "; or ".join(_listed(each.versions) for each in known_versions().sets)
         yield finding("untested-set", _listed(versions), sets=sets)
 
 
