@@ -83,7 +83,7 @@ def memory_unit() -> tuple[int, str]:
     return _memory_units[0]
 
 
-def memory_size(size_bytes: int) -> str:
+def memory_size(size_bytes: int, decimals: int = 1) -> str:
     """Return a size of memory: ``226 GiB``, ``3.2 GiB``, ``12 MiB``, ``64 KiB``. Only GiB below 100
     have decimals.
     """
@@ -91,7 +91,7 @@ def memory_size(size_bytes: int) -> str:
     if size_bytes >= 99.5 * giga:
         return f"{thousands(round(size_bytes / giga))} {gigas}"
     if size_bytes >= 0.95 * giga:
-        return f"{size_bytes / giga:.1f} {gigas}"
+        return f"{size_bytes / giga:.{decimals}f} {gigas}"
     if size_bytes >= 0.5 * mega:
         return f"{thousands(round(size_bytes / mega))} {megas}"
     return (

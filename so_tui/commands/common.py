@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _notes_shown = True
 _SHORT_OPTIONS = {
+    "gpus": "gpus",
     "nodes": "nodes",
     "partition": "slurm.partition",
     "account": "slurm.account",
@@ -65,20 +66,13 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
         key.strip(): value.strip()
         for key, _, value in (change.partition("=") for change in arguments.set)
     }
-    if arguments.gpus is not None:
-        given = given_gpus(arguments.gpus)
-        if "gpus" in changes and parse_value(changes["gpus"], field_index()["gpus"]) != given:
-            raise reject(
-                "contradicting-options",
-                "--gpus",
-                arguments.gpus,
-                f"contradicts --set gpus={changes['gpus']}",
-                "Give only one of the two.",
-            )
-        changes["gpus"] = str(given)
     for option, key in _SHORT_OPTIONS.items():
         value = getattr(arguments, option, None)
-        if value is not None and changes.setdefault(key, value) != value:
+        if value is None:
+            continue
+        given = str(given_gpus(value)) if option == "gpus" else value
+        info = field_index()[key]
+        if parse_value(changes.setdefault(key, given), info) != parse_value(given, info):
             raise reject(
                 "contradicting-options",
                 f"--{option}",
@@ -86,6 +80,7 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
                 f"contradicts --set {key}={changes[key]}",
                 "Give only one of the two.",
             )
+        changes[key] = given
     return changes
 
 
