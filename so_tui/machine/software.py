@@ -4,7 +4,6 @@ quick commands.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import platform
@@ -169,7 +168,7 @@ def package_version(name: str) -> str | None:
         return None
 
 
-@functools.cache
+@cache
 def _numactl_trial(nodes: Nodes, allowed: Cpus) -> bool:
     """Return whether ``numactl -m NODE -C CPUS true`` works here, on a node with memory; containers
     may forbid set_mempolicy.
@@ -197,7 +196,7 @@ def torch_build() -> dict[str, str]:
         return {}
 
 
-@functools.cache
+@cache
 def _numactl_version() -> str | None:
     """Return the version of numactl. Releases before 2.0.17 have no --version, so the package
     manager is tried next.
@@ -227,7 +226,7 @@ def _mempolicy_works() -> bool | None:
     return bool(ctypes.CDLL(None).syscall(number, None, None, none, None, none) == 0)
 
 
-@functools.cache
+@cache
 def _cuda_toolkit() -> str | None:
     """Return the version of nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from the usual
     folder.
@@ -238,14 +237,14 @@ def _cuda_toolkit() -> str | None:
     return match.group(1) if match else None
 
 
-@functools.cache
+@cache
 def _compiler() -> str | None:
     """Return the C++ compiler for CPU Adam, found as torch's extension builder does."""
     answer = output_of(os.environ.get("CXX") or "c++", "--version")
     return answer.splitlines()[0].strip() if answer else None
 
 
-@functools.cache
+@cache
 def _first_version(*command: str) -> str | None:
     return _version_in(output_of(*command))
 

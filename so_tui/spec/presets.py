@@ -227,64 +227,40 @@ def _preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
 
 def _read_source(path: Path, origin: Origin) -> _Source:
     """Return a preset file as parsed. Raises InputError with the codes of ``catalog``."""
-    file = str(path)
     try:
         tree = decode_toml(read_bounded(path, LARGEST_BYTES))
     except FileNotFoundError:
-        raise reject(
-            "file-not-found",
-            "preset",
-            "",
-            "there is no such file",
-            "`so-tui presets` lists the presets by name.",
-            file=file,
-        ) from None
+        remedy = "`so-tui presets` lists the presets by name."
+        raise _unread(path, "file-not-found", "there is no such file", remedy) from None
     except UnfitFileError as error:
         if path.is_dir():
             raise _no_preset(path, "is a folder, not a preset") from None
-        raise reject(
-            error.unfit.value,
-            "preset",
-            "",
+        message = (
             "is a pipe or a device"
             if error.unfit is Unfit.NOT_A_FILE
-            else f"is larger than {thousands(LARGEST_BYTES)} bytes",
-            f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes.",
-            file=file,
-        ) from None
+            else f"is larger than {thousands(LARGEST_BYTES)} bytes"
+        )
+        remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
+        raise _unread(path, error.unfit.value, message, remedy) from None
     except TooDeepError as error:
-        raise reject(
-            "too-deep",
-            "preset",
-            "",
-            f"is not a preset: {error}",
-            "Write each section at the top level: [model], [data].",
-            file=file,
-        ) from None
+        remedy = "Write each section at the top level: [model], [data]."
+        raise _unread(path, "too-deep", f"is not a preset: {error}", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise reject(
-            "unreadable",
-            "preset",
-            "",
-            f"cannot be read ({error})",
-            "Check the path, and that the file is UTF-8 text with read permission.",
-            file=file,
-        ) from None
+        remedy = "Check the path, and that the file is UTF-8 text with read permission."
+        raise _unread(path, "unreadable", f"cannot be read ({error})", remedy) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix != ".toml":
             raise _no_preset(path, "is a file, not a preset") from None
-        raise reject(
-            "invalid-toml",
-            "preset",
-            "",
-            f"is not TOML: {error}",
-            "Correct that line: text needs quotes, and each key may appear once.",
-            file=file,
-        ) from None
+        remedy = "Correct that line: text needs quotes, and each key may appear once."
+        raise _unread(path, "invalid-toml", f"is not TOML: {error}", remedy) from None
     if tree and not tree.keys() & _KEYS:
         raise _no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")
     tree.setdefault("name", path.stem)
-    return _Source(name=str(tree["name"]), path=file, origin=origin, tree=tree)
+    return _Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
+
+
+def _unread(path: Path, code: str, message: str, remedy: str) -> InputError:
+    return reject(code, "preset", "", message, remedy, file=str(path))
 
 
 def _no_preset(path: Path, message: str) -> InputError:
