@@ -202,7 +202,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     from so_tui.folders import default_runs_dir
     from so_tui.machine.doctor import findings
     from so_tui.machine.show import render_findings, render_set
-    from so_tui.machine.software import installed_set
+    from so_tui.machine.software import known_versions
 
     if (arguments.fix or arguments.mpam) and arguments.machine:
         option = "--fix" if arguments.fix else "--mpam"
@@ -226,7 +226,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         _fix(arguments)
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
-        tested = installed_set(machine.software)
+        tested = known_versions().set_of(machine.software)
         print_json(Findings(tuple(found), tested.name if tested else None))
     else:
         print_rich(render_findings(found))

@@ -154,7 +154,7 @@ T = TypeVar("T")
 _COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 
 
-class NvmlAnswer(Struct, frozen=True, kw_only=True):
+class _NvmlAnswer(Struct, frozen=True, kw_only=True):
     answered: bool = False
     """Whether NVML started. Its list is then complete, even if empty (a job without GPUs)."""
     gpus: tuple[Gpu, ...] = ()
@@ -232,7 +232,7 @@ def _started() -> Iterator[_Asker]:
         pynvml.nvmlShutdown()
 
 
-def query_nvml() -> NvmlAnswer:
+def _query_nvml() -> _NvmlAnswer:
     """Return every GPU that the driver shows to this process; empty and without errors if there is
     no driver.
     """
@@ -243,10 +243,10 @@ def query_nvml() -> NvmlAnswer:
             gpus = tuple(_nvml_gpu(asker, *device) for device in asker.devices())
             driver = asker.ask("nvmlSystemGetDriverVersion", read=_nvml_text)
             errors = tuple(dict.fromkeys(asker.errors))
-            return NvmlAnswer(answered=True, gpus=gpus, driver=driver, errors=errors)
+            return _NvmlAnswer(answered=True, gpus=gpus, driver=driver, errors=errors)
     except pynvml.NVMLError as error:
         absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        return NvmlAnswer(
+        return _NvmlAnswer(
             errors=() if error.value in absent else (f"NVML does not start: {error}.",)
         )
 
@@ -345,12 +345,13 @@ ROCM_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VIS
 
 
 class _FoundGpus(NamedTuple):
-    """The GPUs that a run may use, and what to report about the others."""
+    """The GPUs that a run may use, and what to report about the others and about NVML."""
 
     gpus: tuple[Gpu, ...]
     hidden: tuple[int, ...]
     """Indices of GPUs that the environment hides."""
     notes: tuple[str, ...]
+    nvml: _NvmlAnswer
 
 
 def pci_gpus(files: SystemFiles) -> list[Gpu]:
@@ -362,16 +363,16 @@ def _numbered(gpus: Iterable[Gpu]) -> list[Gpu]:
     return [replace(gpu, index=index) for index, gpu in enumerate(gpus)]
 
 
-def read_gpus(files: SystemFiles, nodes: Nodes, nvml: NvmlAnswer, *, coherent: bool) -> _FoundGpus:
-    """Return the GPUs of a machine with their NUMA nodes.
+def read_gpus(files: SystemFiles, nodes: Nodes, *, coherent: bool) -> _FoundGpus:
+    """Return the GPUs of a machine with their NUMA nodes: those that NVML lists, if it starts.
 
     Args:
         files: System files of the machine.
         nodes: NUMA nodes of the machine.
-        nvml: Answer of NVML; its list is used if NVML started.
         coherent: Whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may
             be GPU memory.
     """
+    nvml = _query_nvml() if files.live else _NvmlAnswer()
     on_bus = pci_gpus(files)
     notes = list(nvml.errors)
     if nvml.answered:
@@ -414,7 +415,7 @@ def read_gpus(files: SystemFiles, nodes: Nodes, nvml: NvmlAnswer, *, coherent: b
         if hidden := [gpu.index for gpu in gpus if gpu not in visible]:
             notes.append(f"{variable} hides GPU {_indices(hidden)}.")
         gpus = visible
-    return _FoundGpus(tuple(gpus), tuple(hidden), tuple(notes))
+    return _FoundGpus(tuple(gpus), tuple(hidden), tuple(notes), nvml)
 
 
 def _indices(indices: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from so_tui.machine.gpus import NvmlAnswer, query_nvml, read_gpus
+from so_tui.machine.gpus import read_gpus
 from so_tui.machine.host import read_host
 from so_tui.machine.software import read_software
 from so_tui.machine.system_files import SystemFiles
@@ -31,15 +31,14 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
     files = SystemFiles(sysroot)
     host = read_host(files, hostname)
     nodes, coherent = host.numa_nodes, host.architecture in ("aarch64", "unknown")
-    nvml = query_nvml() if files.live else NvmlAnswer()
-    found = read_gpus(files, nodes, nvml, coherent=coherent)
+    found = read_gpus(files, nodes, coherent=coherent)
     return replace(
         host,
-        software=read_software(files, nodes, host.allowed_cpus, nvml.driver),
+        software=read_software(files, nodes, host.allowed_cpus, found.nvml.driver),
         gpus=found.gpus,
         notes=(*host.notes, *found.notes),
         hidden_gpus=found.hidden,
-        nvml_errors=nvml.errors,
+        nvml_errors=found.nvml.errors,
     )
 
 
@@ -66,7 +65,7 @@ def load_machine(path: Path | str) -> Machine:
     try:
         machine = read_json(Path(path), Machine)
     except UnfitFileError as error:
-        raise _rejected(error.unfit.value, path, str(error).removeprefix(f"{path} ")) from error
+        raise _rejected(error.code, path, str(error).removeprefix(f"{path} ")) from error
     except TooDeepError as error:
         raise _rejected("too-deep", path, f"is not a machine file: {error}") from error
     except NotTextError as error:

@@ -13,7 +13,7 @@ from rich.tree import Tree as RichTree
 from so_tui.machine.doctor.checks import Finding, Severity
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.known import Description
-from so_tui.machine.software import PACKAGES, installed_set
+from so_tui.machine.software import PACKAGES, known_versions
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
 from so_tui.trust.text import printable_line
 from so_tui.units import GIB, memory_size, page_size, plural
@@ -62,7 +62,7 @@ def render_findings(findings: Sequence[Finding]) -> RenderableType:
 
 def render_set(software: Software) -> Text:
     """Render which tested set of training packages is installed, if it is one."""
-    found = installed_set(software)
+    found = known_versions().set_of(software)
     versions = ", ".join(f"{package} {getattr(software, package)}" for package in PACKAGES)
     sign, which = ("✓ ", "green"), f"the tested set {found.name}" if found else ""
     if found is None:

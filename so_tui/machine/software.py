@@ -340,30 +340,25 @@ class _Versions(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the bound of Python or of one of PACKAGES."""
         return next(bound for bound in self.bounds if bound.package == package)
 
+    def set_of(self, software: Software) -> VersionSet | None:
+        """Return the tested set that is installed; None if it is none. Builds of a version
+        (``+cpu``, ``+cu130``) count as that version.
+        """
+        for each in self.sets:
+            if all(
+                version_numbers(getattr(software, package)) == version_numbers(version)
+                for package, version in each.versions.items()
+            ):
+                return each
+        return None
+
+    def exceeded_by(self, software: Software) -> tuple[Bound, ...]:
+        """Return the bounds that installed packages, and Python, exceed."""
+        installed = [(bound, getattr(software, bound.package)) for bound in self.bounds]
+        return tuple(bound for bound, version in installed if version and not bound.admits(version))
+
 
 @cache
 def known_versions() -> _Versions:
     """Return which versions were tested, and how far each may go."""
     return msgspec.toml.decode(PATH.read_bytes(), type=_Versions)
-
-
-def installed_set(software: Software) -> VersionSet | None:
-    """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``,
-    ``+cu130``) count as that version.
-    """
-    for each in known_versions().sets:
-        if all(
-            version_numbers(getattr(software, package)) == version_numbers(version)
-            for package, version in each.versions.items()
-        ):
-            return each
-    return None
-
-
-def outside_bounds(software: Software) -> tuple[Bound, ...]:
-    """Return the bounds that installed packages, and Python, exceed."""
-    return tuple(
-        bound
-        for bound in known_versions().bounds
-        if (version := getattr(software, bound.package)) is not None and not bound.admits(version)
-    )

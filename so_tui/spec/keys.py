@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Struct, inspect
 
-from so_tui.spec.run_spec import DataSource, RunSpec
+from so_tui.spec.run_spec import RunSpec
 from so_tui.units import thousands
 
 FieldType = Literal["integer", "number", "text", "boolean", "choice", "list", "table"]
@@ -102,22 +102,6 @@ def field_index() -> dict[str, FieldInfo]:
     generated parameter table.
     """
     return {info.path: info for info in fields_of(RunSpec) if info.path != GENERATED}
-
-
-@cache
-def source_index() -> dict[str, FieldInfo]:
-    """Return the keys of one source of a mixture (``weight``), by name."""
-    return {info.path: info for info in fields_of(DataSource)}
-
-
-@cache
-def section_names() -> tuple[str, ...]:
-    """Return the names of the sections of a preset: ``model``, ``data``, ..."""
-    return tuple(
-        field.name
-        for field in inspect.type_info(RunSpec).fields  # type: ignore[attr-defined]
-        if isinstance(_bare(field.type), inspect.StructType)
-    )
 
 
 def fields_of(struct: type[Struct], prefix: str = "") -> list[FieldInfo]:

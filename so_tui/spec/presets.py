@@ -42,7 +42,7 @@ from so_tui.spec.merge import Tree, complete_tree, differences, merged, spec_tre
 from so_tui.spec.model_table import table_text
 from so_tui.spec.run_spec import DataSource, Preset, RunSpec
 from so_tui.trust.decoding import TooDeepError, decode_toml
-from so_tui.trust.files import Unfit, UnfitFileError, read_bounded
+from so_tui.trust.files import UnfitFileError, read_bounded
 from so_tui.trust.text import quoted
 from so_tui.units import thousands
 
@@ -237,11 +237,11 @@ def _read_source(path: Path, origin: Origin) -> _Source:
             raise _no_preset(path, "is a folder, not a preset") from None
         message = (
             "is a pipe or a device"
-            if error.unfit is Unfit.NOT_A_FILE
+            if error.code == "not-a-file"
             else f"is larger than {thousands(LARGEST_BYTES)} bytes"
         )
         remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
-        raise _unread(path, error.unfit.value, message, remedy) from None
+        raise _unread(path, error.code, message, remedy) from None
     except TooDeepError as error:
         remedy = "Write each section at the top level: [model], [data]."
         raise _unread(path, "too-deep", f"is not a preset: {error}", remedy) from None

@@ -15,9 +15,7 @@ from packaging.version import Version
 from so_tui.machine.software import (
     PACKAGES,
     Bound,
-    installed_set,
     known_versions,
-    outside_bounds,
 )
 from so_tui.machine.types import Software
 from tests.support.python_path import ROOT
@@ -70,13 +68,13 @@ def test_a_later_version_is_allowed_if_it_was_tested() -> None:
 
 def test_a_set_is_recognised_whatever_torch_was_built_for() -> None:
     for name, each in SETS.items():
-        assert installed_set(installed(name)) == each
+        assert known_versions().set_of(installed(name)) == each
     assert (
-        installed_set(replace(installed("oldest"), torch=f"{SETS['oldest'].torch}+cu124"))
+        known_versions().set_of(replace(installed("oldest"), torch=f"{SETS['oldest'].torch}+cu124"))
         == SETS["oldest"]
     )
-    assert installed_set(replace(installed("oldest"), torch=SETS["newest"].torch)) is None
-    assert installed_set(Software(python="3.12.3")) is None
+    assert known_versions().set_of(replace(installed("oldest"), torch=SETS["newest"].torch)) is None
+    assert known_versions().set_of(Software(python="3.12.3")) is None
 
 
 @pytest.mark.parametrize(
@@ -95,6 +93,9 @@ def test_a_bound_admits_each_patch_of_the_newest_it_names(version: str, admitted
 
 
 def test_only_what_is_installed_can_be_outside() -> None:
-    assert outside_bounds(Software()) == ()
+    assert known_versions().exceeded_by(Software()) == ()
     old = replace(installed("middle"), python="3.10.1", datasets=None, transformers="4.56.1")
-    assert [bound.package for bound in outside_bounds(old)] == ["python", "transformers"]
+    assert [bound.package for bound in known_versions().exceeded_by(old)] == [
+        "python",
+        "transformers",
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -164,8 +164,3 @@ class CheckContext:
         host.
         """
         return self.files.text(name) if self.files else ""
-
-
-def gpu_list(gpus: Iterable[Gpu]) -> str:
-    """Return the indices of GPUs for a message: ``0, 2``."""
-    return ", ".join(str(gpu.index) for gpu in gpus)

@@ -10,10 +10,10 @@ torch-too-old-for-gpu, gpu-without-bf16.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from so_tui.machine.doctor.checks import CheckContext, Finding, Findings, finding, gpu_list
+from so_tui.machine.doctor.checks import CheckContext, Finding, Findings, finding
 from so_tui.machine.doctor.host import run_of
 from so_tui.machine.gpus import GpuHealth, pci_gpus
 from so_tui.machine.types import Gpu, version_numbers
@@ -34,7 +34,7 @@ def _check_amd(context: CheckContext) -> Findings:
         named = ", ".join(f"GPU {gpu.index}: {gpu.name} at {gpu.pci_bus_id}" for gpu in amd)
         yield finding("never-run" if all(gpu.shares_memory for gpu in amd) else "amd-gpus", named)
     if split := [gpu for gpu in amd if gpu.mig]:
-        evidence = f"GPU {gpu_list(split)}: several devices at {split[0].pci_bus_id} (KFD topology)"
+        evidence = f"GPU {_listed(split)}: several devices at {split[0].pci_bus_id} (KFD topology)"
         yield finding("partitioned", evidence)
 
 
@@ -44,7 +44,7 @@ def _check_driver(context: CheckContext) -> Findings:
     if not context.machine.gpus:
         yield _why_no_gpu(context)
     elif context.files and silent:
-        on_bus = f"GPU {gpu_list(silent)} found on the PCI bus only."
+        on_bus = f"GPU {_listed(silent)} found on the PCI bus only."
         yield finding("nvml-unavailable", " ".join([on_bus, *context.machine.nvml_errors]))
     cuda_13 = version_numbers(software.torch_cuda)[:1] == (13,)
     if gpus and cuda_13 and () < version_numbers(software.nvidia_driver) < _CUDA_13_DRIVER:
@@ -73,13 +73,13 @@ def _why_no_gpu(context: CheckContext) -> Finding:
 def _check_modes(context: CheckContext) -> Findings:
     gpus = context.nvidia_gpus
     if prohibited := [gpu for gpu in gpus if gpu.compute_mode == "Prohibited"]:
-        evidence = f"GPU {gpu_list(prohibited)}: compute mode Prohibited (NVML)"
+        evidence = f"GPU {_listed(prohibited)}: compute mode Prohibited (NVML)"
         yield finding("compute-prohibited", evidence)
     if exclusive := context.exclusive_gpus:
         mode = exclusive[0].compute_mode
-        yield finding("compute-exclusive", f"GPU {gpu_list(exclusive)}: compute mode {mode} (NVML)")
+        yield finding("compute-exclusive", f"GPU {_listed(exclusive)}: compute mode {mode} (NVML)")
     if sliced := [gpu for gpu in gpus if gpu.mig]:
-        yield finding("mig-enabled", f"GPU {gpu_list(sliced)}: MIG mode enabled (NVML)")
+        yield finding("mig-enabled", f"GPU {_listed(sliced)}: MIG mode enabled (NVML)")
 
 
 def _check_memory(context: CheckContext) -> Findings:
@@ -92,14 +92,14 @@ def _check_memory(context: CheckContext) -> Findings:
         setting = re.search(r'CoherentGPUMemoryMode: "(\w*)"', parameters)
         reserved = any(node.kind == "empty" for node in context.machine.numa_nodes)
         if (setting and setting[1] == "driver") or not reserved:
-            evidence = f"GPU {gpu_list(hidden)}: no NUMA node of its own"
+            evidence = f"GPU {_listed(hidden)}: no NUMA node of its own"
             if setting:
                 evidence += f'; /proc/driver/nvidia/params: CoherentGPUMemoryMode "{setting[1]}"'
             yield finding("gpu-memory-driver-managed", evidence)
         else:
             yield finding(
                 "gpu-memory-offline",
-                f"GPU {gpu_list(hidden)}: the kernel reserves empty nodes for it, but none has "
+                f"GPU {_listed(hidden)}: the kernel reserves empty nodes for it, but none has "
                 "memory",
             )
     owners = {gpu.memory_node: gpu.index for gpu in context.nvidia_gpus}
@@ -145,7 +145,7 @@ def _check_health(context: CheckContext) -> Findings:
                 gpu=gpu.index,
             )
     if off := [gpu for gpu, health in _pairs(context) if health.persistence is False]:
-        yield finding("persistence-off", f"GPU {gpu_list(off)} (NVML)")
+        yield finding("persistence-off", f"GPU {_listed(off)} (NVML)")
 
 
 def _check_architectures(context: CheckContext) -> Findings:
@@ -187,6 +187,11 @@ def _pairs(context: CheckContext) -> Iterator[tuple[Gpu, GpuHealth]]:
     for gpu in context.nvidia_gpus:
         if gpu.pci_bus_id in by_bus_id:
             yield gpu, by_bus_id[gpu.pci_bus_id]
+
+
+def _listed(gpus: Iterable[Gpu]) -> str:
+    """Return the indices of GPUs for a message: ``0, 2``."""
+    return ", ".join(str(gpu.index) for gpu in gpus)
 
 
 CHECKS = (

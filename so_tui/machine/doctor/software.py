@@ -19,9 +19,7 @@ from so_tui.machine.doctor.checks import CheckContext, Findings, finding
 from so_tui.machine.software import (
     PACKAGES,
     extensions_folder,
-    installed_set,
     known_versions,
-    outside_bounds,
 )
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import version_numbers
@@ -43,7 +41,7 @@ def _check_packages(context: CheckContext) -> Findings:
     if missing := [package for package, version in versions.items() if version is None]:
         evidence = f"no such package for Python {installed.python}"
         yield finding("missing-packages", evidence, packages=", ".join(missing))
-    outside = outside_bounds(installed) if installed.torch else ()
+    outside = known_versions().exceeded_by(installed) if installed.torch else ()
     for bound in outside:
         version = getattr(installed, bound.package)
         evidence = f"installed: {version}; supported: {bound.oldest} to {bound.newest}"
@@ -53,7 +51,7 @@ def _check_packages(context: CheckContext) -> Findings:
             name = "untested-deepspeed"
             evidence += ", whose internals the offload engine uses"
         yield finding(name, evidence, version=version, **msgspec.structs.asdict(bound))
-    if not missing and not outside and installed_set(installed) is None:
+    if not missing and not outside and known_versions().set_of(installed) is None:
         sets = "; or ".join(_listed(each.versions) for each in known_versions().sets)
         yield finding("untested-set", _listed(versions), sets=sets)
 
