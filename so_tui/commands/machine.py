@@ -252,7 +252,6 @@ def validate(arguments: argparse.Namespace) -> int:
     from so_tui.folders import validation_dir
     from so_tui.machine import inspect_machine
     from so_tui.validation import report as reports
-    from so_tui.validation.report import shared
     from so_tui.validation.validate import SHARED, validate
 
     machine = inspect_machine()
@@ -285,7 +284,7 @@ def validate(arguments: argparse.Namespace) -> int:
         return 4
     line.clear()
     if arguments.json:
-        print_json(shared(found) if arguments.share else found)
+        print_json(reports.shared(found) if arguments.share else found)
     else:
         print_rich(_summary(found))
         print_rich(f"report: {folder / 'report.md'}")
