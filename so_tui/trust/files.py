@@ -259,12 +259,3 @@ def umask_of(folder: Path) -> int:
         OSError: There is no such folder.
     """
     return 0o027 if is_shared(folder) else 0o077
-
-
-def file_mode_of(folder: Path) -> int:
-    """Return the mode of a new file in a run folder, or in a folder below it.
-
-    Raises:
-        OSError: There is no such folder.
-    """
-    return 0o640 if is_shared(folder) else 0o600
