@@ -201,7 +201,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     from so_tui.commands.mpam import print_mpam_script
     from so_tui.folders import default_runs_dir
     from so_tui.machine.doctor import findings
-    from so_tui.machine.show import render_findings, render_set
+    from so_tui.machine.show import render_findings
     from so_tui.machine.software import known_versions
 
     if (arguments.fix or arguments.mpam) and arguments.machine:
@@ -229,9 +229,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         tested = known_versions().set_of(machine.software)
         print_json(Findings(tuple(found), tested.name if tested else None))
     else:
-        print_rich(render_findings(found))
-        if machine.live and machine.software.torch:
-            print_rich(render_set(machine.software))
+        installed = machine.live and machine.software.torch
+        print_rich(render_findings(found, machine.software if installed else None))
     return 3 if any(finding.severity == "blocks" for finding in found) else 0
 
 

@@ -207,10 +207,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 
     def node(self, node_id: int) -> NumaNode:
         """Return the node with this id. Raises KeyError if there is none."""
-        for node in self.numa_nodes:
-            if node.id == node_id:
-                return node
-        raise KeyError(node_id)
+        return {node.id: node for node in self.numa_nodes}[node_id]
 
 
 prepare(Machine)
