@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from so_tui.commands.parser import EXIT_CODES
 from so_tui.launch.supervisor.ending import Outcome, Who, outcome_text
+from so_tui.machine.doctor.checks import wordings
 from so_tui.runs.records import OutcomeCode
 
 PAGE = Path(__file__).with_name("codes.md")
@@ -79,15 +80,6 @@ _SHAPES = {
     "reject": _PROBLEM,
     "Refusal": _shape("Problem", "code", "message", code="code", message="message"),
     "refuse": _shape("Problem", "code", "message", code="code", message="message"),
-    "Finding": _shape(
-        "Finding",
-        *("code", "severity", "title"),
-        code="code",
-        message="title",
-        remedy="remedy",
-        severity="severity",
-        cost="cost",
-    ),
     "OffloadError": _shape("Engine", "message", code="code", message="message"),
     "WorkerLostError": _shape("Engine", "message", code="code", message="message"),
     "TrainingError": _shape(
@@ -226,7 +218,6 @@ def _entry(
     texts = {part: _texts(value, inner) for part, value in shape.parts.items()}
     codes = [code for code in texts.get("code", ()) if code and GAP not in code]
     messages = texts.get("message", (GAP,))
-    severity, cost = " or ".join(texts.get("severity", ())), " / ".join(texts.get("cost", ()))
     remedies = texts.get("remedy", ("",))
     # Where a code and its message are chosen together, they pair up.
     pairs = (
@@ -236,7 +227,7 @@ def _entry(
     )
     for index, (code, message) in enumerate(pairs):
         remedy = remedies[index] if len(remedies) == len(codes) else " / ".join(remedies)
-        yield Entry(shape.kind, source, code, message, remedy, severity, cost)
+        yield Entry(shape.kind, source, code, message, remedy)
 
 
 def _bound(shape: Shape, call: ast.Call) -> dict[str, ast.expr]:
@@ -327,7 +318,7 @@ def _called(call: ast.Call) -> str:
 
 def page(root: Path) -> str:
     """Return the page."""
-    found = (*_outcomes(root), *entries(root))
+    found = (*_outcomes(root), *_findings(), *entries(root))
     parts = [_INTRODUCTION, "\n## Exit codes\n", "| code | meaning |\n|---|---|"]
     parts += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     for section in _SECTIONS:
@@ -425,6 +416,14 @@ def _outcomes(root: Path) -> Iterator[Entry]:
             yield Entry("Outcome", "so_tui", code.value, reason, remedy)
         elif code.name in described:
             yield Entry("Outcome", "so_tui", code.value, described[code.name])
+
+
+def _findings() -> Iterator[Entry]:
+    for name, wording in wordings().items():
+        texts = (wording.title, wording.remedy, wording.cost)
+        message, remedy, cost = (re.sub(r"{\w+}", GAP, text) for text in texts)
+        severity = " or ".join(filter(None, (wording.severity, wording.lesser)))
+        yield Entry("Finding", "so_tui", wording.code or name, message, remedy, severity, cost)
 
 
 def _described_members(module: ast.Module) -> dict[str, str]:

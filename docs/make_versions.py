@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from so_tui.machine.software import PACKAGES, bounds, later_versions, version_sets
+from so_tui.machine.software import PACKAGES, known_versions
 
 PAGE = Path(__file__).with_name("versions.md")
 
@@ -54,12 +54,14 @@ def page() -> str:
     """Return the page."""
     sets = (
         (each.name, *each.versions.values(), f"[{each.name}.txt](../locks/{each.name}.txt)")
-        for each in reversed(version_sets())
+        for each in reversed(known_versions().sets)
     )
-    later = ((each.package, each.version, each.tested or "nothing") for each in later_versions())
+    later = (
+        (each.package, each.version, each.tested or "nothing") for each in known_versions().later
+    )
     limits = (
         (each.package, each.oldest, each.newest, each.limits, each.older, each.newer)
-        for each in bounds()
+        for each in known_versions().bounds
     )
     return "".join(
         [

@@ -89,6 +89,7 @@ def _call(arguments: argparse.Namespace) -> int:
         InputError: ``--machine`` is given for a command that ignores it (code ``unused-option``);
             otherwise as the command.
     """
+    from so_tui.commands.common import show_notes
     from so_tui.spec.errors import reject
 
     module, _, function = arguments.handler.partition(":")
@@ -100,6 +101,7 @@ def _call(arguments: argparse.Namespace) -> int:
             "has no effect on this command",
             "Leave it out. `inspect --json` shows the machine that runs start on.",
         )
+    show_notes(not arguments.quiet)
     if not getattr(arguments, "json", False) and function not in _FOR_PROGRAMS:
         from so_tui.settings_file import load_settings
         from so_tui.units import show_memory_in

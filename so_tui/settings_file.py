@@ -16,8 +16,10 @@ import math
 import stat
 import tomllib
 from collections.abc import Mapping
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -26,6 +28,7 @@ from msgspec.structs import replace
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
 from so_tui.spec.errors import InputError, Problem, nearest, shown, some
+from so_tui.spec.keys import FieldInfo, fields_of
 from so_tui.trust.decoding import decode_toml
 from so_tui.trust.files import NotOwnError, distrust_of_folder, read_own
 from so_tui.trust.text import quoted
@@ -44,106 +47,82 @@ class Loaded(Struct, frozen=True):
     problems: tuple[Problem, ...] = ()
 
 
-class _UnusableError(ValueError):
-    """A value of the right type that cannot be used; the text is a clause that follows it."""
-
-
-class Setting(Struct, frozen=True):
-    """One setting as it is documented."""
-
-    key: str
-    kind: Any
-    default: Any
-    description: str
-
-
-def all_settings() -> tuple[Setting, ...]:
-    """Return every setting, in the order of the schema."""
-    found = []
-    for name, table in _TABLES.items():
-        for field in msgspec.structs.fields(table):
-            description = field.type.__metadata__[0].description or ""
-            found.append(
-                Setting(
-                    f"{name}.{field.name}", field.type, getattr(table(), field.name), description
-                )
-            )
-    return tuple(found)
-
-
-KEYS = tuple(setting.key for setting in all_settings())
-
-
-def choices(kind: Any) -> tuple[str, ...]:
-    """Return the words that a setting's type takes; empty for any other type."""
-    bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    return get_args(bare) if get_origin(bare) is Literal else ()
+@cache
+def setting_index() -> dict[str, FieldInfo]:
+    """Return every setting by its dotted key, in the order of the schema."""
+    return {info.path: info for info in fields_of(Settings)}
 
 
 def value_of(settings: Settings, key: str) -> Any:
     """Return the value of a dotted key."""
-    table, _, name = key.partition(".")
-    return getattr(getattr(settings, table), name)
+    return attrgetter(key)(settings)
 
 
-def load_settings(path: Path | None = None) -> Loaded:
+def load_settings() -> Loaded:
     """Return the settings of this user. A file that is missing, broken or somebody else's leaves
     the defaults; nothing is raised.
     """
-    path = path or settings_file()
+    path = settings_file()
     try:
         content = _read(path)
         if content is None:
             return Loaded()
-        found = _checked(decode_toml(content), path)
-        return _without_secrets(found, path) if _others_can_read(path) else found
+        found = _checked(decode_toml(content))
+        others_can_read = stat.S_IMODE(path.stat().st_mode) & 0o077
     except InputError as error:
         return Loaded(problems=error.problems)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        return Loaded(problems=(_not_toml(path, error),))
+        return Loaded(problems=(_not_toml(error),))
+    except OSError:
+        others_can_read = True
+    return _without_secrets(found) if others_can_read else found
 
 
-def _checked(tree: Tree, path: Path) -> Loaded:
+def _checked(tree: Tree) -> Loaded:
     """Return the settings of a parsed file: each key by itself, so that a wrong one spoils no
     other.
     """
     problems: list[Problem] = []
-    tables: dict[str, Any] = {}
+    good: dict[str, Tree] = {}
     for name, value in tree.items():
-        kind = _TABLES.get(name)
-        if kind is None or not isinstance(value, dict):
-            problems.append(_unknown(name, value, tuple(f"[{table}]" for table in _TABLES), path))
+        if name not in _TABLES or not isinstance(value, dict):
+            problems.append(_unknown(name, value, tuple(f"[{table}]" for table in _TABLES)))
             continue
-        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
-        good = {}
+        types = {field.name: field.type for field in msgspec.structs.fields(_TABLES[name])}
         for key, given in value.items():
             if key not in types:
-                problems.append(_unknown(f"{name}.{key}", given, tuple(types), path))
-                continue
-            try:
-                good[key] = _converted(f"{name}.{key}", given, types[key])
-            except msgspec.ValidationError as error:
-                words = ", ".join(choices(types[key]))
-                message = (
-                    f"is none of {words}"
-                    if words
-                    else f"is not what it takes: {str(error).replace('`', '')}"
-                )
-                problems.append(_invalid(f"{name}.{key}", given, message, path))
-            except _UnusableError as error:
-                problems.append(_invalid(f"{name}.{key}", given, str(error), path))
-        tables[name] = kind(**good)
-    return Loaded(Settings(**tables), tuple(problems))
+                problems.append(_unknown(f"{name}.{key}", given, tuple(types)))
+            elif fault := _fault(f"{name}.{key}", given, types[key]):
+                problems.append(_invalid(f"{name}.{key}", given, fault))
+            else:
+                good.setdefault(name, {})[key] = given
+    return Loaded(msgspec.convert(good, Settings), tuple(problems))
 
 
-def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Settings:
+def _fault(key: str, given: Any, kind: Any) -> str:
+    """Return why a setting cannot have a value, as a clause that follows it; empty if it can."""
+    try:
+        value = msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        if words := setting_index()[key].choices:
+            return f"is none of {', '.join(words)}"
+        return f"is not what it takes: {str(error).replace('`', '').rstrip('.')}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is not a finite number"
+    if key == "alerts.command" and value and (not value[0] or "\0" in "".join(value)):
+        return (
+            "is no argument list: its first argument names a program, and none has a NUL character"
+        )
+    return ""
+
+
+def change_settings(changes: Mapping[str, Any]) -> Settings:
     """Set keys in the file, keep its comments and everything else in it, and return the settings in
     force.
 
     Args:
         changes: Values by dotted key (``screen.theme``), as TOML would hold them; None returns to
             the default.
-        path: The file; the user's own if absent.
 
     Raises:
         InputError: A key or value is wrong, or the file is broken, somebody else's, or cannot be
@@ -152,7 +131,7 @@ def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Set
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
 
-    path = path or settings_file()
+    path = settings_file()
     content = _read(path) or b""
     try:
         decode_toml(content)
@@ -163,22 +142,21 @@ def change_settings(changes: Mapping[str, Any], path: Path | None = None) -> Set
         msgspec.DecodeError,
         TOMLKitError,
     ) as error:
-        raise InputError([_not_toml(path, error)]) from None
+        raise InputError([_not_toml(error)]) from None
     for key, value in changes.items():
         table, _, name = key.partition(".")
-        if wrong := _checked(
-            {table: {} if value is None and key in KEYS else {name: value}}, path
-        ).problems:
+        given = {} if value is None and key in setting_index() else {name: value}
+        if wrong := _checked({table: given}).problems:
             raise InputError(wrong)
         present = document.get(table, {})
         if not isinstance(present, dict):
-            raise InputError([_invalid(table, present, "is not a table", path)])
+            raise InputError([_invalid(table, present, "is not a table")])
         if value is None:
             present.pop(name, None)
         else:
             document.setdefault(table, tomlkit.table())[name] = value
     _write(path, tomlkit.dumps(document))
-    return load_settings(path).settings
+    return load_settings().settings
 
 
 def _read(path: Path) -> bytes | None:
@@ -201,24 +179,16 @@ def _read(path: Path) -> bytes | None:
             "or remove it."
         )
         message = f"is not yours alone ({error.distrust}), so nothing of it is used"
-        raise InputError([_problem("settings-not-own", message, remedy, path)]) from None
+        raise InputError([_problem("settings-not-own", message, remedy)]) from None
     except OSError as error:
-        raise InputError(
-            [
-                _problem(
-                    "settings-unreadable",
-                    f"cannot be read: {error.strerror}",
-                    "Check its rights.",
-                    path,
-                )
-            ]
-        ) from None
+        message, remedy = f"cannot be read: {error.strerror}", "Check its rights."
+        raise InputError([_problem("settings-unreadable", message, remedy)]) from None
     if len(content) > LARGEST_BYTES:
         message, remedy = (
             f"has more than {LARGEST_BYTES} bytes",
             "Remove what does not belong there; `so-tui settings` lists the keys.",
         )
-        raise InputError([_problem("settings-unreadable", message, remedy, path)])
+        raise InputError([_problem("settings-unreadable", message, remedy)])
     return content
 
 
@@ -231,20 +201,11 @@ def _write(path: Path, text: str) -> None:
         write_atomic(target, text.encode(), mode=0o600)
     except OSError as error:
         remedy = "Free some space, or set XDG_CONFIG_HOME to a folder that you can write."
-        problem = _problem(
-            "settings-not-writable", f"cannot be written: {error.strerror}", remedy, path
-        )
-        raise InputError([problem]) from None
+        message = f"cannot be written: {error.strerror}"
+        raise InputError([_problem("settings-not-writable", message, remedy)]) from None
 
 
-def _others_can_read(path: Path) -> bool:
-    try:
-        return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
-    except OSError:
-        return True
-
-
-def _without_secrets(found: Loaded, path: Path) -> Loaded:
+def _without_secrets(found: Loaded) -> Loaded:
     """Return the settings without what only the user's own eyes may have seen, and say so if there
     was any.
     """
@@ -255,43 +216,24 @@ def _without_secrets(found: Loaded, path: Path) -> Loaded:
     problem = _problem(
         "settings-readable",
         "can be read by other users, so alerts.command in it is not used",
-        f"Close it to others: `{quoted('chmod', '600', str(path))}`.",
-        path,
+        f"Close it to others: `{quoted('chmod', '600', str(settings_file()))}`.",
     )
     return Loaded(settings, (*found.problems, problem))
 
 
-def _converted(key: str, given: Any, kind: Any) -> Any:
-    """Return a value as its type. Raises msgspec.ValidationError, or _UnusableError with what is
-    wrong.
-    """
-    value = msgspec.convert(given, kind)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _UnusableError("is not a finite number")
-    if (
-        key == "alerts.command"
-        and value
-        and (not value[0] or any("\0" in argument for argument in value))
-    ):
-        raise _UnusableError(
-            "is no argument list: its first argument names a program, and none has a NUL character"
-        )
-    return value
+def _problem(code: str, message: str, remedy: str) -> Problem:
+    return Problem(code, "settings", "", message, remedy, file=str(settings_file()))
 
 
-def _problem(code: str, message: str, remedy: str, path: Path) -> Problem:
-    return Problem(code, "settings", "", message, remedy, file=str(path))
-
-
-def _not_toml(path: Path, error: Exception) -> Problem:
+def _not_toml(error: Exception) -> Problem:
     remedy = (
         "Correct that line: text needs quotes, and each key may appear once. Until then the "
         "defaults hold."
     )
-    return _problem("settings-invalid-toml", f"is not TOML: {shown(str(error))}", remedy, path)
+    return _problem("settings-invalid-toml", f"is not TOML: {shown(str(error))}", remedy)
 
 
-def _unknown(key: str, value: Any, known: tuple[str, ...], path: Path) -> Problem:
+def _unknown(key: str, value: Any, known: tuple[str, ...]) -> Problem:
     return Problem(
         "unknown-setting",
         key,
@@ -299,19 +241,11 @@ def _unknown(key: str, value: Any, known: tuple[str, ...], path: Path) -> Proble
         "there is no such setting",
         f"{nearest(key.rpartition('.')[2], known)}There {'is' if len(known) == 1 else 'are'} "
         f"{some(known)}.",
-        file=str(path),
+        file=str(settings_file()),
     )
 
 
-def _invalid(key: str, value: Any, message: str, path: Path) -> Problem:
-    setting = next((setting for setting in all_settings() if setting.key == key), None)
-    return Problem(
-        "invalid-setting",
-        key,
-        shown(value),
-        message.rstrip("."),
-        f"{setting.description[:1].upper()}{setting.description[1:]}."
-        if setting
-        else "Write it as a table of its own.",
-        file=str(path),
-    )
+def _invalid(key: str, value: Any, message: str) -> Problem:
+    about = setting_index()[key].description if key in setting_index() else ""
+    remedy = f"{about[:1].upper()}{about[1:]}." if about else "Write it as a table of its own."
+    return Problem("invalid-setting", key, shown(value), message, remedy, file=str(settings_file()))

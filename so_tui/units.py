@@ -170,7 +170,7 @@ def duration(seconds: float) -> str:
     return f"{thousands(whole // 86_400)} d {whole % 86_400 // 3600} h"
 
 
-def mark_duration(seconds: float, parts: int = 2) -> str:
+def mark_duration(seconds: float, parts: int) -> str:
     """Return a mark of a time axis in at most ``parts`` units, without zeros: ``45 s``, ``15 m``,
     ``1 h 30 m``.
     """

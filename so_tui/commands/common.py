@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable
 from datetime import date
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from so_tui.machine.types import Machine
 from so_tui.spec import (
@@ -26,8 +26,13 @@ from so_tui.spec.errors import reject
 from so_tui.trust.streams import beneath, console
 from so_tui.trust.text import brief_message, printable_line, printable_source, so_tui_command
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 _LOG = logging.getLogger(__name__)
+_notes_shown = True
 _SHORT_OPTIONS = {
+    "gpus": "gpus",
     "nodes": "nodes",
     "partition": "slurm.partition",
     "account": "slurm.account",
@@ -61,20 +66,13 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
         key.strip(): value.strip()
         for key, _, value in (change.partition("=") for change in arguments.set)
     }
-    if arguments.gpus is not None:
-        given = given_gpus(arguments.gpus)
-        if "gpus" in changes and parse_value(changes["gpus"], field_index()["gpus"]) != given:
-            raise reject(
-                "contradicting-options",
-                "--gpus",
-                arguments.gpus,
-                f"contradicts --set gpus={changes['gpus']}",
-                "Give only one of the two.",
-            )
-        changes["gpus"] = str(given)
     for option, key in _SHORT_OPTIONS.items():
         value = getattr(arguments, option, None)
-        if value is not None and changes.setdefault(key, value) != value:
+        if value is None:
+            continue
+        given = str(given_gpus(value)) if option == "gpus" else value
+        info = field_index()[key]
+        if parse_value(changes.setdefault(key, given), info) != parse_value(given, info):
             raise reject(
                 "contradicting-options",
                 f"--{option}",
@@ -82,6 +80,7 @@ def chosen_changes(arguments: argparse.Namespace) -> dict[str, str]:
                 f"contradicts --set {key}={changes[key]}",
                 "Give only one of the two.",
             )
+        changes[key] = given
     return changes
 
 
@@ -127,35 +126,30 @@ def machine_for(spec: RunSpec, arguments: argparse.Namespace) -> Machine:
     return chosen_machine(arguments) if arguments.machine else machine_of(spec)
 
 
-def note_place(
-    arguments: argparse.Namespace, machine: Machine, partition: str, *, site: str = ""
-) -> None:
-    """Say from what the machine of a partition is known, unless the user has named it, and which
-    site profiles could not be used.
+def note_place(machine: Machine, partition: str, *, site: str = "", named: bool) -> None:
+    """Say from what the machine of a partition is known, unless the user has named it (``named``),
+    and which site profiles could not be used.
     """
     from so_tui.launch.places import left_out_profiles, source_of
 
     for problem in left_out_profiles(partition, site=site):
-        print_note(arguments, f"Left out: {problem}")
-    if not partition or arguments.machine:
+        print_note(f"Left out: {problem}")
+    if not partition or named:
         return
     seen, profile = source_of(partition, site=site)
     nodes = f"The nodes of partition {partition}"
     if seen is not None:
         print_note(
-            arguments,
             f"{nodes}: as a job found {machine.label} on {date.fromtimestamp(seen)}.",
         )
     elif profile:
         print_note(
-            arguments,
             f"{nodes}: {machine.label}, as the site profile says ({profile}). The first "
             "job records what they are.",
         )
     else:
         measure = so_tui_command("run", "tiny", "--partition", partition)
         print_note(
-            arguments,
             f"{nodes} are not known: this is for the machine you are on. `{measure}` records them "
             "in a minute.",
         )
@@ -172,11 +166,17 @@ def usable_terminal() -> bool:
     )
 
 
-def print_note(arguments: argparse.Namespace, text: str, *, stderr: bool = False) -> None:
+def show_notes(shown: bool) -> None:
+    """Choose for this process whether notes and progress are printed: not with ``--quiet``."""
+    global _notes_shown
+    _notes_shown = shown
+
+
+def print_note(text: str, *, stderr: bool = False) -> None:
     """Print a line of progress or a note, unless ``--quiet`` is given. With ``stderr``, stdout has
     only results.
     """
-    if not arguments.quiet:
+    if _notes_shown:
         print(printable_line(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
@@ -197,6 +197,16 @@ def print_json(value: object) -> None:
     )  # DEL is ASCII
 
 
+def plain_table(*headings: str, right: Iterable[str] = ()) -> Table:
+    """Return a table without lines; columns wrap, and those in ``right`` are aligned there."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    return table
+
+
 def print_rich(*renderables: Any, wrap: bool = True) -> None:
     """Print for people, in colour if the terminal has it and NO_COLOR is not set. Without ``wrap``,
     lines stay whole, to be copied.
@@ -210,7 +220,8 @@ class ProgressLine:
     """A line on stderr that each update replaces. Does nothing if stderr is not a terminal."""
 
     def __init__(self, *, shown: bool = True) -> None:
-        self._terminal = beneath(sys.stderr) if shown and sys.stderr.isatty() else None
+        visible = shown and _notes_shown and sys.stderr.isatty()
+        self._terminal = beneath(sys.stderr) if visible else None
 
     def show(self, text: str) -> None:
         """Replace the line."""

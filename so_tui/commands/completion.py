@@ -1,7 +1,7 @@
 """``completion``, and the words that a shell offers when TAB is pressed.
 
 The shell waits for them. So nothing here imports msgspec, and the keys of presets and the machines
-are read from ``words.json``, which ``python -m so_tui.commands.words`` generates.
+are read from ``words.json``, which ``tools/words.py`` generates.
 
 Only plain words are offered: those that every shell reads as themselves. No name of a file that
 others wrote is ever quoted or expanded, and of a run's folder only its name is read, and whether it

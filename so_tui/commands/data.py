@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from so_tui.commands.common import ProgressLine, chosen_spec, print_json, print_note
+from so_tui.commands.common import ProgressLine, chosen_spec, plain_table, print_json, print_note
 from so_tui.runs import find_run
 from so_tui.spec import spec_tree
 from so_tui.trust.streams import console
@@ -36,7 +36,7 @@ def convert(arguments: argparse.Namespace) -> int:
     from so_tui.launch.helper_jobs import from_deepspeed
 
     def tell(message: str) -> None:
-        print_note(arguments, message)
+        print_note(message)
 
     if arguments.to:
         run = find_run(arguments.source, arguments.runs_dir)
@@ -63,7 +63,7 @@ def data(arguments: argparse.Namespace) -> int:
     from so_tui.launch.helper_jobs import Progress, preview_data
 
     spec = chosen_spec(arguments)
-    progress = ProgressLine(shown=not (arguments.json or arguments.quiet))
+    progress = ProgressLine(shown=not arguments.json)
     for event in preview_data(spec, arguments.rows):
         if isinstance(event, Progress):
             progress.show(f"{event.message} …")
@@ -123,23 +123,8 @@ def _facts(preview: DataPreview) -> RenderableType:
 
 
 def _sources(preview: DataPreview) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (
-        "source",
-        "layout",
-        "rows",
-        "tokens",
-        "trained",
-        "truncated",
-        "dropped",
-        "share",
-        "an epoch meets each",
-    ):
-        table.add_column(
-            name, justify="left" if name in ("source", "layout") else "right", overflow="fold"
-        )
+    counted = ("rows", "tokens", "trained", "truncated", "dropped", "share", "an epoch meets each")
+    table = plain_table("source", "layout", *counted, right=counted)
     for source in preview.sources:
         counts = (
             source.rows,
@@ -216,11 +201,11 @@ def prepare(arguments: argparse.Namespace) -> int:
 def _follow(tool: str, arguments: argparse.Namespace) -> int:
     from so_tui.launch.helper import stream_tool
 
-    progress = ProgressLine(shown=not arguments.quiet)
+    progress = ProgressLine()
     for event in stream_tool(tool, {"spec": spec_tree(chosen_spec(arguments))}):
         if event.get("partial"):
             progress.show(str(event["message"]))
         elif message := event.get("message"):
             progress.clear()
-            print_note(arguments, str(message))
+            print_note(str(message))
     return 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime
 
+from so_tui.commands.common import print_note
 from so_tui.runs import RunDirectory, RunReader, Update, deleted
 from so_tui.runs import state as run_state
 from so_tui.runs.liveness import EXIT_CODES
@@ -26,7 +28,7 @@ from so_tui.runs.records import (
     WarningRecord,
 )
 from so_tui.spec import SoTuiError
-from so_tui.trust.text import brief_line, brief_message, printable_line, so_tui_command
+from so_tui.trust.text import brief_line, brief_message, so_tui_command
 from so_tui.units import count, disk_size, duration, plural, rate, significant, thousands
 
 _LONGEST_LINE = 2000
@@ -36,16 +38,9 @@ POLL_S = 0.5
 STEP_LINE_S = 2.0
 
 
-def exit_code_of(run: RunDirectory) -> int | None:
-    """Return the exit code of a run that has ended; None while it is live."""
-    from so_tui.launch.lifecycle import current_state
-
-    return EXIT_CODES.get(current_state(run).state)
-
-
-def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
-    """Print progress until the run ends, and return its exit code. ``quiet`` prints only how it
-    ended.
+def follow(run: RunDirectory, *, owner: bool) -> int:
+    """Print progress until the run ends, and return its exit code. With ``--quiet``, print only how
+    it ended.
 
     An interrupt asks the run to stop if this command started it (``owner``), and otherwise only
     stops watching. SIGUSR1, a scheduler's warning, and SIGTERM, with which containers and
@@ -64,8 +59,8 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, lambda number, _: received.append(signal.Signals(number)))
     reader = RunReader(run, state_of=current_state)
-    printer = _Printer(quiet=quiet)
-    printer.note(printable_line(f"run {run.name} in {run.path}"))
+    printer = _Printer()
+    print_note(f"run {run.name} in {run.path}")
     stopping, waiting = False, ""
     update: Update | None = None
     checked = time.monotonic()
@@ -82,7 +77,7 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
                 and update.state.detail != waiting
             ):
                 waiting = update.state.detail
-                printer.note(brief_message(f"queued: {waiting}"))
+                print_note(brief_message(f"queued: {waiting}"))
             if update.state is not None:
                 printer.compare(update.state)
             if (
@@ -105,12 +100,14 @@ def follow(run: RunDirectory, *, owner: bool, quiet: bool = False) -> int:
             if not owner:
                 return 130
             if stopping:
-                printer.note(f"\nno longer watching; {run.name} stops by itself after its step")
+                print_note("")
+                print_note(f"no longer watching; {run.name} stops by itself after its step")
                 return 4
             stopping = True
             run_state.request(run, "stop")
-            printer.note(
-                "\nstopping after this step, with a checkpoint (interrupt again to stop watching)"
+            print_note("")
+            print_note(
+                "stopping after this step, with a checkpoint (interrupt again to stop watching)"
             )
 
 
@@ -145,8 +142,7 @@ def _asked_to_stop(run: RunDirectory, received: signal.Signals, printer: _Printe
 class _Printer:
     """Prints records as lines, but not every step."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self) -> None:
         self._total_steps = 0
         self._last_step_line = 0.0
         self._step_times: list[float] = []
@@ -154,65 +150,24 @@ class _Printer:
         self._slow_because: tuple[str, ...] | None = None
         self._noted = ""
 
-    def note(self, text: str) -> None:
-        """Print what is neither result nor error."""
-        if not self._quiet:
-            print(text, flush=True)
-
     def note_once(self, text: str) -> None:
         """Print what may be said again and again."""
         if text != self._noted:
             self._noted = text
-            self.note(text)
+            print_note(text)
 
     def show(self, record: MetricRecord) -> None:
-        if not isinstance(record, StepRecord):
-            self._flush()  # a step that was not printed yet came before it
-        match record:
-            case StartRecord():
-                self._total_steps = record.total_steps
-                size = f"{count(record.parameters)} parameters on {plural(record.ranks, 'rank')}"
-                self._line(
-                    record.time,
-                    f"{record.model}: {size}, {record.mode}, "
-                    f"{plural(record.total_steps, 'step')}{_step_size(record)}",
-                )
-            case PhaseRecord():
-                phase = ENDING if record.stage == ENDING else record.phase
-                self._line(record.time, f"{phase}{': ' + record.detail if record.detail else ''}")
-            case BindingRecord():
-                for rank in record.ranks:
-                    where = f"GPU {rank.gpu}" if rank.gpu is not None else "CPU"
-                    state = "corrected" if rank.corrected else "bound"
-                    self._line(
-                        record.time,
-                        f"rank {rank.rank} on {where}: {_cores(rank.cpus)}, memory "
-                        f"{rank.memory_policy} ({rank.problem or state})",
-                    )
-            case StepRecord():
-                self._step(record)
-            case CheckpointRecord():
-                self._line(
-                    record.time,
-                    f"checkpoint of step {thousands(record.step)}: {_written(record)}, "
-                    f"{record.path}",
-                )
-            case EvaluationRecord():
-                self._line(
-                    record.time,
-                    f"evaluation at step {thousands(record.step)}: {_evaluated(record)}",
-                )
-            case WarningRecord():
-                self._line(
-                    record.time,
-                    "warning: "
-                    f"{record.message}{'. ' + record.suggestion if record.suggestion else ''}",
-                )
-            case ResumedRecord():
-                self._line(record.time, f"resumed from step {thousands(record.step)}")
-            case EndRecord():
-                for name, value in record.summary.items():
-                    print(_line(record.time, f"{name}: {value:.6g}"), flush=True)
+        if isinstance(record, StepRecord):
+            self._step(record)
+            return
+        self._flush()  # a step that was not printed yet came before it
+        if isinstance(record, StartRecord):
+            self._total_steps = record.total_steps
+        if isinstance(record, EndRecord):  # the results, which --quiet leaves
+            for name, value in record.summary.items():
+                print(_line(record.time, f"{name}: {value:.6g}"), flush=True)
+        for text in _texts(record):
+            print_note(_line(record.time, text))
 
     def compare(self, state: RunState) -> None:
         """Print that the run is slower than its plan, once for each most likely cause, and that it
@@ -231,7 +186,7 @@ class _Printer:
             if found is None
             else f"{slowdown_text(found)}. {slowdown_remedy(found)}"
         )
-        self._line(time.time(), f"warning: {text}" if found else text)
+        print_note(_line(time.time(), f"warning: {text}" if found else text))
 
     def _step(self, record: StepRecord) -> None:
         self._step_times = [*self._step_times[-19:], record.step_s]
@@ -260,13 +215,13 @@ class _Printer:
             else ""
         )
         step = f"step {thousands(record.step)}/{thousands(self._total_steps)}"
-        self._line(
-            record.time,
+        text = (
             f"{step}  loss {record.loss:.4f}  lr {record.learning_rate:.2e}  "
             f"{significant(record.step_s)} s"
             f"  {rate(record.useful_tokens_per_s_total)} tokens/s  "
-            f"{significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}",
+            f"{significant(record.model_tflops_per_gpu)} TFLOPS{example}{left}"
         )
+        print_note(_line(record.time, text))
 
     def finish(self, run: RunDirectory, state: RunState) -> int:
         self._flush()
@@ -283,12 +238,42 @@ class _Printer:
             )
         return EXIT_CODES[state.state]
 
-    def _line(self, when: float, text: str) -> None:
-        self.note(_line(when, text))
-
 
 def _line(when: float, text: str) -> str:
     return f"{datetime.fromtimestamp(when):%H:%M:%S} {brief_line(text, _LONGEST_LINE)}"
+
+
+def _texts(record: MetricRecord) -> Iterator[str]:
+    """Yield a line for each event of a record; a step has its own."""
+    match record:
+        case StartRecord():
+            size = f"{count(record.parameters)} parameters on {plural(record.ranks, 'rank')}"
+            steps = f"{plural(record.total_steps, 'step')}{_step_size(record)}"
+            yield f"{record.model}: {size}, {record.mode}, {steps}"
+        case PhaseRecord():
+            phase = ENDING if record.stage == ENDING else record.phase
+            yield f"{phase}: {record.detail}" if record.detail else phase
+        case BindingRecord():
+            for rank in record.ranks:
+                where = f"GPU {rank.gpu}" if rank.gpu is not None else "CPU"
+                state = rank.problem or ("corrected" if rank.corrected else "bound")
+                bound = f"{_cores(rank.cpus)}, memory {rank.memory_policy}"
+                yield f"rank {rank.rank} on {where}: {bound} ({state})"
+        case CheckpointRecord():
+            yield f"checkpoint of step {thousands(record.step)}: {_written(record)}, {record.path}"
+        case EvaluationRecord():
+            perplexity = (
+                "" if record.perplexity is None else f", perplexity {record.perplexity:.4g}"
+            )
+            yield (
+                f"evaluation at step {thousands(record.step)}: loss {record.loss:.4f}{perplexity} "
+                f"on {thousands(record.tokens)} tokens, {duration(record.seconds)}"
+            )
+        case WarningRecord():
+            suggestion = f". {record.suggestion}" if record.suggestion else ""
+            yield f"warning: {record.message}{suggestion}"
+        case ResumedRecord():
+            yield f"resumed from step {thousands(record.step)}"
 
 
 def _written(record: CheckpointRecord) -> str:
@@ -297,14 +282,6 @@ def _written(record: CheckpointRecord) -> str:
         text += f" while training went on, after a pause of {duration(record.paused_s)}"
     return (
         text if record.due_step is None else f"{text}, due since step {thousands(record.due_step)}"
-    )
-
-
-def _evaluated(record: EvaluationRecord) -> str:
-    perplexity = "" if record.perplexity is None else f", perplexity {record.perplexity:.4g}"
-    return (
-        f"loss {record.loss:.4f}{perplexity} on {thousands(record.tokens)} tokens, "
-        f"{duration(record.seconds)}"
     )
 
 

@@ -47,9 +47,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from so_tui.machine import inspect_machine
 
     machine = inspect_machine()
-    rates, path = measure_rates(
-        machine, lambda message: print_note(arguments, message, stderr=arguments.json)
-    )
+    rates, path = measure_rates(machine, lambda message: print_note(message, stderr=arguments.json))
     if arguments.json:
         print_json(Measured(str(path), calibration_of(machine)))
     else:
@@ -58,7 +56,6 @@ def calibrate(arguments: argparse.Namespace) -> int:
         )
         if not machine.gpus:
             print_note(
-                arguments,
                 "This machine has no GPU, so only Adam's rate was measured. Steps on machines "
                 "without GPUs are not predicted.",
             )
@@ -154,9 +151,7 @@ def _remember_for_plans(arguments: argparse.Namespace, machine: Machine) -> None
         if sees_part(machine)
         else ""
     )
-    print_note(
-        arguments, f"kept for plans of partition {partition} on {cluster}{part}", stderr=True
-    )
+    print_note(f"kept for plans of partition {partition} on {cluster}{part}", stderr=True)
 
 
 def machines(arguments: argparse.Namespace) -> int:
@@ -183,7 +178,6 @@ def _fix(arguments: argparse.Namespace) -> None:
     from so_tui.launch.helper import call_tool
 
     print_note(
-        arguments,
         "compiling the CPU Adam kernels; the first time, this takes up to a minute …",
         stderr=arguments.json,
     )
@@ -207,8 +201,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     from so_tui.commands.mpam import print_mpam_script
     from so_tui.folders import default_runs_dir
     from so_tui.machine.doctor import findings
-    from so_tui.machine.show import render_findings, render_set
-    from so_tui.machine.software import installed_set
+    from so_tui.machine.show import render_findings
+    from so_tui.machine.software import known_versions
 
     if (arguments.fix or arguments.mpam) and arguments.machine:
         option = "--fix" if arguments.fix else "--mpam"
@@ -232,12 +226,11 @@ def doctor(arguments: argparse.Namespace) -> int:
         _fix(arguments)
     found = findings(machine, plan, checkpoints=checkpoints)
     if arguments.json:
-        tested = installed_set(machine.software)
+        tested = known_versions().set_of(machine.software)
         print_json(Findings(tuple(found), tested.name if tested else None))
     else:
-        print_rich(render_findings(found))
-        if machine.live and machine.software.torch:
-            print_rich(render_set(machine.software))
+        installed = machine.live and machine.software.torch
+        print_rich(render_findings(found, machine.software if installed else None))
     return 3 if any(finding.severity == "blocks" for finding in found) else 0
 
 
@@ -258,20 +251,19 @@ def validate(arguments: argparse.Namespace) -> int:
     from so_tui.folders import validation_dir
     from so_tui.machine import inspect_machine
     from so_tui.validation import report as reports
-    from so_tui.validation.report import shared
     from so_tui.validation.validate import SHARED, validate
 
     machine = inspect_machine()
     folder: Path = arguments.out or validation_dir()
     gpus = min(arguments.gpus, len(machine.gpus)) if arguments.gpus else len(machine.gpus)
-    line, told = ProgressLine(shown=not arguments.quiet), ""
+    line, told = ProgressLine(), ""
 
     def tell(text: str, share: float) -> None:
         nonlocal told
         line.show(f"{_bar(share)} {text}")
         if line.hidden and text.partition(":")[0] != told:
             told = text.partition(":")[0]
-            print_note(arguments, f"{100 * share:3.0f} % {text}", stderr=arguments.json)
+            print_note(f"{100 * share:3.0f} % {text}", stderr=arguments.json)
 
     try:
         found = validate(
@@ -285,14 +277,13 @@ def validate(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         line.clear()
         print_note(
-            arguments,
             f"stopped; the same command continues. So far: {folder / 'report.md'}",
             stderr=True,
         )
         return 4
     line.clear()
     if arguments.json:
-        print_json(shared(found) if arguments.share else found)
+        print_json(reports.shared(found) if arguments.share else found)
     else:
         print_rich(_summary(found))
         print_rich(f"report: {folder / 'report.md'}")

@@ -69,11 +69,11 @@ def generate(arguments: argparse.Namespace) -> int:
     prompts = arguments.prompt or [sys.stdin.read(_LONGEST_INPUT).strip()]
     load = _named(arguments)
     sampling = _given_sampling(arguments)
-    printer = _Printer(arguments, headings=load.compare or len(prompts) > 1)
+    printer = _Printer(shown=not arguments.json, headings=load.compare or len(prompts) > 1)
     found = []
     with contextlib.closing(ModelProcess(load)) as process:
         events = process.events()
-        loaded = _loaded(events, arguments)
+        loaded = _loaded(events)
         for text in prompts:
             printer.prompt(text)
             answers = []
@@ -131,12 +131,12 @@ def _prompt(side: Side, text: str, arguments: argparse.Namespace) -> Prompt:
     return Prompt(side=side, turns=(*system, Turn("user", text)))
 
 
-def _loaded(events: Iterator[Event], arguments: argparse.Namespace) -> Loaded:
+def _loaded(events: Iterator[Event]) -> Loaded:
     for event in events:
         if isinstance(event, Progress):
-            print_note(arguments, event.message, stderr=True)
+            print_note(event.message, stderr=True)
         if isinstance(event, Loaded):
-            print_note(arguments, f"on {event.device}, in {event.layout}", stderr=True)
+            print_note(f"on {event.device}, in {event.layout}", stderr=True)
             return event
     raise AssertionError("the helper ended without an error before the model was loaded")
 
@@ -144,16 +144,15 @@ def _loaded(events: Iterator[Event], arguments: argparse.Namespace) -> Loaded:
 class _Printer:
     """Prints answers as they are written; nothing with ``--json``."""
 
-    def __init__(self, arguments: argparse.Namespace, *, headings: bool) -> None:
-        self._arguments, self._headings = arguments, headings
-        self._shown = not arguments.json
+    def __init__(self, *, shown: bool, headings: bool) -> None:
+        self._shown, self._headings = shown, shown and headings
 
     def prompt(self, text: str) -> None:
-        if self._shown and self._headings:
+        if self._headings:
             print(f"> {printable_line(text)}", flush=True)
 
     def model(self, model: ModelFacts) -> None:
-        if self._shown and self._headings:
+        if self._headings:
             step = "" if model.step is None else f", step {thousands(model.step)}"
             print(printable_line(f"[{model.side}: {model.name}{step}]"), flush=True)
 
@@ -168,7 +167,6 @@ class _Printer:
                 if self._shown:
                     print(flush=True)
                 print_note(
-                    self._arguments,
                     f"({plural(event.tokens, 'token')} in {duration(event.seconds)}, "
                     f"{_ENDS[event.ended]})",
                     stderr=True,

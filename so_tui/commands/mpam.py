@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -28,7 +28,7 @@ from so_tui.machine.resctrl import resctrl_mount
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan, RankBinding
-from so_tui.spec.errors import reject
+from so_tui.spec.errors import InputError, reject
 from so_tui.trust.text import printable_line
 
 MOUNT = "/sys/fs/resctrl"
@@ -56,7 +56,7 @@ echo 'Mounted. Now run "so-tui doctor --mpam" again: \
 it reads the limits of this hardware and prints the partitions.'"""
 
 
-class Resctrl(Struct, frozen=True, kw_only=True):
+class _Resctrl(Struct, frozen=True, kw_only=True):
     """A mounted resctrl file system."""
 
     mount: str
@@ -78,7 +78,7 @@ class Resctrl(Struct, frozen=True, kw_only=True):
     """Control group -> its CPUs, without the default group."""
 
 
-class Partition(Struct, frozen=True, kw_only=True):
+class _Partition(Struct, frozen=True, kw_only=True):
     """One control group."""
 
     role: Role
@@ -87,78 +87,68 @@ class Partition(Struct, frozen=True, kw_only=True):
     """Its lines: ``MB:1=20``, ``L3:1=f``."""
 
 
-def print_mpam_script(machine: Machine, plan: Plan | None, files: SystemFiles | None = None) -> int:
+def print_mpam_script(machine: Machine, plan: Plan | None) -> int:
     """Print the script for the binding of a plan, or of a run on all GPUs.
 
     Args:
         machine: This host.
         plan: Of a preset, if one was named.
-        files: This host's /sys and /proc, or a copy.
 
     Raises:
         InputError: Nothing can be partitioned here.
     """
-    files = files or SystemFiles()
-    found = _read_resctrl(files)
-    if found is None:
-        if "resctrl" not in (files.text("/proc/filesystems") or "").split():
-            raise reject(
-                "no-resctrl",
-                "--mpam",
-                machine.label,
-                "the kernel has no resctrl file system",
-                "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD).",
-            )
-        print(_mount_script(machine.label))
+    files = SystemFiles()
+    if found := _read_resctrl(files):
+        bindings = plan.binding if plan is not None else _on_all_gpus(machine)
+        wanted = _partitions(found, bindings, machine.label)
+        print(_partition_script(machine.label, found, wanted))
         return 0
-    bindings = plan.binding if plan is not None else _on_all_gpus(machine)
-    wanted = _partitions(found, bindings, machine.label)
-    print(_partition_script(machine.label, found, wanted))
+    if "resctrl" not in files.text("/proc/filesystems").split():
+        raise _impossible(
+            "no-resctrl",
+            machine.label,
+            "the kernel has no resctrl file system",
+            "It takes a kernel with MPAM (Arm), RDT (Intel) or QoS (AMD).",
+        )
+    # The limits of the hardware are only known once resctrl is mounted.
+    mounts = _NOT_MOUNTED.format(mount=MOUNT)
+    print(_script(machine.label, "mounts resctrl", [mounts], f"umount {MOUNT}"))
     return 0
 
 
-def _read_resctrl(files: SystemFiles) -> Resctrl | None:
+def _impossible(code: str, host: str, message: str, remedy: str) -> InputError:
+    return reject(code, "--mpam", host, message, remedy)
+
+
+def _read_resctrl(files: SystemFiles) -> _Resctrl | None:
     """Return what can be partitioned; None where resctrl is not mounted, or not readable."""
-    mounted = resctrl_mount(files)
-    if mounted is None:
-        return None
-    mount, options = mounted
+    mount, options = resctrl_mount(files) or ("", "")
     text = files.text(f"{mount}/schemata")
-    if text is None:
+    if not mount or not text:
         return None
+
+    def limit(name: str, default: int = 1) -> int:
+        return files.integer(f"{mount}/info/{name}") or default
+
     lines: dict[str, str] = dict(_LINE.findall(text))
-    names = [name for name in ("MB", *_CACHES) if name in lines]
+    caches = [name for name in _CACHES if name in lines]
+    resources = ["MB", *caches] if "MB" in lines else caches
     in_bytes = "mba_MBps" in options.split(",")
-    return Resctrl(
+    return _Resctrl(
         mount=mount,
-        most_groups=min(
-            (files.integer(f"{mount}/info/{name}/num_closids") or 0 for name in names), default=0
-        ),
-        bandwidth=_parts(lines["MB"], 10) if "MB" in lines and not in_bytes else {},
-        least_bandwidth=files.integer(f"{mount}/info/MB/min_bandwidth") or 1,
-        bandwidth_step=files.integer(f"{mount}/info/MB/bandwidth_gran") or 1,
-        caches={name: _parts(lines[name], 16) for name in _CACHES if name in lines},
-        least_bits=max(
-            (
-                files.integer(f"{mount}/info/{name}/min_cbm_bits") or 1
-                for name in _CACHES
-                if name in lines
-            ),
-            default=1,
-        ),
+        most_groups=min((limit(f"{name}/num_closids", 0) for name in resources), default=0),
+        bandwidth={} if in_bytes else _parts(lines.get("MB", ""), 10),
+        least_bandwidth=limit("MB/min_bandwidth"),
+        bandwidth_step=limit("MB/bandwidth_gran"),
+        caches={name: _parts(lines[name], 16) for name in caches},
+        least_bits=max((limit(f"{name}/min_cbm_bits") for name in caches), default=1),
         cache_of=_caches_of_cpus(files),
-        groups=_read_groups(files, mount),
+        groups={
+            name: cpus_or_empty(files.text(f"{mount}/{name}/cpus_list"))
+            for name in files.names(mount)
+            if name not in _NO_GROUPS and files.exists(f"{mount}/{name}/cpus_list")
+        },
     )
-
-
-def _read_groups(files: SystemFiles, mount: str) -> dict[str, tuple[int, ...]]:
-    """Return the control groups and their CPUs, without the default group."""
-    names = (
-        name
-        for name in files.names(mount)
-        if name not in _NO_GROUPS and files.exists(f"{mount}/{name}/cpus_list")
-    )
-    return {name: cpus_or_empty(files.text(f"{mount}/{name}/cpus_list")) for name in names}
 
 
 def _parts(text: str, base: int) -> dict[int, int]:
@@ -171,49 +161,43 @@ def _caches_of_cpus(files: SystemFiles) -> dict[int, int]:
     for cpu in cpus_or_empty(files.text("/sys/devices/system/cpu/online")):
         folder = f"/sys/devices/system/cpu/cpu{cpu}/cache"
         for index in files.names(folder):
-            if (
-                files.integer(f"{folder}/{index}/level") == 3
-                and (cache := files.integer(f"{folder}/{index}/id")) is not None
-            ):
+            cache = files.integer(f"{folder}/{index}/id")
+            if cache is not None and files.integer(f"{folder}/{index}/level") == 3:
                 found[cpu] = cache
     return found
 
 
 def _partitions(
-    found: Resctrl, bindings: Sequence[RankBinding], host: str
-) -> tuple[Partition, Partition]:
+    found: _Resctrl, bindings: Sequence[RankBinding], host: str
+) -> tuple[_Partition, _Partition]:
     """Return a partition of the main cores of all ranks and one of their Adam cores."""
     adam = {cpu for binding in bindings for cpu in binding.adam_cpus}
     main = {cpu for binding in bindings for cpu in binding.main_cpus} - adam
     if not adam or not main:
-        raise reject(
+        raise _impossible(
             "no-adam-cores",
-            "--mpam",
             host,
             "no rank has Adam cores beside its main cores",
             "Name a preset that trains with superoffload, on two cores or more.",
         )
     if len(found.groups) + _GROUPS > found.most_groups:
-        raise reject(
+        raise _impossible(
             "too-few-partitions",
-            "--mpam",
             host,
             "the hardware has no two partitions left",
             "Remove groups in /sys/fs/resctrl that are not used.",
         )
     if any((adam | main).intersection(cpus) for cpus in found.groups.values()):
-        raise reject(
+        raise _impossible(
             "cores-partitioned",
-            "--mpam",
             host,
             "a group in /sys/fs/resctrl has some of the run's cores already",
             "Remove that group (`rmdir`) first, or keep it.",
         )
     wanted = (_partition(found, "main", main), _partition(found, "adam", adam))
     if not any(partition.schemata for partition in wanted):
-        raise reject(
+        raise _impossible(
             "no-partitions",
-            "--mpam",
             host,
             "neither memory bandwidth nor the L3 cache can be partitioned by shares",
             "Mount resctrl without `mba_MBps`, if it has that option.",
@@ -221,39 +205,30 @@ def _partitions(
     return wanted
 
 
-def _partition(found: Resctrl, role: Role, cpus: set[int]) -> Partition:
-    lines = tuple(_schemata(found, role == "adam", {found.cache_of.get(cpu) for cpu in cpus}))
-    return Partition(role=role, cpus=tuple(sorted(cpus)), schemata=lines)
-
-
-def _schemata(found: Resctrl, adam: bool, caches: Iterable[int | None]) -> Iterator[str]:
-    """Yield the lines of a partition for the L3 caches of its CPUs; where those are not known, for
+def _partition(found: _Resctrl, role: Role, cpus: set[int]) -> _Partition:
+    """Return a partition with lines for the L3 caches of its CPUs; where those are not known, for
     all.
     """
-    own = set(caches)
-
-    def line(name: str, values: dict[int, str]) -> Iterator[str]:
-        parts = [
-            f"{cache}={value}" for cache, value in values.items() if cache in own or None in own
-        ]
-        if parts:
-            yield f"{name}:{';'.join(parts)}"
-
-    yield from line(
-        "MB",
-        {
-            cache: str(_bandwidth(found, full) if adam else full)
+    own, adam = {found.cache_of.get(cpu) for cpu in cpus}, role == "adam"
+    values = {
+        "MB": {
+            cache: f"{_bandwidth(found, full) if adam else full}"
             for cache, full in found.bandwidth.items()
-        },
-    )
+        }
+    }
     for name, masks in found.caches.items():
-        yield from line(
-            name,
-            {cache: f"{_cut(mask, found.least_bits)[adam]:x}" for cache, mask in masks.items()},
-        )
+        values[name] = {
+            cache: f"{_cut(mask, found.least_bits)[adam]:x}" for cache, mask in masks.items()
+        }
+    lines = {
+        name: ";".join(f"{cache}={value}" for cache, value in parts.items() if own & {cache, None})
+        for name, parts in values.items()
+    }
+    schemata = tuple(f"{name}:{line}" for name, line in lines.items() if line)
+    return _Partition(role=role, cpus=tuple(sorted(cpus)), schemata=schemata)
 
 
-def _bandwidth(found: Resctrl, full: int) -> int:
+def _bandwidth(found: _Resctrl, full: int) -> int:
     """Return the bandwidth of the Adam cores, in whole steps."""
     least = max(found.least_bandwidth, math.ceil(_LEAST_BANDWIDTH * full))
     steps = math.ceil(round(max(least, ADAM_BANDWIDTH * full) / found.bandwidth_step, 6))
@@ -273,41 +248,27 @@ def _cut(mask: int, least_bits: int) -> tuple[int, int]:
     return mask & ~adam, adam
 
 
-def _partition_script(host: str, found: Resctrl, wanted: Sequence[Partition]) -> str:
+def _partition_script(host: str, found: _Resctrl, wanted: Sequence[_Partition]) -> str:
     """Return a script that makes the groups."""
-    folders = [shlex.quote(f"{found.mount}/so-tui-{partition.role}") for partition in wanted]
-    made = [
-        line
-        for folder, partition in zip(folders, wanted, strict=True)
-        for line in _group(folder, partition)
-    ]
-    return _script(
-        host,
-        "partitions cache and memory bandwidth along main and Adam cores",
-        made,
-        [f"rmdir {' '.join(folders)}"],
-    )
+    made, folders = [], []
+    for partition in wanted:
+        folder = shlex.quote(f"{found.mount}/so-tui-{partition.role}")
+        folders.append(folder)
+        made.append(f"mkdir {folder}")
+        made += [f"echo {shlex.quote(line)} > {folder}/schemata" for line in partition.schemata]
+        made.append(f"echo {cpu_ranges(partition.cpus)} > {folder}/cpus_list")
+    does = "partitions cache and memory bandwidth along main and Adam cores"
+    return _script(host, does, made, f"rmdir {' '.join(folders)}")
 
 
-def _group(folder: str, partition: Partition) -> Iterator[str]:
-    yield f"mkdir {folder}"
-    yield from (f"echo {shlex.quote(line)} > {folder}/schemata" for line in partition.schemata)
-    yield f"echo {cpu_ranges(partition.cpus)} > {folder}/cpus_list"
-
-
-def _mount_script(host: str) -> str:
-    """Return a script that mounts resctrl, whose limits are only known then."""
-    return _script(host, "mounts resctrl", [_NOT_MOUNTED.format(mount=MOUNT)], [f"umount {MOUNT}"])
-
-
-def _script(host: str, does: str, apply: Sequence[str], undo: Sequence[str]) -> str:
+def _script(host: str, does: str, apply: Sequence[str], undo: str) -> str:
     lines = [
         "#!/bin/sh",
         f"# {printable_line(host)}: {does} for so-tui. Run it as root, or as who may write there;",
         "# with the argument `undo` it takes everything back. Nothing of it survives a reboot.",
         "set -eu",
         'if [ "${1:-}" = undo ]; then',
-        *(f"    {line}" for line in undo),
+        f"    {undo}",
         "    exit",
         "fi",
         *apply,

@@ -54,23 +54,23 @@ def _plan_one(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plans_json([chosen]))
     else:
-        note_place(arguments, machine, spec.slurm.partition, site=spec.slurm.site)
+        note_place(
+            machine, spec.slurm.partition, site=spec.slurm.site, named=bool(arguments.machine)
+        )
         print_rich(render_plan(chosen, machine))
         if chosen.recommended:
             # On one line, so that it can be copied.
             others = {key: value for key, value in changes.items() if key != "gpus"}
             given = find_preset(arguments.preset).spec
-            print_note(arguments, "")
+            print_note("")
             print_note(
-                arguments,
                 f"to run it: {command_of(chosen, given, arguments.preset, spec.gpus, others)}",
             )
             if "gpus" not in changes and spec.nodes == 1:
                 _note_other_number(arguments, chosen, best_number_of_gpus(spec, machine), changes)
         elif fixed:
-            print_note(arguments, "")
+            print_note("")
             print_note(
-                arguments,
                 "This is the plan as given. To search for better settings, leave out "
                 "--as-given and --set of what a plan chooses.",
             )
@@ -96,10 +96,10 @@ def _plan_table(arguments: argparse.Namespace) -> int:
     else:
         unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
-        note_place(arguments, machine, arguments.partition or "")
+        note_place(machine, arguments.partition or "", named=bool(arguments.machine))
         print_rich(render_table(rows, machine))
         for text in left_out:
-            print_note(arguments, text)
+            print_note(text)
         note_problems(catalog.problems)
     return 0
 
@@ -114,7 +114,6 @@ def _note_other_number(
     same = ["--machine", arguments.machine] if arguments.machine else []
     same += [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     print_note(
-        arguments,
         f"{plural(chosen.gpus, unit)}, as the preset says, would train "
         f"{rate(chosen.useful_tokens_per_s_total or 0.0)} tokens/s. {plural(best.gpus, unit)} "
         f"would train {rate(best.useful_tokens_per_s_total or 0.0)}, more or as many per {unit} "
@@ -198,11 +197,9 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
 
     def report(record: object) -> None:
         if isinstance(record, StepRecord):
-            print_note(
-                arguments, f"step {thousands(record.step)}: {record.step_s:.3f} s", stderr=True
-            )
+            print_note(f"step {thousands(record.step)}: {record.step_s:.3f} s", stderr=True)
         elif isinstance(record, PhaseRecord):
-            print_note(arguments, record.detail or record.phase, stderr=True)
+            print_note(record.detail or record.phase, stderr=True)
 
     rows = None
     if arguments.probe == "random":

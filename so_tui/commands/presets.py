@@ -10,6 +10,7 @@ from so_tui.commands.common import (
     chosen_changes,
     chosen_spec,
     note_problems,
+    plain_table,
     print_json,
     print_note,
     print_rich,
@@ -102,15 +103,8 @@ def presets(arguments: argparse.Namespace) -> int:
         )
         print_json(Presets(tuple(listed), tuple(map(str, catalog.problems))))
     else:
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False)
-        for heading in ("name", "model", "GPUs", "tokens", "from"):
-            table.add_column(
-                heading,
-                justify="right" if heading in ("GPUs", "tokens") else "left",
-                header_style="bold",
-            )
+        headings = ("name", "model", "GPUs", "tokens", "from")
+        table = plain_table(*headings, right=("GPUs", "tokens"))
         for name, preset in catalog.presets.items():
             spec = preset.spec
             table.add_row(
@@ -195,10 +189,9 @@ def _add(arguments: argparse.Namespace) -> int:
     print(f"{spec.name}: {spec.label}, {count(model.parameter_count)} parameters{experts}")
     print(printable_line(f"saved as {path}"))
     for text in described.notes:
-        print_note(arguments, f"note: {text}")
-    print_note(arguments, f"next: {so_tui_command('plan', spec.name)}    what it needs here")
+        print_note(f"note: {text}")
+    print_note(f"next: {so_tui_command('plan', spec.name)}    what it needs here")
     print_note(
-        arguments,
         f"      {so_tui_command('run', spec.name, '--set', 'data.source=FILE')}    train it on "
         "your data",
     )

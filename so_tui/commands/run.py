@@ -6,6 +6,7 @@ import argparse
 import logging
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,15 @@ from so_tui.commands.common import (
     print_rich,
     usable_terminal,
 )
-from so_tui.commands.follow import exit_code_of, follow
-from so_tui.launch.executors import executor_of
-from so_tui.launch.lifecycle import start
+from so_tui.commands.follow import follow
+from so_tui.launch.executors import ensure_supervised, executor_of
+from so_tui.launch.lifecycle import current_state, start
+from so_tui.launch.lifecycle import resume as resume_run
 from so_tui.launch.slurm.executor import SlurmExecutor
 from so_tui.launch.slurm.script import Draft, edited, for_run, kept
 from so_tui.plan.plan import Launch
 from so_tui.runs import RunDirectory, find_run, read_spec, read_state
+from so_tui.runs.liveness import EXIT_CODES
 from so_tui.spec import Refused, RunSpec, SoTuiError, with_values
 from so_tui.spec.errors import reject
 from so_tui.trust.files import read_bounded
@@ -95,39 +98,6 @@ def _refuse_script(spec: RunSpec, option: str, *, dry_run: bool) -> None:
         )
 
 
-def _start_with_script(
-    launch: Launch, choice: _ScriptChoice, arguments: argparse.Namespace
-) -> RunDirectory:
-    """Start a run with the user's script, again and again while it is refused and the user wants to
-    change it.
-
-    Raises:
-        SoTuiError: As ``start``, once the user gives up. A changed script is in a file, and stderr
-            names it.
-    """
-    draft: Draft | None = None
-    while True:
-        try:
-            run = start(launch, runs_dir=arguments.runs_dir, executor=SlurmExecutor(edit=choice))
-        except BaseException as error:
-            if not choice.is_changed:
-                raise
-            draft = kept(choice.script, launch.spec.name, draft)
-            again = isinstance(error, SoTuiError) and usable_terminal() and _wants_again(error)
-            if not again:
-                file = quoted(str(draft.path))
-                print(
-                    "so-tui: your script is kept. To submit it: the same command with --script "
-                    f"{file}",
-                    file=sys.stderr,
-                )
-                raise
-        else:
-            if draft is not None:
-                draft.discard()
-            return run
-
-
 def _wants_again(error: SoTuiError) -> bool:
     print(f"so-tui: {error}", file=sys.stderr)
     try:
@@ -147,7 +117,6 @@ class StartedRun(Struct, frozen=True):
 def run(arguments: argparse.Namespace) -> int:
     """Start a run, show it, and return its exit code."""
     from so_tui.launch.checks import CHECKS, missing_inputs, preflight
-    from so_tui.launch.executors import executor_of
 
     spec = chosen_spec(arguments)
     if arguments.machine and executor_of(spec).here and not arguments.dry_run:
@@ -162,11 +131,9 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse_script(spec, option, dry_run=arguments.dry_run)
     if arguments.dry_run:
         if not arguments.machine:  # another machine has other files
-            _report_warnings(arguments, tuple(str(problem) for problem in missing_inputs(spec)))
+            _report_warnings(missing_inputs(spec))
         launch = _prepared(spec, arguments)
-        _report_warnings(
-            arguments, tuple(str(problem) for problem in executor_of(spec).unavailable(launch))
-        )
+        _report_warnings(executor_of(spec).unavailable(launch))
         from so_tui.launch.show import render_launch, render_start, shown_launch
 
         if arguments.json:
@@ -192,21 +159,22 @@ def run(arguments: argparse.Namespace) -> int:
         launch, warnings = preflight(
             launch,
             runs_dir=arguments.runs_dir,
-            begins=lambda check: print_note(
-                arguments, f"so-tui: checking {CHECKS[check]} …", stderr=True
-            ),
+            begins=lambda check: print_note(f"so-tui: checking {CHECKS[check]} …", stderr=True),
         )
-        _report_warnings(arguments, warnings)
+        _report_warnings(warnings)
     return _show(_start(launch, arguments), arguments, owner=True)
 
 
 def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
-    """Start a run, with the batch script that the user gives or changes."""
+    """Start a run. If the user gives or changes its batch script, again and again while it is
+    refused and the user wants to change it.
+
+    Raises:
+        SoTuiError: As ``start``, once the user gives up. A changed script is in a file, and stderr
+            names it.
+    """
     if not (arguments.edit or arguments.script):
-        from so_tui.launch.lifecycle import start
-
         return start(launch, runs_dir=arguments.runs_dir)
-
     try:
         given = read_bounded(arguments.script, _MOST_BYTES).decode() if arguments.script else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -217,7 +185,24 @@ def _start(launch: Launch, arguments: argparse.Namespace) -> RunDirectory:
             f"cannot be read: {error}",
             "Name a batch script that --edit kept.",
         ) from error
-    return _start_with_script(launch, _ScriptChoice(given=given, edits=arguments.edit), arguments)
+    choice = _ScriptChoice(given=given, edits=arguments.edit)
+    draft: Draft | None = None
+    while True:
+        try:
+            run = start(launch, runs_dir=arguments.runs_dir, executor=SlurmExecutor(edit=choice))
+        except BaseException as error:
+            if not choice.is_changed:
+                raise
+            draft = kept(choice.script, launch.spec.name, draft)
+            if isinstance(error, SoTuiError) and usable_terminal() and _wants_again(error):
+                continue
+            file = quoted(str(draft.path))
+            told = f"your script is kept. To submit it: the same command with --script {file}"
+            print(f"so-tui: {told}", file=sys.stderr)
+            raise
+        if draft is not None:
+            draft.discard()
+        return run
 
 
 def _prepared(spec: RunSpec, arguments: argparse.Namespace) -> Launch:
@@ -246,9 +231,9 @@ def _plain(arguments: argparse.Namespace) -> bool:
     return arguments.plain or not usable_terminal()
 
 
-def _report_warnings(arguments: argparse.Namespace, warnings: tuple[str, ...]) -> None:
+def _report_warnings(warnings: Iterable[object]) -> None:
     for warning in warnings:
-        print_note(arguments, f"so-tui: warning: {warning}", stderr=True)
+        print_note(f"so-tui: warning: {warning}", stderr=True)
 
 
 def resume(arguments: argparse.Namespace) -> int:
@@ -256,8 +241,6 @@ def resume(arguments: argparse.Namespace) -> int:
     given.
     """
     from so_tui.launch.launch import prepare_resume
-    from so_tui.launch.lifecycle import current_state
-    from so_tui.launch.lifecycle import resume as resume_run
     from so_tui.launch.places import machine_of
 
     target = find_run(arguments.run, arguments.runs_dir)
@@ -284,8 +267,6 @@ def watch(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: The run is damaged, so that its end could not be seen.
     """
-    from so_tui.launch.executors import ensure_supervised
-
     target = find_run(arguments.run, arguments.runs_dir)
     read_state(target)
     ensure_supervised(target)
@@ -303,18 +284,17 @@ def _show(target: RunDirectory, arguments: argparse.Namespace, *, owner: bool) -
             print(target.name)
         return 0
     if _plain(arguments):
-        return follow(target, owner=owner, quiet=arguments.quiet)
+        return follow(target, owner=owner)
 
     _show_screen(arguments.runs_dir, open_run=target)
     return _exit_code(target)
 
 
 def _exit_code(target: RunDirectory | None) -> int:
-    """Return the exit code of a run that was shown on the screen; 0 unless it has ended."""
-    code = None if target is None else exit_code_of(target)
-    return (
-        0 if code is None else code
-    )  # the user left while it trains, and the screen has said how to see it again
+    """Return the exit code of a run that was shown on the screen; 0 unless it has ended: the user
+    left while it trains, and the screen has said how to see it again.
+    """
+    return 0 if target is None else EXIT_CODES.get(current_state(target).state, 0)
 
 
 def supervise(arguments: argparse.Namespace) -> int:

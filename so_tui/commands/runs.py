@@ -6,13 +6,12 @@ import argparse
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from so_tui.commands.common import ProgressLine, print_json, print_note, print_rich
-from so_tui.commands.common import print_note as tell
+from so_tui.commands.common import ProgressLine, plain_table, print_json, print_note, print_rich
 from so_tui.runs import RunDirectory, find_run, list_runs, read_spec, readable_spec
 from so_tui.runs.directory import refuse_another_users
 from so_tui.runs.export import export_metrics
@@ -104,13 +103,9 @@ def _compared(run: RunDirectory, spec: RunSpec, settings: dict[str, str]) -> Com
 
 def _print(compared: ComparedRuns) -> None:
     """Print a row for each setting that differs and for each result, a column for each run."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for run in compared.runs:
-        table.add_column(Text(printable_line(run.name)), overflow="fold")
+    table = plain_table("", *(printable_line(run.name) for run in compared.runs))
     table.add_row("state", *(f"{run.state} at step {thousands(run.step)}" for run in compared.runs))
     for key, name in RESULTS.items():
         cells = [result_text(run.results, key) for run in compared.runs]
@@ -140,7 +135,7 @@ def export_run_metrics(arguments: argparse.Namespace) -> int:
     target = arguments.to or f"{run.name}.csv"
     if fault := path_fault(target):
         raise reject("invalid-path", "--to", shown(target), fault, "Give another name.")
-    line = ProgressLine(shown=not arguments.quiet)
+    line = ProgressLine()
     line.show("reading the run")
     path = Path(target).expanduser()
     count = export_metrics(read_all(run), path, lambda rows: line.show(f"{thousands(rows)} rows"))
@@ -168,7 +163,7 @@ def edit_note(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(notes)
     elif not notes.note and not notes.tags:
-        tell(arguments, "no note and no tags")
+        print_note("no note and no tags")
     else:
         for part in (notes.note, " ".join(f"#{tag}" for tag in notes.tags)):
             if part:
@@ -205,69 +200,52 @@ printed below it.
 """
 
 
+class _Row(NamedTuple):
+    """A run of the list."""
+
+    run: RunDirectory
+    state: RunState
+    results: RunResults
+
+
 def runs(arguments: argparse.Namespace) -> int:
     """Print every known run, in the order that is asked for."""
     from so_tui.launch.executors import ensure_supervised
     from so_tui.launch.supervisor.processes import OwnProcesses
     from so_tui.settings_file import load_settings
 
-    listed = []
+    rows = []
     own_processes = OwnProcesses()
     for run in list_runs(arguments.runs_dir):
         ensure_supervised(run, own_processes)
         if arguments.tag is None or arguments.tag in read_notes(run).tags:
-            listed.append((run, _state(run)))
+            state = _state(run)
+            rows.append(_Row(run, state, _results(run, state)))
     sort = arguments.sort or load_settings().settings.runs.sort
-    measured = {run.path: _results(run, state) for run, state in listed}
-    listed = ordered(
-        listed, sort, _text_of, lambda item: item[1].step, lambda item: measured[item[0].path]
-    )
+    rows = ordered(rows, sort, _text_of, lambda row: row.state.step, lambda row: row.results)
     if arguments.json:
-        print_json(Runs(tuple(_listed(run, state, measured[run.path]) for run, state in listed)))
-        return 0
-    if not listed and arguments.tag is not None:
+        print_json(Runs(tuple(_listed(*row) for row in rows)))
+    elif not rows and arguments.tag is not None:
         print(printable_line(f"no run has the tag {arguments.tag}"))
-        return 0
-    if not listed:
+    elif not rows:
         print("no runs yet: `so-tui run tiny` trains the embedded model in a minute")
-        return 0
-    width = console().width
-    beside = width >= _ROOM_FOR_REASONS
-    below = [
-        f"\n{brief_message(f'{run.name}: {_why(state)}')}"
-        for run, state in listed
-        if not beside and _why(state)
-    ]
-    print_rich(
-        _table(listed, measured, _sorted_column(listed, sort, measured), width, beside), *below
-    )
+    else:
+        width = console().width
+        below = [] if width >= _ROOM_FOR_REASONS else rows
+        whys = [f"{row.run.name}: {why}" for row in below if (why := _why(row.state))]
+        print_rich(_table(rows, sort, width), *(f"\n{brief_message(why)}" for why in whys))
     return 0
 
 
-def _sorted_column(
-    listed: list[tuple[RunDirectory, RunState]], sort: str, measured: dict[Path, RunResults]
-) -> tuple[str, list[str]] | None:
-    """Return heading and cells of what the runs are sorted by; None where the table has it
-    anyway.
-    """
-    if sort in ("model", "host"):
-        return sort, [printable_line(_text_of(item, sort)) for item in listed]
-    key = result_of_order(sort)
-    if key is None or key in ("loss", "evaluation_loss"):
-        return None
-    return RESULTS[key], [result_text(measured[run.path], key) for run, _ in listed]
-
-
-def _text_of(item: tuple[RunDirectory, RunState], key: str) -> str:
-    run, state = item
+def _text_of(row: _Row, key: str) -> str:
     match key:
         case "host":
-            return state.host
+            return row.state.host
         case "name":
-            return run.name
+            return row.run.name
         case "state":
-            return state.state
-    spec = readable_spec(run)
+            return row.state.state
+    spec = readable_spec(row.run)
     return spec.label if spec is not None else ""
 
 
@@ -278,54 +256,48 @@ def _results(run: RunDirectory, state: RunState) -> RunResults:
         return RunResults()  # deleted meanwhile, or unreadable
 
 
-def _table(
-    listed: list[tuple[RunDirectory, RunState]],
-    measured: dict[Path, RunResults],
-    by: tuple[str, list[str]] | None,
-    width: int,
-    beside: bool,
-) -> Table:
-    """Lay out the runs with what they are sorted by (``by``), and with or without their reasons
-    (``beside``).
+def _table(rows: list[_Row], sort: str, width: int) -> Table:
+    """Lay out the runs with what they are sorted by, and if there is room with their reasons.
 
     If the width is not enough, the start time is left out first, then names are wrapped, and last
     the other cells end in an ellipsis.
     """
     from rich.cells import cell_len
-    from rich.table import Table
 
-    states = [state for _, state in listed]
+    def results(key: str) -> list[str]:
+        return [result_text(row.results, key) for row in rows]
+
+    states = [row.state for row in rows]
     columns = {
-        "name": [printable_line(run.name) for run, _ in listed],
+        "name": [printable_line(row.run.name) for row in rows],
         "state": [state.shown for state in states],
         "step": [f"{thousands(state.step)}/{thousands(state.total_steps)}" for state in states],
-        "mean loss": [result_text(measured[run.path], "loss") for run, _ in listed],
+        "mean loss": results("loss"),
     }
-    evaluated = [result_text(measured[run.path], "evaluation_loss") for run, _ in listed]
-    if any(evaluated):
-        columns["evaluation loss"] = evaluated
-    if by is not None:
-        columns[by[0]] = by[1]
-    columns["started"] = [
+    if any(results("evaluation_loss")):
+        columns["evaluation loss"] = results("evaluation_loss")
+    by = result_of_order(sort)
+    if sort in ("model", "host"):
+        columns[sort] = [printable_line(_text_of(row, sort)) for row in rows]
+    elif by not in (None, "loss", "evaluation_loss"):
+        columns[RESULTS[by]] = results(by)
+    started = [
         f"{datetime.fromtimestamp(state.started):%Y-%m-%d %H:%M}" if state.started else ""
         for state in states
     ]
     needed = sum(
-        max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()
-    ) + 2 * (len(columns) - 1)
-    if not beside and needed > width:
-        del columns["started"]
-    if beside:
+        2 + max(map(cell_len, (heading, *cells)))
+        for heading, cells in {**columns, "started": started}.items()
+    )
+    if width >= _ROOM_FOR_REASONS or needed - 2 <= width:
+        columns["started"] = started
+    if width >= _ROOM_FOR_REASONS:
         columns["reason"] = [brief_message(_why(state)) for state in states]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in columns:
-        if heading in ("name", "reason"):
-            table.add_column(heading, overflow="fold")
-        else:
-            left = heading in ("state", "model", "host", "started")
-            table.add_column(
-                heading, justify="left" if left else "right", no_wrap=True, overflow="ellipsis"
-            )
+    left = ("name", "state", "model", "host", "started", "reason")
+    table = plain_table(*columns, right=columns.keys() - left)
+    for column in table.columns:
+        if column.header not in ("name", "reason"):
+            column.no_wrap, column.overflow = True, "ellipsis"
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table
@@ -385,9 +357,9 @@ def stop(arguments: argparse.Namespace) -> int:
     else:
         seen = sighting(run, state)
         if not seen.by_processes:
-            print_note(arguments, f"{run.name} {evidence(state, seen)}")
+            print_note(f"{run.name} {evidence(state, seen)}")
         if state.state != "queued":
-            print_note(arguments, f"asked {run.name} to stop; waiting for its checkpoint")
+            print_note(f"asked {run.name} to stop; waiting for its checkpoint")
         state = stop_run(run, grace_s=arguments.grace)
         if state.state not in FINAL_STATES and not sighting(run, state).by_processes:
             ended_state(run)  # refuses it, and says what was seen
@@ -442,6 +414,6 @@ def export(arguments: argparse.Namespace) -> int:
     target = arguments.to or str(run.path / "export")
     writable(Path(target), "--to")
     for event in in_steps(export_model(run, target), 10):
-        print_note(arguments, str(event))
+        print_note(str(event))
     print(printable_line(f"wrote {target}"))
     return 0

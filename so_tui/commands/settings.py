@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from so_tui.commands.common import print_json, print_rich
+from so_tui.commands.common import plain_table, print_json, print_rich
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
-from so_tui.settings_file import (
-    KEYS,
-    all_settings,
-    change_settings,
-    choices,
-    load_settings,
-    value_of,
-)
+from so_tui.settings_file import change_settings, load_settings, setting_index, value_of
+from so_tui.spec import parse_value
 from so_tui.spec.errors import InputError, Problem, nearest, reject, shown
 from so_tui.trust.text import printable_line
 
@@ -42,62 +35,48 @@ def settings(arguments: argparse.Namespace) -> int:
         InputError: There is no such setting, or it cannot be changed so.
     """
     key, equals, text = (arguments.setting or "").partition("=")
-    if key and key not in KEYS:
+    known = setting_index()
+    if key and key not in known:
         raise reject(
             "unknown-setting",
             "settings",
             shown(key),
             "there is no such setting",
-            f"{nearest(key, KEYS)}`so-tui settings` lists them all.",
+            f"{nearest(key, tuple(known))}`so-tui settings` lists them all.",
         )
     if equals:
-        change_settings({key: _value(key, text) if text else None})
+        change_settings({key: parse_value(text, known[key]) if text else None})
     loaded = load_settings()
     for problem in loaded.problems:
         print(f"so-tui: {problem}", file=sys.stderr)
     if arguments.json:
         print_json(ShownSettings(str(settings_file()), loaded.settings, loaded.problems))
     elif key:
-        print(_text(key, value_of(loaded.settings, key)))
+        print(_text(value_of(loaded.settings, key)))
     else:
         _print_all(loaded.settings)
     return InputError.exit_code if loaded.problems else 0
 
 
 def _print_all(found: Settings) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("setting", "value", "what it is"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
-    for setting in all_settings():
-        value, words = value_of(found, setting.key), choices(setting.kind)
+    table = plain_table("setting", "value", "what it is")
+    table.columns[0].no_wrap = True
+    for key, info in setting_index().items():
+        value = value_of(found, key)
+        words = f" ({', '.join(info.choices)})" if info.choices else ""
         table.add_row(
-            setting.key,
-            Text(_text(setting.key, value), style="" if value == setting.default else "bold"),
-            Text(setting.description + (f" ({', '.join(words)})" if words else "")),
+            key,
+            Text(_text(value), style="" if value == info.default else "bold"),
+            Text(info.description + words),
         )
     print_rich(table, f"\n{printable_line(str(settings_file()))}")
 
 
-def _text(key: str, value: Any) -> str:
+def _text(value: Any) -> str:
     """Return a value as it is typed; ``-`` for none."""
-    if value is None or value == ():
+    if value in (None, ()):
         return "-"
-    if isinstance(value, tuple):
-        value = list(value)
-    return printable_line(
-        value if isinstance(value, str) and value else msgspec.json.encode(value).decode()
-    )
-
-
-def _value(key: str, text: str) -> Any:
-    """Return a typed value: as TOML where it is some, and otherwise as text."""
-    kind = next(setting.kind for setting in all_settings() if setting.key == key)
-    if choices(kind) or key == "screen.theme":
-        return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, ValueError, RecursionError):
-        return text
+    typed = value if isinstance(value, str) and value else msgspec.json.encode(value).decode()
+    return printable_line(typed)

@@ -404,7 +404,7 @@ def visible_machine(machine: Machine, inherited: Mapping[str, str]) -> Machine:
             "CUDA_VISIBLE_DEVICES names a MIG instance, and so-tui trains on whole GPUs. Ask for a "
             "whole GPU",
         )
-    visible, _ = visible_gpus(machine.gpus, given)
+    visible = tuple(visible_gpus(machine.gpus, given))
     return replace(machine, gpus=visible)
 
 

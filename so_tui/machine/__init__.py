@@ -1,7 +1,7 @@
 """Read /sys, /proc and NVML into one frozen Machine, and check it."""
 
 from so_tui.machine.host import cpu_ranges, parse_cpus
-from so_tui.machine.inspect import inspect_machine, load_machine, machine_json
+from so_tui.machine.inspect import inspect_machine, load_machine
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 
 __all__ = [
@@ -13,6 +13,5 @@ __all__ = [
     "cpu_ranges",
     "inspect_machine",
     "load_machine",
-    "machine_json",
     "parse_cpus",
 ]

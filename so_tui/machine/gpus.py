@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from so_tui.machine.host import cpus_or_empty, distance
 from so_tui.machine.software import output_of
 from so_tui.machine.system_files import SystemFiles
-from so_tui.machine.types import Gpu, Nodes, NumaNode
+from so_tui.machine.types import Gpu, Nodes, NumaNode, Vendor
 from so_tui.trust.decoding import decode_json
 
 # Read AMD's GPUs from the topology of the kernel's compute driver (KFD) in sysfs, and their names
@@ -115,7 +116,7 @@ def _parts(files: SystemFiles, node: int, kind: str) -> Iterator[dict[str, int]]
 
 def _numbers(files: SystemFiles, name: str) -> dict[str, int]:
     """Return the lines of a name and a number of at most 64 bits; anything else is left out."""
-    numbers = {key: int(digits) for key, digits in _LINE.findall(files.text(name) or "")}
+    numbers = {key: int(digits) for key, digits in _LINE.findall(files.text(name))}
     return {key: number for key, number in numbers.items() if number < 1 << 64}
 
 
@@ -153,7 +154,7 @@ T = TypeVar("T")
 _COMPUTE_MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Process"}
 
 
-class NvmlAnswer(Struct, frozen=True, kw_only=True):
+class _NvmlAnswer(Struct, frozen=True, kw_only=True):
     answered: bool = False
     """Whether NVML started. Its list is then complete, even if empty (a job without GPUs)."""
     gpus: tuple[Gpu, ...] = ()
@@ -202,7 +203,7 @@ class _Asker:
             if bus_id is None:
                 self.errors.append(f"GPU {index} does not respond and is left out.")
             else:
-                yield index, handle, normal_bus_id(bus_id)
+                yield index, handle, _normal_bus_id(bus_id)
 
     def ask(self, function: str, *arguments: Any, read: Callable[[Any], T]) -> T | None:
         """Call a function and return ``read`` of its result; None if it fails or this nvidia-ml-py
@@ -219,28 +220,35 @@ class _Asker:
             return None
 
 
-def query_nvml() -> NvmlAnswer:
+@contextmanager
+def _started() -> Iterator[_Asker]:
+    """Start NVML, and stop it at the end. Raises pynvml.NVMLError if it does not start."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield _Asker(pynvml)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _query_nvml() -> _NvmlAnswer:
     """Return every GPU that the driver shows to this process; empty and without errors if there is
     no driver.
     """
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with _started() as asker:
+            gpus = tuple(_nvml_gpu(asker, *device) for device in asker.devices())
+            driver = asker.ask("nvmlSystemGetDriverVersion", read=_nvml_text)
+            errors = tuple(dict.fromkeys(asker.errors))
+            return _NvmlAnswer(answered=True, gpus=gpus, driver=driver, errors=errors)
     except pynvml.NVMLError as error:
-        absent = {pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED}
-        return NvmlAnswer(
+        absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return _NvmlAnswer(
             errors=() if error.value in absent else (f"NVML does not start: {error}.",)
         )
-    try:
-        asker = _Asker(pynvml)
-        gpus = tuple(_nvml_gpu(asker, *device) for device in asker.devices())
-        driver = asker.ask("nvmlSystemGetDriverVersion", read=_nvml_text)
-        return NvmlAnswer(
-            answered=True, gpus=gpus, driver=driver, errors=tuple(dict.fromkeys(asker.errors))
-        )
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def query_health() -> tuple[GpuHealth, ...]:
@@ -248,14 +256,10 @@ def query_health() -> tuple[GpuHealth, ...]:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with _started() as asker:
+            return tuple(_health(asker, *device) for device in asker.devices())
     except pynvml.NVMLError:
         return ()
-    try:
-        asker = _Asker(pynvml)
-        return tuple(_health(asker, *device) for device in asker.devices())
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _health(asker: _Asker, _index: int, handle: Any, bus_id: str) -> GpuHealth:
@@ -313,103 +317,80 @@ def _nvml_text(value: str | bytes) -> str:
 
 
 _PCI = "/sys/bus/pci/devices"
-_NVIDIA, _AMD = 0x10DE, 0x1002
-_DISPLAY_CLASSES = {0x0300, 0x0302}
-_AMD_COMPUTE_CLASSES = {0x0302, 0x0380, 0x1200}
-_NAMES = {
-    # Product names by PCI device id (pci.ids), if neither NVML nor the driver's /proc has them.
-    0x20B2: "NVIDIA A100-SXM4-80GB",
-    0x2330: "NVIDIA H100 80GB HBM3",
-    0x2335: "NVIDIA H200",
-    0x2342: "NVIDIA GH200",
-    0x2345: "NVIDIA GH200",
-    0x2348: "NVIDIA GH200 144G HBM3e",
-    0x2901: "NVIDIA B200",
-    0x2941: "NVIDIA GB200",
-    0x31C2: "NVIDIA GB300",
+_VENDORS: dict[int, tuple[Vendor, tuple[int, ...]]] = {
+    0x10DE: ("nvidia", (0x0300, 0x0302)),
+    0x1002: ("amd", (0x0302, 0x0380, 0x1200)),
 }
-_AMD_NAMES = {
-    0x740F: "AMD Instinct MI210",
-    0x74A0: "AMD Instinct MI300A",
-    0x74A1: "AMD Instinct MI300X",
+"""By PCI vendor id: the vendor, and the classes of its devices that compute."""
+_PRODUCTS = {
+    # By PCI device id (pci.ids): the name, if neither NVML nor the driver's /proc has it, and the
+    # MiB of memory as nvidia-smi or the NUMA map shows them, for system files without either.
+    0x20B2: ("NVIDIA A100-SXM4-80GB", 81920),
+    0x2330: ("NVIDIA H100 80GB HBM3", 81559),
+    0x2335: ("NVIDIA H200", 143771),
+    0x2342: ("NVIDIA GH200", 97280),
+    0x2345: ("NVIDIA GH200", 97280),
+    0x2348: ("NVIDIA GH200 144G HBM3e", 146176),
+    0x2901: ("NVIDIA B200", 0),
+    0x2941: ("NVIDIA GB200", 188416),
+    0x31C2: ("NVIDIA GB300", 283136),
+    # AMD's driver has no names.
+    0x740F: ("AMD Instinct MI210", 0),
+    0x74A0: ("AMD Instinct MI300A", 0),
+    0x74A1: ("AMD Instinct MI300X", 0),
 }
-"""The same of AMD's; its driver has no names."""
 _NAMELESS_AMD = "AMD GPU ["
 ROCM_VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Variables that hide AMD's GPUs; of NVIDIA's only the last does."""
-_PUBLISHED_MIB = {
-    # Memory sizes as nvidia-smi or the NUMA map shows them, for system files without either.
-    0x20B2: 81920,
-    0x2330: 81559,
-    0x2335: 143771,
-    0x2342: 97280,
-    0x2345: 97280,
-    0x2348: 146176,
-    0x2941: 188416,
-    0x31C2: 283136,
-}
 
 
 class _FoundGpus(NamedTuple):
-    """The GPUs that a run may use, and what to report about the others."""
+    """The GPUs that a run may use, and what to report about the others and about NVML."""
 
     gpus: tuple[Gpu, ...]
     hidden: tuple[int, ...]
     """Indices of GPUs that the environment hides."""
     notes: tuple[str, ...]
+    nvml: _NvmlAnswer
 
 
-def pci_gpus(files: SystemFiles) -> tuple[Gpu, ...]:
+def pci_gpus(files: SystemFiles) -> list[Gpu]:
     """Return all GPUs on the PCI bus, with or without a driver, in bus order."""
-    found = (_pci_gpu(files, bus_id) for bus_id in files.names(_PCI))
-    return tuple(
-        replace(gpu, index=index)
-        for index, gpu in enumerate(gpu for gpu in found if gpu is not None)
-    )
+    return _numbered(filter(None, (_pci_gpu(files, bus_id) for bus_id in files.names(_PCI))))
 
 
-def read_gpus(files: SystemFiles, nodes: Nodes, nvml: NvmlAnswer, *, coherent: bool) -> _FoundGpus:
-    """Return the GPUs of a machine with their NUMA nodes.
+def _numbered(gpus: Iterable[Gpu]) -> list[Gpu]:
+    return [replace(gpu, index=index) for index, gpu in enumerate(gpus)]
+
+
+def read_gpus(files: SystemFiles, nodes: Nodes, *, coherent: bool) -> _FoundGpus:
+    """Return the GPUs of a machine with their NUMA nodes: those that NVML lists, if it starts.
 
     Args:
         files: System files of the machine.
         nodes: NUMA nodes of the machine.
-        nvml: Answer of NVML; its list is used if NVML started.
         coherent: Whether GPU memory can be a NUMA node here (Grace), so that nodes without CPUs may
             be GPU memory.
     """
+    nvml = _query_nvml() if files.live else _NvmlAnswer()
     on_bus = pci_gpus(files)
     notes = list(nvml.errors)
-    hidden: tuple[Gpu, ...] = ()
     if nvml.answered:
         at = {gpu.pci_bus_id: gpu for gpu in on_bus}
-        gpus = tuple(
+        places = [at.get(gpu.pci_bus_id, gpu) for gpu in nvml.gpus]
+        gpus = [
             replace(gpu, numa_node=place.numa_node, cpus=place.cpus)
-            if (place := at.get(gpu.pci_bus_id))
-            else gpu
-            for gpu in nvml.gpus
-        )
+            for gpu, place in zip(nvml.gpus, places, strict=True)
+        ]
     else:
         drivers = {"nvidia": "/proc/driver/nvidia/version", "amd": "/dev/kfd"}
-        usable = [gpu for gpu in on_bus if not files.live or files.exists(drivers[gpu.vendor])]
-        if len(usable) < len(on_bus):
-            notes.append(
-                f"{len(on_bus) - len(usable)} GPU(s) on the PCI bus have no driver and are left "
-                "out."
-            )
-        gpus = tuple(replace(gpu, index=index) for index, gpu in enumerate(usable))
-    if any(gpu.vendor == "amd" for gpu in gpus) and (amd := _kfd_gpus(files, nodes)) is not None:
-        # AMD's are numbered as ROCm does, and those that their driver withholds left out.
-        order = list(amd)
-        kept = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
-        kept.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
-        gpus = tuple(
-            replace(gpu, **amd.get(gpu.pci_bus_id, {}) | {"index": index})
-            for index, gpu in enumerate(kept)
+        gpus = _numbered(
+            gpu for gpu in on_bus if not files.live or files.exists(drivers[gpu.vendor])
         )
-    if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
-        names = _names_by_amd_smi()
-        gpus = tuple(replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus)
+        if left_out := len(on_bus) - len(gpus):
+            notes.append(f"{left_out} GPU(s) on the PCI bus have no driver and are left out.")
+    if any(gpu.vendor == "amd" for gpu in gpus):
+        gpus = _with_amds(gpus, files, nodes)
     gpus = _with_nodes(gpus, nodes, coherent=coherent)
     # With more memory nodes than GPUs, MIG has partitioned some GPUs, and no size is assumed.
     if not nvml.answered and sum(node.kind == "gpu-memory" for node in nodes) <= len(gpus):
@@ -418,27 +399,45 @@ def read_gpus(files: SystemFiles, nodes: Nodes, nvml: NvmlAnswer, *, coherent: b
             for gpu in gpus
             if gpu.memory_total_bytes is None and (size := _published_bytes(files, gpu))
         }
-        gpus = tuple(
+        gpus = [
             replace(gpu, memory_total_bytes=sizes.get(gpu.index, gpu.memory_total_bytes))
             for gpu in gpus
-        )
-        if assumed := [gpu for gpu in gpus if gpu.index in sizes]:
+        ]
+        if sizes:
+            assumed = next(gpu.name for gpu in gpus if gpu.index in sizes)
             notes.append(
-                f"The memory size of GPU {_indices(assumed)} is unknown here; the published size "
-                f"of {assumed[0].name} is assumed."
+                f"The memory size of GPU {_indices(sizes)} is unknown here; the published size of "
+                f"{assumed} is assumed."
             )
+    hidden: list[int] = []
     if files.live and (variable := hiding_variable(gpus, os.environ)):
-        gpus, hidden = visible_gpus(gpus, os.environ[variable])
-        if hidden:
+        visible = visible_gpus(gpus, os.environ[variable])
+        if hidden := [gpu.index for gpu in gpus if gpu not in visible]:
             notes.append(f"{variable} hides GPU {_indices(hidden)}.")
-    return _FoundGpus(gpus, tuple(gpu.index for gpu in hidden), tuple(notes))
+        gpus = visible
+    return _FoundGpus(tuple(gpus), tuple(hidden), tuple(notes), nvml)
 
 
-def _indices(gpus: Iterable[Gpu]) -> str:
-    return ", ".join(str(gpu.index) for gpu in gpus)
+def _indices(indices: Iterable[int]) -> str:
+    return ", ".join(map(str, indices))
 
 
-def normal_bus_id(bus_id: str) -> str:
+def _with_amds(gpus: list[Gpu], files: SystemFiles, nodes: Nodes) -> list[Gpu]:
+    """Return the GPUs with what AMD's driver and tool say of its own, which are numbered as ROCm
+    does, after others. Those that the driver withholds are left out.
+    """
+    if (amd := _kfd_gpus(files, nodes)) is not None:
+        order = list(amd)
+        gpus = [gpu for gpu in gpus if gpu.vendor != "amd" or gpu.pci_bus_id in amd]
+        gpus.sort(key=lambda gpu: order.index(gpu.pci_bus_id) if gpu.pci_bus_id in amd else -1)
+        gpus = _numbered(replace(gpu, **amd.get(gpu.pci_bus_id, {})) for gpu in gpus)
+    if files.live and any(gpu.name.startswith(_NAMELESS_AMD) for gpu in gpus):
+        names = _names_by_amd_smi()
+        gpus = [replace(gpu, name=names.get(gpu.pci_bus_id, gpu.name)) for gpu in gpus]
+    return gpus
+
+
+def _normal_bus_id(bus_id: str) -> str:
     """Return a bus id of NVML as sysfs writes it: ``00000009:01:00.0`` is ``0009:01:00.0``."""
     domain, rest = bus_id.split(":", 1)
     return f"{int(domain, 16):04x}:{rest.lower()}"
@@ -446,89 +445,80 @@ def normal_bus_id(bus_id: str) -> str:
 
 def _pci_gpu(files: SystemFiles, bus_id: str) -> Gpu | None:
     folder = f"{_PCI}/{bus_id}"
-    vendor = files.integer(f"{folder}/vendor")
-    device_class = (files.integer(f"{folder}/class") or 0) >> 8
+    vendor, classes = _VENDORS.get(files.integer(f"{folder}/vendor") or 0, ("nvidia", ()))
+    if (files.integer(f"{folder}/class") or 0) >> 8 not in classes:
+        return None
     device = files.integer(f"{folder}/device") or 0
     node = files.integer(f"{folder}/numa_node")
-    place: dict[str, Any] = {
-        "index": 0,
-        "pci_bus_id": bus_id.lower(),
-        "numa_node": node if node is not None and node >= 0 else None,
-        "cpus": cpus_or_empty(files.text(f"{folder}/local_cpulist")),
-    }
-    if vendor == _NVIDIA and device_class in _DISPLAY_CLASSES:
-        name = _driver_name(files, bus_id) or _NAMES.get(device)
-        return Gpu(name=name or f"NVIDIA GPU [{device:04x}]", **place)
-    if vendor == _AMD and device_class in _AMD_COMPUTE_CLASSES:
-        name = _AMD_NAMES.get(device) or f"{_NAMELESS_AMD}{device:04x}]"
-        return Gpu(name=name, vendor="amd", **place)
-    return None
+    driver = files.text(f"/proc/driver/nvidia/gpus/{bus_id}/information")
+    model = re.search(r"^Model:\s*(.+)", driver, re.MULTILINE)
+    known, _ = _PRODUCTS.get(device, (f"{vendor.upper()} GPU [{device:04x}]", 0))
+    return Gpu(
+        index=0,
+        name=model[1].strip() if model else known,
+        pci_bus_id=bus_id.lower(),
+        numa_node=node if node is not None and node >= 0 else None,
+        cpus=cpus_or_empty(files.text(f"{folder}/local_cpulist")),
+        vendor=vendor,
+    )
 
 
 def _published_bytes(files: SystemFiles, gpu: Gpu) -> int:
     """Return the published memory size of GPUs with this device id; 0 where it is not known."""
-    device = files.integer(f"{_PCI}/{gpu.pci_bus_id}/device")
-    return _PUBLISHED_MIB.get(device or 0, 0) << 20 if gpu.vendor == "nvidia" else 0
+    device = files.integer(f"{_PCI}/{gpu.pci_bus_id}/device") or 0
+    return _PRODUCTS.get(device, ("", 0))[1] << 20
 
 
-def _driver_name(files: SystemFiles, bus_id: str) -> str | None:
-    for line in (files.text(f"/proc/driver/nvidia/gpus/{bus_id}/information") or "").splitlines():
-        if line.startswith("Model:"):
-            return line.partition(":")[2].strip()
-    return None
-
-
-def _with_nodes(gpus: tuple[Gpu, ...], nodes: Nodes, *, coherent: bool) -> tuple[Gpu, ...]:
+def _with_nodes(gpus: list[Gpu], nodes: Nodes, *, coherent: bool) -> list[Gpu]:
     """Fill in what the bus does not report: the CPU node (if there is only one), its CPUs, the
     GPU's memory node and size.
     """
     cpu_nodes = {node.id: node for node in nodes if node.kind == "cpu"}
     only_node = next(iter(cpu_nodes)) if len(cpu_nodes) == 1 else None
-    attached = tuple(
+    homes = [gpu.numa_node if gpu.numa_node in cpu_nodes else only_node for gpu in gpus]
+    attached = [
         replace(
             gpu, numa_node=home, cpus=gpu.cpus or (cpu_nodes[home].cpus if home is not None else ())
         )
-        for gpu in gpus
-        for home in [gpu.numa_node if gpu.numa_node in cpu_nodes else only_node]
-    )
+        for gpu, home in zip(gpus, homes, strict=True)
+    ]
+    # A container may hide the nodes that the driver names.
+    known = {node.id for node in nodes}
     owned = _memory_nodes(attached, nodes) if coherent else {}
     sizes = {node.id: node.memory_total_bytes for node in nodes if node.kind == "gpu-memory"}
-    known = {node.id for node in nodes}
-    return tuple(
-        replace(
-            gpu,
-            memory_node=own,
-            memory_total_bytes=gpu.memory_total_bytes
-            or (sizes.get(own) if own is not None else None),
-        )
-        for gpu in attached
-        # A container may hide the nodes that the driver names.
-        for own in [gpu.memory_node if gpu.memory_node in known else owned.get(gpu.pci_bus_id)]
-    )
+    found = []
+    for gpu in attached:
+        own = gpu.memory_node if gpu.memory_node in known else owned.get(gpu.pci_bus_id)
+        size = gpu.memory_total_bytes or (sizes.get(own) if own is not None else None)
+        found.append(replace(gpu, memory_node=own, memory_total_bytes=size))
+    return found
 
 
-def _memory_nodes(gpus: tuple[Gpu, ...], nodes: Nodes) -> dict[str, int]:
+def _memory_nodes(gpus: list[Gpu], nodes: Nodes) -> dict[str, int]:
     """Return the memory node of each GPU, by bus id.
 
-    The memory nodes nearest to a CPU node belong to the GPUs attached to it, in PCI order. If their
-    numbers differ (memory that is not online, for example), they are left out.
+    The memory nodes nearest to a CPU node belong to the GPUs attached to it, in PCI order; without
+    distances, all of them to all GPUs. If their numbers differ (memory that is not online, for
+    example), they are left out.
     """
     hbm = [node for node in nodes if node.kind == "gpu-memory"]
     in_bus_order = sorted(gpus, key=lambda gpu: gpu.pci_bus_id)
     nearest = {node.id: _nearest_cpu_node(node, nodes) for node in hbm}
-    if any(home is None for home in nearest.values()):
-        return (
-            {gpu.pci_bus_id: node.id for gpu, node in zip(in_bus_order, hbm, strict=True)}
-            if len(hbm) == len(gpus)
-            else {}
-        )
-    owned: dict[str, int] = {}
-    for home in set(nearest.values()):
-        here = [gpu for gpu in in_bus_order if gpu.numa_node == home]
-        memories = [node.id for node in hbm if nearest[node.id] == home]
-        if len(here) == len(memories):
-            owned |= {gpu.pci_bus_id: memory for gpu, memory in zip(here, memories, strict=True)}
-    return owned
+    groups = [(in_bus_order, [node.id for node in hbm])]
+    if None not in nearest.values():
+        groups = [
+            (
+                [gpu for gpu in in_bus_order if gpu.numa_node == home],
+                [node.id for node in hbm if nearest[node.id] == home],
+            )
+            for home in set(nearest.values())
+        ]
+    return {
+        gpu.pci_bus_id: memory
+        for here, memories in groups
+        if len(here) == len(memories)
+        for gpu, memory in zip(here, memories, strict=True)
+    }
 
 
 def _nearest_cpu_node(node: NumaNode, nodes: Nodes) -> int | None:
@@ -558,24 +548,19 @@ def hiding_variable(gpus: Iterable[Gpu], environment: Mapping[str, str]) -> str 
     return next((name for name in names if name in environment), None)
 
 
-def visible_gpus(
-    gpus: tuple[Gpu, ...], shown_devices: str
-) -> tuple[tuple[Gpu, ...], tuple[Gpu, ...]]:
-    """Return the GPUs that a list such as CUDA_VISIBLE_DEVICES shows, and the others. As in CUDA,
-    it ends at the first unknown entry.
+def visible_gpus(gpus: Sequence[Gpu], shown_devices: str) -> list[Gpu]:
+    """Return the GPUs that a list such as CUDA_VISIBLE_DEVICES shows. As in CUDA, it ends at the
+    first unknown entry.
     """
     shown: set[int] = set()
-    for entry in shown_devices.split(","):
-        match = next((gpu.index for gpu in gpus if _names(entry.strip(), gpu)), None)
-        if match is None:
+    for entry in map(str.strip, shown_devices.split(",")):
+        named = [
+            gpu.index
+            for gpu in gpus
+            if entry == str(gpu.index)
+            or (entry.startswith("GPU-") and (gpu.uuid or "").startswith(entry))
+        ]
+        if not named:
             break
-        shown.add(match)
-    return tuple(gpu for gpu in gpus if gpu.index in shown), tuple(
-        gpu for gpu in gpus if gpu.index not in shown
-    )
-
-
-def _names(entry: str, gpu: Gpu) -> bool:
-    return entry == str(gpu.index) or (
-        entry.startswith("GPU-") and gpu.uuid is not None and gpu.uuid.startswith(entry)
-    )
+        shown.add(named[0])
+    return [gpu for gpu in gpus if gpu.index in shown]

@@ -1,4 +1,6 @@
-"""Name of the processor, and the CPUs that this process may use."""
+"""Read a host from its system files: its processor, memory and NUMA nodes, and what of them this
+process may use. GPUs and software are read elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,23 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from msgspec.structs import replace
 
-from so_tui.machine.system_files import SystemFiles, meminfo
-from so_tui.machine.types import Cores, Cpus, NodeKind, Nodes, NumaNode
+from so_tui.machine.resctrl import read_mpam
+from so_tui.machine.system_files import SystemFiles, meminfo, read_network
+from so_tui.machine.types import (
+    UNKNOWN,
+    Cores,
+    Cpus,
+    Machine,
+    NodeKind,
+    Nodes,
+    NumaNode,
+    Software,
+)
+from so_tui.spec.errors import reject
 from so_tui.units import KIB, memory_size
 
 # Parse and format lists of CPU numbers as the kernel, numactl and DeepSpeed write them.
@@ -53,10 +66,10 @@ def contiguous_runs(cpus: Iterable[int]) -> Cores:
     return tuple(tuple(run) for run in runs)
 
 
-def cpus_or_empty(text: str | None) -> Cpus:
-    """Parse the text of a cpulist file; empty if the file is absent, empty or not a list."""
+def cpus_or_empty(text: str) -> Cpus:
+    """Parse the text of a cpulist file; empty if it is no list."""
     try:
-        return parse_cpus(text or "")
+        return parse_cpus(text)
     except ValueError:
         return ()
 
@@ -96,13 +109,6 @@ def _memory_limit_bytes(files: SystemFiles) -> int | None:
     return limit if limit is not None and limit < _UNLIMITED_BYTES else None
 
 
-def _memory_left_bytes(files: SystemFiles) -> int | None:
-    """Return the smallest distance of the group and its ancestors from their memory limits. File
-    cache counts as free.
-    """
-    return _least(_memory_left(files, folder) for folder in _folders(files, "memory"))
-
-
 def process_limit(files: SystemFiles) -> int | None:
     """Return the smallest limit on processes and threads of the group and its ancestors."""
     return _least(files.integer(f"{folder}/pids.max") for folder in _folders(files, "pids"))
@@ -121,15 +127,14 @@ def _memory_left(files: SystemFiles, folder: str) -> int | None:
         limit = files.integer(f"{folder}/{limit_name}")
         usage = files.integer(f"{folder}/{usage_name}")
         if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
-            stat = files.text(f"{folder}/memory.stat") or ""
+            stat = files.text(f"{folder}/memory.stat")
             cache = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE)
             return max(0, limit - usage + sum(map(int, cache)))
     return None
 
 
 def _quota(files: SystemFiles, folder: str) -> float | None:
-    text = files.text(f"{folder}/cpu.max")
-    if text is not None:
+    if text := files.text(f"{folder}/cpu.max"):
         quota, _, period = text.partition(" ")
         return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
     quota_us = files.integer(f"{folder}/cpu.cfs_quota_us")
@@ -141,7 +146,7 @@ def _folders(files: SystemFiles, controller: str) -> Iterator[str]:
     """Yield the folders of this process's group and its ancestors, nearest first. Folders that a
     container hides do not exist.
     """
-    for line in (files.text("/proc/self/cgroup") or "").splitlines():
+    for line in files.text("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -153,36 +158,87 @@ def _folders(files: SystemFiles, controller: str) -> Iterator[str]:
             yield f"{mount}{folder}".rstrip("/")
 
 
+# The host as a whole.
+
+
 _NEOVERSE_V2 = (0x41, 0xD4F)
 """Implementer and part."""
-GRACE = "NVIDIA Grace (Neoverse V2)"
+_DIFFERENCE = 0.05
+"""Share by which MemTotal may exceed the CPU nodes without a note."""
 
 
-class _Processor(NamedTuple):
-    name: str
-    architecture: str
+def read_host(files: SystemFiles, hostname: str | None) -> Machine:
+    """Return a host as its system files describe it, without GPUs and software.
 
+    Args:
+        files: The host's own system files, or a copy.
+        hostname: Name of the copied host, if the copy has none or another.
 
-def online_cpus(files: SystemFiles) -> Cpus:
-    """Return all CPUs of the machine that are online."""
-    return (
-        cpus_or_empty(files.text("/sys/devices/system/cpu/online"))
-        or _cpuinfo_processors(files)
-        or (tuple(range(os.cpu_count() or 1)) if files.live else ())
-    )
-
-
-def allowed_cpus(files: SystemFiles, online: Cpus) -> Cpus:
-    """Return the CPUs this process may run on: its affinity within its cpuset. For copied system
-    files, all online CPUs.
+    Raises:
+        InputError: With code ``no-cpus`` if there are neither NUMA nodes nor CPUs.
     """
-    if not files.live:
+    live = files.live
+    online = _online_cpus(files)
+    nodes = _nodes(files, online)
+    if not any(node.kind == "cpu" for node in nodes):
+        raise reject(
+            "no-cpus",
+            "--sysroot",
+            str(files.root),
+            "contains no /sys or /proc with CPUs",
+            "Give the folder that contains `sys/devices/system/node` of the other machine.",
+        )
+    online = online or tuple(sorted({cpu for node in nodes for cpu in node.cpus}))
+    name, architecture = _processor(files)
+    host_bytes = sum(node.memory_total_bytes for node in nodes if node.kind == "cpu")
+    limit = _memory_limit_bytes(files) if live else None
+    shm_total_bytes, shm_free_bytes = _shared_memory() if live else (None, None)
+    allowed_nodes = re.search(
+        r"^Mems_allowed_list:\s*(\S+)", files.text("/proc/self/status"), re.MULTILINE
+    )
+    machine = Machine(
+        hostname=os.uname().nodename
+        if live
+        else hostname or files.text("/proc/sys/kernel/hostname") or UNKNOWN,
+        cpu_name=name,
+        architecture=architecture,
+        page_size_bytes=os.sysconf("SC_PAGE_SIZE") if live else None,
+        online_cpus=online,
+        allowed_cpus=_allowed_cpus(files) if live else online,
+        host_memory_bytes=host_bytes,
+        shm_total_bytes=shm_total_bytes,
+        shm_free_bytes=shm_free_bytes,
+        mpam=read_mpam(files, architecture),
+        software=Software(),
+        numa_nodes=nodes,
+        gpus=(),
+        network=read_network(files),
+        memory_limit_bytes=limit if limit is not None and limit < host_bytes else None,
+        smt_siblings=_smt_siblings(files, online),
+        allowed_memory_nodes=cpus_or_empty(allowed_nodes[1]) if live and allowed_nodes else None,
+        live=live,
+        memory_grows=live and _grows(files),
+    )
+    return replace(machine, notes=tuple(_notes(files, machine)))
+
+
+def _online_cpus(files: SystemFiles) -> Cpus:
+    """Return all CPUs of the host that are online."""
+    if online := cpus_or_empty(files.text("/sys/devices/system/cpu/online")):
         return online
+    listed = re.findall(
+        r"^processor[^:\n]*:[ \t]*(\d+)[ \t]*$", files.text("/proc/cpuinfo"), re.MULTILINE
+    )
+    return tuple(map(int, listed)) or (tuple(range(os.cpu_count() or 1)) if files.live else ())
+
+
+def _allowed_cpus(files: SystemFiles) -> Cpus:
+    """Return the CPUs this process may run on: its affinity within its cpuset."""
     allowed = set(os.sched_getaffinity(0))
     return tuple(sorted(allowed & (_cpuset(files) or allowed)))
 
 
-def smt_siblings(files: SystemFiles, online: Cpus) -> Cores:
+def _smt_siblings(files: SystemFiles, online: Cpus) -> Cores:
     """Return the CPUs of each physical core with several threads; empty if no core has, or if it is
     not reported.
     """
@@ -196,76 +252,34 @@ def smt_siblings(files: SystemFiles, online: Cpus) -> Cores:
     return tuple(sorted(core for core in cores if len(core) > 1))
 
 
-def allowed_memory_nodes(files: SystemFiles) -> tuple[int, ...] | None:
-    """Return the NUMA nodes that this process may allocate on; None if unknown, and for copied
-    system files.
+def _shared_memory() -> tuple[int | None, int | None]:
+    """Return the size of /dev/shm, and what of it is free."""
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return None, None
+    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+
+
+def _processor(files: SystemFiles) -> tuple[str, str]:
+    """Return name and architecture from /proc/cpuinfo or the identification register in sysfs; the
+    name from py-cpuinfo (slow) as a last resort.
     """
-    found = re.search(
-        r"^Mems_allowed_list:\s*(\S+)", files.text("/proc/self/status") or "", re.MULTILINE
-    )
-    return cpus_or_empty(found.group(1)) if files.live and found else None
-
-
-def memory_allowance_notes(nodes: Nodes, allowed: tuple[int, ...] | None) -> list[str]:
-    """Return a note if a cpuset excludes the memory of some CPU nodes."""
-    with_memory = {node.id for node in nodes if node.kind == "cpu" and node.memory_total_bytes > 0}
-    if allowed is None or with_memory <= set(allowed):
-        return []
-    mine = cpu_ranges(with_memory & set(allowed)) or "none"
-    return [
-        f"This process may allocate on CPU nodes {mine} of {cpu_ranges(with_memory)} "
-        "(Mems_allowed): plans count only these."
-    ]
-
-
-def allowance_notes(files: SystemFiles, online: Cpus, allowed: Cpus) -> list[str]:
-    """Return notes on why this process may use only some of the CPUs."""
-    notes: list[str] = []
-    if not files.live:
-        return notes
-    if set(allowed) < set(online):
-        notes.append(
-            f"This process may use {len(allowed)} of {len(online)} CPUs ({cpu_ranges(allowed)})."
-        )
-    quota = cpu_quota(files)
-    if quota is not None and quota < len(allowed):
-        notes.append(
-            f"The control group limits CPU time to {quota:g} of {len(allowed)} allowed CPUs: bound "
-            "threads will be throttled."
-        )
-    if job := os.environ.get("SLURM_JOB_ID"):
-        names = ("SLURM_CPUS_ON_NODE", "SLURM_CPU_BIND_LIST", "SLURM_JOB_GPUS")
-        given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-        notes.append(" ".join([f"Inside Slurm job {job}.", *given]))
-    return notes
-
-
-def processor(files: SystemFiles) -> _Processor:
-    """Return name and architecture from /proc/cpuinfo or the identification register in sysfs; from
-    py-cpuinfo (slow) as a last resort.
-    """
-    first, _, _ = (files.text("/proc/cpuinfo") or "").partition("\n\n")
+    first, _, _ = files.text("/proc/cpuinfo").partition("\n\n")
     pairs = (line.partition(":") for line in first.splitlines())
     fields = {name.strip(): value.strip() for name, _, value in pairs}
     arm = _arm_core(fields, files)
-    architecture = "x86_64" if "vendor_id" in fields else "unknown"
+    architecture = "x86_64" if "vendor_id" in fields else "aarch64" if arm else "unknown"
     if files.live:
         architecture = os.uname().machine
-    elif arm:
-        architecture = "aarch64"
-    name = GRACE if arm == _NEOVERSE_V2 else fields.get("model name")
+    name = "NVIDIA Grace (Neoverse V2)" if arm == _NEOVERSE_V2 else fields.get("model name")
     if not name and files.live:
         import cpuinfo
 
         name = str(cpuinfo.get_cpu_info().get("brand_raw") or "")
     if not name:
         name = f"Arm implementer {arm[0]:#x} part {arm[1]:#x}" if arm else "unknown"
-    return _Processor(name, architecture)
-
-
-def _cpuinfo_processors(files: SystemFiles) -> Cpus:
-    text = files.text("/proc/cpuinfo") or ""
-    return tuple(map(int, re.findall(r"^processor[^:\n]*:[ \t]*(\d+)[ \t]*$", text, re.MULTILINE)))
+    return name, architecture
 
 
 def _arm_core(fields: dict[str, str], files: SystemFiles) -> tuple[int, int] | None:
@@ -279,67 +293,45 @@ def _arm_core(fields: dict[str, str], files: SystemFiles) -> tuple[int, int] | N
         return None if midr is None else (midr >> 24 & 0xFF, midr >> 4 & 0xFFF)
 
 
-# Host memory: how much a run can use, and notes about the figure.
-
-
-_DIFFERENCE = 0.05
-"""Share by which MemTotal may exceed the CPU nodes without a note."""
-
-
-class _HostMemory(NamedTuple):
-    nodes: Nodes
-    total_bytes: int
-    """Sum over the CPU nodes."""
-    limit_bytes: int | None
-    """Limit of the control group, if it is below the total."""
-    grows: bool
-    """Whether the memory of this virtual machine can grow on demand."""
-    notes: tuple[str, ...]
-
-
-def shared_memory(files: SystemFiles) -> tuple[int | None, int | None]:
-    """Return the size of /dev/shm of this machine, and what of it is free."""
-    try:
-        stat = os.statvfs("/dev/shm") if files.live else None
-    except OSError:
-        stat = None
-    if stat is None:
-        return None, None
-    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-
-
-def host_memory(files: SystemFiles, nodes: Nodes) -> _HostMemory:
-    """Return the memory of the CPU nodes, corrected if the kernel's per-node figures lag behind
-    memory that is being added.
-    """
-    whole, sole = meminfo(files.text("/proc/meminfo")), sole_memory_node(nodes)
-    corrected = []
-    for node in nodes:
-        if node.id == sole:
-            sizes = caught_up({"MemTotal": node.memory_total_bytes}, whole)
-            free = sizes.get("MemFree", node.memory_free_bytes)
-            node = replace(node, memory_total_bytes=sizes["MemTotal"], memory_free_bytes=free)
-        corrected.append(node)
-    total = sum(node.memory_total_bytes for node in corrected if node.kind == "cpu")
-    limit = _memory_limit_bytes(files) if files.live else None
-    if limit is not None and limit >= total:
-        limit = None
-    grows, notes = files.live and _grows(files), []
-    if (seen := whole.get("MemTotal", 0)) > total * (1 + _DIFFERENCE):
-        of_gpus = any(node.kind == "gpu-memory" for node in nodes)
-        notes.append(
+def _notes(files: SystemFiles, machine: Machine) -> Iterator[str]:
+    """Yield why this process may use only a part of the host, and what the figures count."""
+    if machine.live:
+        yield from _allowance_notes(files, machine)
+    total, seen = machine.host_memory_bytes, meminfo(files.text("/proc/meminfo")).get("MemTotal", 0)
+    if seen > total * (1 + _DIFFERENCE):
+        of_gpus = any(node.kind == "gpu-memory" for node in machine.numa_nodes)
+        yield (
             f"MemTotal is {memory_size(seen)}{', which includes GPU memory' if of_gpus else ''}; "
             f"plans count the {memory_size(total)} of the CPU nodes."
         )
-    if grows:
-        notes.append(
-            f"Memory of this virtual machine may grow on demand; it has {memory_size(total)} now."
+    if machine.memory_grows:
+        yield f"Memory of this virtual machine may grow on demand; it has {memory_size(total)} now."
+    if (limit := machine.memory_limit_bytes) is not None:
+        yield f"The control group allows {memory_size(limit)} of the host's {memory_size(total)}."
+
+
+def _allowance_notes(files: SystemFiles, machine: Machine) -> Iterator[str]:
+    online, allowed = machine.online_cpus, machine.allowed_cpus
+    if set(allowed) < set(online):
+        yield f"This process may use {len(allowed)} of {len(online)} CPUs ({cpu_ranges(allowed)})."
+    quota = cpu_quota(files)
+    if quota is not None and quota < len(allowed):
+        yield (
+            f"The control group limits CPU time to {quota:g} of {len(allowed)} allowed CPUs: bound "
+            "threads will be throttled."
         )
-    if limit is not None:
-        notes.append(
-            f"The control group allows {memory_size(limit)} of the host's {memory_size(total)}."
+    if job := os.environ.get("SLURM_JOB_ID"):
+        names = ("SLURM_CPUS_ON_NODE", "SLURM_CPU_BIND_LIST", "SLURM_JOB_GPUS")
+        given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+        yield " ".join([f"Inside Slurm job {job}.", *given])
+    with_memory = {node.id for node in machine.cpu_nodes if node.memory_total_bytes > 0}
+    reachable = machine.allowed_memory_nodes
+    if reachable is not None and not with_memory <= set(reachable):
+        mine = cpu_ranges(with_memory & set(reachable)) or "none"
+        yield (
+            f"This process may allocate on CPU nodes {mine} of {cpu_ranges(with_memory)} "
+            "(Mems_allowed): plans count only these."
         )
-    return _HostMemory(tuple(corrected), total, limit, grows, tuple(notes))
 
 
 def pss_bytes(pid: int) -> int | None:
@@ -357,11 +349,10 @@ def pss_bytes(pid: int) -> int | None:
 
 def available_bytes(files: SystemFiles) -> int | None:
     """Return the bytes that this control group can allocate without swapping or being killed; None
-    if unknown.
+    if unknown. File cache of the group counts as free.
     """
-    return _least(
-        (meminfo(files.text("/proc/meminfo")).get("MemAvailable"), _memory_left_bytes(files))
-    )
+    left = (_memory_left(files, folder) for folder in _folders(files, "memory"))
+    return _least((meminfo(files.text("/proc/meminfo")).get("MemAvailable"), *left))
 
 
 def sole_memory_node(nodes: Nodes) -> int | None:
@@ -391,39 +382,41 @@ def _grows(files: SystemFiles) -> bool:
         for name in files.names(f"/sys/bus/virtio/drivers/{driver}")
     ]
     dmi = [files.text(f"/sys/class/dmi/id/{field}") for field in ("sys_vendor", "product_name")]
-    firecracker = any("firecracker" in (text or "").lower() for text in dmi)
+    firecracker = any("firecracker" in text.lower() for text in dmi)
     return firecracker or any(name.startswith("virtio") and name[6:].isdigit() for name in devices)
-
-
-# Read NUMA nodes: those with CPUs, those with a GPU's memory, and empty ones.
 
 
 _NODES = "/sys/devices/system/node"
 
 
-def read_nodes(files: SystemFiles, online: Cpus) -> Nodes:
-    """Return all online nodes in ascending order; a single node 0 with every CPU if the kernel has
-    no NUMA support.
+def _nodes(files: SystemFiles, online: Cpus) -> Nodes:
+    """Return all online NUMA nodes in ascending order, corrected if the kernel's figures of a node
+    lag behind memory that is being added. A single node 0 has every CPU if the kernel has no NUMA
+    support.
     """
+    whole = meminfo(files.text("/proc/meminfo"))
     ids = sorted(
         int(name[4:])
         for name in files.names(_NODES)
         if name.startswith("node") and name[4:].isdigit()
     )
     if not ids:
-        return (_node(0, online, files.text("/proc/meminfo"), (10,)),)
-    found = []
+        return (_node(0, online, whole, (10,)),)
+    read = []
     for node in ids:
         folder = f"{_NODES}/node{node}"
-        distances = (files.text(f"{folder}/distance") or "").split()
-        cpus, memory = cpus_or_empty(files.text(f"{folder}/cpulist")), f"{folder}/meminfo"
+        distances = files.text(f"{folder}/distance").split()
         known = tuple(int(distance) for distance in distances if distance.isdigit())
-        found.append(_node(node, cpus, files.text(memory), known))
-    return tuple(found)
+        cpus = cpus_or_empty(files.text(f"{folder}/cpulist"))
+        read.append((node, cpus, meminfo(files.text(f"{folder}/meminfo")), known))
+    sole = sole_memory_node(tuple(_node(*parts) for parts in read))
+    return tuple(
+        _node(node, cpus, caught_up(memory, whole) if node == sole else memory, known)
+        for node, cpus, memory, known in read
+    )
 
 
-def _node(node: int, cpus: Cpus, sizes: str | None, distances: tuple[int, ...]) -> NumaNode:
-    memory = meminfo(sizes)
+def _node(node: int, cpus: Cpus, memory: dict[str, int], distances: tuple[int, ...]) -> NumaNode:
     total = memory.get("MemTotal", 0)
     kind: NodeKind = "cpu" if cpus else "gpu-memory" if total > 0 else "empty"
     return NumaNode(

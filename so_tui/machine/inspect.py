@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from so_tui.machine.gpus import NvmlAnswer, query_nvml, read_gpus
-from so_tui.machine.host import (
-    allowance_notes,
-    allowed_cpus,
-    allowed_memory_nodes,
-    host_memory,
-    memory_allowance_notes,
-    online_cpus,
-    processor,
-    read_nodes,
-    shared_memory,
-    smt_siblings,
-)
-from so_tui.machine.resctrl import read_mpam
+from so_tui.machine.gpus import read_gpus
+from so_tui.machine.host import read_host
 from so_tui.machine.software import read_software
-from so_tui.machine.system_files import SystemFiles, read_network
-from so_tui.machine.types import SCHEMA, UNKNOWN, Machine
+from so_tui.machine.system_files import SystemFiles
+from so_tui.machine.types import SCHEMA, Machine
 from so_tui.spec.errors import InputError, reject
 from so_tui.trust.decoding import NotTextError, TooDeepError, read_json
 from so_tui.trust.files import UnfitFileError
@@ -41,60 +29,20 @@ def inspect_machine(sysroot: Path | None = None, *, hostname: str | None = None)
         InputError: With code ``no-cpus`` if ``sysroot`` contains neither NUMA nodes nor CPUs.
     """
     files = SystemFiles(sysroot)
-    online = online_cpus(files)
-    cpu = processor(files)
-    nodes = read_nodes(files, online)
-    if not any(node.kind == "cpu" for node in nodes):
-        raise reject(
-            "no-cpus",
-            "--sysroot",
-            str(files.root),
-            "contains no /sys or /proc with CPUs",
-            "Give the folder that contains `sys/devices/system/node` of the other machine.",
-        )
-    online = online or tuple(sorted({cpu for node in nodes for cpu in node.cpus}))
-    allowed = allowed_cpus(files, online)
-    memory = host_memory(files, nodes)
-    nvml = query_nvml() if files.live else NvmlAnswer()
-    found = read_gpus(
-        files, memory.nodes, nvml, coherent=cpu.architecture in ("aarch64", "unknown")
-    )
-    shm_total_bytes, shm_free_bytes = shared_memory(files)
-    memory_nodes = allowed_memory_nodes(files)
-    return Machine(
-        hostname=os.uname().nodename
-        if files.live
-        else hostname or files.text("/proc/sys/kernel/hostname") or UNKNOWN,
-        cpu_name=cpu.name,
-        architecture=cpu.architecture,
-        page_size_bytes=os.sysconf("SC_PAGE_SIZE") if files.live else None,
-        online_cpus=online,
-        allowed_cpus=allowed,
-        host_memory_bytes=memory.total_bytes,
-        network=read_network(files),
-        shm_total_bytes=shm_total_bytes,
-        shm_free_bytes=shm_free_bytes,
-        mpam=read_mpam(files, cpu.architecture),
-        software=read_software(files, memory.nodes, allowed, nvml.driver),
-        numa_nodes=memory.nodes,
+    host = read_host(files, hostname)
+    nodes, coherent = host.numa_nodes, host.architecture in ("aarch64", "unknown")
+    found = read_gpus(files, nodes, coherent=coherent)
+    return replace(
+        host,
+        software=read_software(files, nodes, host.allowed_cpus, found.nvml.driver),
         gpus=found.gpus,
-        memory_limit_bytes=memory.limit_bytes,
-        smt_siblings=smt_siblings(files, online),
-        allowed_memory_nodes=memory_nodes,
-        live=files.live,
-        notes=(
-            *allowance_notes(files, online, allowed),
-            *memory_allowance_notes(nodes, memory_nodes),
-            *memory.notes,
-            *found.notes,
-        ),
+        notes=(*host.notes, *found.notes),
         hidden_gpus=found.hidden,
-        nvml_errors=nvml.errors,
-        memory_grows=memory.grows,
+        nvml_errors=found.nvml.errors,
     )
 
 
-# Read and write machine files: ``inspect --json`` writes them and ``--machine FILE`` reads them.
+# Read machine files, which ``inspect --json`` writes and ``--machine FILE`` names.
 #
 # Problem codes: unreadable: The file is missing or cannot be read. not-a-file, too-large, too-
 # deep: It is a pipe or a device, larger than 16 MiB, or nested too deeply. out-of-range: It has
@@ -110,11 +58,6 @@ _MOST_GPUS, _MOST_NODES, _MOST_CPUS, _MOST_BYTES = 256, 4096, 1 << 16, 1 << 50
 """Bounds far above any real machine."""
 
 
-def machine_json(machine: Machine) -> bytes:
-    """Return a machine as indented JSON with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(machine), indent=2) + b"\n"
-
-
 def load_machine(path: Path | str) -> Machine:
     """Read a machine file. Raises InputError if it cannot be read or does not contain a Machine of
     this schema.
@@ -122,7 +65,7 @@ def load_machine(path: Path | str) -> Machine:
     try:
         machine = read_json(Path(path), Machine)
     except UnfitFileError as error:
-        raise _rejected(error.unfit.value, path, str(error).removeprefix(f"{path} ")) from error
+        raise _rejected(error.code, path, str(error).removeprefix(f"{path} ")) from error
     except TooDeepError as error:
         raise _rejected("too-deep", path, f"is not a machine file: {error}") from error
     except NotTextError as error:

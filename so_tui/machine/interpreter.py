@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from so_tui.machine.software import bound_of, package_version, torch_build
+from so_tui.machine.software import known_versions, package_version, torch_build
 from so_tui.trust.files import open_regular
 
 _MAGIC, _LITTLE_ENDIAN = b"\x7fELF", 1
@@ -40,7 +40,7 @@ def architecture_of(interpreter: str) -> str:
     return _ARCHITECTURES.get(int.from_bytes(header[18:20], "little"), "")
 
 
-def faults(gpus: int) -> Iterator[str]:
+def _faults(gpus: int) -> Iterator[str]:
     """Yield what this interpreter lacks to train on that many GPUs of this host, without importing
     torch, which takes seconds.
     """
@@ -52,13 +52,13 @@ def faults(gpus: int) -> Iterator[str]:
         yield (
             f"torch {torch} is a build for the CPU only, and the run uses {gpus} GPUs of each node"
         )
-    bound = bound_of("deepspeed")
+    bound = known_versions().bound_of("deepspeed")
     if deepspeed is not None and not bound.admits(deepspeed):
         yield f"DeepSpeed {deepspeed} is not supported; {bound.oldest} to {bound.newest} are"
 
 
 if __name__ == "__main__":
-    if problems := tuple(faults(int(sys.argv[1]))):
+    if problems := tuple(_faults(int(sys.argv[1]))):
         sys.exit(
             f"so-tui: {sys.executable} on {platform.node()} ({platform.machine()}): "
             f"{'; '.join(problems)}"

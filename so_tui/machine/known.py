@@ -82,14 +82,12 @@ def named_machine(name: str) -> Machine:
 def _machine(name: str, of: Description) -> Machine:
     # Second threads of the cores follow those of all nodes, as Linux numbers them.
     cores = of.nodes * of.cores
-    threads = [tuple(range(core, of.threads * cores, cores)) for core in range(cores)]
+    cpus = tuple(range(of.threads * cores))
     nodes = tuple(
         NumaNode(
             id=node,
             kind="cpu",
-            cpus=tuple(
-                sorted(cpu for core in threads[node * of.cores :][: of.cores] for cpu in core)
-            ),
+            cpus=tuple(cpu for cpu in cpus if cpu % cores // of.cores == node),
             memory_total_bytes=of.node_mib * _MIB,
         )
         for node in range(of.nodes)
@@ -98,8 +96,8 @@ def _machine(name: str, of: Description) -> Machine:
         NumaNode(id=node, kind="gpu-memory", cpus=(), memory_total_bytes=of.gpu_mib * _MIB)
         for node in of.gpu_nodes
     )
-    cpus = tuple(sorted(cpu for node in nodes for cpu in node.cpus))
-    host_bytes = sum(node.memory_total_bytes for node in nodes)
+    siblings = tuple(cpus[core::cores] for core in range(cores))
+    host_bytes = of.nodes * of.node_mib * _MIB
     on_grace = of.cpu == _GRACE
     return Machine(
         hostname=name,
@@ -115,7 +113,7 @@ def _machine(name: str, of: Description) -> Machine:
         numa_nodes=(*nodes, *on_gpus),
         gpus=tuple(_gpus(of, nodes)),
         network=of.network,
-        smt_siblings=tuple(threads) if of.threads > 1 else (),
+        smt_siblings=siblings if of.threads > 1 else (),
         live=False,
         notes=(f"{name} is described from publications ({of.source}), not measured",),
     )

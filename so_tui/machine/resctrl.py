@@ -25,12 +25,12 @@ def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
         )
     if architecture not in ("aarch64", "unknown"):
         return Mpam(state="off", evidence=f"{architecture}: MPAM is an Arm feature")
-    if any(argument in _OFF_ARGUMENTS for argument in (files.text("/proc/cmdline") or "").split()):
+    if any(argument in _OFF_ARGUMENTS for argument in files.text("/proc/cmdline").split()):
         return Mpam(state="off", evidence="disabled on the kernel command line (arm64.nompam)")
     config = _kernel_config(files)
-    in_kernel = _KERNEL_OPTION.search(config) if config is not None else None
+    in_kernel = _KERNEL_OPTION.search(config)
     filesystems = files.text("/proc/filesystems")
-    resctrl = "resctrl" in (filesystems or "").split()
+    resctrl = "resctrl" in filesystems.split()
     firmware = "MPAM" in files.names("/sys/firmware/acpi/tables")
     if in_kernel or resctrl:
         seen = in_kernel.group() if in_kernel else "resctrl in /proc/filesystems"
@@ -42,7 +42,7 @@ def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
                 ),
             )
         return Mpam(state="kernel", evidence=f"{seen}; no MPAM table of the firmware is visible")
-    if config is None and filesystems is None:
+    if not config and not filesystems:
         return Mpam(
             state="unknown",
             evidence="neither the kernel's configuration nor /proc/filesystems can be read",
@@ -53,22 +53,21 @@ def read_mpam(files: SystemFiles, architecture: str) -> Mpam:
 
 def resctrl_mount(files: SystemFiles) -> tuple[str, str] | None:
     """Return where resctrl is mounted, and its options."""
-    for line in (files.text("/proc/mounts") or "").splitlines():
+    for line in files.text("/proc/mounts").splitlines():
         fields = line.split()
         if len(fields) > 3 and fields[2] == "resctrl":
             return fields[1], fields[3]
     return None
 
 
-def _kernel_config(files: SystemFiles) -> str | None:
-    release = files.text("/proc/sys/kernel/osrelease")
-    text = files.text(f"/boot/config-{release}") if release else None
-    if text is not None:
+def _kernel_config(files: SystemFiles) -> str:
+    """Return the kernel's configuration; empty if it cannot be read."""
+    if text := files.text(f"/boot/config-{files.text('/proc/sys/kernel/osrelease')}"):
         return text
     try:
         return gzip.decompress(files.path("/proc/config.gz").read_bytes()).decode(errors="replace")
     except (OSError, EOFError):
-        return None
+        return ""
 
 
 def _controls(files: SystemFiles, mount: str) -> str:
@@ -77,7 +76,7 @@ def _controls(files: SystemFiles, mount: str) -> str:
         for name in files.names(f"{mount}/info")
         if files.exists(f"{mount}/info/{name}/num_closids")
     ]
-    group = (files.text("/proc/self/cpu_resctrl_groups") or "").replace("\n", " ")
+    group = files.text("/proc/self/cpu_resctrl_groups").replace("\n", " ")
     return ", ".join(controls or ["no controls"]) + (
         f"; this process is in group {group}" if group else ""
     )

@@ -13,7 +13,7 @@ from rich.tree import Tree as RichTree
 from so_tui.machine.doctor.checks import Finding, Severity
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.known import Description
-from so_tui.machine.software import PACKAGES, installed_set
+from so_tui.machine.software import PACKAGES, known_versions
 from so_tui.machine.types import Gpu, Machine, NumaNode, Software
 from so_tui.trust.text import printable_line
 from so_tui.units import GIB, memory_size, page_size, plural
@@ -53,21 +53,20 @@ def render_described(machines: Mapping[str, Description]) -> RenderableType:
     return Group(table, Text(), Text(told, style="dim"))
 
 
-def render_findings(findings: Sequence[Finding]) -> RenderableType:
-    """Render findings with their evidence, cost and remedy; a single line if there are none."""
-    if not findings:
-        return Text.assemble(("✓ ", "green"), "No problems found.")
-    return Group(*(_finding(finding) for finding in findings))
-
-
-def render_set(software: Software) -> Text:
-    """Render which tested set of training packages is installed, if it is one."""
-    found = installed_set(software)
-    versions = ", ".join(f"{package} {getattr(software, package)}" for package in PACKAGES)
-    sign, which = ("✓ ", "green"), f"the tested set {found.name}" if found else ""
-    if found is None:
-        sign, which = ("· ", "cyan"), "not a tested set"
-    return Text.assemble(sign, printable_line(f"Training packages: {which} ({versions})."))
+def render_findings(findings: Sequence[Finding], software: Software | None) -> RenderableType:
+    """Render findings with their evidence, cost and remedy; a single line if there are none. Of
+    installed training packages (``software``), render whether they are a tested set.
+    """
+    parts = [_finding(finding) for finding in findings]
+    parts = parts or [Text.assemble(("✓ ", "green"), "No problems found.")]
+    if software is not None:
+        found = known_versions().set_of(software)
+        versions = ", ".join(f"{package} {getattr(software, package)}" for package in PACKAGES)
+        which = f"the tested set {found.name}" if found else "not a tested set"
+        sign = ("✓ ", "green") if found else ("· ", "cyan")
+        told = printable_line(f"Training packages: {which} ({versions}).")
+        parts.append(Text.assemble(sign, told))
+    return Group(*parts)
 
 
 def _tree(machine: Machine) -> RichTree:

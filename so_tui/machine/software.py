@@ -4,7 +4,6 @@ quick commands.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import platform
@@ -150,7 +149,7 @@ def read_software(
         numactl_works=_numactl_trial(nodes, allowed),
         mempolicy_works=_mempolicy_works(),
         nvidia_driver=nvml_driver or _version_in(files.text("/proc/driver/nvidia/version")),
-        amd_driver=files.text("/sys/module/amdgpu/version"),
+        amd_driver=files.text("/sys/module/amdgpu/version") or None,
         cuda_toolkit=_cuda_toolkit(),
         compiler=_compiler(),
         ninja=package_version("ninja") or _first_version("ninja", "--version"),
@@ -169,7 +168,7 @@ def package_version(name: str) -> str | None:
         return None
 
 
-@functools.cache
+@cache
 def _numactl_trial(nodes: Nodes, allowed: Cpus) -> bool:
     """Return whether ``numactl -m NODE -C CPUS true`` works here, on a node with memory; containers
     may forbid set_mempolicy.
@@ -197,7 +196,7 @@ def torch_build() -> dict[str, str]:
         return {}
 
 
-@functools.cache
+@cache
 def _numactl_version() -> str | None:
     """Return the version of numactl. Releases before 2.0.17 have no --version, so the package
     manager is tried next.
@@ -227,7 +226,7 @@ def _mempolicy_works() -> bool | None:
     return bool(ctypes.CDLL(None).syscall(number, None, None, none, None, none) == 0)
 
 
-@functools.cache
+@cache
 def _cuda_toolkit() -> str | None:
     """Return the version of nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from the usual
     folder.
@@ -238,14 +237,14 @@ def _cuda_toolkit() -> str | None:
     return match.group(1) if match else None
 
 
-@functools.cache
+@cache
 def _compiler() -> str | None:
     """Return the C++ compiler for CPU Adam, found as torch's extension builder does."""
     answer = output_of(os.environ.get("CXX") or "c++", "--version")
     return answer.splitlines()[0].strip() if answer else None
 
 
-@functools.cache
+@cache
 def _first_version(*command: str) -> str | None:
     return _version_in(output_of(*command))
 
@@ -327,54 +326,39 @@ class _Later(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was tested with it, and everything else as in the newest set; empty if nothing was."""
 
 
-class _File(Struct, frozen=True, forbid_unknown_fields=True):
+class _Versions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of ``versions.toml``."""
+
     sets: tuple[VersionSet, ...]
+    """The tested sets, the oldest first."""
     later: tuple[_Later, ...]
+    """Versions after those of the newest set."""
     bounds: tuple[Bound, ...]
+    """Of Python and of each of PACKAGES."""
+
+    def bound_of(self, package: str) -> Bound:
+        """Return the bound of Python or of one of PACKAGES."""
+        return next(bound for bound in self.bounds if bound.package == package)
+
+    def set_of(self, software: Software) -> VersionSet | None:
+        """Return the tested set that is installed; None if it is none. Builds of a version
+        (``+cpu``, ``+cu130``) count as that version.
+        """
+        for each in self.sets:
+            if all(
+                version_numbers(getattr(software, package)) == version_numbers(version)
+                for package, version in each.versions.items()
+            ):
+                return each
+        return None
+
+    def exceeded_by(self, software: Software) -> tuple[Bound, ...]:
+        """Return the bounds that installed packages, and Python, exceed."""
+        installed = [(bound, getattr(software, bound.package)) for bound in self.bounds]
+        return tuple(bound for bound, version in installed if version and not bound.admits(version))
 
 
 @cache
-def _file() -> _File:
-    return msgspec.toml.decode(PATH.read_bytes(), type=_File)
-
-
-def version_sets() -> tuple[VersionSet, ...]:
-    """Return the tested sets, the oldest first."""
-    return _file().sets
-
-
-def later_versions() -> tuple[_Later, ...]:
-    """Return the versions after those of the newest set."""
-    return _file().later
-
-
-def bounds() -> tuple[Bound, ...]:
-    """Return the bounds of Python and of each of PACKAGES."""
-    return _file().bounds
-
-
-def bound_of(package: str) -> Bound:
-    """Return the bound of Python or of one of PACKAGES."""
-    return next(bound for bound in bounds() if bound.package == package)
-
-
-def installed_set(software: Software) -> VersionSet | None:
-    """Return the tested set that is installed; None if it is none. Builds of a version (``+cpu``,
-    ``+cu130``) count as that version.
-    """
-    for each in version_sets():
-        if all(
-            version_numbers(getattr(software, package)) == version_numbers(version)
-            for package, version in each.versions.items()
-        ):
-            return each
-    return None
-
-
-def outside_bounds(software: Software) -> tuple[Bound, ...]:
-    """Return the bounds that installed packages, and Python, exceed."""
-    return tuple(
-        bound
-        for bound in bounds()
-        if (version := getattr(software, bound.package)) is not None and not bound.admits(version)
-    )
+def known_versions() -> _Versions:
+    """Return which versions were tested, and how far each may go."""
+    return msgspec.toml.decode(PATH.read_bytes(), type=_Versions)

@@ -16,7 +16,7 @@ _MEMINFO_LINE = re.compile(r"^(?:Node \d+ )?([^:\n]+): +(\d+) kB", re.MULTILINE)
 
 
 class SystemFiles:
-    """The system files below a root folder. A file that is absent or unreadable reads as None.
+    """The system files below a root folder. A file that is absent or unreadable reads as empty.
 
     Attributes:
         root: Folder that contains ``sys`` and ``proc``.
@@ -32,20 +32,21 @@ class SystemFiles:
         """Return the real path of a file."""
         return self.root / name.lstrip("/")
 
-    def text(self, name: str) -> str | None:
-        """Return the content of a regular file without its trailing newline."""
+    def text(self, name: str) -> str:
+        """Return the content of a regular file without its trailing newline; empty if it cannot be
+        read.
+        """
         try:
             # Lenient on purpose: a stray byte in a vendor string must not hide the rest of the
             # file.
             return read_bounded(self.path(name), _MOST_BYTES).decode(errors="replace").rstrip("\n")
         except OSError:
-            return None
+            return ""
 
     def integer(self, name: str) -> int | None:
         """Return the whole content of a file as a number (decimal, or hexadecimal with 0x)."""
-        text = self.text(name)
         try:
-            return None if text is None else int(text.strip(), 0)
+            return int(self.text(name).strip(), 0)
         except ValueError:
             return None
 
@@ -64,9 +65,9 @@ class SystemFiles:
             return False
 
 
-def meminfo(text: str | None) -> dict[str, int]:
+def meminfo(text: str) -> dict[str, int]:
     """Return the sizes of ``/proc/meminfo`` or of a node's ``meminfo`` in bytes, by name."""
-    return {name: int(kib) * KIB for name, kib in _MEMINFO_LINE.findall(text or "")}
+    return {name: int(kib) * KIB for name, kib in _MEMINFO_LINE.findall(text)}
 
 
 # Read the adapters of the network that joins the nodes of a cluster: InfiniBand, and the high-
@@ -93,10 +94,10 @@ def _infiniband(files: SystemFiles) -> Iterator[tuple[str, float]]:
     for adapter in files.names(_INFINIBAND):
         for port in files.names(f"{_INFINIBAND}/{adapter}/ports"):
             folder = f"{_INFINIBAND}/{adapter}/ports/{port}"
-            rate = _RATE.match(files.text(f"{folder}/rate") or "")
+            rate = _RATE.match(files.text(f"{folder}/rate"))
             if (
                 rate
-                and "ACTIVE" in (files.text(f"{folder}/state") or "")
+                and "ACTIVE" in files.text(f"{folder}/state")
                 and files.text(f"{folder}/link_layer") == "InfiniBand"
             ):
                 yield f"{adapter}:{port}", float(rate[1])

@@ -20,6 +20,7 @@ UNKNOWN = "unknown"
 Size = Annotated[int, Meta(ge=0)]
 """Bytes of memory; reading a file with a negative size fails."""
 NodeKind = Literal["cpu", "gpu-memory", "empty"]
+Vendor = Literal["nvidia", "amd"]
 
 
 Cpus = tuple[int, ...]
@@ -68,7 +69,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """Whether the GPU is attached by NVLink-C2C; None if the driver does not report it."""
     mig: bool | None = None
     """Whether it is split into several: by MIG, or into AMD's compute partitions."""
-    vendor: Literal["nvidia", "amd"] = "nvidia"
+    vendor: Vendor = "nvidia"
 
     @property
     def shares_memory(self) -> bool:
@@ -206,10 +207,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 
     def node(self, node_id: int) -> NumaNode:
         """Return the node with this id. Raises KeyError if there is none."""
-        for node in self.numa_nodes:
-            if node.id == node_id:
-                return node
-        raise KeyError(node_id)
+        return {node.id: node for node in self.numa_nodes}[node_id]
 
 
 prepare(Machine)

@@ -32,10 +32,10 @@ from so_tui.trust.files import (
     NotOwnError,
     distrust_of_file,
     distrust_of_folder,
-    file_mode_of,
     is_shared,
     make_run_folder,
     read_bounded,
+    umask_of,
 )
 from so_tui.trust.text import printable_line, quoted
 from so_tui.units import thousands
@@ -266,7 +266,7 @@ def write_run_file(run: RunDirectory, path: Path, content: bytes) -> None:
     Raises:
         OSError: If writing fails; the old file is unchanged.
     """
-    write_atomic(path, content, mode=file_mode_of(run.path))
+    write_atomic(path, content, mode=0o666 & ~umask_of(run.path))
 
 
 def write_run_json(run: RunDirectory, path: Path, value: object, *, indented: bool = False) -> None:

@@ -4,7 +4,7 @@ independent of the machine.
 
 from so_tui.spec.check import check_tree, problems_in
 from so_tui.spec.errors import InputError, Problem, Refusal, Refused, SoTuiError, first_line
-from so_tui.spec.keys import FieldInfo, field_index, fields
+from so_tui.spec.keys import FieldInfo, field_index
 from so_tui.spec.merge import (
     OF_A_SOURCE,
     complete_tree,
@@ -66,7 +66,6 @@ __all__ = [
     "delete_preset",
     "differences",
     "field_index",
-    "fields",
     "find_preset",
     "first_line",
     "load_catalog",

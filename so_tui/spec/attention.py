@@ -132,7 +132,7 @@ class Present(Struct, frozen=True, kw_only=True):
     """Installed distributions, of those that ``KERNELS`` names."""
 
 
-class PassedOver(Struct, frozen=True):
+class _PassedOver(Struct, frozen=True):
     """A faster backend that is not used, and why."""
 
     backend: AttentionBackend
@@ -141,7 +141,7 @@ class PassedOver(Struct, frozen=True):
 
 class Chosen(Struct, frozen=True):
     backend: AttentionBackend
-    passed_over: tuple[PassedOver, ...] = ()
+    passed_over: tuple[_PassedOver, ...] = ()
 
 
 def generation_of(gpu_name: str) -> int:
@@ -187,9 +187,9 @@ def choose_backend(needs: Needs, present: Present) -> Chosen:
     if not needs.plain and not needs.sinks:
         return Chosen("eager")
     order: tuple[AttentionBackend, ...] = (*(kernel.name for kernel in KERNELS), "sdpa", "eager")
-    passed_over: list[PassedOver] = []
+    passed_over: list[_PassedOver] = []
     for backend in order:
         if (obstacle := obstacle_to(backend, needs, present)) is None:
             break
-        passed_over.append(PassedOver(backend, obstacle))
+        passed_over.append(_PassedOver(backend, obstacle))
     return Chosen(backend, tuple(passed_over) if present.generation is not None else ())

@@ -34,7 +34,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.spec.errors import InputError, Problem, Problems, nearest, shown
-from so_tui.spec.keys import FieldInfo, FieldType, field_index, source_index
+from so_tui.spec.keys import FieldInfo, FieldType, field_index, fields_of
 from so_tui.spec.model_table import (
     REGENERATE,
     layer_kinds,
@@ -493,6 +493,12 @@ def _unknown(path: str, value: Any, known: tuple[str, ...], prefix: str) -> Prob
     )
 
 
+@cache
+def _source_index() -> dict[str, FieldInfo]:
+    """Return the keys of one source of a mixture (``weight``), by name."""
+    return {info.path: info for info in fields_of(DataSource)}
+
+
 def _value_problems(path: str, value: Any, kind: Any) -> Problems:
     if path == "data.source" and value in ([], ()):
         yield Problem("no-data", path, "[]", "names no data", _MISSING_REMEDIES[path])
@@ -501,7 +507,9 @@ def _value_problems(path: str, value: Any, kind: Any) -> Problems:
         for index, part in enumerate(value):
             yield from _source_problems(f"{path}[{index}]", part)
         return
-    info = source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else field_index().get(path)
+    info = (
+        _source_index()[_SOURCE.sub("", path)] if _SOURCE.match(path) else field_index().get(path)
+    )
     if not _is_finite(value):
         message = (
             "is not finite"

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from so_tui.trust.text import printable, printable_line, quoted, without_credentials
+from so_tui.trust.text import printable, printable_line, without_credentials
 
 
 class Problem(Struct, frozen=True):
@@ -95,11 +95,10 @@ def reject(
     message: str,
     remedy: str,
     *,
-    default: str = "",
     file: str = "",
 ) -> InputError:
     """Return the error of one problem, to raise; see ``Problem``."""
-    return InputError([Problem(code, field, value, message, remedy, default, file)])
+    return InputError([Problem(code, field, value, message, remedy, file=file)])
 
 
 class Refused(SoTuiError):  # noqa: N818 - the documented name of this exit status
@@ -174,11 +173,6 @@ def some(names: Iterable[str], most: int = 40) -> str:
     return ", ".join(name[: _LONGEST + 1] for name in first[:most]) + (
         ", ..." if len(first) > most else ""
     )
-
-
-def set_option(key: str, value: str) -> str:
-    """Return the option that sets a key to a value, quoted for a shell."""
-    return quoted("--set", f"{key}={value}")
 
 
 def shown(value: Any) -> str:

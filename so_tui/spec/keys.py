@@ -1,4 +1,4 @@
-"""Every key of a preset with its documentation, unit, range and default, read from ``RunSpec``."""
+"""Every key of a preset or of another struct, with its documentation, unit, range and default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Struct, inspect
 
-from so_tui.spec.run_spec import DataSource, RunSpec
+from so_tui.spec.run_spec import RunSpec
 from so_tui.units import thousands
 
 FieldType = Literal["integer", "number", "text", "boolean", "choice", "list", "table"]
@@ -97,43 +97,22 @@ class FieldInfo(Struct, frozen=True, kw_only=True):
 
 
 @cache
-def fields() -> tuple[FieldInfo, ...]:
-    """Return all keys in declaration order, with sections flattened (``train.micro_batch``),
-    without the generated parameter table.
-    """
-    return tuple(info for info in _walk(RunSpec, "") if info.path != GENERATED)
-
-
-@cache
 def field_index() -> dict[str, FieldInfo]:
-    """Return ``fields()`` by path."""
-    return {info.path: info for info in fields()}
+    """Return all keys by dotted path, in declaration order (``train.micro_batch``), without the
+    generated parameter table.
+    """
+    return {info.path: info for info in fields_of(RunSpec) if info.path != GENERATED}
 
 
-@cache
-def source_index() -> dict[str, FieldInfo]:
-    """Return the keys of one source of a mixture (``weight``), by name."""
-    return {info.path: info for info in _walk(DataSource, "")}
-
-
-@cache
-def section_names() -> tuple[str, ...]:
-    """Return the names of the sections of a preset: ``model``, ``data``, ..."""
-    return tuple(
-        field.name
-        for field in inspect.type_info(RunSpec).fields  # type: ignore[attr-defined]
-        if isinstance(_bare(field.type), inspect.StructType)
-    )
-
-
-def _walk(struct: type[Struct], prefix: str) -> list[FieldInfo]:
+def fields_of(struct: type[Struct], prefix: str = "") -> list[FieldInfo]:
+    """Return the keys of a struct and of the structs in it, with dotted names."""
     found: list[FieldInfo] = []
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
     for field in info.fields:
         bare = _bare(field.type)
         if isinstance(bare, inspect.StructType):
-            found += _walk(bare.cls, f"{prefix}{field.name}.")
+            found += fields_of(bare.cls, f"{prefix}{field.name}.")
         else:
             found.append(_field_info(f"{prefix}{field.name}", struct, field))
     return found

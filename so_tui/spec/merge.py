@@ -16,7 +16,7 @@ import msgspec
 
 from so_tui.spec.check import LENGTHS, STEP_SIZES, check_tree, problems_in, section_of
 from so_tui.spec.errors import InputError, Problem, nearest, shown
-from so_tui.spec.keys import FieldInfo, field_index, section_names
+from so_tui.spec.keys import FieldInfo, field_index
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.decoding import decode_toml
 
@@ -93,7 +93,7 @@ def with_values(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
     return check_tree(tree)
 
 
-def parse_value(text: str, info: FieldInfo | None = None) -> Any:
+def parse_value(text: str, info: FieldInfo | None) -> Any:
     """Parse the text of a ``--set`` option or a form field, guided by the type of its field."""
     kind, takes_list = (info.type_name, info.takes_list) if info else ("", False)
     if kind in ("text", "choice") and not (takes_list and text.lstrip().startswith("[")):
@@ -154,11 +154,11 @@ def _overlaid(base: Tree, changes: Tree) -> Tree:
 
 def _defaults() -> Tree:
     """Return the defaults of every section; required keys are absent."""
-    tree: Tree = {name: {} for name in section_names()}
+    tree: Tree = {}
     for info in field_index().values():
         if not info.required:
             *sections, key = info.path.split(".")
-            target = tree[sections[0]] if sections else tree
+            target = tree.setdefault(sections[0], {}) if sections else tree
             target[key] = msgspec.to_builtins(info.default)
     tree["model"]["parameters"] = ()
     return tree
@@ -182,11 +182,8 @@ def _unknown_path(path: str, text: str) -> Problem:
     known = tuple(field_index())
     same_key = [full for full in known if full.rpartition(".")[2] == path.rpartition(".")[2]]
     hint = f"Did you mean `{same_key[0]}`? " if same_key else nearest(path, known)
-    if path in section_names():
-        hint = (
-            f"`{path}` is a section: name one of its keys, such as "
-            f"`{next(full for full in known if full.startswith(path + '.'))}`. "
-        )
+    if below := [full for full in known if full.startswith(f"{path}.")]:
+        hint = f"`{path}` is a section: name one of its keys, such as `{below[0]}`. "
     return Problem(
         "unknown-key",
         path,

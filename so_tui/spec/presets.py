@@ -35,7 +35,6 @@ from so_tui.spec.errors import (
     Problems,
     nearest,
     reject,
-    set_option,
     shown,
     some,
 )
@@ -43,7 +42,8 @@ from so_tui.spec.merge import Tree, complete_tree, differences, merged, spec_tre
 from so_tui.spec.model_table import table_text
 from so_tui.spec.run_spec import DataSource, Preset, RunSpec
 from so_tui.trust.decoding import TooDeepError, decode_toml
-from so_tui.trust.files import Unfit, UnfitFileError, read_bounded
+from so_tui.trust.files import UnfitFileError, read_bounded
+from so_tui.trust.text import quoted
 from so_tui.units import thousands
 
 # The variant of a preset with the settings of DeepSpeed's SuperOffload examples: ``PRESET:as-
@@ -227,64 +227,40 @@ def _preset_files(folder: Path) -> tuple[list[Path], list[Problem]]:
 
 def _read_source(path: Path, origin: Origin) -> _Source:
     """Return a preset file as parsed. Raises InputError with the codes of ``catalog``."""
-    file = str(path)
     try:
         tree = decode_toml(read_bounded(path, LARGEST_BYTES))
     except FileNotFoundError:
-        raise reject(
-            "file-not-found",
-            "preset",
-            "",
-            "there is no such file",
-            "`so-tui presets` lists the presets by name.",
-            file=file,
-        ) from None
+        remedy = "`so-tui presets` lists the presets by name."
+        raise _unread(path, "file-not-found", "there is no such file", remedy) from None
     except UnfitFileError as error:
         if path.is_dir():
             raise _no_preset(path, "is a folder, not a preset") from None
-        raise reject(
-            error.unfit.value,
-            "preset",
-            "",
+        message = (
             "is a pipe or a device"
-            if error.unfit is Unfit.NOT_A_FILE
-            else f"is larger than {thousands(LARGEST_BYTES)} bytes",
-            f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes.",
-            file=file,
-        ) from None
+            if error.code == "not-a-file"
+            else f"is larger than {thousands(LARGEST_BYTES)} bytes"
+        )
+        remedy = f"A preset is a regular file of at most {thousands(LARGEST_BYTES)} bytes."
+        raise _unread(path, error.code, message, remedy) from None
     except TooDeepError as error:
-        raise reject(
-            "too-deep",
-            "preset",
-            "",
-            f"is not a preset: {error}",
-            "Write each section at the top level: [model], [data].",
-            file=file,
-        ) from None
+        remedy = "Write each section at the top level: [model], [data]."
+        raise _unread(path, "too-deep", f"is not a preset: {error}", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise reject(
-            "unreadable",
-            "preset",
-            "",
-            f"cannot be read ({error})",
-            "Check the path, and that the file is UTF-8 text with read permission.",
-            file=file,
-        ) from None
+        remedy = "Check the path, and that the file is UTF-8 text with read permission."
+        raise _unread(path, "unreadable", f"cannot be read ({error})", remedy) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix != ".toml":
             raise _no_preset(path, "is a file, not a preset") from None
-        raise reject(
-            "invalid-toml",
-            "preset",
-            "",
-            f"is not TOML: {error}",
-            "Correct that line: text needs quotes, and each key may appear once.",
-            file=file,
-        ) from None
+        remedy = "Correct that line: text needs quotes, and each key may appear once."
+        raise _unread(path, "invalid-toml", f"is not TOML: {error}", remedy) from None
     if tree and not tree.keys() & _KEYS:
         raise _no_preset(path, f"is TOML, but not a preset: it holds {some(tree)}")
     tree.setdefault("name", path.stem)
-    return _Source(name=str(tree["name"]), path=file, origin=origin, tree=tree)
+    return _Source(name=str(tree["name"]), path=str(path), origin=origin, tree=tree)
+
+
+def _unread(path: Path, code: str, message: str, remedy: str) -> InputError:
+    return reject(code, "preset", "", message, remedy, file=str(path))
 
 
 def _no_preset(path: Path, message: str) -> InputError:
@@ -332,7 +308,7 @@ def resolve_source(text: str) -> str:
     raise reject("unknown-builtin", "source", shown(text), "is not built in", built_in)
 
 
-def load_catalog(user_dir: Path | None = None) -> Catalog:
+def load_catalog() -> Catalog:
     """Load all presets. An invalid user preset is reported in ``problems`` and does not hide the
     others.
     """
@@ -341,7 +317,7 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     problems: list[Problem] = []
     folders: tuple[tuple[Path, Origin], ...] = (
         (builtin_folder(), "built-in"),
-        (user_dir or user_folder(), "user"),
+        (user_folder(), "user"),
     )
     for folder, origin in folders:
         paths, unreadable = _preset_files(folder)
@@ -370,14 +346,13 @@ def load_catalog(user_dir: Path | None = None) -> Catalog:
     return Catalog({preset.spec.name: preset for preset in in_order}, tuple(problems))
 
 
-def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: bool = True) -> Preset:
+def find_preset(name_or_path: str, *, table: bool = True) -> Preset:
     """Return a preset by name, or from a file by path.
 
     Args:
         name_or_path: Name of a preset; text with a ``/`` or ending in ``.toml`` is a path. With
             ``:as-published`` at its end, the settings of DeepSpeed's SuperOffload examples replace
             those of the preset.
-        catalog: Presets to search; loaded if absent.
         table: False leaves out the file's own parameter table, for generating it again.
 
     Raises:
@@ -385,7 +360,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
             invalid.
     """
     if name_or_path.endswith(AS_PUBLISHED):
-        preset = find_preset(name_or_path.removesuffix(AS_PUBLISHED), catalog, table=table)
+        preset = find_preset(name_or_path.removesuffix(AS_PUBLISHED), table=table)
         return replace(preset, spec=as_published(preset.spec))
     fault, path = path_fault(name_or_path), Path(name_or_path)
     if path.suffix.lower() in _DATA_SUFFIXES:
@@ -395,7 +370,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
             shown(name_or_path),
             "is a data file, not a preset",
             "To train on your own rows, name a preset as well: tiny "
-            f"{set_option('data.source', name_or_path)}",
+            f"{quoted('--set', f'data.source={name_or_path}')}",
         )
     if "/" in name_or_path or name_or_path.endswith(".toml"):
         if fault:
@@ -409,7 +384,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
         source = _read_source(path.expanduser(), "file")
         if not table and isinstance(source.tree.get("model"), dict):
             source.tree["model"].pop("parameters", None)
-        known = (catalog or load_catalog()).presets if "extends" in source.tree else {}
+        known = load_catalog().presets if "extends" in source.tree else {}
         return _preset(
             source,
             {
@@ -417,7 +392,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
                 for name, preset in known.items()
             },
         )
-    catalog = catalog or load_catalog()
+    catalog = load_catalog()
     if name_or_path in catalog.presets:
         return catalog.presets[name_or_path]
     broken = [problem for problem in catalog.problems if Path(problem.file).stem == name_or_path]
@@ -428,9 +403,7 @@ def find_preset(name_or_path: str, catalog: Catalog | None = None, *, table: boo
     raise _unknown_preset("preset", name_or_path, catalog.presets)
 
 
-def save_preset(
-    spec: RunSpec, name: str, *, base: str | None, user_dir: Path | None = None
-) -> Path:
+def save_preset(spec: RunSpec, name: str, *, base: str | None) -> Path:
     """Write a user preset with the differences from ``base`` and return its path. An existing user
     preset of this name is replaced.
 
@@ -440,24 +413,22 @@ def save_preset(
         spec: What to save.
         name: Name of the preset.
         base: Preset to extend; None writes a complete preset.
-        user_dir: Folder of user presets; the XDG folder if absent.
 
     Raises:
         InputError: If the name is invalid or built in, the base is unknown, or the folder cannot be
             written.
     """
-    folder = user_dir or user_folder()
-    presets = load_catalog(folder).presets
-    check_user_name(name, presets, folder)
+    presets = load_catalog().presets
+    check_user_name(name, presets)
     older = presets.get(name)
-    path = Path(older.path) if older else folder / f"{name}.toml"
+    path = Path(older.path) if older else user_folder() / f"{name}.toml"
     if older and base == name:
         base = _read_source(path, "user").tree.get("extends")
     saved = replace(with_absolute_paths(spec), name=name)
     return _write(path, _toml(_preset_tree(saved, base, presets)))
 
 
-def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | None = None) -> None:
+def check_user_name(name: str, presets: Mapping[str, Preset]) -> None:
     """Check that a user preset may have this name, possibly replacing another user preset.
 
     Raises:
@@ -477,18 +448,18 @@ def check_user_name(name: str, presets: Mapping[str, Preset], folder: Path | Non
         raise reject(
             "builtin-name", "name", shown(name), "is a built-in preset", "Choose another name."
         )
-    path = (folder or user_folder()) / f"{name}.toml"
+    path = user_folder() / f"{name}.toml"
     if older is None and exists(path):  # a preset that cannot be read must not be overwritten
         raise _name_taken(name, str(path), "Correct that file or choose another name.")
 
 
-def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
+def delete_preset(name: str) -> Path:
     """Delete a preset of the user and return the path that it had.
 
     Raises:
         InputError: It is built in, unknown, extended by another, or its file cannot be removed.
     """
-    presets = load_catalog(user_dir).presets
+    presets = load_catalog().presets
     own = {known: preset for known, preset in presets.items() if preset.origin == "user"}
     if name not in presets:
         raise _unknown_preset("preset", name, own)
@@ -526,16 +497,15 @@ def delete_preset(name: str, *, user_dir: Path | None = None) -> Path:
     return path
 
 
-def create_preset(spec: RunSpec, *, user_dir: Path | None = None) -> Path:
+def create_preset(spec: RunSpec) -> Path:
     """Write a new, complete user preset with its parameter table, and return its path. Existing
     files are never replaced.
 
     Raises:
         InputError: If a preset or file of this name exists, or the folder cannot be written.
     """
-    folder = user_dir or user_folder()
-    path = folder / f"{spec.name}.toml"
-    older = load_catalog(folder).presets.get(spec.name)
+    path = user_folder() / f"{spec.name}.toml"
+    older = load_catalog().presets.get(spec.name)
     if taken := older.path if older else str(path) if exists(path) else "":
         raise _name_taken(spec.name, taken)
     own = spec_tree(replace(spec, model=replace(spec.model, parameters=())))

@@ -13,14 +13,14 @@ from so_tui.trust.text import brief_line
 # What every section of a preset has in common.
 
 
-class Section(Struct, frozen=True, forbid_unknown_fields=True):
+class _Section(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every section: immutable, and unknown keys are errors."""
 
 
 # ``[benchmark]``: which steps a measurement counts.
 
 
-class BenchmarkSpec(Section, frozen=True):
+class BenchmarkSpec(_Section, frozen=True):
     warmup_steps: Annotated[
         int,
         Meta(
@@ -40,7 +40,7 @@ class BenchmarkSpec(Section, frozen=True):
 # ``[checkpoint]``: when states are saved, and where.
 
 
-class CheckpointSpec(Section, frozen=True):
+class CheckpointSpec(_Section, frozen=True):
     every_steps: Annotated[
         int,
         Meta(
@@ -116,7 +116,7 @@ DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt-completio
 LossOn = Literal["assistant", "last-turn", "all"]
 
 
-class DataSource(Section, frozen=True):
+class DataSource(_Section, frozen=True):
     """One source of a mixture. Absent values are those of the section."""
 
     source: Annotated[str, Meta(min_length=1, description="Hub id, file or folder.")]
@@ -128,7 +128,7 @@ class DataSource(Section, frozen=True):
     format: DataFormat | None = None
 
 
-class DataSpec(Section, frozen=True):
+class DataSpec(_Section, frozen=True):
     source: Annotated[
         str | tuple[DataSource, ...],
         Meta(
@@ -249,7 +249,7 @@ class Tensor(Struct, frozen=True, array_like=True):
     """Tensor that this one shares storage with. A tied tensor has no optimizer states."""
 
 
-class ParameterBlock(Section, frozen=True):
+class ParameterBlock(_Section, frozen=True):
     """Consecutive tensors that occur ``repeat`` times in a row, such as the layers of a model."""
 
     repeat: Annotated[int, Meta(ge=1, le=10_000)] = 1
@@ -298,7 +298,7 @@ Attention = Literal[
 ]
 
 
-class ModelSpec(Section, frozen=True):
+class ModelSpec(_Section, frozen=True):
     id: Annotated[str, Meta(min_length=1, description="Hub id or local folder of the model.")]
     revision: Annotated[str, Meta(description="Branch, tag or commit on the hub.")] = "main"
     weights: Annotated[
@@ -450,7 +450,7 @@ Mode = Literal["superoffload", "zerooffload", "gpu"]
 """Offload modes once ``auto`` is decided."""
 
 
-class OffloadSpec(Section, frozen=True):
+class OffloadSpec(_Section, frozen=True):
     mode: Annotated[
         OffloadMode,
         Meta(
@@ -548,7 +548,7 @@ class OffloadSpec(Section, frozen=True):
 # ``[prompts]``: what the model is asked during training.
 
 
-class PromptsSpec(Section, frozen=True):
+class PromptsSpec(_Section, frozen=True):
     texts: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=8000)], ...],
         Meta(
@@ -587,7 +587,7 @@ class PromptsSpec(Section, frozen=True):
 # ``[slurm]``: the job that a run is submitted as.
 
 
-class SlurmSpec(Section, frozen=True):
+class SlurmSpec(_Section, frozen=True):
     partition: Annotated[
         str,
         Meta(
@@ -658,7 +658,7 @@ class SlurmSpec(Section, frozen=True):
 # ``[tracking]``: where metrics are also reported to.
 
 
-class TrackingSpec(Section, frozen=True):
+class TrackingSpec(_Section, frozen=True):
     tensorboard: Annotated[
         bool,
         Meta(
@@ -683,7 +683,7 @@ Schedule = Literal["cosine", "linear", "constant", "wsd"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class TrainSpec(Section, frozen=True):
+class TrainSpec(_Section, frozen=True):
     micro_batch: Annotated[
         int,
         Meta(
@@ -880,7 +880,7 @@ class TrainSpec(Section, frozen=True):
 # the machine.
 
 
-class RunSpec(Section, frozen=True, kw_only=True):
+class RunSpec(_Section, frozen=True, kw_only=True):
     """What to train and how, independent of the machine."""
 
     name: Annotated[

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from io import FileIO
 from pathlib import Path
+from typing import Literal
 
 # Read files that anybody may have written: regular files only, and only as much as the caller
 # expects.
@@ -25,24 +26,18 @@ _TRIES = 5
 _BLOCK_BYTES = 1 << 13
 
 
-class Unfit(StrEnum):
-    """Why the content of a file is not read."""
-
-    NOT_A_FILE = "not-a-file"
-    """A folder, a pipe, a socket or a device."""
-    TOO_LARGE = "too-large"
-
-
 class UnfitFileError(OSError):
     """A file that is not read, because of its kind or its size."""
 
-    def __init__(self, path: Path, unfit: Unfit, limit_bytes: int) -> None:
+    def __init__(
+        self, path: Path, code: Literal["not-a-file", "too-large"], limit_bytes: int
+    ) -> None:
         self.path = path
-        self.unfit = unfit
+        self.code = code
         self.limit_bytes = limit_bytes
         words = (
             "is not a regular file"
-            if unfit is Unfit.NOT_A_FILE
+            if code == "not-a-file"
             else f"has more than {limit_bytes} bytes"
         )
         super().__init__(f"{path} {words}")
@@ -65,7 +60,7 @@ def open_descriptor(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UnfitFileError(path, Unfit.NOT_A_FILE, 0)
+        raise UnfitFileError(path, "not-a-file", 0)
     return descriptor
 
 
@@ -93,7 +88,7 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
 
     content = _despite_replacement(read)
     if len(content) > limit_bytes:
-        raise UnfitFileError(path, Unfit.TOO_LARGE, limit_bytes)
+        raise UnfitFileError(path, "too-large", limit_bytes)
     return content
 
 
@@ -264,12 +259,3 @@ def umask_of(folder: Path) -> int:
         OSError: There is no such folder.
     """
     return 0o027 if is_shared(folder) else 0o077
-
-
-def file_mode_of(folder: Path) -> int:
-    """Return the mode of a new file in a run folder, or in a folder below it.
-
-    Raises:
-        OSError: There is no such folder.
-    """
-    return 0o640 if is_shared(folder) else 0o600

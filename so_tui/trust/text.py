@@ -121,16 +121,10 @@ def _quoted(argument: str) -> str:
 
 
 def _spelled(match: re.Match[str]) -> str:
-    code = ord(match[0])
     if match[0] in "\t\n\r":
         return {"\t": "\\t", "\n": "\\n", "\r": "\\r"}[match[0]]
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else _escaped(match)
 
 
 def _escaped(match: re.Match[str]) -> str:

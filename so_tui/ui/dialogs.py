@@ -24,7 +24,7 @@ from textual.worker import Worker, get_current_worker
 
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
-from so_tui.settings_file import all_settings, choices, value_of
+from so_tui.settings_file import setting_index, value_of
 from so_tui.spec.errors import InputError
 from so_tui.ui.form import problem_texts
 from so_tui.ui.messages import unexpected_error
@@ -598,16 +598,15 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
 
     def __init__(self, settings: Settings, themes: Iterable[str]) -> None:
         own = tuple(theme.name for theme in THEMES)
-        described = {setting.key: setting for setting in all_settings()}
         self._before = settings
         self._lines = []
         for key in SHOWN:
-            setting = described[key]
-            values = choices(setting.kind) or (True, False)
+            info = setting_index()[key]
+            values: tuple[str | bool, ...] = info.choices or (True, False)
             if key == "screen.theme":
                 values = (*own, *(name for name in sorted(themes) if name not in own))
             self._lines.append(
-                _Line(key, values, value_of(settings, key), setting.description.partition(":")[0])
+                _Line(key, values, value_of(settings, key), info.description.partition(":")[0])
             )
         super().__init__()
 

@@ -18,11 +18,12 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.commands.parser import build_parser
-from so_tui.machine import inspect_machine, machine_json
+from so_tui.machine import inspect_machine
 from so_tui.runs import MetricsWriter, RunDirectory, create_run, read_state, write_state
 from so_tui.runs.liveness import identify
 from so_tui.spec import find_preset
 from tests.support.commands import problems_of, refusals_of
+from tests.support.machines import machine_json
 from tests.support.records import step_record
 
 

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from so_tui.commands.words import _words
 from so_tui.folders import builtin_folder, default_runs_dir, user_folder
 from so_tui.machine.known import MACHINES
 from so_tui.runs import create_run
 from so_tui.spec import field_index, find_preset
 from tests.support.hostile import IN_A_NAME
 from tests.support.shells import install_command, offered
+from tools.words import FILE, words
 
-WORDS = Path(__file__).parents[2] / "so_tui" / "commands" / "words.json"
 NOT_PLAIN = [
     "$(touch made)",
     "`touch made`",
@@ -153,9 +152,7 @@ def test_nothing_that_a_shell_would_expand_is_offered(shell: str, user: Shell) -
 
 @pytest.mark.repository
 def test_the_words_are_current() -> None:
-    assert WORDS.read_text() == _words(), (
-        "python -m so_tui.commands.words > so_tui/commands/words.json"
-    )
+    assert FILE.read_text() == words(), "run: python tools/words.py"
 
 
 @pytest.mark.parametrize("line", ["so-tui plan --set off", "so-tui watch ", "so-tui plan "])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from so_tui.commands.man import _manual
-
-PAGE = Path(__file__).parents[2] / "docs" / "so-tui.1"
+from docs.make_man import PAGE, page
 
 
 def needs(program: str) -> pytest.MarkDecorator:
@@ -26,7 +23,7 @@ def told(*argv: str) -> tuple[str, str]:
 
 @pytest.mark.repository
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text() == _manual(), "run: python -m so_tui.commands.man > docs/so-tui.1"
+    assert PAGE.read_text() == page(), "run: python docs/make_man.py"
 
 
 @needs("groff")

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from so_tui.cli import main
-from so_tui.machine import machine_json
 from tests.support.hostile import IN_A_NAME, unsafe
-from tests.support.machines import superchips
+from tests.support.machines import machine_json, superchips
 from tests.support.make_run import write_run
 
 COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")

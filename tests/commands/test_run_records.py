@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from so_tui.cli import main
-from so_tui.commands.parser import SORTS
+from so_tui.commands.parser import build_parser
 from so_tui.folders import user_folder
 from so_tui.runs import MetricsWriter, RunDirectory, read_spec, read_state
 from so_tui.runs.export import COLUMNS
@@ -133,7 +133,11 @@ def test_runs_are_sorted_as_asked_or_as_set(
     main(["runs"])
     table = capsys.readouterr().out
     assert all(f"{results['loss']:.4f}" in table for results in compared)
-    assert get_args(get_type_hints(RunListSettings)["sort"]) == SORTS
+
+
+def test_the_list_takes_the_orders_of_the_settings() -> None:
+    for order in get_args(get_type_hints(RunListSettings)["sort"]):
+        assert build_parser().parse_args(["runs", "--sort", order]).sort == order
 
 
 @pytest.mark.parametrize(

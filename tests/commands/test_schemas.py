@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
+from docs.make_schemas import FOLDER, schema_text, schemas
 from so_tui.cli import main
-from so_tui.commands.schemas import _schema_text, schemas
 from so_tui.launch.slurm.script import Site, _builtin_sites
 from tests.support.make_run import write_run
-from tests.support.schemas import FOLDER, valid
+from tests.support.schemas import valid
 
 PRINTED = [
     ("inspect", ["inspect"]),
@@ -40,8 +40,8 @@ PRINTED = [
 @pytest.mark.repository
 def test_the_schemas_are_current() -> None:
     published = {path.stem: path.read_text() for path in FOLDER.glob("*.json")}
-    assert published == {name: _schema_text(schema) for name, schema in schemas().items()}, (
-        "python -m so_tui.commands.schemas docs/schemas"
+    assert published == {name: schema_text(schema) for name, schema in schemas().items()}, (
+        "run: python docs/make_schemas.py"
     )
 
 

@@ -36,7 +36,7 @@ from so_tui.runs.liveness import read_stat
 from so_tui.runs.records import Alert, RunState
 from so_tui.settings import AlertSettings
 from so_tui.settings_file import change_settings
-from so_tui.spec import InputError, find_preset, load_catalog
+from so_tui.spec import InputError, find_preset
 from tests.support.fake_runs import Runs, ended, release, wait_for
 from tests.support.records import step_record
 from tests.support.supervising import prepared_run
@@ -257,7 +257,7 @@ def test_only_own_settings_set_commands(tmp_path: Path, monkeypatch: pytest.Monk
     preset = tmp_path / "p.toml"
     preset.write_text(f"extends = 'tiny'\n{planted}")
     with pytest.raises(InputError) as caught:
-        find_preset(str(preset), load_catalog())
+        find_preset(str(preset))
     assert {problem.field for problem in caught.value.problems} >= {"alerts", "prometheus"}
     folder = tmp_path / "run"
     folder.mkdir()

@@ -11,12 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.commands.mpam import (
-    Resctrl,
-    _mount_script,
     _partition_script,
     _partitions,
-    _read_groups,
     _read_resctrl,
+    _Resctrl,
     print_mpam_script,
 )
 from so_tui.machine.system_files import SystemFiles
@@ -58,7 +56,7 @@ def bindings(chips: int = 1, fraction: float = 0.9) -> tuple[RankBinding, ...]:
     )
 
 
-def grace(tmp_path: Path) -> Resctrl:
+def grace(tmp_path: Path) -> _Resctrl:
     found = _read_resctrl(tree(tmp_path, GRACE, dict.fromkeys(range(72), 1)))
     assert found is not None
     return found
@@ -73,7 +71,7 @@ def test_the_published_example_follows_from_the_tree(tmp_path: Path) -> None:
     ]
 
 
-def schemata(found: Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
+def schemata(found: _Resctrl, chips: int = 1) -> list[tuple[str, ...]]:
     return [partition.schemata for partition in _partitions(found, bindings(chips), "node7")]
 
 
@@ -169,25 +167,34 @@ def test_an_administrators_script_does_the_same_and_undoes_it(tmp_path: Path) ->
     ran = run_script(script)
     assert (ran.returncode, ran.stderr) == (0, "")
     made = {f"so-tui-{partition.role}": partition.cpus for partition in wanted}
-    assert _read_groups(files, "/sys/fs/resctrl") == made
+    left = _read_resctrl(files)
+    assert left is not None
+    assert left.groups == made
     for group in (tmp_path / "sys/fs/resctrl").glob("so-tui-*"):  # resctrl removes them itself
         for file in group.iterdir():
             file.unlink()
     assert run_script(script, "undo").returncode == 0
-    assert _read_groups(files, "/sys/fs/resctrl") == {}
-    checked = ["sh", "-n"]
-    told = subprocess.run(checked, input=_mount_script("host"), text=True, check=False, timeout=60)
-    assert told.returncode == 0
+    left = _read_resctrl(files)
+    assert left is not None
+    assert left.groups == {}
 
 
-def test_doctor_prints_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or says why not."""
     kernel = build_files({"/proc/filesystems": "nodev\tresctrl\n"}, tmp_path / "kernel")
     for files, printed in (
         (tree(tmp_path, GRACE, dict.fromkeys(range(72), 1)), "MB:1=20"),
         (SystemFiles(kernel), "mount -t resctrl"),
     ):
-        assert print_mpam_script(superchips(1), None, files) == 0
-        assert printed in capsys.readouterr().out
+        monkeypatch.setattr("so_tui.commands.mpam.SystemFiles", lambda files=files: files)
+        assert print_mpam_script(superchips(1), None) == 0
+        script = capsys.readouterr().out
+        assert printed in script
+        told = subprocess.run(["sh", "-n"], input=script, text=True, check=False, timeout=60)
+        assert told.returncode == 0
+    nothing = SystemFiles(tmp_path / "none")
+    monkeypatch.setattr("so_tui.commands.mpam.SystemFiles", lambda: nothing)
     with rejected("no-resctrl"):
-        print_mpam_script(superchips(1), None, SystemFiles(tmp_path / "none"))
+        print_mpam_script(superchips(1), None)

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from so_tui.cli import main
-from so_tui.machine import load_machine, machine_json
+from so_tui.machine import load_machine
 from so_tui.machine.known import MACHINES, machine_of, named_machine
 from so_tui.plan.notes import Note
 from so_tui.plan.planner import recommend
 from so_tui.spec import InputError
+from tests.support.machines import machine_json
 from tests.support.planning import spec_of
 
 
@@ -86,8 +87,6 @@ def test_command_lists_and_writes_machines(
     assert main(["machines", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["machines"]) == list(MACHINES)
     assert main(["machines", "gb200-4", "--json"]) == 0
-    assert (
-        capsys.readouterr().out.encode().rstrip() == machine_json(named_machine("gb200-4")).rstrip()
-    )
+    assert json.loads(capsys.readouterr().out) == json.loads(machine_json(named_machine("gb200-4")))
     assert main(["plan", "qwen3-14b", "--machine", "gh200-480", "--json"]) == 0
     assert main(["machines", "gb200"]) == 2

@@ -99,9 +99,7 @@ def test_largest_processes_are_named(
 ) -> None:
     monkeypatch.setattr(run, "_LARGE_BYTES", 0)
     needs = Needs(host_bytes_per_node={0: 1 << 60})
-    (finding,) = run._check_memory_now(
-        CheckContext(machine=healthy(), plan=needs, files=SystemFiles())
-    )
+    (finding,) = run._check_memory(CheckContext(machine=healthy(), plan=needs, files=SystemFiles()))
     assert finding.code == "memory-in-use"
     assert finding.evidence.count("(process ") == 3
 

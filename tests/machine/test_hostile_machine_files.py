@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from so_tui.machine import load_machine, machine_json
+from so_tui.machine import load_machine
 from so_tui.spec import InputError
-from tests.support.machines import superchips
+from tests.support.machines import machine_json, superchips
 from tests.support.yardstick import seconds_of_plain_python, slowness
 
 VALID: dict[str, Any] = msgspec.json.decode(machine_json(superchips(1)))

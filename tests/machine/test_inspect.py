@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from so_tui.machine import Machine, inspect_machine
-from so_tui.machine.host import memory_allowance_notes
+from so_tui.machine.host import _allowance_notes
+from so_tui.machine.system_files import SystemFiles
 from tests.support.problems import rejected
 from tests.support.sysroots import (
     EIGHT_H100,
@@ -141,7 +143,8 @@ def test_gpu_without_a_node_is_on_the_only_cpu_node(tmp_path: Path) -> None:
     [(None, ""), ((0, 1, 2, 3, 4, 12, 20, 28), ""), ((0, 2), "0,2 of 0-3"), ((4,), "none of 0-3")],
 )
 def test_memory_out_of_reach(tmp_path: Path, allowed: tuple[int, ...] | None, said: str) -> None:
-    notes = memory_allowance_notes(QUAD_GH200.inspected(tmp_path).numa_nodes, allowed)
+    machine = replace(QUAD_GH200.inspected(tmp_path), allowed_memory_nodes=allowed)
+    notes = [note for note in _allowance_notes(SystemFiles(tmp_path), machine) if "Mems" in note]
     assert [said in note for note in notes] == ([True] if said else [])
 
 

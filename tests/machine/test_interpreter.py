@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.machine import interpreter
-from so_tui.machine.interpreter import architecture_of, faults
+from so_tui.machine.interpreter import _faults, architecture_of
 
 AARCH64 = b"\x7fELF\2\1\1" + bytes(9) + b"\3\0\xb7\0"
 
@@ -61,6 +61,6 @@ def test_what_an_interpreter_lacks_is_named(
 ) -> None:
     monkeypatch.setattr(interpreter, "package_version", versions.get)
     monkeypatch.setattr(interpreter, "torch_build", lambda: {"cuda": cuda} if cuda else {})
-    found = tuple(faults(gpus))
+    found = tuple(_faults(gpus))
     assert len(found) == len(words)
     assert all(word in fault for word, fault in zip(words, found, strict=True))

@@ -138,7 +138,7 @@ def test_what_schedulers_hide(
     gpus = QUAD_MI300A.inspected(tmp_path).gpus
     assert hiding_variable(gpus, environment) == variable
     if variable is not None:
-        assert [gpu.index for gpu in visible_gpus(gpus, environment[variable])[0]] == shown
+        assert [gpu.index for gpu in visible_gpus(gpus, environment[variable])] == shown
 
 
 def test_rocm_variables_hide_nothing_of_nvidia(tmp_path: Path) -> None:

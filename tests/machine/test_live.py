@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from so_tui.machine import Machine, inspect_machine, load_machine, machine_json
-from so_tui.machine.gpus import normal_bus_id
+from so_tui.machine import Machine, inspect_machine, load_machine
+from so_tui.machine.gpus import _normal_bus_id
+from tests.support.machines import machine_json
 
 
 @pytest.fixture(scope="module")
@@ -85,5 +86,5 @@ def test_a_machine_survives_its_file(here: Machine, tmp_path: Path) -> None:
 
 
 def test_bus_ids_of_nvml_and_sysfs_are_the_same() -> None:
-    assert normal_bus_id("00000009:01:00.0") == "0009:01:00.0"
-    assert normal_bus_id("00000000:3B:00.0") == "0000:3b:00.0"
+    assert _normal_bus_id("00000009:01:00.0") == "0009:01:00.0"
+    assert _normal_bus_id("00000000:3B:00.0") == "0000:3b:00.0"

@@ -75,8 +75,8 @@ def test_findings() -> None:
         cost="No GPU.",
         remedy="`pip install torch`",
     )
-    text = shown(render_findings([finding]))
+    text = shown(render_findings([finding], None))
     assert "✗ blocks a launch  Torch is built for the CPU only" in text
     for part in ("torch 2.13+cpu", "No GPU.", "`pip install torch`"):
         assert part in text
-    assert "✓" in shown(render_findings([]))
+    assert "✓" in shown(render_findings([], None))

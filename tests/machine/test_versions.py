@@ -15,17 +15,13 @@ from packaging.version import Version
 from so_tui.machine.software import (
     PACKAGES,
     Bound,
-    bounds,
-    installed_set,
-    later_versions,
-    outside_bounds,
-    version_sets,
+    known_versions,
 )
 from so_tui.machine.types import Software
 from tests.support.python_path import ROOT
 
-SETS = {each.name: each for each in version_sets()}
-BOUNDS = {bound.package: bound for bound in bounds()}
+SETS = {each.name: each for each in known_versions().sets}
+BOUNDS = {bound.package: bound for bound in known_versions().bounds}
 
 
 def installed(name: str) -> Software:
@@ -54,7 +50,9 @@ def test_the_sets_reach_both_bounds_of_every_package() -> None:
         assert Version(versions["oldest"]) == Version(BOUNDS[package].oldest)
         newest = BOUNDS[package].newest.split(".")
         tested = [
-            each.version for each in later_versions() if each.package == package and each.tested
+            each.version
+            for each in known_versions().later
+            if each.package == package and each.tested
         ]
         assert max([versions["newest"], *tested], key=Version).split(".")[: len(newest)] == newest
         assert (
@@ -63,20 +61,20 @@ def test_the_sets_reach_both_bounds_of_every_package() -> None:
 
 
 def test_a_later_version_is_allowed_if_it_was_tested() -> None:
-    for each in later_versions():
+    for each in known_versions().later:
         assert Version(each.version) > Version(getattr(SETS["newest"], each.package))
         assert BOUNDS[each.package].admits(each.version) == bool(each.tested), each.package
 
 
 def test_a_set_is_recognised_whatever_torch_was_built_for() -> None:
     for name, each in SETS.items():
-        assert installed_set(installed(name)) == each
+        assert known_versions().set_of(installed(name)) == each
     assert (
-        installed_set(replace(installed("oldest"), torch=f"{SETS['oldest'].torch}+cu124"))
+        known_versions().set_of(replace(installed("oldest"), torch=f"{SETS['oldest'].torch}+cu124"))
         == SETS["oldest"]
     )
-    assert installed_set(replace(installed("oldest"), torch=SETS["newest"].torch)) is None
-    assert installed_set(Software(python="3.12.3")) is None
+    assert known_versions().set_of(replace(installed("oldest"), torch=SETS["newest"].torch)) is None
+    assert known_versions().set_of(Software(python="3.12.3")) is None
 
 
 @pytest.mark.parametrize(
@@ -95,6 +93,9 @@ def test_a_bound_admits_each_patch_of_the_newest_it_names(version: str, admitted
 
 
 def test_only_what_is_installed_can_be_outside() -> None:
-    assert outside_bounds(Software()) == ()
+    assert known_versions().exceeded_by(Software()) == ()
     old = replace(installed("middle"), python="3.10.1", datasets=None, transformers="4.56.1")
-    assert [bound.package for bound in outside_bounds(old)] == ["python", "transformers"]
+    assert [bound.package for bound in known_versions().exceeded_by(old)] == [
+        "python",
+        "transformers",
+    ]

@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 
 from so_tui.cli import main
 from so_tui.launch.launch import read_launch
-from so_tui.machine import load_machine, machine_json
+from so_tui.machine import load_machine
 from so_tui.plan.planner import make_plan
 from so_tui.runs import RunDirectory, RunReader, read_spec, read_state, state, state_with_truth
 from so_tui.runs.directory import run_id
 from so_tui.runs.metrics import StepRows
 from so_tui.spec import InputError, SoTuiError, find_preset, spec_tree
 from so_tui.trust.text import printable
+from tests.support.machines import machine_json
 from tests.support.make_run import quad_machine, write_run
 from tests.support.mutations import harmed_bytes, harmed_json, harmed_lines, harmed_trees
 

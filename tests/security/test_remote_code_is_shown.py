@@ -8,10 +8,10 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.folders import user_folder
-from so_tui.machine import machine_json
 from so_tui.plan.notes import RemoteCode
 from so_tui.plan.planner import make_plan
 from so_tui.spec import find_preset, with_values
+from tests.support.machines import machine_json
 from tests.support.make_run import quad_machine
 from tests.support.screen import opened
 

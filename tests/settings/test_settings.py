@@ -159,3 +159,8 @@ def test_command_shows_and_changes(
     written("[screen]\nglyphs = 7\n")
     assert main(["settings", "screen.glyphs"]) == 2
     assert capsys.readouterr().out == "auto\n"
+
+
+def test_command_takes_a_list_as_set_does() -> None:
+    assert main(["settings", "alerts.on=ended,failed"]) == 0
+    assert load_settings().settings.alerts.on == ("ended", "failed")

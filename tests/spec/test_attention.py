@@ -9,8 +9,8 @@ from so_tui.spec.attention import (
     KERNELS,
     AttentionBackend,
     Needs,
-    PassedOver,
     Present,
+    _PassedOver,
     choose_backend,
     generation_of,
     obstacle_to,
@@ -28,8 +28,8 @@ def test_fastest_installed_backend_is_taken() -> None:
     found = choose_backend(PLAIN, Present(generation=9, packages=frozenset({"flash-attn"})))
     assert found.backend == "flash-attn-2"
     assert found.passed_over == (
-        PassedOver("flash-attn-4", "not-installed"),
-        PassedOver("flash-attn-3", "not-installed"),
+        _PassedOver("flash-attn-4", "not-installed"),
+        _PassedOver("flash-attn-3", "not-installed"),
     )
     assert choose_backend(PLAIN, Present(generation=9)).backend == "torch-flash"
     assert choose_backend(PLAIN, Present(generation=0, packages=ALL)).backend == "torch-flash"

@@ -23,8 +23,14 @@ from tests.support.problems import codes, rejected
 GOOD = 'extends = "tiny"\n[offload]\nratio = 0.25\n'
 
 
+@pytest.fixture(autouse=True)
+def _own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the user's presets in ``tmp_path``."""
+    monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path)
+
+
 def test_built_in_presets_load_without_problems_tiny_last(tmp_path: Path) -> None:
-    catalog = load_catalog(tmp_path)
+    catalog = load_catalog()
     assert catalog.problems == ()
     assert list(catalog.presets)[-1] == "tiny"
     for preset in catalog.presets.values():
@@ -38,7 +44,7 @@ def test_a_bad_user_preset_never_stops_the_others(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text('name = "broken"\n[model\nid = 1\n')
     (tmp_path / "wrong.toml").write_text('extends = "tiny"\n[offload]\nratoi = 2\n')
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    catalog = load_catalog(tmp_path)
+    catalog = load_catalog()
     assert catalog.presets["good"].origin == "user"
     assert catalog.presets["good"].spec.offload.ratio == 0.25
     assert "tiny" in catalog.presets
@@ -51,12 +57,12 @@ def test_a_bad_user_preset_never_stops_the_others(tmp_path: Path) -> None:
     assert "line 2" in problems["broken.toml"].message
     assert "Did you mean `ratio`?" in problems["wrong.toml"].remedy
     with pytest.raises(InputError, match=r"wrong\.toml: offload\.ratoi = 2"):
-        find_preset("wrong", catalog)
+        find_preset("wrong")
 
 
 def test_an_unknown_base_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "qwen3-14"\n')
-    (problem,) = load_catalog(tmp_path).problems
+    (problem,) = load_catalog().problems
     assert (problem.field, problem.code) == ("extends", "unknown-preset")
     assert "Did you mean `qwen3-14b`?" in problem.remedy
 
@@ -64,7 +70,7 @@ def test_an_unknown_base_names_the_nearest(tmp_path: Path) -> None:
 def test_circular_bases_are_a_problem(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "b"\n')
     (tmp_path / "b.toml").write_text('extends = "a"\n')
-    problems = load_catalog(tmp_path).problems
+    problems = load_catalog().problems
     assert {(problem.code, problem.field) for problem in problems} == {
         ("circular-extends", "extends")
     }
@@ -81,7 +87,7 @@ def test_a_file_may_have_the_name_of_the_preset_that_it_extends(tmp_path: Path) 
 def test_base_may_extend_another(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('extends = "qwen3-14b"\n[train]\nsteps = 5\n')
     (tmp_path / "b.toml").write_text('extends = "a"\n[train]\ntokens = 100\n')
-    presets = load_catalog(tmp_path).presets
+    presets = load_catalog().presets
     assert (presets["a"].spec.train.steps, presets["a"].spec.train.epochs) == (5, 0)
     assert (presets["b"].spec.train.steps, presets["b"].spec.train.tokens) == (0, 100)
     assert presets["b"].spec.model.parameters == presets["qwen3-14b"].spec.model.parameters
@@ -89,7 +95,7 @@ def test_base_may_extend_another(tmp_path: Path) -> None:
 
 def test_a_name_is_taken_once(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text('extends = "phi-4"\n')
-    catalog = load_catalog(tmp_path)
+    catalog = load_catalog()
     assert catalog.presets["tiny"].origin == "built-in"
     assert [(problem.code, problem.value) for problem in catalog.problems] == [
         ("name-taken", '"tiny"')
@@ -98,7 +104,7 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
 
 def test_an_unknown_preset_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        find_preset("qwen3-15b", load_catalog(tmp_path))
+        find_preset("qwen3-15b")
     (problem,) = caught.value.problems
     assert (problem.code, problem.value) == ("unknown-preset", '"qwen3-15b"')
     assert "Did you mean `qwen3-14b`?" in problem.remedy
@@ -108,7 +114,7 @@ def test_an_unknown_preset_names_the_nearest(tmp_path: Path) -> None:
 def test_a_path_is_a_preset(tmp_path: Path) -> None:
     path = tmp_path / "trial.toml"
     path.write_text(GOOD)
-    preset = find_preset(str(path), load_catalog(tmp_path / "none"))
+    preset = find_preset(str(path))
     assert (preset.origin, preset.spec.name, preset.spec.offload.ratio) == ("file", "trial", 0.25)
 
 
@@ -173,7 +179,7 @@ def test_a_file_or_folder_that_is_not_a_preset(
 )
 def test_bad_table_is_a_problem(tmp_path: Path, tensors: str, code: str, tensor: str) -> None:
     (tmp_path / "trial.toml").write_text(f"{GOOD}\n[[model.parameters]]\ntensors = [{tensors}]\n")
-    catalog = load_catalog(tmp_path)
+    catalog = load_catalog()
     (problem,) = catalog.problems
     assert (problem.code, problem.value.strip('"')) == (code, tensor)
     assert "so_tui_trainer.tools.presets" in problem.remedy
@@ -186,21 +192,21 @@ def test_saved_presets_come_back_the_same(tmp_path: Path) -> None:
         find_preset("qwen3-14b").spec,
         {"offload.ratio": "0.35", "train.steps": "100", "gpus": "0,1", "model.attention": "sdpa"},
     )
-    path = save_preset(spec, "mine", base="qwen3-14b", user_dir=tmp_path)
+    path = save_preset(spec, "mine", base="qwen3-14b")
     text = path.read_text()
     assert 'extends = "qwen3-14b"' in text
     assert "parameters" not in text
     assert "hidden_size" not in text
-    loaded = load_catalog(tmp_path).presets["mine"]
+    loaded = load_catalog().presets["mine"]
     assert with_values(loaded.spec, {"name": "qwen3-14b", "title": spec.title}) == spec
     assert [child.name for child in tmp_path.iterdir()] == ["mine.toml"]
 
 
 def test_a_preset_saved_over_itself_keeps_its_base(tmp_path: Path) -> None:
     def saved(spec: RunSpec, base: str, **changes: str) -> RunSpec:
-        path = save_preset(with_values(spec, changes), "mine", base=base, user_dir=tmp_path)
+        path = save_preset(with_values(spec, changes), "mine", base=base)
         assert 'extends = "tiny"' in path.read_text()
-        return load_catalog(tmp_path).presets["mine"].spec
+        return load_catalog().presets["mine"].spec
 
     mine = saved(find_preset("tiny").spec, "tiny", **{"offload.ratio": "0.5"})
     again = saved(mine, "mine", **{"train.seed": "7"})
@@ -211,10 +217,10 @@ def test_a_preset_has_another_label_than_its_base(tmp_path: Path) -> None:
     (tmp_path / "older.toml").write_text(GOOD)
     (tmp_path / "titled.toml").write_text('title = "Mine"\n' + GOOD)
     changed = with_values(find_preset("tiny").spec, {"train.seed": "7"})
-    path = save_preset(changed, "saved", base="tiny", user_dir=tmp_path)
-    saved = load_catalog(tmp_path).presets["saved"].spec
-    save_preset(saved, "saved", base="saved", user_dir=tmp_path)
-    presets = load_catalog(tmp_path).presets
+    path = save_preset(changed, "saved", base="tiny")
+    saved = load_catalog().presets["saved"].spec
+    save_preset(saved, "saved", base="saved")
+    presets = load_catalog().presets
     labels = [presets[name].spec.label for name in ("older", "titled", "saved", "tiny")]
     assert labels == ["older", "Mine", "saved", "tiny (embedded)"]
     assert "title" not in path.read_text()
@@ -223,23 +229,23 @@ def test_a_preset_has_another_label_than_its_base(tmp_path: Path) -> None:
 def test_a_file_that_could_not_be_read_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("half [ typed")
     with pytest.raises(InputError, match="is taken by") as caught:
-        save_preset(find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path)
+        save_preset(find_preset("tiny").spec, "mine", base="tiny")
     assert codes(caught) == ["name-taken"]
     assert (tmp_path / "mine.toml").read_text() == "half [ typed"
 
 
 def test_a_preset_is_saved_to_the_file_that_bears_its_name(tmp_path: Path) -> None:
     (tmp_path / "file.toml").write_text('name = "mine"\n' + GOOD)
-    path = save_preset(find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path)
+    path = save_preset(find_preset("tiny").spec, "mine", base="tiny")
     assert path == tmp_path / "file.toml"
-    assert load_catalog(tmp_path).problems == ()
+    assert load_catalog().problems == ()
 
 
 def test_a_preset_without_base_is_complete(tmp_path: Path) -> None:
     spec = find_preset("tiny").spec
-    save_preset(spec, "whole", base=None, user_dir=tmp_path)
+    save_preset(spec, "whole", base=None)
     assert "extends" not in (tmp_path / "whole.toml").read_text()
-    assert with_values(load_catalog(tmp_path).presets["whole"].spec, {"name": "tiny"}) == spec
+    assert with_values(load_catalog().presets["whole"].spec, {"name": "tiny"}) == spec
 
 
 @pytest.mark.parametrize(
@@ -252,16 +258,15 @@ def test_a_preset_without_base_is_complete(tmp_path: Path) -> None:
 )
 def test_saving_refuses_bad_names(tmp_path: Path, name: str, base: str, code: str) -> None:
     with rejected(code):
-        save_preset(find_preset("tiny").spec, name, base=base, user_dir=tmp_path)
+        save_preset(find_preset("tiny").spec, name, base=base)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path / "file" / "presets")
     with rejected("not-writable"):
-        save_preset(
-            find_preset("tiny").spec, "mine", base="tiny", user_dir=tmp_path / "file" / "presets"
-        )
+        save_preset(find_preset("tiny").spec, "mine", base="tiny")
 
 
 def test_the_user_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +318,7 @@ def test_saved_preset_finds_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
     changed = with_values(
         find_preset("tiny").spec, {"data.source": "rows.json", "data.evaluation": "owner/name"}
     )
-    save_preset(changed, "mine", base="tiny", user_dir=tmp_path)
+    save_preset(changed, "mine", base="tiny")
     monkeypatch.chdir(elsewhere)
-    data = load_catalog(tmp_path).presets["mine"].spec.data
+    data = load_catalog().presets["mine"].spec.data
     assert (data.source, data.evaluation) == (str(work / "rows.json"), "owner/name")

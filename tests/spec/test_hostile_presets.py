@@ -55,13 +55,19 @@ TEXTS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _own_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the user's presets in ``tmp_path``."""
+    monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path)
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_hostile_text_is_one_message(name: str, tmp_path: Path) -> None:
     text, code = TEXTS[name]
     (tmp_path / "hostile.toml").write_text(text)
     (tmp_path / "good.toml").write_text('extends = "tiny"\n')
     begun = time.process_time()
-    catalog = load_catalog(tmp_path)
+    catalog = load_catalog()
     assert time.process_time() - begun < 2
     assert {"good", "tiny"} <= set(catalog.presets)
     if code:
@@ -69,7 +75,7 @@ def test_hostile_text_is_one_message(name: str, tmp_path: Path) -> None:
         assert len(catalog.problems) <= 100
         assert max(len(str(problem)) for problem in catalog.problems) < 10_000
         with pytest.raises(InputError):
-            find_preset(str(tmp_path / "hostile.toml"), catalog)
+            find_preset(str(tmp_path / "hostile.toml"))
 
 
 def _loop(path: Path) -> None:
@@ -91,7 +97,7 @@ def test_only_regular_files_of_bounded_size_are_read(
 ) -> None:
     make(tmp_path / "hostile.toml")
     (tmp_path / "good.toml").write_text('extends = "tiny"\n')
-    catalog = load_catalog(tmp_path)
+    catalog = load_catalog()
     assert [problem.code for problem in catalog.problems] == [code]
     assert "good" in catalog.presets
     with pytest.raises(InputError):
@@ -103,14 +109,17 @@ def test_a_long_chain_of_bases_is_refused_and_a_short_one_is_not(tmp_path: Path)
         (tmp_path / f"p{number}.toml").write_text(
             f'extends = "{f"p{number - 1}" if number else "tiny"}"\n'
         )
-    catalog = load_catalog(tmp_path)
+    catalog = load_catalog()
     assert "p10" in catalog.presets
     assert {problem.code for problem in catalog.problems} == {"long-extends"}
 
 
-def test_a_folder_of_presets_that_is_a_file_holds_none(tmp_path: Path) -> None:
+def test_a_folder_of_presets_that_is_a_file_holds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "presets").write_text("")
-    assert "tiny" in load_catalog(tmp_path / "presets").presets
+    monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path / "presets")
+    assert "tiny" in load_catalog().presets
 
 
 @pytest.mark.parametrize(

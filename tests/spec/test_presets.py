@@ -12,9 +12,7 @@ import pytest
 from so_tui.spec import RunSpec, find_preset, load_catalog, resolve_source
 
 PRESETS = {
-    name: preset
-    for name, preset in load_catalog(Path("/nowhere")).presets.items()
-    if preset.origin == "built-in"
+    name: preset for name, preset in load_catalog().presets.items() if preset.origin == "built-in"
 }
 
 # name -> (published parameters in billions, GPUs, sequence length, ratio, sub-group size in
@@ -191,16 +189,19 @@ def test_generator_writes_a_whole_shape(tmp_path: Path, section: str) -> None:
         ("num_key_value_heads = 2", "num_key_value_heads = 3"),
     ],
 )
-def test_changed_shape_is_told_and_mended(tmp_path: Path, old: str, new: str) -> None:
+def test_changed_shape_is_told_and_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
     """One below its table, by the generator."""
+    monkeypatch.setattr("so_tui.spec.presets.user_folder", lambda: tmp_path)
     path = tmp_path / "mine.toml"
     text = Path(PRESETS["tiny"].path).read_text().replace('name = "tiny"', 'name = "mine"')
     path.write_text(text.replace(old, new))
-    (problem,) = load_catalog(tmp_path).problems
+    (problem,) = load_catalog().problems
     assert problem.field == f"model.config.{old.partition(' ')[0]}"
     assert "so_tui_trainer.tools.presets FILE" in problem.remedy
     path.write_text(rewritten(path)[0])
-    assert load_catalog(tmp_path).problems == ()
+    assert load_catalog().problems == ()
 
 
 @pytest.mark.repository

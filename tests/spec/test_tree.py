@@ -135,7 +135,7 @@ def test_a_list_of_gpus_is_no_grouped_number() -> None:
 
 
 def test_text_is_never_run_or_split() -> None:
-    assert parse_value("$(rm -rf x); a = 1\nb = 2") == "$(rm -rf x); a = 1\nb = 2"
+    assert parse_value("$(rm -rf x); a = 1\nb = 2", None) == "$(rm -rf x); a = 1\nb = 2"
 
 
 def test_a_new_architecture_drops_the_table_of_the_old_one() -> None:

@@ -195,10 +195,10 @@ def test_another_deepspeed_version_is_refused() -> None:
 
 
 def test_the_doctor_knows_the_versions_that_the_engine_supports() -> None:
-    from so_tui.machine.software import bound_of
+    from so_tui.machine.software import known_versions
     from superoffload.deepspeed_adapter.engine import NEWEST, OLDEST
 
-    bound = bound_of("deepspeed")
+    bound = known_versions().bound_of("deepspeed")
     assert (bound.oldest, bound.newest) == (OLDEST, NEWEST)
 
 

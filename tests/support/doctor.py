@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from so_tui.machine import Machine, Mpam, Software
-from so_tui.machine.doctor import CheckContext, Finding, run_checks
+from so_tui.machine.doctor import CheckContext, Finding, _run_checks
 from so_tui.machine.system_files import SystemFiles
 from so_tui.spec import RunSpec, find_preset, with_values
 from tests.support.sysroots import QUAD_GH200, Host, build_files
@@ -92,7 +92,7 @@ def found(
     """Return the findings about a machine; with ``folder``, of system files written there."""
     if folder is not None:
         context["files"] = SystemFiles(build_files(files or {}, folder))
-    return run_checks(CheckContext(machine=machine, **context))
+    return _run_checks(CheckContext(machine=machine, **context))
 
 
 def kinds(findings: tuple[Finding, ...]) -> list[tuple[str, str]]:

@@ -11,12 +11,12 @@ import tomli_w
 from msgspec.structs import replace
 
 from so_tui.folders import user_folder
-from so_tui.machine import machine_json
 from so_tui.machine.types import Machine
 from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.records import EndRecord, PhaseRecord, WarningRecord
 from so_tui.spec import find_preset, spec_tree
 from so_tui.trust.text import printable
+from tests.support.machines import machine_json
 from tests.support.make_run import quad_machine, write_run
 from tests.support.records import append_records
 

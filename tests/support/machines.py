@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from so_tui.machine.types import Gpu, Machine, Mpam, NumaNode, Software
 
 MIB = 2**20
@@ -89,3 +91,8 @@ def _machine(
         numa_nodes=tuple(nodes),
         gpus=tuple(gpus),
     )
+
+
+def machine_json(machine: Machine) -> bytes:
+    """Return a machine as the file that ``--machine`` reads."""
+    return msgspec.json.encode(machine)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from so_tui.spec import ModelSpec, load_catalog
+from so_tui.spec import ModelSpec, find_preset, load_catalog
 from so_tui_trainer.model.config import load_config
 
 SMALL: dict[str, Any] = {
@@ -33,8 +33,8 @@ SMALL: dict[str, Any] = {
 }
 ONE_OF_EACH = {
     preset.spec.model.config["model_type"]: name
-    for name, preset in load_catalog(Path("/nowhere")).presets.items()
-    if preset.spec.model.weights == "pretrained"
+    for name, preset in load_catalog().presets.items()
+    if preset.origin == "built-in" and preset.spec.model.weights == "pretrained"
 }
 """One preset of each kind of model, by its type."""
 
@@ -186,7 +186,7 @@ def another(kind: str) -> ModelSpec:
 
 def scaled_down(name: str) -> ModelSpec:
     """Return a preset's model with random weights, a thousandth of its size."""
-    full = load_catalog(Path("/nowhere")).presets[name].spec.model
+    full = find_preset(name).spec.model
     shape = {
         key: SMALL.get(key, value)
         for key, value in full.config.items()

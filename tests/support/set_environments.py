@@ -11,10 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from so_tui.machine.software import VersionSet, version_sets
+from so_tui.machine.software import VersionSet, known_versions
 from tests.support.python_path import PIP, ROOT
 
-*OLDER, _ = version_sets()
+*OLDER, _ = known_versions().sets
 
 
 def environment(packages: VersionSet) -> Path:

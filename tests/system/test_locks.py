@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from so_tui.machine.software import PACKAGES, VersionSet, version_sets
+from so_tui.machine.software import PACKAGES, VersionSet, known_versions
 from tests.support.python_path import PIP, ROOT
 from tools.aarch64.environment import wheel_options
 
@@ -63,7 +63,7 @@ def test_the_locks_name_exact_versions_and_no_package_twice(locks: tuple[str, ..
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("each", version_sets(), ids=lambda each: each.name)
+@pytest.mark.parametrize("each", known_versions().sets, ids=lambda each: each.name)
 def test_lock_has_the_versions_of_its_set(
     each: VersionSet,
 ) -> None:

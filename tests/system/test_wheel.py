@@ -75,7 +75,9 @@ def test_wheel_holds_presets_and_trainer(wheel: Path) -> None:
     } <= names
     assert {
         f"so_tui-{__version__}.data/data/share/man/man1/so-tui.1",
+        "so_tui/commands/commands.toml",
         "so_tui/commands/words.json",
+        "so_tui/machine/doctor/findings.toml",
     } <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import shim
-from so_tui.trust.files import Unfit, UnfitFileError, read_bounded
+from so_tui.trust.files import UnfitFileError, read_bounded
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -17,8 +17,8 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_bounded(path, 10) == b"x" * 10
     with pytest.raises(UnfitFileError) as error:
         read_bounded(path, 9)
-    assert (error.value.unfit, error.value.path, error.value.limit_bytes) == (
-        Unfit.TOO_LARGE,
+    assert (error.value.code, error.value.path, error.value.limit_bytes) == (
+        "too-large",
         path,
         9,
     )
@@ -30,7 +30,7 @@ def test_devices_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", tmp_path / "zero", tmp_path):
         with pytest.raises(UnfitFileError) as error:
             read_bounded(path, 100)
-        assert error.value.unfit is Unfit.NOT_A_FILE
+        assert error.value.code == "not-a-file"
 
 
 def test_replaced_file_is_read_again(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from textual.widgets import DataTable, Input, Static
 
-from so_tui.machine import Machine, inspect_machine, machine_json
+from so_tui.machine import Machine, inspect_machine
 from so_tui.machine.known import MACHINES
 from so_tui.plan.planner import plan_table
 from so_tui.runs import RunDirectory, create_run
@@ -24,7 +24,7 @@ from so_tui.ui.other_machine import _MachineSuggester
 from so_tui.ui.presets.screen import PresetsScreen
 from so_tui.ui.runs.screen import RunsScreen
 from so_tui.units import duration, rate
-from tests.support.machines import x86
+from tests.support.machines import machine_json, x86
 from tests.support.make_run import quad_machine, write_run
 from tests.support.planning import CPU_ONLY
 from tests.support.screen import opened

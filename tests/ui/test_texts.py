@@ -65,7 +65,7 @@ def test_numbers_have_units_and_no_noise() -> None:
         "3 h 12 m",
         "2 d 7 h",
     ]
-    assert [mark_duration(seconds) for seconds in (0, 45, 900, 5400)] == [
+    assert [mark_duration(seconds, 2) for seconds in (0, 45, 900, 5400)] == [
         "0",
         "45 s",
         "15 m",

@@ -220,7 +220,7 @@ class _OwnSettings:
             self._due = time.monotonic() + _SETTINGS_S
             signature = _signature(self._file)
             if signature != self._signature:
-                self._signature, self._loaded = signature, load_settings(self._file)
+                self._signature, self._loaded = signature, load_settings()
                 for problem in self._loaded.problems:
                     log_line(str(problem))
         return self._loaded.settings

@@ -2,7 +2,7 @@
 
 A check is a function from a :class:`CheckContext` to findings. It reads the Machine and, if the
 Machine is this host, a few system files. Each finding has a stable ``code``; the checks of each
-module list theirs.
+module list theirs, and ``findings.toml`` has their words.
 """
 
 from __future__ import annotations
@@ -16,17 +16,9 @@ from so_tui.machine.gpus import query_health
 from so_tui.machine.system_files import SystemFiles
 from so_tui.machine.types import Machine
 
-__all__ = ["CheckContext", "Finding", "PlanNeeds", "findings", "run_checks"]
+__all__ = ["CheckContext", "Finding", "PlanNeeds", "findings"]
 
-_CHECKS = (
-    *run.CHECKS,
-    *gpu.CHECKS,
-    *gpu.HEALTH_CHECKS,
-    *software.CHECKS,
-    *host.MEMORY_CHECKS,
-    *host.CHECKS,
-    *host.PROCESS_CHECKS,
-)
+_CHECKS = (*run.CHECKS, *gpu.CHECKS, *software.CHECKS, *host.CHECKS)
 
 
 def findings(
@@ -42,8 +34,8 @@ def findings(
     # A machine file may describe another host, so system files count only if the hostname is this
     # one's.
     if not (machine.live and machine.hostname == os.uname().nodename):
-        return run_checks(CheckContext(machine=machine, plan=plan))
-    return run_checks(
+        return _run_checks(CheckContext(machine=machine, plan=plan))
+    return _run_checks(
         CheckContext(
             machine=machine,
             plan=plan,
@@ -55,7 +47,7 @@ def findings(
     )
 
 
-def run_checks(context: CheckContext) -> tuple[Finding, ...]:
+def _run_checks(context: CheckContext) -> tuple[Finding, ...]:
     """Return the findings of all checks, worst first, otherwise in the order of the checks."""
     found = [finding for check in _CHECKS for finding in check(context)]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

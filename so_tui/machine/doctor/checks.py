@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from so_tui.machine.gpus import GpuHealth
@@ -38,6 +40,38 @@ class Finding(Struct, frozen=True):
 
 Findings = Iterator[Finding]
 """What a check yields."""
+
+
+class _Wording(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``findings.toml`` says of a finding; ``{name}`` stands for what the check gives."""
+
+    severity: Severity
+    lesser: Severity | None = None
+    title: str
+    cost: str
+    remedy: str
+    code: str = ""
+    """If two wordings share it; otherwise it is the name of the wording."""
+
+
+@cache
+def wordings() -> dict[str, _Wording]:
+    """Return the words of all findings by name."""
+    content = Path(__file__).with_name("findings.toml").read_bytes()
+    return msgspec.toml.decode(content, type=dict[str, _Wording])
+
+
+def finding(name: str, evidence: str, /, *, lesser: bool = False, **words: object) -> Finding:
+    """Return a finding in the words of ``findings.toml``; if ``lesser``, with that severity."""
+    wording = wordings()[name]
+    return Finding(
+        wording.code or name,
+        wording.lesser if lesser and wording.lesser else wording.severity,
+        wording.title.format(**words),
+        evidence,
+        wording.cost.format(**words),
+        wording.remedy.format(**words),
+    )
 
 
 class PlanNeeds(Protocol):
@@ -88,11 +122,23 @@ class CheckContext:
         return tuple(gpu for gpu in self.machine.gpus if gpu.vendor == "nvidia")
 
     @property
+    def exclusive_gpus(self) -> tuple[Gpu, ...]:
+        """Those that one process at a time may use."""
+        return tuple(
+            gpu for gpu in self.nvidia_gpus if (gpu.compute_mode or "").startswith("Exclusive")
+        )
+
+    @property
     def host_bytes_needed(self) -> int:
         """Host memory that the run must have, on all nodes together."""
         if self.plan is None:
             return 0
         return sum(self.plan.host_bytes_per_node.values()) - self.plan.host_optional_bytes
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether several NUMA nodes have memory."""
+        return sum(node.memory_total_bytes > 0 for node in self.machine.numa_nodes) > 1
 
     @property
     def is_grace(self) -> bool:
@@ -117,9 +163,4 @@ class CheckContext:
         """Return the content of a system file; empty if it is absent or the machine is another
         host.
         """
-        return (self.files.text(name) if self.files else None) or ""
-
-
-def gpu_list(gpus: Iterable[Gpu]) -> str:
-    """Return the indices of GPUs for a message: ``0, 2``."""
-    return ", ".join(str(gpu.index) for gpu in gpus)
+        return self.files.text(name) if self.files else ""

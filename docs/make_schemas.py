@@ -1,12 +1,11 @@
 """Write the JSON schemas of what commands print with ``--json``, and of files that users write.
 
-``python -m so_tui.commands.schemas docs/schemas``
+python docs/make_schemas.py
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from so_tui.spec import RunSpec
 from so_tui.validation.report import Report
 
 Schema = dict[str, Any]
+FOLDER = Path(__file__).with_name("schemas")
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES = {
@@ -116,7 +116,7 @@ def _as_plans_json(types: dict[str, Schema]) -> None:
         del types[name]
 
 
-def _schema_text(schema: Schema) -> str:
+def schema_text(schema: Schema) -> str:
     """Return a schema as it is published: with the end of a text as JSON Schema's patterns write
     it, not as Python's do.
     """
@@ -137,4 +137,4 @@ def _on_one_line(schema: Any) -> Any:
 
 if __name__ == "__main__":
     for name, schema in schemas().items():
-        (Path(sys.argv[1]) / f"{name}.json").write_text(_schema_text(schema))
+        (FOLDER / f"{name}.json").write_text(schema_text(schema), encoding="utf-8")

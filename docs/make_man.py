@@ -1,5 +1,6 @@
-"""Print the manual page, made of the parser's own help:
-``python -m so_tui.commands.man > docs/so-tui.1``.
+"""Write the manual page, ``docs/so-tui.1``, made of the parser's own help.
+
+python docs/make_man.py
 """
 
 from __future__ import annotations
@@ -7,9 +8,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from so_tui.commands.parser import EXIT_CODES, INTERNAL, build_parser
 
+PAGE = Path(__file__).with_name("so-tui.1")
 _ENVIRONMENT = {
     "SO_TUI_RUNS_DIR": "folder of the runs, in place of the default",
     "NO_COLOR": "if set and not empty, output has no colours",
@@ -28,7 +31,7 @@ _SHARED = ("--help", "--quiet", "--verbose")
 """Options of every command, which are described once."""
 
 
-def _manual() -> str:
+def page() -> str:
     """Return the page in the man macros of roff."""
     parser = build_parser()
     (commands,) = (
@@ -121,4 +124,4 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(_manual(), end="")
+    PAGE.write_text(page(), encoding="utf-8")
