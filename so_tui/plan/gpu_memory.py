@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
+from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.model.profile import (
     MLP_TILE_TOKENS,
     attention_bytes,
@@ -22,8 +22,6 @@ from so_tui.model.profile import (
     offloads_inputs,
     offloads_results,
     policy_of,
-    tile_bytes,
-    tiled_block_bytes,
 )
 from so_tui.model.sharding import (
     PERSISTENCE_THRESHOLD,
@@ -436,7 +434,6 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
     token.
     """
     profile, tokens, share = placement.profile, placement.tokens, constants().memory.block_share
-    shape, fused = profile.architecture, profile.fused
     if not placement.tiled:
         block = profile.block_bytes
         return term(
@@ -449,8 +446,8 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
             block,
             phase="backward",
         )
-    block, tile = tiled_block_bytes(shape, fused=fused), tile_bytes(shape, fused=fused)
-    weights = 3 * shape.hidden * shape.intermediate
+    block, tile = profile.tiled_block_bytes, profile.tile_bytes
+    weights = 3 * profile.architecture.hidden * profile.architecture.intermediate
     in_flight = tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile
     return term(
         "block-working-set",
@@ -534,7 +531,7 @@ def _loss_terms(placement: Placement) -> Terms:
     yield term(
         "loss",
         gpu,
-        placement.profile.loss_bytes(tokens),
+        loss_bytes(tokens, shape.vocabulary, shape.hidden),
         "estimate",
         "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}",
         LOSS_KEPT_LOGITS,

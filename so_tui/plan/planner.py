@@ -13,7 +13,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.model.flops import model_flops
+from so_tui.model.flops import idle_parameters, model_flops
 from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, policy_of, profile_of, tiles_mlp
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.fit import (
@@ -182,12 +182,13 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
         most = max(rates.values())
         marked = min(count for count, found in rates.items() if about_as_fast(found, most))
         cells[marked] = replace(cells[marked], recommended=True)
-    parameters = spec.model.parameter_count
+    parameters, profile = spec.model.parameter_count, profile_of(spec.model)
+    idle = idle_parameters(profile.blocks, profile.architecture)
     return PlanRow(
         preset=spec.name,
         title=spec.label,
         parameters=parameters,
-        active_parameters=parameters - profile_of(spec.model).idle_parameters,
+        active_parameters=parameters - idle,
         sequence_length=spec.data.sequence_length,
         cells=cells,
         nodes=spec.nodes,

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.flops import attention_pairs
-from so_tui.model.profile import norm_bytes, offloaded_bytes, policy_of
+from so_tui.model.flops import attention_pairs, recomputed_logits
+from so_tui.model.profile import offloaded_bytes, policy_of
 from so_tui.model.shape import WEIGHT_BYTES, bucket_tokens
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
@@ -293,7 +293,7 @@ class StepModel:
             "none": 0.0,
         }
         if placement.tiled:  # tiles of feed-forward blocks compute norms again
-            norms = 0 if profile.fused else norm_bytes(shape, fused=False)
+            norms = 0 if profile.fused else profile.norm_bytes
             in_tiles = tokens * shape.layers * norms / self._moved_bytes_per_s
         exchange = self._exchange_s()
         return _Layers(
@@ -376,7 +376,7 @@ class StepModel:
     def _loss_s(self) -> float:
         profile, use = self.placement.profile, self.use
         shape, trained = profile.architecture, self.placement.tokens * self.workload.trained_share
-        again = 2.0 * profile.recomputed_logits(int(trained)) * shape.hidden
+        again = 2.0 * recomputed_logits(int(trained), shape.vocabulary) * shape.hidden
         # The head's products are dense in any model.
         products = 6.0 * trained * profile.flops.head_parameters + again
         moved = trained * shape.vocabulary * use.loss_bytes_per_logit
