@@ -119,8 +119,7 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     chosen, tried, _ = best_settings(wanted, target)
     with_cores = with_fitting_cores(chosen, target)
     if with_cores is not chosen.spec:
-        fraction = with_cores.offload.cpu_adam_cores_fraction
-        chosen = assess(with_cores, target.on(target.resources.gpus, fraction))
+        chosen = assess(with_cores, target.on(with_cores))
     reasons = tuple(choices(wanted, chosen, tried))
     spec = chosen.spec if chosen.verdict != "does not fit" else wanted
     plan = _plan(spec, chosen, reasons, searched=True)

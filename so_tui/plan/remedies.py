@@ -37,7 +37,6 @@ from so_tui.plan.search import (
     compact_states,
     less_speculation,
     memory_savings,
-    more_gpus,
     shorter_sequences,
     smaller_activations,
     smaller_batches,
@@ -175,10 +174,10 @@ def _fits_split(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
 
 def _larger_targets(spec: RunSpec, target: Target) -> Iterator[tuple[RunSpec, Target]]:
     """Yield the spec on more GPUs of the machine, up to all of them."""
-    if target.resources.has_gpu:
-        fraction = spec.offload.cpu_adam_cores_fraction
-        for alternative in more_gpus(spec, rank_counts(target.resources.machine)):
-            yield alternative.spec, target.on(alternative.spec.gpus, fraction)
+    for count in rank_counts(target.resources.machine) if target.resources.has_gpu else ():
+        if count > spec.ranks_per_host:
+            larger = msgspec.structs.replace(spec, gpus=count)
+            yield larger, target.on(larger)
 
 
 def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> MoreGpusFit | None:
@@ -202,9 +201,8 @@ def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
     machines like this one.
     """
     counts = range(target.hosts + 1, MOST_HOSTS + 1)
-    whole = target.on(
-        max(rank_counts(target.resources.machine)), spec.offload.cpu_adam_cores_fraction
-    )
+    most = max(rank_counts(target.resources.machine))
+    whole = target.on(msgspec.structs.replace(spec, gpus=most))
     supply = whole.resources.supply
     least = min(supply.node_bytes.values(), default=0)
     if "GH200" in target.resources.gpu_name and least < LARGE_GRACE_BYTES / 2:

@@ -259,15 +259,6 @@ def alternative_to(before: RunSpec, after: RunSpec) -> _Alternative:
     return _Alternative(tuple(changes), after)
 
 
-def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[_Alternative]:
-    """Yield the spec on each larger number of GPUs among ``counts``."""
-    for count in counts:
-        if count > spec.ranks_per_host:
-            yield _Alternative(
-                (Change("gpus", spec.ranks_per_host, count),), replace(spec, gpus=count)
-            )
-
-
 def _changed(spec: RunSpec, section: str, **values: str | int | float) -> _Alternative:
     """Return the spec with these values in one of its sections, as an alternative to it."""
     before = getattr(spec, section)
@@ -292,16 +283,6 @@ parameters a second on 16 cores.
 """
 _ALIKE = 0.001
 """Two ratios of the same settings whose speeds differ by less than this count as equally fast."""
-
-
-def rate(found: Assessment) -> float:
-    """Return the sequences per second of one rank, of a shared one its part; 0 where no speed is
-    known.
-    """
-    train, steps = found.spec.train, found.spec.gradient_accumulation_steps
-    if not found.step:
-        return 0.0
-    return train.micro_batch * steps / train.sequence_parallel / found.step.total_s
 
 
 def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
@@ -430,7 +411,7 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _
     they would drive states to the host whose steps nothing hides.
     """
     best, policy = found.best, policy_of(found.best.spec.model)
-    if best.verdict != "fits" or target.resources.supply.one_memory or not rate(best):
+    if best.verdict != "fits" or target.resources.supply.one_memory or not best.rate:
         return found
     if policy not in TILED_POLICIES or (policy == "attention" and best.mode == "gpu"):
         return found
@@ -438,7 +419,7 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _
     for keeping in _results_on_host(spec, best.spec):
         other = search(keeping, target)
         fits = other.best.verdict == "fits" and offloads_results(other.best.spec.model)
-        if fits and clearly_faster(rate(other.best), rate(chosen.best)):
+        if fits and clearly_faster(other.best.rate, chosen.best.rate):
             chosen = other
     if chosen is found:
         return found
@@ -460,7 +441,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
         return decide(offloaded, "weights-on-host")
     on_gpu = _fastest_policy(in_mode(spec, "gpu"), target)
     if on_gpu.verdict == "fits":
-        if offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu)):
+        if offloaded.verdict != "fits" or not clearly_faster(offloaded.rate, on_gpu.rate):
             return decide(on_gpu, "fits-on-gpu")
         alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
         return decide(offloaded, "overlaps" if alike else "less-recomputation")
@@ -472,7 +453,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
 
 def _merit(found: Assessment) -> tuple[int, float]:
     """Return the key by which the best settings come first."""
-    return _ORDER[found.verdict], -rate(found)
+    return _ORDER[found.verdict], -found.rate
 
 
 def _best_first(tried: Iterable[Assessment]) -> tuple[Assessment, ...]:
@@ -500,7 +481,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
     tried = []
     for policy in policies(spec, target):
         for size in sizes:
-            on_gpu, offloaded = variant(policy, size).on_gpu, None
+            on_gpu = variant(policy, size).on_gpu
             if on_gpu is not None:
                 tried.append(on_gpu)
                 if on_gpu.verdict == "fits":
@@ -553,7 +534,7 @@ def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
     found = []
     for fraction in sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction}):
         varied = _with(spec, "offload", cpu_adam_cores_fraction=fraction)
-        step = chosen.step_with(target.on(resources.gpus, fraction), spec=varied)
+        step = chosen.step_with(target.on(varied), spec=varied)
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)
@@ -573,12 +554,12 @@ def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
     def departures(found: Assessment) -> tuple[bool, bool, bool, float]:
         offloads = found.mode != "gpu"
         other_batch = found.spec.train.micro_batch != spec.train.micro_batch
-        return offloads, other_batch, not (offloads or found.roomy), -rate(found)
+        return offloads, other_batch, not (offloads or found.roomy), -found.rate
 
     alike = [
         found
         for found in tried
-        if found.verdict == fastest.verdict and about_as_fast(rate(found), rate(fastest))
+        if found.verdict == fastest.verdict and about_as_fast(found.rate, fastest.rate)
     ]
     chosen = min((tried[0], *alike), key=departures)
     return fastest if chosen is tried[0] else at_fastest_ratio(spec, chosen)
@@ -595,7 +576,7 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
         key = "tokens_per_step"
     value = _LARGER * getattr(given.train, key)
     larger = best_settings(_with(given, "train", **{key: value}), chosen.target).best
-    if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
+    if larger.verdict != "fits" or not larger.step or larger.rate < _WORTHWHILE * chosen.rate:
         return
     sequences = (
         chosen.target.ranks
@@ -610,5 +591,5 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
         tokens=given.data.sequence_length * sequences,
         key=f"train.{key}",
         value=larger.spec.train.tokens_per_step or value,
-        faster=rate(larger) / rate(chosen),
+        faster=larger.rate / chosen.rate,
     )

@@ -451,13 +451,11 @@ def _machine_line(machine: Machine) -> Text:
 
 def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     _, unit = memory_unit()
-    text = Text.assemble(
-        ("✓", "green"),
-        " fits   ",
-        ("~", "yellow"),
-        " tight   ",
-        ("✗", "red"),
-        " does not fit   ★ recommended"
+    text = Text()
+    for verdict, sign in _SIGNS.items():
+        text.append(*sign).append(f" {verdict}   ")
+    text.append(
+        "★ recommended"
         "\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second"
         f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)",
     )

@@ -9,7 +9,7 @@ from so_tui.plan.notes import Change, FitsHere, MemoryAdvice, MemorySaving
 from so_tui.plan.plan import GivenMemory, OptionalMemory
 from so_tui.plan.planner import make_plan
 from so_tui.plan.remedies import _memory_advice, less_gpu_memory, less_host_memory
-from so_tui.plan.search import _batch_splits, more_gpus, shorter_sequences, smaller_batches
+from so_tui.plan.search import _batch_splits, shorter_sequences, smaller_batches
 from so_tui.spec import with_values
 from tests.support.machines import x86
 from tests.support.planning import CATALOG, QUAD, only, spec_of
@@ -140,13 +140,12 @@ def test_batches_are_halved_as_long_as_the_tokens_of_a_step_stay() -> None:
     assert all(sequences % size == 0 for size in _batch_splits(spec))
 
 
-def test_other_lengths_and_more_gpus_name_what_changes() -> None:
+def test_shorter_sequences_name_what_changes() -> None:
     spec = spec_of("tiny", data__sequence_length="2048", gpus="2")
     assert [alternative.changes for alternative in shorter_sequences(spec)] == [
         (Change("data.sequence_length", 2048, 1024),),
         (Change("data.sequence_length", 2048, 512),),
     ]
-    assert [alternative.spec.gpus for alternative in more_gpus(spec, (1, 2, 4, 8))] == [4, 8]
 
 
 def test_second_states_that_do_not_fit_are_given_up_first() -> None:
