@@ -379,7 +379,7 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
     all_hidden_s = step.total_s - step.exposed_optimizer_s
     if not surely_faster(1 / all_hidden_s, 1 / step.total_s):
         return
-    others = [assess(alternative.spec, found.target) for alternative in compact_states(found.spec)]
+    others = [assess(alternative, found.target) for alternative in compact_states(found.spec)]
     fitting = [other for other in others if other.verdict == "fits"]
     fastest = max((other.rate for other in fitting), default=0.0)
     for other in fitting:

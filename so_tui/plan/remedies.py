@@ -32,8 +32,8 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory, OptionalMemory
 from so_tui.plan.resources import more_sharing, not_shareable, rank_counts, usable_bytes
 from so_tui.plan.search import (
-    alternative_to,
     alternatives,
+    changes_of,
     compact_states,
     less_speculation,
     memory_savings,
@@ -76,8 +76,8 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool = False) -> Iterat
 def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     """Return the keys to change with which it fits on the same GPUs."""
     for alternative in less_speculation(spec, "auto"):
-        if assess(alternative.spec, target).verdict != "does not fit":
-            return FitsHere(changes=alternative.changes)
+        if assess(alternative, target).verdict != "does not fit":
+            return FitsHere(changes=changes_of(spec, alternative))
     if (here := best(spec, target)).verdict != "does not fit":
         before, after = spec.offload, here.spec.offload
         changes = [Change("offload.mode", before.mode, after.mode)]
@@ -87,7 +87,7 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     full = with_policy(spec, "full")
     for other in (full, *memory_savings(full)):
         if _fits(other, target):
-            return FitsHere(changes=alternative_to(spec, other).changes)
+            return FitsHere(changes=changes_of(spec, other))
     recomputing = _recomputing(spec)
     if (smaller := _fitting_batch(recomputing, target)) is not None:
         before_steps, after_steps = (
@@ -100,12 +100,12 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
             )
         )
     # The fewest ranks for each sequence with which it fits, at the smallest micro-batch.
-    batches = [alternative.spec for alternative in smaller_batches(recomputing, exact=True)]
-    for shared in more_sharing([recomputing, *batches][-1]):
+    *_, smallest = recomputing, *smaller_batches(recomputing, exact=True)
+    for shared in more_sharing(smallest):
         if not_shareable(shared, target.resources):
             return None
         if _fits(shared, target):
-            return FitsHere(changes=alternative_to(spec, shared).changes)
+            return FitsHere(changes=changes_of(spec, shared))
     return None
 
 
@@ -118,7 +118,7 @@ def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[Comp
     moments do not.
     """
     for alternative in compact_states(spec):
-        found, states = best(alternative.spec, target), alternative.spec.offload.states
+        found, states = best(alternative, target), alternative.offload.states
         if found.verdict != "does not fit":
             each = moments_bytes(spec.offload.states) - moments_bytes(states)
             yield CompactStatesFit(
@@ -138,10 +138,11 @@ def _recomputing(spec: RunSpec) -> RunSpec:
 
 def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
     """Yield the longest sequences that would fit, where activations are what does not."""
-    for alternative in shorter_sequences(_recomputing(spec)):
-        found, moved = best(alternative.spec, target), weights_on_host(alternative.spec)
+    recomputing = _recomputing(spec)
+    for alternative in shorter_sequences(recomputing):
+        found, moved = best(alternative, target), weights_on_host(alternative)
         if found.verdict != "does not fit" or any(_fits(other, target) for other in moved):
-            yield FitsHere(changes=alternative.changes)
+            yield FitsHere(changes=changes_of(recomputing, alternative))
             return
         apart = not target.resources.supply.one_memory and not offloads_inputs(found.spec.model)
         if apart and found.worst and found.worst.pool != "gpu":
@@ -154,7 +155,7 @@ def _fitting_batch(spec: RunSpec, target: Target) -> Assessment | None:
     """
     tight = None
     for alternative in smaller_batches(spec, exact=True):
-        found = best(alternative.spec, target)
+        found = best(alternative, target)
         if found.verdict == "fits":
             return found
         if found.verdict == "tight":
@@ -254,7 +255,9 @@ def _memory_advice(
     try:
         now = _bytes(spec, pool, given)
         found = [
-            MemorySaving(changes=other.changes, saves_bytes=now - _bytes(other.spec, pool, given))
+            MemorySaving(
+                changes=changes_of(spec, other), saves_bytes=now - _bytes(other, pool, given)
+            )
             for side in sides
             for other in alternatives(spec, side)
         ]

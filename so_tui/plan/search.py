@@ -13,9 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.model.profile import (
@@ -48,8 +48,7 @@ from so_tui.spec.run_spec import ModelSpec, RunSpec, StatesFormat
 # Changes of a spec that need less memory or split its steps differently: what the search tries and
 # what advice proposes. Pure.
 #
-# Generators yield the smallest change first. Each alternative is relative to the spec that it was
-# made from.
+# Generators yield the smallest change first.
 
 
 _FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
@@ -58,30 +57,42 @@ _ON_HOST: tuple[OnHost, ...] = ("attention", "on")
 """Where attention's results are kept, what may be in host memory: they alone, which takes the least
 of it, or layer inputs too.
 """
-_ACTIVATION_KEYS = (
-    ("offload", "parameters"),
-    ("model", "activation_checkpointing"),
-    ("model", "tiled_mlp"),
-    ("model", "activation_offload"),
-    ("train", "micro_batch"),
-    ("train", "sequence_parallel"),
-    ("train", "gradient_accumulation"),
+_KEYS = (
+    "offload.mode",
+    "offload.ratio",
+    "offload.speculation",
+    "offload.states",
+    "offload.parameters",
+    "model.activation_checkpointing",
+    "model.tiled_mlp",
+    "model.activation_offload",
+    "train.micro_batch",
+    "train.sequence_parallel",
+    "train.gradient_accumulation",
+    "train.tokens_per_step",
+    "data.sequence_length",
 )
-"""Sections and keys on which it depends how much activations take."""
+"""What alternatives change, in the order in which changes are named."""
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
 ADVICE_RATIO_STEP = 0.2
 """By how much one piece of advice raises or lowers the offload ratio."""
 
 
-class _Alternative(Struct, frozen=True):
-    """A spec that differs from another in a few keys."""
+def changes_of(before: RunSpec, after: RunSpec) -> tuple[Change, ...]:
+    """Return the keys in which an alternative differs, with the ratio of one that offloads only
+    then.
+    """
+    moved = before.offload.mode != after.offload.mode
+    pairs = ((key, attrgetter(key)(before), attrgetter(key)(after)) for key in _KEYS)
+    return tuple(
+        Change(key, old, new)
+        for key, old, new in pairs
+        if old != new or (moved and key == "offload.ratio")
+    )
 
-    changes: tuple[Change, ...]
-    spec: RunSpec
 
-
-def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[_Alternative]:
+def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[RunSpec]:
     """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec
     whose mode is decided.
     """
@@ -89,29 +100,27 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[_Alter
     if pool == "gpu":
         yield from islice(smaller_batches(spec), 1)
         if spec.model.activation_checkpointing != "full":
-            yield alternative_to(spec, with_policy(spec, "full"))
+            yield with_policy(spec, "full")
         if offload.mode == "gpu":
-            yield _changed(spec, "offload", mode="superoffload", ratio=offload.ratio)
+            yield in_mode(spec, "superoffload")
         elif offload.ratio < 1:
             larger = min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2))
-            yield _changed(spec, "offload", ratio=larger)
-        savings = smaller_activations(spec) if offload.mode == "gpu" else memory_savings(spec)
-        yield from (
-            alternative_to(spec, other) for other in (*savings, *islice(more_sharing(spec), 1))
-        )
+            yield _with(spec, "offload", ratio=larger)
+        yield from smaller_activations(spec) if offload.mode == "gpu" else memory_savings(spec)
+        yield from islice(more_sharing(spec), 1)
         yield from islice(shorter_sequences(spec), 1)
     else:
         yield from less_speculation(spec, "off")
         if offload.mode != "gpu" and offload.ratio > 0:
             smaller = max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2))
-            yield _changed(spec, "offload", ratio=smaller)
+            yield _with(spec, "offload", ratio=smaller)
         if offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
             # The sum of gradients over several micro-batches is stored on the host.
-            yield _changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
+            yield _with(spec, "train", gradient_accumulation=1, tokens_per_step=0)
         yield from compact_states(spec)
 
 
-def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[_Alternative]:
+def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[RunSpec]:
     """Yield halved micro-batches with twice the accumulation; with ``exact`` only as long as the
     tokens of a step stay the same.
     """
@@ -120,10 +129,10 @@ def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[_Alternat
     while size > 1 and not (exact and size % 2):
         size //= 2
         if train.tokens_per_step:  # accumulation follows from the target
-            yield _changed(spec, "train", micro_batch=size)
+            yield _with(spec, "train", micro_batch=size)
         else:
             accumulation *= 2
-            yield _changed(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
+            yield _with(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
 
 
 def _batch_splits(spec: RunSpec) -> tuple[int, ...]:
@@ -225,47 +234,28 @@ def _can_tile(spec: RunSpec, model: ModelSpec) -> bool:
     )
 
 
-def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[_Alternative]:
+def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[RunSpec]:
     """Yield second states as far as the host has memory, or none, where the spec asks for them
     whatever the host has.
     """
     if can_speculate(spec) and spec.offload.speculation == "on":
-        yield _changed(spec, "offload", speculation=instead)
+        yield _with(spec, "offload", speculation=instead)
 
 
-def compact_states(spec: RunSpec) -> Iterator[_Alternative]:
+def compact_states(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield smaller formats of the moments in host memory, where our engine has them there."""
     offload = spec.offload
     if offload.mode in ("auto", "superoffload") and offload.engine == "so-tui":
         for states in _FORMATS[_FORMATS.index(offload.states) + 1 :]:
-            yield _changed(spec, "offload", states=states)
+            yield _with(spec, "offload", states=states)
 
 
-def shorter_sequences(spec: RunSpec) -> Iterator[_Alternative]:
+def shorter_sequences(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield halved sequence lengths."""
     length = spec.data.sequence_length // 2
     while length >= SHORTEST:
-        yield _changed(spec, "data", sequence_length=length)
+        yield _with(spec, "data", sequence_length=length)
         length //= 2
-
-
-def alternative_to(before: RunSpec, after: RunSpec) -> _Alternative:
-    """Return a spec as an alternative to another that differs in what its activations take."""
-    changes = []
-    for section, key in _ACTIVATION_KEYS:
-        old, new = (getattr(getattr(spec, section), key) for spec in (before, after))
-        if old != new:
-            changes.append(Change(f"{section}.{key}", old, new))
-    return _Alternative(tuple(changes), after)
-
-
-def _changed(spec: RunSpec, section: str, **values: str | int | float) -> _Alternative:
-    """Return the spec with these values in one of its sections, as an alternative to it."""
-    before = getattr(spec, section)
-    changes = tuple(
-        Change(f"{section}.{name}", getattr(before, name), value) for name, value in values.items()
-    )
-    return _Alternative(changes, _with(spec, section, **values))
 
 
 def _with(spec: RunSpec, section: str, **values: str | int | float) -> RunSpec:
