@@ -361,7 +361,15 @@ class Candidates:
         """Without offload; None where the bare states are larger than the GPUs, or weights are to
         be in host memory.
         """
-        if self.spec.offload.parameters == "cpu" or not _states_fit(self.spec, self.target):
+        supply, states = (
+            self.target.resources.supply,
+            STATE_BYTES * self.spec.model.parameter_count,
+        )
+        capacity = supply.gpu_bytes
+        if supply.one_memory:
+            capacity = min(supply.node_bytes.values(), default=None)
+        too_large = capacity is not None and states > capacity * self.target.ranks
+        if self.spec.offload.parameters == "cpu" or too_large:
             return None
         return assess(in_mode(self.spec, "gpu"), self.target)
 
@@ -400,15 +408,6 @@ class Candidates:
 def best(spec: RunSpec, target: Target) -> Assessment:
     """Return the fastest location for the states of ``spec``, batch and recomputation as given."""
     return Candidates(spec, target).best
-
-
-def _states_fit(spec: RunSpec, target: Target) -> bool:
-    """Return whether the bare states fit on the GPUs: a quick no for large models."""
-    supply = target.resources.supply
-    capacity = (
-        min(supply.node_bytes.values(), default=None) if supply.one_memory else supply.gpu_bytes
-    )
-    return capacity is None or STATE_BYTES * spec.model.parameter_count <= capacity * target.ranks
 
 
 def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:

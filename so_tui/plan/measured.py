@@ -24,7 +24,14 @@ from so_tui.machine.types import Machine
 from so_tui.model.profile import profile_of
 from so_tui.plan import workload as state_files
 from so_tui.plan.plan import StepTime
-from so_tui.plan.rates import JSON_NAMES, AttentionRates, Calibrated, Speed, published_speed
+from so_tui.plan.rates import (
+    JSON_NAMES,
+    AttentionRates,
+    Calibrated,
+    Positive,
+    Speed,
+    published_speed,
+)
 from so_tui.plan.terms import MemoryTerm, term
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import AttentionBackend
@@ -46,9 +53,9 @@ STEP_PARTS = 2
 the optimizer's.
 """
 
-Positive = Annotated[float, Meta(gt=0, le=1e30)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+_Points = tuple[tuple[Count, Positive], ...]
 
 
 class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
@@ -75,23 +82,23 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     peer_bytes_per_s: Positive | None = None
     layer_launch_overhead_s: Positive | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
-    layer_launch_overhead_by_ranks: tuple[tuple[Count, Positive], ...] = ()
+    layer_launch_overhead_by_ranks: _Points = ()
     """(ranks, the same where that many synchronise after every 32 of them, about once in a layer of
     a model).
     """
-    adam: tuple[tuple[Count, Positive], ...] = ()
+    adam: _Points = ()
     """(cores, bytes of host memory traffic per second)."""
-    adam_remote: tuple[tuple[Count, Positive], ...] = ()
+    adam_remote: _Points = ()
     """(NUMA node, the same on all cores of the first GPU's node while the states lie in that node's
     memory). Plans keep states near.
     """
-    adam_together: tuple[tuple[Count, Positive], ...] = ()
+    adam_together: _Points = ()
     """(ranks, bytes of host memory traffic per second of each) with that many Adam workers on the
     first GPU's node.
     """
     attention: tuple[tuple[AttentionBackend, AttentionRates], ...] = ()
     """FLOP/s of the attention backends that the first GPU can use."""
-    node_bytes_per_s: tuple[tuple[Count, Positive], ...] = ()
+    node_bytes_per_s: _Points = ()
     """(NUMA node, highest bandwidth of its memory that any number of its cores reached)."""
 
 

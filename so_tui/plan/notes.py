@@ -87,7 +87,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "slower": lambda share: f"{share:.1%} slower" if share > ALIKE else "about as fast",
     "obstacle": lambda obstacle: OBSTACLES[obstacle],
     "recomputes": lambda policy: _RECOMPUTES[policy],
-    "price": lambda states: _PRICE.format(_MANTISSA_BITS[states], _MANTISSA_BITS["fp32"]),
+    "price": lambda states: _PRICE.format(_MANTISSA_BITS[states]),
     "problems": lambda found: "; ".join(f"{each.message}. {each.remedy}" for each in found),
     "settings": lambda changes: " with ".join(map(_setting, changes)),
 }
@@ -268,12 +268,15 @@ Blocker = (
 # What would fit, and what would need less memory
 
 
+Value = str | int | float
+
+
 class Change(Struct, frozen=True):
     """One key of the spec, and its value before and after."""
 
     key: str
-    before: str | int | float
-    after: str | int | float
+    before: Value
+    after: Value
 
 
 def _setting(change: Change) -> str:
@@ -304,11 +307,11 @@ class CompactStatesFit(Fact, frozen=True):
     )
 
 
-_MANTISSA_BITS: dict[StatesFormat, int] = {"fp32": 24, "bf16-moments": 8, "int8-moments": 4}
+_MANTISSA_BITS: dict[StatesFormat, int] = {"bf16-moments": 8, "int8-moments": 4}
 """Of a moment; those of 8 bits share a scale in each block."""
 
 
-_PRICE = "moments have {} bits of mantissa (fp32: {}), rounded at random, so losses differ slightly"
+_PRICE = "moments have {} bits of mantissa (fp32: 24), rounded at random, so losses differ slightly"
 
 
 class MoreGpusFit(Fact, frozen=True):
@@ -368,12 +371,15 @@ class MemorySaving(Struct, frozen=True, kw_only=True):
     saves_bytes: int
 
 
+AdvicePool = Literal["gpu", "node"]
+
+
 class MemoryAdvice(Fact, frozen=True):
     """After memory ran out: what would need less, the least painful first; on each GPU, or on the
     host for each rank.
     """
 
-    pool: Literal["gpu", "node"]
+    pool: AdvicePool
     savings: tuple[MemorySaving, ...]
 
     @property
@@ -402,7 +408,7 @@ def _changed(changes: Sequence[Change]) -> str:
     return text + "".join(f" with {change.key} {_general(change.after)}" for change in others)
 
 
-def _general(value: str | int | float) -> str:
+def _general(value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 import msgspec
 
@@ -16,6 +15,7 @@ from so_tui.model.sharding import moments_bytes
 from so_tui.plan.fit import Assessment, Target, assess, best
 from so_tui.plan.gpu_memory import memory_terms
 from so_tui.plan.notes import (
+    AdvicePool,
     Change,
     CompactStatesFit,
     FitsHere,
@@ -239,7 +239,7 @@ _LEAST_BYTES = 2**20
 
 
 def _memory_advice(
-    spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory = NOTHING_KNOWN
+    spec: RunSpec, pool: AdvicePool, given: GivenMemory = NOTHING_KNOWN
 ) -> MemoryAdvice:
     """Return what would need less memory, for a run that ran out of it and whose mode is decided.
 
@@ -249,7 +249,7 @@ def _memory_advice(
             matter which of them asked.
         given: What its plan had to give.
     """
-    sides: tuple[Literal["gpu", "node"], ...] = ("gpu", "node") if given.one_memory else (pool,)
+    sides: tuple[AdvicePool, ...] = ("gpu", "node") if given.one_memory else (pool,)
     pool = "node" if given.one_memory else pool
     spared = list(_without_optional(spec, given.optional)) if pool == "node" else []
     try:
@@ -289,7 +289,7 @@ def less_host_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
     return _memory_advice(spec, "node", given).message
 
 
-def _bytes(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory) -> int:
+def _bytes(spec: RunSpec, pool: AdvicePool, given: GivenMemory) -> int:
     profile = profile_of(spec.model)
     placement = Placement(
         spec=spec,

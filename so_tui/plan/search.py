@@ -37,7 +37,7 @@ from so_tui.plan.fit import (
     in_mode,
     mode_without_gpu,
 )
-from so_tui.plan.notes import AutoMode, AutoReason, Change, LargerSteps
+from so_tui.plan.notes import AdvicePool, AutoMode, AutoReason, Change, LargerSteps, Value
 from so_tui.plan.plan import Verdict
 from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
@@ -92,7 +92,7 @@ def changes_of(before: RunSpec, after: RunSpec) -> tuple[Change, ...]:
     )
 
 
-def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[RunSpec]:
+def alternatives(spec: RunSpec, pool: AdvicePool) -> Iterator[RunSpec]:
     """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec
     whose mode is decided.
     """
@@ -258,7 +258,7 @@ def shorter_sequences(spec: RunSpec) -> Iterator[RunSpec]:
         length //= 2
 
 
-def _with(spec: RunSpec, section: str, **values: str | int | float) -> RunSpec:
+def _with(spec: RunSpec, section: str, **values: Value) -> RunSpec:
     return replace(spec, **{section: replace(getattr(spec, section), **values)})
 
 

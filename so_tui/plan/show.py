@@ -15,11 +15,11 @@ from rich.text import Text
 
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine
-from so_tui.plan.binding import deepspeed_text
+from so_tui.plan.binding import Gpus, deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
 from so_tui.plan.rates import SpeedSource, StepError, network_text
-from so_tui.plan.resources import Gpus, example_tflops
+from so_tui.plan.resources import example_tflops
 from so_tui.plan.terms import Confidence, MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.run_spec import RunSpec

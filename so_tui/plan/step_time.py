@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from so_tui.model.flops import attention_pairs, recomputed_logits
 from so_tui.model.profile import offloaded_bytes, policy_of
-from so_tui.model.shape import WEIGHT_BYTES, bucket_tokens
+from so_tui.model.shape import WEIGHT_BYTES, StateLayout, bucket_tokens
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
 from so_tui.plan.plan import PlannedRates, StepTime
@@ -52,27 +52,19 @@ WORKER_BYTES = 36
 """The same of its Adam worker: a copy of the fp32 gradient, then AdamW in fp32."""
 
 
-class OffloadedStates(Struct, frozen=True, kw_only=True):
-    """Parameters that one rank updates, by where their optimizer states are."""
-
-    on_cpu: int
-    """Parameters whose optimizer states are in host memory."""
-    last_sub_group: int
-    """Those of the largest sub-group, which the worker can only begin when backward is over."""
-
-
-def exposed_adam_s(states: OffloadedStates, adam_bytes_per_s: float, backward_s: float) -> float:
+def exposed_adam_s(layout: StateLayout, adam_bytes_per_s: float, backward_s: float) -> float:
     """Return how long a step without clipping waits for Adam, and then passes over gradients and
     master weights.
 
     Args:
-        states: What to step.
+        layout: What to step: the worker can only begin with the largest sub-group when backward is
+            over.
         adam_bytes_per_s: Host memory traffic of the worker, and of the passes.
         backward_s: How long the worker has had sub-groups to step.
     """
     worker = WORKER_BYTES / adam_bytes_per_s
-    waits = max(states.last_sub_group * worker, states.on_cpu * worker - backward_s)
-    return waits + states.on_cpu * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
+    waits = max(layout.largest_on("cpu") * worker, layout.cpu_numel * worker - backward_s)
+    return waits + layout.cpu_numel * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
 
 
 BACKWARD_ATTENTION = 2.5
@@ -481,9 +473,8 @@ class StepModel:
         elif self._clipped:
             adam_s = numel * (UNSCALE_BYTES + use.deepspeed_clipped_adam_bytes) / rate
         else:
-            states = OffloadedStates(on_cpu=numel, last_sub_group=layout.largest_on("cpu"))
             backward_s = self.one_pass.backward_s + self._deepspeed_copies_s
-            adam_s = exposed_adam_s(states, rate, backward_s)
+            adam_s = exposed_adam_s(layout, rate, backward_s)
         # Master weights are cast on the host and copied from pageable memory.
         if (cast_rate := self.speed.cast_h2d_bytes_per_s) is not None:
             return on_gpu + adam_s + 2 * numel / cast_rate
