@@ -26,7 +26,7 @@ from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, model_key
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import Launch, Plan
 from so_tui.plan.planner import make_plan
-from so_tui.plan.rates import digest
+from so_tui.plan.rates import DIGEST
 from so_tui.plan.workload import Workload, seen
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import (
@@ -333,7 +333,7 @@ def probe_of(found: Measured, plan: Plan, machine: Machine) -> Probe:
         workload=found.workload,
         predicted=_predicted_for(found, plan, machine),
         actual=found.figures,
-        constants=digest(),
+        constants=DIGEST,
         step_parts=STEP_PARTS,
         host_weights=keeps_weights_on_host(plan.spec),
         computing=_computing(plan.spec, machine, found.workload),

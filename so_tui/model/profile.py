@@ -22,7 +22,6 @@ from so_tui.model.shape import (
     architecture,
     assign_devices,
     cut,
-    device_rule,
     sub_groups_on_gpu,
     tensor_spans,
     trainable,
@@ -346,15 +345,13 @@ class ModelProfile:
 
     def layout(self, ranks: int, offload: OffloadSpec) -> StateLayout:
         """Return the optimizer states of each of ``ranks`` ranks under these offload settings."""
-        rule = device_rule(offload.mode, offload.engine)
-        return _layout(self, ranks, offload.sub_group_size, offload.ratio, rule)
+        size, rule = offload.sub_group_size, _device_rule(offload)
+        return _layout(self, ranks, size, offload.ratio, rule)
 
     def gpu_numel(self, ranks: int, offload: OffloadSpec, ratio: float) -> int:
         """Return ``layout(...).gpu_numel`` at another offload ratio, without making that layout."""
         numels = [numel for _, _, numel in _sub_groups(self, ranks, offload.sub_group_size)]
-        return sum(
-            numels[: sub_groups_on_gpu(numels, ratio, device_rule(offload.mode, offload.engine))]
-        )
+        return sum(numels[: sub_groups_on_gpu(numels, ratio, _device_rule(offload))])
 
     def compute_spans(self, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
         """Return when a forward pass uses each sub-group."""
@@ -367,6 +364,16 @@ class ModelProfile:
 
     def _layers(self) -> Iterator[ParameterBlock]:
         return (block for block in self.blocks if block.repeat > 1)
+
+
+def _device_rule(offload: OffloadSpec) -> DeviceRule:
+    """Return the rule of an offload mode; ``auto`` counts as ``superoffload``, which it becomes
+    where states are offloaded.
+    """
+    if offload.mode == "gpu":
+        return "gpu"
+    deepspeed = offload.mode == "zerooffload" or offload.engine == "deepspeed"
+    return "deepspeed" if deepspeed else "so-tui"
 
 
 # A search over GPU counts, ratios and sub-group sizes asks for the same layouts again. The caches

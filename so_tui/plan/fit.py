@@ -29,7 +29,7 @@ from so_tui.plan.measured import (
 from so_tui.plan.notes import MemoryPool, NodeNeed, Shortage
 from so_tui.plan.placement import Placement, keeps_weights_on_host
 from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, StepTime, Verdict
-from so_tui.plan.rates import between_hosts_bytes_per_s, digest
+from so_tui.plan.rates import DIGEST, between_hosts_bytes_per_s
 from so_tui.plan.resources import (
     Resources,
     Supply,
@@ -55,7 +55,7 @@ STATE_BYTES = 16
 # Whether memory suffices: what a run needs of each memory pool, what there is, and the verdict.
 
 
-class Demand(Struct, frozen=True):
+class _Demand(Struct, frozen=True):
     """Peak bytes: on the fullest GPU, per CPU node, in /dev/shm."""
 
     gpu_bytes: int
@@ -63,7 +63,7 @@ class Demand(Struct, frozen=True):
     shm_bytes: int
 
 
-def _demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
+def _demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> _Demand:
     """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host
     allocate.
     """
@@ -73,10 +73,10 @@ def _demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand
     node_bytes: Counter[int] = Counter()
     for rank, node in enumerate(rank_nodes):
         node_bytes[node] += totals["node", None] + totals["node", rank]
-    return Demand(totals["gpu", None], dict(node_bytes), totals["shm", None])
+    return _Demand(totals["gpu", None], dict(node_bytes), totals["shm", None])
 
 
-def _host_room(demand: Demand, resources: Resources) -> int:
+def _host_room(demand: _Demand, resources: Resources) -> int:
     """Return the host memory that each rank may take beyond this demand, with the margin left
     free.
     """
@@ -92,7 +92,7 @@ def _host_room(demand: Demand, resources: Resources) -> int:
     return int(min(free, default=0.0))
 
 
-def _judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
+def _judge(demand: _Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
     """Return whether it fits, and where it does not, worst first."""
     margin = _node_margin(supply)
     # Nodes are grouped only where there is something to say of them.
@@ -126,7 +126,7 @@ def _node_margin(supply: Supply) -> float:
     return GPU_MARGIN if supply.one_memory else HOST_MARGIN
 
 
-def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
+def node_needs(demand: _Demand, supply: Supply) -> tuple[NodeNeed, ...]:
     """Return what CPU nodes need and have; nodes whose figures are written the same share one
     entry.
     """
@@ -191,7 +191,7 @@ def target_of(
     probes = tuple(
         probe
         for probe in known
-        if (probe.model, probe.constants, probe.step_parts) == (profile.key, digest(), STEP_PARTS)
+        if (probe.model, probe.constants, probe.step_parts) == (profile.key, DIGEST, STEP_PARTS)
         and (not probe.host_weights or probe.computing is not None)
     )
     found = workload or (probes[-1].workload if probes else Workload())
@@ -209,7 +209,7 @@ class Assessment:
     target: Target
     placement: Placement
     terms: tuple[MemoryTerm, ...]
-    demand: Demand
+    demand: _Demand
     verdict: Verdict
     """By memory alone."""
     shortages: tuple[Shortage, ...]

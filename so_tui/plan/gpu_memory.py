@@ -31,7 +31,7 @@ from so_tui.model.sharding import (
     partition_numel,
     run_ahead_parameters,
 )
-from so_tui.plan.host_memory import disk_terms, host_terms, shared_terms
+from so_tui.plan.host_memory import host_terms
 from so_tui.plan.placement import Placement, own_engine, power_of_two
 from so_tui.plan.rates import constants
 from so_tui.plan.terms import ACTIVATION_STACK, MemoryTerm, Phase, TermKind, Terms, term
@@ -270,8 +270,6 @@ def _all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
         *moving,
         *_gpu_overhead(placement, moving),
         *host_terms(placement, states),
-        *shared_terms(placement),
-        *disk_terms(placement),
     )
 
 

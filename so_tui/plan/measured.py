@@ -140,7 +140,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     predicted: Figures
     actual: Figures
     constants: str = ""
-    """``digest`` of the constants behind ``predicted``."""
+    """``DIGEST`` of the constants behind ``predicted``."""
     step_parts: int = 1
     """``STEP_PARTS`` of what measured it."""
     host_weights: bool = False

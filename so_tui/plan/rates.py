@@ -11,7 +11,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from math import log
 from operator import attrgetter
 from pathlib import Path
@@ -334,7 +333,10 @@ prepare(Constants)
 
 _CONTENT = PATH.read_bytes()
 _SHIPPED = msgspec.json.decode(_CONTENT, type=Constants)  # noqa: TID251 -- a file of the package
-_DIGEST = hashlib.sha256(_CONTENT).hexdigest()[:12]
+DIGEST = hashlib.sha256(_CONTENT).hexdigest()[:12]
+"""Name of the constants that came with the program, recorded with whatever was predicted from
+them.
+"""
 _others: list[Constants] = []
 
 
@@ -351,13 +353,6 @@ def using(other: Constants) -> Iterator[None]:
         yield
     finally:
         _others.pop()
-
-
-def digest() -> str:
-    """Return the name of the constants that came with the program, recorded with whatever was
-    predicted from them.
-    """
-    return _DIGEST
 
 
 def published_speed(gpu_name: str) -> Speed | None:
@@ -421,16 +416,11 @@ def step_error(speed: Speed, gpu_name: str, hosts: int) -> StepError:
     """Return the error of a step that is predicted with these rates for so many hosts with this
     GPU.
     """
+    kind = published_speed(gpu_name)
     return StepError(
         share=CALIBRATED if speed.calibrated else PUBLISHED,
-        checked=hosts == 1 and _is_checked(gpu_name),
+        checked=hosts == 1 and kind is not None and kind in map(published_speed, CHECKED_GPUS),
     )
-
-
-@cache
-def _is_checked(gpu_name: str) -> bool:
-    kind = published_speed(gpu_name)
-    return kind is not None and kind in map(published_speed, CHECKED_GPUS)
 
 
 def about_as_fast(rate: float, other: float) -> bool:

@@ -18,7 +18,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.binding import Gpus, deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
-from so_tui.plan.rates import SpeedSource, StepError, network_text
+from so_tui.plan.rates import SpeedSource, network_text
 from so_tui.plan.resources import example_tflops
 from so_tui.plan.terms import Confidence, MemoryTerm
 from so_tui.plan.workload import Workload
@@ -55,19 +55,6 @@ def _speed_source_text(source: SpeedSource, mode: str) -> str:
     own = [*(() if same_mode else ("the optimizer",)), *other]
     passes = "forward and backward" if weights == "host" else "forward, backward and memory"
     return f"{text}; {passes} corrected by {probe}{fetched}, {' and '.join(own)} as predicted"
-
-
-def error_text(error: StepError) -> str:
-    """Return ``±12%``, or ``±15% or more`` where no plan was held to measurements."""
-    return f"±{error.share:.0%}" if error.checked else f"±{error.share:.0%} or more"
-
-
-def _step_text(plan: Plan) -> str:
-    """Return ``2.10 s ±12%``; empty without a prediction."""
-    if plan.step_s is None:
-        return ""
-    error = f" {error_text(plan.step_error)}" if plan.step_error else ""
-    return f"{plan.step_s:.2f} s{error}"
 
 
 def _rates_text(source: SpeedSource) -> str:
@@ -295,8 +282,7 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
         ("shm", "/dev/shm, whole host", machine.shm_total_bytes),
         ("disk", "disk, one checkpoint", None),
     ):
-        found = (term for term in plan.breakdown if term.location == location and term.bytes)
-        if terms := sorted(found, key=lambda term: -term.bytes):
+        if terms := plan.largest_terms(location):
             size = disk_size if location == "disk" else memory_size
             total = sum(term.bytes for term in terms)
             parts += [Text(), _heading(title, total, capacity, size), _terms(terms, size)]
@@ -343,7 +329,8 @@ def _headline(plan: Plan) -> Text:
     )
     ranks = plural(plan.gpus, "GPU" if plan.on_gpus else "rank")
     ranks += f" of {spec.nodes} nodes" if spec.nodes > 1 else ""
-    step = f"   {_step_text(plan)} a step" if plan.fits and plan.step_s else ""
+    seconds = plan.step_s if plan.fits else None
+    step = f"   {seconds:.2f} s{plan.step_error_text} a step" if seconds else ""
     return Text.assemble(
         (spec.label, "bold"),
         f" on {ranks}: ",
@@ -384,8 +371,8 @@ def _step(plan: Plan) -> RenderableType:
         why = "this machine's speed is not known" if plan.possible else "it cannot run here"
         return text.append(f"no prediction: {why}")
     said = Text(
-        f"{_step_text(plan)}:   data {step.data_s:.2f}   forward {step.forward_s:.2f}   "
-        f"backward {step.backward_s:.2f}   optimizer exposed {step.exposed_optimizer_s:.2f}"
+        f"{plan.step_s:.2f} s{plan.step_error_text}:   data {step.data_s:.2f}   "
+        f"forward {step.forward_s:.2f}   backward {step.backward_s:.2f}   optimizer exposed {step.exposed_optimizer_s:.2f}"
         f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, "
         f"{thousands(plan.tokens_per_step)} tokens a step"
     )

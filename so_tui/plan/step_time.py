@@ -81,7 +81,7 @@ class _Layers(NamedTuple):
     repeated: float
 
 
-class Pass(Struct, frozen=True, kw_only=True):
+class _Pass(Struct, frozen=True, kw_only=True):
     """Seconds of one micro-batch on the GPU, without waiting for anything."""
 
     forward_s: float
@@ -98,7 +98,7 @@ class Pass(Struct, frozen=True, kw_only=True):
 # what a forward waits for them.
 
 
-class Update(NamedTuple):
+class _Update(NamedTuple):
     """One sub-group's way through the Adam worker. Time 0 is the end of backward."""
 
     begin: float
@@ -111,7 +111,7 @@ class Update(NamedTuple):
 
 
 def _arrivals(
-    updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float
+    updates: Iterable[_Update], h2d_bytes_per_s: float, copy_latency_s: float
 ) -> list[tuple[float, float]]:
     """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
     each sub-group.
@@ -124,7 +124,7 @@ def _arrivals(
         copy_latency_s: From the end of a sub-group's Adam until the copy of its weights begins.
     """
     coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
-    ready: list[tuple[float, int, Update]] = []
+    ready: list[tuple[float, int, _Update]] = []
     worker = copies = float("-inf")
     found = []
     while coming or ready:
@@ -140,7 +140,7 @@ def _arrivals(
 
 
 def _weight_wait_s(
-    updates: Iterable[Update],
+    updates: Iterable[_Update],
     h2d_bytes_per_s: float,
     copy_latency_s: float,
     forward_s: float,
@@ -223,7 +223,7 @@ class StepModel:
         return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks / min(rates)
 
     @cached_property
-    def one_pass(self) -> Pass:
+    def one_pass(self) -> _Pass:
         """Forward with the loss, which forms its gradients there, and backward with what it
         recomputes.
 
@@ -254,7 +254,7 @@ class StepModel:
         # there.
         waits = max(0.0, self.kept_copies_s(self.speed.d2h_bytes_per_s) - forward)
         waits_back = max(0.0, self.kept_copies_s(self.speed.h2d_bytes_per_s) + fetched_s - backward)
-        return Pass(
+        return _Pass(
             forward_s=forward + waits + self._loss_s(),
             backward_s=backward + waits_back,
             backward_python_s=python,
@@ -525,7 +525,7 @@ class StepModel:
             summing_s = ACCUMULATE_BYTES * next(summed, 0) / self._adam_bytes_per_s
         return self.use.norm_s + summing_s
 
-    def _updates(self, norm_s: float) -> Iterator[Update]:
+    def _updates(self, norm_s: float) -> Iterator[_Update]:
         """Yield the way of each offloaded sub-group through the worker."""
         placement, use, rate = self.placement, self.use, self._adam_bytes_per_s
         spans = placement.compute_spans
@@ -542,9 +542,9 @@ class StepModel:
                 copied_s = 2 * group.numel / self.speed.d2h_bytes_per_s
                 ready_s, bytes_per_s = -begin * self.one_pass.backward_s + copied_s, beside_backward
             returned = 0 if placement.host_weights else 2 * group.numel
-            yield Update(begin, ready_s, step_bytes * group.numel / bytes_per_s, returned)
+            yield _Update(begin, ready_s, step_bytes * group.numel / bytes_per_s, returned)
 
-    def _early_stepped_s(self, updates: Sequence[Update], norm_s: float) -> float:
+    def _early_stepped_s(self, updates: Sequence[_Update], norm_s: float) -> float:
         """Return when the worker has stepped what does not wait for the norm of accumulated
         gradients.
 

@@ -21,7 +21,7 @@ from so_tui.plan.measured import (
 )
 from so_tui.plan.plan import Plan, StepTime
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.rates import Calibrated, digest, published_speed
+from so_tui.plan.rates import DIGEST, Calibrated, published_speed
 from so_tui.plan.show import _speed_source_text
 from so_tui.plan.terms import TermKind
 from so_tui.plan.workload import Workload
@@ -131,7 +131,7 @@ def probe_of(factor: float, more_gb: float) -> Probe:
         workload=Workload(attended_tokens=300.0, trained_share=0.5, useful_share=0.98),
         predicted=predicted,
         actual=actual,
-        constants=digest(),
+        constants=DIGEST,
         step_parts=STEP_PARTS,
     )
 

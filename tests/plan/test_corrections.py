@@ -11,7 +11,7 @@ from so_tui.plan.fit import assess, fetching_of, step_model, target_of
 from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, Rates, model_key, store
 from so_tui.plan.plan import StepTime
 from so_tui.plan.planner import make_plan
-from so_tui.plan.rates import digest
+from so_tui.plan.rates import DIGEST
 from so_tui.plan.show import _speed_source_text
 from so_tui.plan.step_time import StepModel
 from so_tui.plan.workload import Workload
@@ -105,7 +105,7 @@ def probe_of(
         workload=WORKLOAD,
         predicted=predicted,
         actual=actual,
-        constants=digest(),
+        constants=DIGEST,
         step_parts=STEP_PARTS,
         host_weights=fetches,
         computing=computing(spec) if fetches else None,

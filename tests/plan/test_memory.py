@@ -11,7 +11,7 @@ from so_tui.model.profile import (
 )
 from so_tui.model.shape import Parameter, StateLayout, architecture
 from so_tui.plan.gpu_memory import _all_terms, _phase_bytes, memory_terms
-from so_tui.plan.host_memory import GradientBlocks, _gradient_blocks
+from so_tui.plan.host_memory import _gradient_blocks, _GradientBlocks
 from so_tui.plan.placement import Placement
 from so_tui.plan.planner import make_plan
 from so_tui.plan.terms import MemoryTerm, TermKind
@@ -284,7 +284,7 @@ GRADIENTS = 1_000_000
 
 def blocks_of(
     numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True
-) -> GradientBlocks:
+) -> _GradientBlocks:
     parameters = [Parameter(f"{index}", numel, True) for index, numel in enumerate(numels)]
     layout = layout_of(parameters, 1, GRADIENTS, 1.0)
     groups = tuple(

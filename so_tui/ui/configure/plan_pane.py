@@ -18,7 +18,7 @@ from so_tui.ui import plan_view
 from so_tui.ui.form import RATIO, Choice, Strip, problem_text
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.messages import Planned
-from so_tui.ui.plan_view import SIGNS, STYLES, step_error_text
+from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.run_rows import bars
 from so_tui.ui.text import Content, in_rows, shows_ascii
 from so_tui.units import duration, memory_of, plural
@@ -192,7 +192,7 @@ def _figures(choice: Choice, width: int) -> Content:
     if plan.verdict == "does not fit":
         step = f" {plan.verdict}"
     elif plan.step_s:
-        step = f" step {duration(plan.step_s)}{step_error_text(plan.step_error)}"
+        step = f" step {duration(plan.step_s)}{plan.step_error_text}"
     sign = SIGNS[plan.verdict], STYLES[plan.verdict]
     line = Content.assemble(f"    {choice.value:.2f}  ", sign, step)
     pieces = []
