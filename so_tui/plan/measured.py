@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from so_tui.folders import state_home
 from so_tui.machine.types import Machine
-from so_tui.model.profile import profile_of
 from so_tui.plan import workload as state_files
 from so_tui.plan.plan import StepTime
 from so_tui.plan.rates import (
@@ -35,7 +34,7 @@ from so_tui.plan.rates import (
 from so_tui.plan.terms import MemoryTerm, term
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import AttentionBackend
-from so_tui.spec.run_spec import Mode, ModelSpec
+from so_tui.spec.run_spec import Mode
 from so_tui.trust.decoding import prepare
 
 # What was measured on this machine: its rates (``so-tui calibrate``), and how far predictions were
@@ -131,7 +130,7 @@ class Probe(Struct, frozen=True, kw_only=True):
 
     measured: str
     model: str
-    """``model_key`` of the model."""
+    """``ModelProfile.key`` of the model."""
     mode: Mode
     ranks: int
     settings: str
@@ -165,13 +164,6 @@ prepare(Calibration)
 
 _DEEPSPEEDS = {"pageable_d2h_bytes_per_s", "cast_h2d_bytes_per_s"}
 """Rates that only predictions of DeepSpeed's own optimizers use. Older calibrations lack them."""
-
-
-def model_key(model: ModelSpec) -> str:
-    """Return the name of a model's shape, whatever its weights. Raises InputError as
-    ``profile_of``.
-    """
-    return profile_of(model).key
 
 
 def _empty(machine: Machine) -> Calibration:

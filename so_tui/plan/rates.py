@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from so_tui.machine.types import Machine, Network
+from so_tui.machine.types import Network
 from so_tui.plan.workload import Workload
 from so_tui.trust.decoding import prepare
 
@@ -487,12 +487,6 @@ def measured_network(bytes_per_s: float, share: float, source: str) -> Network:
         source=source,
         measured=True,
     )
-
-
-def network_text(machine: Machine) -> str:
-    """Return how fast a host's network is, for the head of a plan."""
-    network = machine.network or assumed_network(len(machine.gpus))
-    return f"network of {network_rate_text(network)} each"
 
 
 def network_rate_text(network: Network) -> str:

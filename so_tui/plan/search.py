@@ -413,7 +413,7 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _
             chosen = other
     if chosen is found:
         return found
-    return chosen._replace(tried=_best_first((*chosen.tried, *found.tried)))
+    return chosen._replace(tried=tuple(sorted((*chosen.tried, *found.tried), key=_merit)))
 
 
 def _decided(spec: RunSpec, target: Target) -> _Found:
@@ -444,10 +444,6 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
 def _merit(found: Assessment) -> tuple[int, float]:
     """Return the key by which the best settings come first."""
     return _ORDER[found.verdict], -found.rate
-
-
-def _best_first(tried: Iterable[Assessment]) -> tuple[Assessment, ...]:
-    return tuple(sorted(tried, key=_merit))
 
 
 def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
@@ -482,8 +478,8 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
                 break  # nor would a larger micro-batch
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
-    ordered = _best_first(tried)
-    return _Found(_simplest(spec, ordered), ordered)
+    tried.sort(key=_merit)
+    return _Found(_simplest(spec, tried), tuple(tried))
 
 
 def _fastest_policy(spec: RunSpec, target: Target) -> Assessment:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -18,9 +18,9 @@ from so_tui.machine.types import Machine
 from so_tui.plan.binding import Gpus, deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
-from so_tui.plan.rates import SpeedSource, network_text
+from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
 from so_tui.plan.resources import example_tflops
-from so_tui.plan.terms import Confidence, MemoryTerm
+from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.text import printable_line, so_tui_command
@@ -186,7 +186,7 @@ is short.
 """
 
 
-def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
+def render_table(rows: Sequence[PlanRow], machine: Machine, width: int) -> RenderableType:
     """Render what this machine can train: a line per model, a column per GPU count, and a legend.
     Narrow terminals get less detail.
     """
@@ -194,7 +194,7 @@ def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     parts: list[RenderableType] = [
         _machine_line(machine),
         Text(),
-        _Grid(rows, machine),
+        _grid(rows, "GPU" if machine.gpus else "rank", width),
         Text(),
         _legend(rows, machine),
     ]
@@ -212,37 +212,26 @@ def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     return Group(*parts)
 
 
-class _Grid:
-    """The table at the width of the terminal. Model names and verdicts are never cut; other columns
-    are left out.
+def _grid(rows: Sequence[PlanRow], unit: str, width: int) -> Table:
+    """Return the table at the width of the terminal. Model names and verdicts are never cut; other
+    columns are left out.
     """
-
-    def __init__(self, rows: Sequence[PlanRow], machine: Machine) -> None:
-        self._rows, self._machine = rows, machine
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unit, width = "GPU" if self._machine.gpus else "rank", options.max_width
-        counts = sorted({count for row in self._rows for count in row.cells})
-        narrow = width < _WITH_FACTS + _WIDE_CELL * len(counts)
-        compact = width < _NAME + _CELL * len(counts)
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-        table.add_column("model", no_wrap=True)
-        if not narrow:
-            table.add_column("parameters", justify="right", no_wrap=True)
-            table.add_column("tokens", justify="right", no_wrap=True)
-        hosts = "".join({f"{row.nodes} x " for row in self._rows if row.nodes > 1})
-        for count in counts:
-            table.add_column(f"{hosts}{plural(count, unit)}", no_wrap=True)
-        for row in self._rows:
-            facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
-            cells = [
-                _cell(row.cells[count], narrow=narrow, compact=compact)
-                if count in row.cells
-                else Text("")
-                for count in counts
-            ]
-            table.add_row(printable_line(row.preset), *facts, *cells)
-        yield table
+    counts = sorted({count for row in rows for count in row.cells})
+    narrow = width < _WITH_FACTS + _WIDE_CELL * len(counts)
+    compact = width < _NAME + _CELL * len(counts)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("model", no_wrap=True)
+    if not narrow:
+        table.add_column("parameters", justify="right", no_wrap=True)
+        table.add_column("tokens", justify="right", no_wrap=True)
+    hosts = "".join({f"{row.nodes} x " for row in rows if row.nodes > 1})
+    for count in counts:
+        table.add_column(f"{hosts}{plural(count, unit)}", no_wrap=True)
+    for row in rows:
+        facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
+        cells = [_cell(plan, narrow=narrow, compact=compact) for plan in row.cells.values()]
+        table.add_row(printable_line(row.preset), *facts, *cells)
+    return table
 
 
 def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
@@ -276,12 +265,13 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     # the node's.
     own_nodes = len(plan.host_bytes_per_node) == plan.spec.ranks_per_host
     node = min(plan.host_capacity_bytes_per_node.values(), default=None) if own_nodes else None
-    for location, title, capacity in (
-        ("gpu", "each GPU", plan.gpu_capacity_bytes),
-        ("node", "each APU" if plan.one_memory else "host, each rank", node),
-        ("shm", "/dev/shm, whole host", machine.shm_total_bytes),
-        ("disk", "disk, one checkpoint", None),
-    ):
+    shown: dict[Location, tuple[str, int | None]] = {
+        "gpu": ("each GPU", plan.gpu_capacity_bytes),
+        "node": ("each APU" if plan.one_memory else "host, each rank", node),
+        "shm": ("/dev/shm, whole host", machine.shm_total_bytes),
+        "disk": ("disk, one checkpoint", None),
+    }
+    for location, (title, capacity) in shown.items():
         if terms := plan.largest_terms(location):
             size = disk_size if location == "disk" else memory_size
             total = sum(term.bytes for term in terms)
@@ -372,7 +362,8 @@ def _step(plan: Plan) -> RenderableType:
         return text.append(f"no prediction: {why}")
     said = Text(
         f"{plan.step_s:.2f} s{plan.step_error_text}:   data {step.data_s:.2f}   "
-        f"forward {step.forward_s:.2f}   backward {step.backward_s:.2f}   optimizer exposed {step.exposed_optimizer_s:.2f}"
+        f"forward {step.forward_s:.2f}   backward {step.backward_s:.2f}   "
+        f"optimizer exposed {step.exposed_optimizer_s:.2f}"
         f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, "
         f"{thousands(plan.tokens_per_step)} tokens a step"
     )
@@ -438,6 +429,7 @@ def _machine_line(machine: Machine) -> Text:
 
 def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     _, unit = memory_unit()
+    network = machine.network or assumed_network(len(machine.gpus))
     text = Text()
     for verdict, sign in _SIGNS.items():
         text.append(*sign).append(f" {verdict}   ")
@@ -449,7 +441,7 @@ def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
         text.append(
             f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; "
-            f"{network_text(machine)}"
+            f"network of {network_rate_text(network)} each"
         )
     for source in _sources(rows):
         text.append(f"\nspeeds are predictions: {source}", "dim")

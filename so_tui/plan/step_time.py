@@ -73,14 +73,6 @@ two.
 """
 
 
-class _Layers(NamedTuple):
-    """Seconds of all layers' forward pass, of their backward pass, and of what that recomputes."""
-
-    forward: float
-    backward: float
-    repeated: float
-
-
 class _Pass(Struct, frozen=True, kw_only=True):
     """Seconds of one micro-batch on the GPU, without waiting for anything."""
 
@@ -232,7 +224,7 @@ class StepModel:
         """
         use, placement, gather_s = self.use, self.placement, self.all_gather_s
         ranks, launches = placement.layout.ranks, use.forward_launches_per_layer
-        layers_s, fetched_s = self._layers_s(), self.fetched_weights_s
+        (layers_s, layers_back_s), fetched_s = self._layers_s(), self.fetched_weights_s
         overhead_s = placement.profile.architecture.layers * self.speed.layer_launch_overhead_of(
             ranks
         )
@@ -240,13 +232,13 @@ class StepModel:
         # Selective recomputation runs all of a layer's Python again, and skips its products.
         again = 0.0 if policy_of(placement.spec.model) == "none" else launches
         forward = max(
-            layers_s.forward + use.all_gather_share * gather_s,
+            layers_s + use.all_gather_share * gather_s,
             gather_s + fetched_s,
             (launches + gathering) * overhead_s,
         )
         python = (use.backward_launches_per_layer + again + gathering) * overhead_s
         backward = max(
-            layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
+            layers_back_s + 2 * use.all_gather_share * gather_s,
             2 * gather_s + fetched_s,
             python,
         )
@@ -261,8 +253,10 @@ class StepModel:
             exposed_copies_s=waits + waits_back,
         )
 
-    def _layers_s(self) -> _Layers:
-        """Return the seconds of all layers' forward, their backward, and what it recomputes."""
+    def _layers_s(self) -> tuple[float, float]:
+        """Return the seconds of all layers' forward, and of their backward with what it
+        recomputes.
+        """
         placement, use, tokens = self.placement, self.use, self._computed_tokens
         profile, flops = placement.profile, placement.profile.flops
         shape, policy = profile.architecture, policy_of(placement.spec.model)
@@ -288,11 +282,9 @@ class StepModel:
             norms = 0 if profile.fused else profile.norm_bytes
             in_tiles = tokens * shape.layers * norms / self._moved_bytes_per_s
         exchange = self._exchange_s()
-        return _Layers(
-            forward=products + elementwise + attention_forward + exchange,
-            backward=2 * (products + elementwise) + attention_backward + exchange + in_tiles,
-            repeated=repeated[policy] + (exchange if policy != "none" else 0.0),
-        )
+        backward = 2 * (products + elementwise) + attention_backward + exchange + in_tiles
+        again = repeated[policy] + (exchange if policy != "none" else 0.0)
+        return products + elementwise + attention_forward + exchange, backward + again
 
     def _exchange_s(self) -> float:
         """Return the seconds of trading tokens for heads and back in one pass over all layers,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from so_tui.model.profile import profile_of
 from so_tui.plan.measured import (
     STEP_PARTS,
     Figures,
@@ -16,7 +17,6 @@ from so_tui.plan.measured import (
     Rates,
     _path_of,
     calibration_of,
-    model_key,
     store,
 )
 from so_tui.plan.plan import Plan, StepTime
@@ -124,7 +124,7 @@ def probe_of(factor: float, more_gb: float) -> Probe:
     )
     return Probe(
         measured="2026-11-21T10:00:00+00:00",
-        model=model_key(SPEC.model),
+        model=profile_of(SPEC.model).key,
         mode="superoffload",
         ranks=1,
         settings="superoffload 0.90",

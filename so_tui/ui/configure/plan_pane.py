@@ -50,6 +50,8 @@ class WhatIf(StyledLines, can_focus=True):
     """
 
     ALLOW_SELECT = False  # dragging chooses values
+    strips: tuple[Strip, ...] = ()
+    _marked = 0
     _dragged: int | None = None
     """The strip on which the mouse button is held."""
 
@@ -59,11 +61,6 @@ class WhatIf(StyledLines, can_focus=True):
 
         path: str
         value: float
-
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.strips: tuple[Strip, ...] = ()
-        self._marked = 0
 
     def show(self, strips: tuple[Strip, ...]) -> None:
         """Show these strips; none hides the panel."""
@@ -218,10 +215,7 @@ class PlanPanel(Vertical):
     what_if = getters.query_one(WhatIf)
     _verdict = getters.query_one("#verdict", Static)
     _text = getters.query_one("#plan-text", Static)
-
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        self._planned: Planned | None = None
-        super().__init__(id=id, classes=classes)
+    _planned: Planned | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(id="verdict")
