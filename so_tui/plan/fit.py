@@ -361,10 +361,8 @@ class Candidates:
         """Without offload; None where the bare states are larger than the GPUs, or weights are to
         be in host memory.
         """
-        supply, states = (
-            self.target.resources.supply,
-            STATE_BYTES * self.spec.model.parameter_count,
-        )
+        supply = self.target.resources.supply
+        states = STATE_BYTES * self.spec.model.parameter_count
         capacity = supply.gpu_bytes
         if supply.one_memory:
             capacity = min(supply.node_bytes.values(), default=None)
@@ -442,7 +440,7 @@ def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
     near = correcting(mode, ranks, target.probes, host_weights=host_weights)
     # A GPU that held a layer's weights at a time says nothing of one that holds all.
     near = [probe for probe in near if host_weights or not probe.host_weights]
-    return corrected_terms(found, mode, ranks, near) if near else found
+    return corrected_terms(found, mode, ranks, near)
 
 
 def _step(placement: Placement, target: Target) -> StepTime | None:

@@ -275,7 +275,7 @@ class Fetching(NamedTuple):
 
 
 def correcting(
-    mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool = False
+    mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool
 ) -> list[Probe]:
     """Return the probes by which a plan is corrected: those that kept weights where it does, else
     the others.

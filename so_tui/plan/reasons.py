@@ -312,7 +312,7 @@ _NOTICEABLE = 0.03
 """Share of a step that a smaller ratio must save to be mentioned."""
 
 
-def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Iterator[Caution]:
+def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Caution]:
     """Yield what runs others' code, costs time or cannot be foreseen.
 
     Args:

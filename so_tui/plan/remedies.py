@@ -52,7 +52,7 @@ LARGE_GRACE_BYTES = 480_000_000_000
 MOST_HOSTS = 16
 
 
-def remedies(spec: RunSpec, target: Target, *, searched: bool = False) -> Iterator[Remedy]:
+def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remedy]:
     """Yield what would make a run fit that does not, the least painful first.
 
     Args:

@@ -564,12 +564,8 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
     larger = best_settings(_with(given, "train", **{key: value}), chosen.target).best
     if larger.verdict != "fits" or not larger.step or larger.rate < _WORTHWHILE * chosen.rate:
         return
-    sequences = (
-        chosen.target.ranks
-        // given.train.sequence_parallel
-        * larger.spec.gradient_accumulation_steps
-        * larger.spec.train.micro_batch
-    )
+    accumulated = larger.spec.gradient_accumulation_steps
+    sequences = larger.spec.replicas * accumulated * larger.spec.train.micro_batch
     yield LargerSteps(
         step_s=step.total_s,
         exposed_optimizer_s=step.exposed_optimizer_s,
