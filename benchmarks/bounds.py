@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.fit import Candidates, in_mode, target_of
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
-from so_tui.plan.search import at_fastest_ratio, policies, rate, with_policy
+from so_tui.plan.search import at_fastest_ratio, policies, with_policy
 from so_tui.spec import find_preset, with_values
 from so_tui.spec.run_spec import RunSpec
 
@@ -223,7 +224,7 @@ def recommended_ratio(spec: RunSpec, machine: Machine) -> float:
         Candidates(with_policy(spec, policy), target).offloaded for policy in policies(spec, target)
     ]
     fitting = [found for found in tried if found.verdict == "fits"]
-    return at_fastest_ratio(spec, max(fitting or tried, key=rate)).spec.offload.ratio
+    return at_fastest_ratio(spec, max(fitting or tried, key=attrgetter("rate"))).spec.offload.ratio
 
 
 def _spec(setting: Setting, arguments: argparse.Namespace) -> RunSpec:

@@ -60,7 +60,7 @@ from so_tui.machine import inspect_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.rates import digest
+from so_tui.plan.rates import DIGEST
 from so_tui.plan.resources import Resources, resources_of
 from so_tui.plan.workload import Workload
 from so_tui.runs.records import StepRecord
@@ -333,7 +333,7 @@ def _identity(setting: Setting, spec: RunSpec, plan: Plan, machine: Machine) -> 
         "key": setting.key,
         "setting": asdict(setting),
         "spec": _spec_tree(spec),
-        "constants": digest(),
+        "constants": DIGEST,
         "speed": msgspec.to_builtins(_resources(spec, machine).speed),
         "machine": _machine_tree(machine),
         "name": settings_text(plan),

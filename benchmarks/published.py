@@ -244,10 +244,8 @@ def _early_step_s(figure: Published) -> float:
     assert without is not None
     assert speed is not None
     layout = profile_of(plan.spec.model).layout(plan.gpus, plan.spec.offload)
-    largest = max(group.numel for group in layout.sub_groups if group.device == "cpu")
-    states = step_time.OffloadedStates(on_cpu=layout.cpu_numel, last_sub_group=largest)
     rate = speed.adam_bytes_per_s(len(plan.binding[0].adam_cpus), 1)
-    return _gpu_s(figure) + step_time.exposed_adam_s(states, rate, without.backward_s)
+    return _gpu_s(figure) + step_time.exposed_adam_s(layout, rate, without.backward_s)
 
 
 def _tflops(plan: Plan, step_s: float | None = None) -> float:

@@ -20,6 +20,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.spec import InputError, field_index, find_preset, load_catalog, parse_value, problems_in
 from so_tui.spec.errors import reject
+from so_tui.trust.streams import console
 from so_tui.trust.text import so_tui_command
 from so_tui.units import plural, rate, thousands
 
@@ -97,7 +98,7 @@ def _plan_table(arguments: argparse.Namespace) -> int:
         unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
         note_place(machine, arguments.partition or "", named=bool(arguments.machine))
-        print_rich(render_table(rows, machine))
+        print_rich(render_table(rows, machine, console().width))
         for text in left_out:
             print_note(text)
         note_problems(catalog.problems)

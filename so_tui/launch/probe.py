@@ -20,13 +20,14 @@ from so_tui.launch.lifecycle import start, stop
 from so_tui.launch.supervisor.ending import request_stop
 from so_tui.machine.types import Machine
 from so_tui.model.flops import flops_of
+from so_tui.model.profile import profile_of
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
 from so_tui.plan.host_memory import load_bytes, steady_bytes
-from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, model_key
+from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import Launch, Plan
 from so_tui.plan.planner import make_plan
-from so_tui.plan.rates import digest
+from so_tui.plan.rates import DIGEST
 from so_tui.plan.workload import Workload, seen
 from so_tui.runs import RunDirectory, RunReader
 from so_tui.runs.records import (
@@ -326,14 +327,14 @@ def probe_of(found: Measured, plan: Plan, machine: Machine) -> Probe:
     """
     return Probe(
         measured=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=model_key(plan.spec.model),
+        model=profile_of(plan.spec.model).key,
         mode=plan.mode,
         ranks=plan.gpus,
         settings=settings_text(plan),
         workload=found.workload,
         predicted=_predicted_for(found, plan, machine),
         actual=found.figures,
-        constants=digest(),
+        constants=DIGEST,
         step_parts=STEP_PARTS,
         host_weights=keeps_weights_on_host(plan.spec),
         computing=_computing(plan.spec, machine, found.workload),

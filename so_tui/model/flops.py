@@ -212,21 +212,6 @@ def hw_flops(
     return 2.0 * tokens * (3.0 * flops.active_parameters + repeated) + attention
 
 
-def _seed_flops_per_sequence(
-    parameters: int, layers: int, hidden: int, sequence_length: int, *, checkpointing: bool
-) -> float:
-    """Return the original script's count for one sequence padded to ``sequence_length``;
-    ``parameters`` are all of the model's.
-
-    2 c P L + 4 c layers hidden L^2 with c = 4 when activations are recomputed, else 3.
-    """
-    passes = 4 if checkpointing else 3
-    return (
-        2.0 * passes * parameters * sequence_length
-        + 4.0 * passes * layers * hidden * sequence_length**2
-    )
-
-
 def seed_tflops_total(
     parameters: int,
     shape: Architecture,
@@ -236,12 +221,15 @@ def seed_tflops_total(
     *,
     checkpointing: bool,
 ) -> float:
-    """Return TFLOPS as the original script prints them: ``sequences`` of all ranks in one step of
-    ``step_s`` seconds, summed over GPUs.
+    """Return TFLOPS as the original script prints them: ``sequences`` of all ranks, padded to
+    ``sequence_length``, in one step of ``step_s`` seconds, summed over GPUs.
+
+    It counts 2 c P L + 4 c layers hidden L^2 for each, P being all of the model's parameters, with
+    c = 4 when activations are recomputed, else 3.
     """
-    per_sequence = _seed_flops_per_sequence(
-        parameters, shape.layers, shape.hidden, sequence_length, checkpointing=checkpointing
-    )
+    attention = 2.0 * shape.layers * shape.hidden * sequence_length
+    passes = 4 if checkpointing else 3
+    per_sequence = 2.0 * passes * sequence_length * (parameters + attention)
     return per_sequence * sequences / step_s / 1e12
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
 import msgspec
 
-from so_tui.model.flops import Flops, flops_for, idle_parameters, loss_bytes, recomputed_logits
+from so_tui.model.flops import Flops, flops_for
 from so_tui.model.shape import (
     Architecture,
     DeviceRule,
@@ -21,7 +22,6 @@ from so_tui.model.shape import (
     architecture,
     assign_devices,
     cut,
-    device_rule,
     sub_groups_on_gpu,
     tensor_spans,
     trainable,
@@ -109,67 +109,6 @@ def block_input_bytes(shape: Architecture) -> int:
     return 2 * shape.hidden
 
 
-def _stored_bytes(shape: Architecture, policy: Policy, *, fused: bool) -> int:
-    """Return what one block stores per token for backward, in bf16.
-
-    full: its input. attention: that, and attention's result with 4 B a head (its log-sum-exp).
-    selective: that, and the results of matmuls: 2 B for every element of q, k, v, the
-    attention's result, the output projection, gate and up (those of experts with fused kernels
-    only). none: 2 (4 h + 3 q + 3 kv + 3 f), which are the inputs of the block, of its norms and of
-    its products, queries and keys before and after rotation, values, the attention's result, gate,
-    up and their product; experts by those that a token uses (see ``_expert_stored_bytes``). Where
-    queries and keys are not stored before rotation it is 2 (q + kv) less. Fused experts store 16 B
-    for each expert that a token uses whatever the policy: the index of its row in both directions.
-    """
-    h, q, kv, f = shape.hidden, shape.query_width, shape.key_value_width, shape.active_intermediate
-    row_indices = 16 * shape.experts_per_token if fused else 0
-    if policy == "full":
-        return block_input_bytes(shape) + row_indices
-    if policy == "attention":
-        return block_input_bytes(shape) + attention_bytes(shape) + row_indices
-    sums = 4 * shape.heads
-    if policy == "selective":
-        gate_and_up = 0 if shape.experts and not fused else 2 * f
-        return (
-            block_input_bytes(shape) + 2 * (2 * q + 2 * kv + h + gate_and_up) + sums + row_indices
-        )
-    feed_forward = _expert_stored_bytes(shape, fused=fused) if shape.experts else 6 * f
-    before_rotation = 0 if shape.model_type in _ROTATED_AS_THEY_COME else q + kv
-    return 2 * (4 * h + 2 * (q + kv) + before_rotation) + sums + feed_forward + row_indices
-
-
-def _expert_stored_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what a layer's experts store per token where nothing is recomputed, k of them of width
-    f / k.
-
-    2 k h + 6 f with fused kernels (rows, first products, second products' inputs), 4 k h + 8 f in
-    transformers' path, 14 f with gpt-oss's clamped gate. The router stores its logits in bf16,
-    their softmax and its fp32 copy, 8 B an expert. transformers' figures are what torch's memory
-    profiler shows.
-    """
-    rows, f = shape.experts_per_token * shape.hidden, shape.active_intermediate
-    own = 2 * rows + 6 * f if fused else 4 * rows + _plain_gate_bytes(shape)
-    return own + _ROUTER_BYTES * shape.experts
-
-
-def _plain_gate_bytes(shape: Architecture) -> int:
-    return (14 if shape.model_type in SINKS else 8) * shape.active_intermediate
-
-
-def _expert_peak_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the most that a layer's experts hold per token in backward, recomputation included.
-
-    Fused: in the second product's backward 4 k h + 8 f (rows and their gradient; products, inputs
-    and the gradient of these), or in the gate's 2 k h + 10 f, once the products' gradient has
-    arrived. In transformers' path 6 k h on top of what is stored, as torch's memory profiler shows.
-    """
-    rows, f = shape.experts_per_token * shape.hidden, shape.active_intermediate
-    own = max(4 * rows + 8 * f, 2 * rows + 10 * f)
-    if not fused:
-        own = 10 * rows + _plain_gate_bytes(shape)
-    return own + _ROUTER_BYTES * shape.experts
-
-
 _ROUTER_BYTES = 8
 
 
@@ -185,87 +124,22 @@ def result_bytes(shape: Architecture) -> tuple[int, int]:
     return 2 * shape.query_width, 4 * shape.heads
 
 
-def _block_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what recomputation and backward of one block hold per token beside its input, at the
-    end of the feed-forward's backward.
-
-    With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate, up
-    and their product (itself freed by then), and two of width h. That is what torch's memory
-    history shows on an H200. Without, norms store fp32 copies:
-    24 h + 6 (q + 2 kv) + 12 f. With experts ``_expert_peak_bytes`` in the place of the last.
-    """
-    norms, feed_forward = (10, 10) if fused else (24, 12)
-    sinks = 2 * shape.query_width if shape.model_type in SINKS else 0
-    return (
-        norms * shape.hidden
-        + _head_bytes(shape, fused=fused)
-        + (
-            _expert_peak_bytes(shape, fused=fused)
-            if shape.experts
-            else feed_forward * shape.intermediate
-        )
-        + sinks
-    )
-
-
-def tiled_block_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return what ``_block_bytes`` is where feed-forward block and norms are cut into tiles,
-    without one tile's ``tile_bytes``.
-
-    Then attention's backward holds the most: 6 h + 14 q + 10 kv, which are queries, keys and values
-    before and after rotation, the result, the gradients of all these, and a kernel's fp32 sum of
-    the queries' gradient. Derived, not measured. Norms that are not one kernel hold no more than
-    fused ones outside their tile: 10 h, which counting live tensors on a CPU confirms.
-    """
-    h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
-    return max(10 * h + _head_bytes(shape, fused=fused), 6 * h + 14 * q + 10 * kv)
-
-
-def tile_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the most that backward of a tile holds per token of it: in the feed-forward block, or
-    28 h in a norm of several kernels.
-
-    The norm's is what counting live tensors on a CPU shows.
-    """
-    return 10 * shape.intermediate if fused else max(12 * shape.intermediate, 28 * shape.hidden)
-
-
-def _head_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the part of ``_block_bytes`` that queries, keys and values take."""
-    q, kv = shape.query_width, shape.key_value_width
-    return 6 * (q + kv if fused else q + 2 * kv)
-
-
-def norm_bytes(shape: Architecture, *, fused: bool) -> int:
-    """Return the part of ``ModelProfile.elementwise_bytes`` that the two norms of a block move:
-    8 h, or 68 h without fused kernels.
-    """
-    return (8 if fused else 68) * shape.hidden
-
-
 _MOST_LAYOUTS = 1024
 """Entries of one cache."""
 
 
+@dataclass(frozen=True, eq=False)
 class ModelProfile:
     """What planning needs to know of a model, whatever the run's other settings. Computed on demand
-    and shared; nothing here changes.
+    and shared.
     """
 
-    def __init__(
-        self,
-        blocks: tuple[ParameterBlock, ...],
-        shape: Architecture,
-        *,
-        fused: bool,
-        eager_attention: bool,
-    ) -> None:
-        self.blocks = blocks
-        self.architecture = shape
-        self.fused = fused
-        """Whether norms, rotary positions and gates are one kernel each."""
-        self.eager_attention = eager_attention
-        """Whether attention scores exist as whole matrices."""
+    blocks: tuple[ParameterBlock, ...]
+    architecture: Architecture
+    fused: bool
+    """Whether norms, rotary positions and gates are one kernel each."""
+    eager_attention: bool
+    """Whether attention scores exist as whole matrices."""
 
     @cached_property
     def key(self) -> str:
@@ -276,11 +150,6 @@ class ModelProfile:
     @cached_property
     def flops(self) -> Flops:
         return flops_for(self.blocks, self.architecture)
-
-    @cached_property
-    def idle_parameters(self) -> int:
-        """Expert parameters that one token does not use."""
-        return idle_parameters(self.blocks, self.architecture)
 
     @cached_property
     def trainable(self) -> tuple[Parameter, ...]:
@@ -329,13 +198,126 @@ class ModelProfile:
         return any(tensor.tied for block in self.blocks for tensor in block.tensors)
 
     def stored_bytes(self, policy: Policy) -> int:
-        """Return the bytes per token of one layer that forward stores for backward."""
-        return _stored_bytes(self.architecture, policy, fused=self.fused)
+        """Return what one layer stores per token for backward, in bf16.
+
+        full: its input. attention: that, and attention's result with 4 B a head (its log-sum-exp).
+        selective: that, and the results of matmuls: 2 B for every element of q, k, v, the
+        attention's result, the output projection, gate and up (those of experts with fused kernels
+        only). none: 2 (4 h + 3 q + 3 kv + 3 f), which are the inputs of the block, of its norms and
+        of its products, queries and keys before and after rotation, values, the attention's result,
+        gate, up and their product; experts by those that a token uses (see
+        ``_expert_stored_bytes``). Where queries and keys are not stored before rotation it is
+        2 (q + kv) less. Fused experts store 16 B for each expert that a token uses whatever the
+        policy: the index of its row in both directions.
+        """
+        shape, f = self.architecture, self.architecture.active_intermediate
+        h, q, kv = shape.hidden, shape.query_width, shape.key_value_width
+        stored = block_input_bytes(shape) + (16 * shape.experts_per_token if self.fused else 0)
+        if policy == "full":
+            return stored
+        if policy == "attention":
+            return stored + attention_bytes(shape)
+        stored += 4 * shape.heads
+        if policy == "selective":
+            gate_and_up = 0 if shape.experts and not self.fused else 2 * f
+            return stored + 2 * (2 * q + 2 * kv + h + gate_and_up)
+        feed_forward = self._expert_stored_bytes if shape.experts else 6 * f
+        before_rotation = 0 if shape.model_type in _ROTATED_AS_THEY_COME else q + kv
+        return stored + 2 * (3 * h + 2 * (q + kv) + before_rotation) + feed_forward
+
+    @property
+    def _expert_stored_bytes(self) -> int:
+        """What a layer's experts store per token where nothing is recomputed, k of them of width
+        f / k.
+
+        2 k h + 6 f with fused kernels (rows, first products, second products' inputs), 4 k h + 8 f
+        in transformers' path, 14 f with gpt-oss's clamped gate. The router stores its logits in
+        bf16, their softmax and its fp32 copy, 8 B an expert. transformers' figures are what torch's
+        memory profiler shows.
+        """
+        rows, f = self._expert_rows, self.architecture.active_intermediate
+        own = 2 * rows + 6 * f if self.fused else 4 * rows + self._plain_gate_bytes
+        return own + _ROUTER_BYTES * self.architecture.experts
+
+    @property
+    def _expert_peak_bytes(self) -> int:
+        """The most that a layer's experts hold per token in backward, recomputation included.
+
+        Fused: in the second product's backward 4 k h + 8 f (rows and their gradient; products,
+        inputs and the gradient of these), or in the gate's 2 k h + 10 f, once the products'
+        gradient has arrived. In transformers' path 6 k h on top of what is stored, as torch's
+        memory profiler shows.
+        """
+        rows, f = self._expert_rows, self.architecture.active_intermediate
+        own = max(4 * rows + 8 * f, 2 * rows + 10 * f)
+        if not self.fused:
+            own = 10 * rows + self._plain_gate_bytes
+        return own + _ROUTER_BYTES * self.architecture.experts
+
+    @property
+    def _expert_rows(self) -> int:
+        return self.architecture.experts_per_token * self.architecture.hidden
+
+    @property
+    def _plain_gate_bytes(self) -> int:
+        shape = self.architecture
+        return (14 if shape.model_type in SINKS else 8) * shape.active_intermediate
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes per token that recomputation and backward of a layer hold besides its input."""
-        return _block_bytes(self.architecture, fused=self.fused)
+        """What recomputation and backward of one layer hold per token beside its input, at the end
+        of the feed-forward's backward.
+
+        With fused kernels 10 h + 6 (q + kv) + 10 f: what the block stores, the gradients of gate,
+        up and their product (itself freed by then), and two of width h. That is what torch's memory
+        history shows on an H200. Without, norms store fp32 copies: 24 h + 6 (q + 2 kv) + 12 f. With
+        experts ``_expert_peak_bytes`` in the place of the last.
+        """
+        shape = self.architecture
+        norms, feed_forward = (10, 10) if self.fused else (24, 12)
+        sinks = 2 * shape.query_width if shape.model_type in SINKS else 0
+        inner = self._expert_peak_bytes if shape.experts else feed_forward * shape.intermediate
+        return norms * shape.hidden + self._head_bytes + inner + sinks
+
+    @property
+    def tiled_block_bytes(self) -> int:
+        """What ``block_bytes`` is where feed-forward block and norms are cut into tiles, without
+        one tile's ``tile_bytes``.
+
+        Then attention's backward holds the most: 6 h + 14 q + 10 kv, which are queries, keys and
+        values before and after rotation, the result, the gradients of all these, and a kernel's
+        fp32 sum of the queries' gradient. Derived, not measured. Norms that are not one kernel hold
+        no more than fused ones outside their tile: 10 h, which counting live tensors on a CPU
+        confirms.
+        """
+        shape, h = self.architecture, self.architecture.hidden
+        attention = 6 * h + 14 * shape.query_width + 10 * shape.key_value_width
+        return max(10 * h + self._head_bytes, attention)
+
+    @property
+    def tile_bytes(self) -> int:
+        """The most that backward of a tile holds per token of it: in the feed-forward block, or
+        28 h in a norm of several kernels.
+
+        The norm's is what counting live tensors on a CPU shows.
+        """
+        shape = self.architecture
+        if self.fused:
+            return 10 * shape.intermediate
+        return max(12 * shape.intermediate, 28 * shape.hidden)
+
+    @property
+    def _head_bytes(self) -> int:
+        """The part of ``block_bytes`` that queries, keys and values take."""
+        q, kv = self.architecture.query_width, self.architecture.key_value_width
+        return 6 * (q + kv if self.fused else q + 2 * kv)
+
+    @property
+    def norm_bytes(self) -> int:
+        """The part of ``elementwise_bytes`` that the two norms of a block move: 8 h, or 68 h
+        without fused kernels.
+        """
+        return (8 if self.fused else 68) * self.architecture.hidden
 
     @cached_property
     def elementwise_bytes(self) -> int:
@@ -361,27 +343,15 @@ class ModelProfile:
         scores = self.architecture.heads * sequence_length**2 * sequences
         return 6 * scores if self.eager_attention else 0
 
-    def loss_bytes(self, tokens: int) -> int:
-        """Return the peak bytes of the loss over ``tokens`` trained tokens of one rank."""
-        return loss_bytes(tokens, self.architecture.vocabulary, self.architecture.hidden)
-
-    def recomputed_logits(self, tokens: int) -> int:
-        """Return how many logits the loss over ``tokens`` trained tokens multiplies a second
-        time.
-        """
-        return recomputed_logits(tokens, self.architecture.vocabulary)
-
     def layout(self, ranks: int, offload: OffloadSpec) -> StateLayout:
         """Return the optimizer states of each of ``ranks`` ranks under these offload settings."""
-        rule = device_rule(offload.mode, offload.engine)
-        return _layout(self, ranks, offload.sub_group_size, offload.ratio, rule)
+        size, rule = offload.sub_group_size, _device_rule(offload)
+        return _layout(self, ranks, size, offload.ratio, rule)
 
     def gpu_numel(self, ranks: int, offload: OffloadSpec, ratio: float) -> int:
         """Return ``layout(...).gpu_numel`` at another offload ratio, without making that layout."""
         numels = [numel for _, _, numel in _sub_groups(self, ranks, offload.sub_group_size)]
-        return sum(
-            numels[: sub_groups_on_gpu(numels, ratio, device_rule(offload.mode, offload.engine))]
-        )
+        return sum(numels[: sub_groups_on_gpu(numels, ratio, _device_rule(offload))])
 
     def compute_spans(self, ranks: int, sub_group_size: int) -> tuple[Span, ...]:
         """Return when a forward pass uses each sub-group."""
@@ -394,6 +364,16 @@ class ModelProfile:
 
     def _layers(self) -> Iterator[ParameterBlock]:
         return (block for block in self.blocks if block.repeat > 1)
+
+
+def _device_rule(offload: OffloadSpec) -> DeviceRule:
+    """Return the rule of an offload mode; ``auto`` counts as ``superoffload``, which it becomes
+    where states are offloaded.
+    """
+    if offload.mode == "gpu":
+        return "gpu"
+    deepspeed = offload.mode == "zerooffload" or offload.engine == "deepspeed"
+    return "deepspeed" if deepspeed else "so-tui"
 
 
 # A search over GPU counts, ratios and sub-group sizes asks for the same layouts again. The caches
@@ -455,4 +435,4 @@ def _profile(
 ) -> ModelProfile:
     # The screen plans a spec again at every key press: expanding a table of a thousand tensors each
     # time would be felt.
-    return ModelProfile(blocks, shape, fused=fused, eager_attention=eager_attention)
+    return ModelProfile(blocks, shape, fused, eager_attention)

@@ -214,7 +214,7 @@ class Parameter(Struct, frozen=True):
     decay: bool
 
 
-class PlannedSubGroup(Struct, frozen=True):
+class _PlannedSubGroup(Struct, frozen=True):
     index: int
     group: Group
     names: tuple[str, ...]
@@ -229,7 +229,7 @@ class StateLayout(Struct, frozen=True):
     ranks: int
     parameters: int
     """Trainable parameters of the whole model, tied ones counted once."""
-    sub_groups: tuple[PlannedSubGroup, ...]
+    sub_groups: tuple[_PlannedSubGroup, ...]
     numel: int
     """Parameters of one rank, padding included."""
     gpu_numel: int
@@ -243,7 +243,7 @@ class StateLayout(Struct, frozen=True):
         return self.numel - self.gpu_numel
 
     @property
-    def cpu_groups(self) -> tuple[PlannedSubGroup, ...]:
+    def cpu_groups(self) -> tuple[_PlannedSubGroup, ...]:
         return tuple(group for group in self.sub_groups if group.device == "cpu")
 
     def largest_on(self, device: Device) -> int:
@@ -320,7 +320,7 @@ def assign_devices(
         ranks=ranks,
         parameters=parameters,
         sub_groups=tuple(
-            PlannedSubGroup(index, group, names, numel, "gpu" if index < on_gpu else "cpu")
+            _PlannedSubGroup(index, group, names, numel, "gpu" if index < on_gpu else "cpu")
             for index, (group, names, numel) in enumerate(rows)
         ),
         numel=sum(numels),
@@ -351,15 +351,6 @@ def tensor_spans(blocks: Sequence[ParameterBlock]) -> dict[str, Span]:
             ends.append((tensor.name, begin, done))
     whole = done or 1.0
     return {name: (begin / whole, end / whole) for name, begin, end in ends}
-
-
-def device_rule(mode: str, engine: str) -> DeviceRule:
-    """Return the rule of an offload mode; ``auto`` counts as ``superoffload``, which it becomes
-    where states are offloaded.
-    """
-    if mode == "gpu":
-        return "gpu"
-    return "deepspeed" if mode == "zerooffload" or engine == "deepspeed" else "so-tui"
 
 
 # How many positions a micro-batch computes when documents lie end to end: few different numbers,

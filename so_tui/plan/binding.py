@@ -76,6 +76,8 @@ def _repeated(nodes: Cores) -> list[list[int]]:
     return groups
 
 
+Gpus = int | tuple[int, ...]
+"""How many GPUs, or which."""
 _MAIN_CORES = 3
 """Cores of the training process where a rank has eight or more: for Python, autograd and copies."""
 _ENOUGH_CORES = 8
@@ -90,7 +92,7 @@ class _CpuGroup(NamedTuple):
 
 
 def bind_ranks(
-    machine: Machine, gpus: int | tuple[int, ...], *, mode: str, cpu_adam_cores_fraction: float
+    machine: Machine, gpus: Gpus, *, mode: str, cpu_adam_cores_fraction: float
 ) -> tuple[RankBinding, ...]:
     """Return one binding per rank.
 
@@ -177,7 +179,7 @@ def whole_gpus(machine: Machine) -> tuple[Gpu, ...]:
     return tuple(sorted((gpu for gpu in machine.gpus if not gpu.mig), key=lambda gpu: gpu.index))
 
 
-def _wanted(machine: Machine, gpus: int | tuple[int, ...]) -> tuple[Gpu | None, ...]:
+def _wanted(machine: Machine, gpus: Gpus) -> tuple[Gpu | None, ...]:
     """Return the GPU of each rank; None for each on a machine without GPUs."""
     ranks = gpus if isinstance(gpus, int) else len(gpus)
     if not machine.gpus:

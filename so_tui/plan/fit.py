@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -28,9 +29,8 @@ from so_tui.plan.measured import (
 from so_tui.plan.notes import MemoryPool, NodeNeed, Shortage
 from so_tui.plan.placement import Placement, keeps_weights_on_host
 from so_tui.plan.plan import GPU_MARGIN, HOST_MARGIN, TIGHT_MARGIN, StepTime, Verdict
-from so_tui.plan.rates import between_hosts_bytes_per_s, digest
+from so_tui.plan.rates import DIGEST, between_hosts_bytes_per_s
 from so_tui.plan.resources import (
-    Gpus,
     Resources,
     Supply,
     attention_of,
@@ -55,7 +55,7 @@ STATE_BYTES = 16
 # Whether memory suffices: what a run needs of each memory pool, what there is, and the verdict.
 
 
-class Demand(Struct, frozen=True):
+class _Demand(Struct, frozen=True):
     """Peak bytes: on the fullest GPU, per CPU node, in /dev/shm."""
 
     gpu_bytes: int
@@ -63,26 +63,20 @@ class Demand(Struct, frozen=True):
     shm_bytes: int
 
 
-def _demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> Demand:
+def _demand_of(terms: Sequence[MemoryTerm], rank_nodes: Sequence[int]) -> _Demand:
     """Add the terms up; ``rank_nodes`` are the CPU nodes on which the ranks of this host
     allocate.
     """
-    totals: dict[tuple[Location, int | None], int] = {}
+    totals: Counter[tuple[Location, int | None]] = Counter()
     for term in terms:
-        key = (term.location, term.rank)
-        totals[key] = totals.get(key, 0) + term.bytes
-    node_bytes: dict[int, int] = {}
+        totals[term.location, term.rank] += term.bytes
+    node_bytes: Counter[int] = Counter()
     for rank, node in enumerate(rank_nodes):
-        needs = totals.get(("node", None), 0) + totals.get(("node", rank), 0)
-        node_bytes[node] = node_bytes.get(node, 0) + needs
-    return Demand(
-        gpu_bytes=totals.get(("gpu", None), 0),
-        node_bytes=node_bytes,
-        shm_bytes=totals.get(("shm", None), 0),
-    )
+        node_bytes[node] += totals["node", None] + totals["node", rank]
+    return _Demand(totals["gpu", None], dict(node_bytes), totals["shm", None])
 
 
-def _host_room(demand: Demand, resources: Resources) -> int:
+def _host_room(demand: _Demand, resources: Resources) -> int:
     """Return the host memory that each rank may take beyond this demand, with the margin left
     free.
     """
@@ -98,7 +92,7 @@ def _host_room(demand: Demand, resources: Resources) -> int:
     return int(min(free, default=0.0))
 
 
-def _judge(demand: Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
+def _judge(demand: _Demand, supply: Supply) -> tuple[Verdict, tuple[Shortage, ...]]:
     """Return whether it fits, and where it does not, worst first."""
     margin = _node_margin(supply)
     # Nodes are grouped only where there is something to say of them.
@@ -132,21 +126,19 @@ def _node_margin(supply: Supply) -> float:
     return GPU_MARGIN if supply.one_memory else HOST_MARGIN
 
 
-def node_needs(demand: Demand, supply: Supply) -> tuple[NodeNeed, ...]:
+def node_needs(demand: _Demand, supply: Supply) -> tuple[NodeNeed, ...]:
     """Return what CPU nodes need and have; nodes whose figures are written the same share one
     entry.
     """
-    groups: dict[tuple[str, str], list[NodeNeed]] = {}
+    groups: dict[tuple[str, str], NodeNeed] = {}
     for node, needs in sorted(demand.node_bytes.items()):
         has = supply.node_bytes.get(node, 0)
-        alike = groups.setdefault((memory_size(needs), memory_size(has)), [])
-        alike.append(NodeNeed((node,), needs, has))
-    found = []
-    for alike in groups.values():
-        fullest = max(alike, key=lambda need: need.needs / max(1, need.has))
-        nodes = tuple(need.nodes[0] for need in alike)
-        found.append(NodeNeed(nodes, fullest.needs, fullest.has))
-    return tuple(found)
+        written = memory_size(needs), memory_size(has)
+        fullest = groups.get(written, NodeNeed((), 0, has))
+        if needs / max(1, has) <= fullest.needs / max(1, fullest.has):
+            needs, has = fullest.needs, fullest.has
+        groups[written] = NodeNeed((*fullest.nodes, node), needs, has)
+    return tuple(groups.values())
 
 
 _ANY_DATA = Workload()
@@ -165,12 +157,11 @@ class Target:
     workload: Workload = _ANY_DATA
     """What is known of the data."""
 
-    def on(self, gpus: Gpus, cpu_adam_cores_fraction: float) -> Target:
-        """Return the same model and data on other GPUs or cores of the machine."""
+    def on(self, spec: RunSpec) -> Target:
+        """Return the same model and data on the GPUs and cores of another spec."""
         machine, known = self.resources.machine, self.resources.calibration
-        return replace(
-            self, resources=calibrated_resources(machine, gpus, cpu_adam_cores_fraction, known)
-        )
+        fraction = spec.offload.cpu_adam_cores_fraction
+        return replace(self, resources=calibrated_resources(machine, spec.gpus, fraction, known))
 
     @property
     def ranks(self) -> int:
@@ -200,7 +191,7 @@ def target_of(
     probes = tuple(
         probe
         for probe in known
-        if (probe.model, probe.constants, probe.step_parts) == (profile.key, digest(), STEP_PARTS)
+        if (probe.model, probe.constants, probe.step_parts) == (profile.key, DIGEST, STEP_PARTS)
         and (not probe.host_weights or probe.computing is not None)
     )
     found = workload or (probes[-1].workload if probes else Workload())
@@ -218,7 +209,7 @@ class Assessment:
     target: Target
     placement: Placement
     terms: tuple[MemoryTerm, ...]
-    demand: Demand
+    demand: _Demand
     verdict: Verdict
     """By memory alone."""
     shortages: tuple[Shortage, ...]
@@ -271,6 +262,14 @@ class Assessment:
         return self.known_step or _step(self.placement, self.target)
 
     @property
+    def rate(self) -> float:
+        """Sequences per second of one rank, of a shared one its part; 0 where no speed is known."""
+        train, steps = self.spec.train, self.spec.gradient_accumulation_steps
+        if not self.step:
+            return 0.0
+        return train.micro_batch * steps / train.sequence_parallel / self.step.total_s
+
+    @property
     def model(self) -> StepModel | None:
         """What predicts ``step``."""
         return step_model(self.placement, self.target)
@@ -294,19 +293,20 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         local_ranks=resources.ranks,
         rounds_pinned=resources.pinned_rounded,
     )
-    terms = _terms(placement, target)
-    demand = _demand_of(terms, resources.nodes)
-    room = partial(_host_room, demand, resources)
+    terms = [*_terms(placement, target)]
+
+    def room() -> int:
+        return _host_room(_demand_of(terms, resources.nodes), resources)
+
     chosen = choose(placement, room, lambda second: _step(_speculating(placement, second), target))
     if chosen.second:
         placement = _speculating(placement, chosen.second)
-        terms = (*terms, chosen.second.term)
-        demand = _demand_of(terms, resources.nodes)
-    copied = copies(placement, partial(_host_room, demand, resources))
+        terms.append(chosen.second.term)
+    copied = copies(placement, room)
     if copied and copied.bytes:
         placement = replace(placement, copies_bytes=copied.bytes)
-        terms = (*terms, copied.term)
-        demand = _demand_of(terms, resources.nodes)
+        terms.append(copied.term)
+    demand = _demand_of(terms, resources.nodes)
     verdict, shortages = _judge(demand, resources.supply)
     if resources.gpu_memory_unknown and verdict == "fits":
         verdict = "tight"
@@ -314,7 +314,7 @@ def assess(spec: RunSpec, target: Target) -> Assessment:
         spec=spec,
         target=target,
         placement=placement,
-        terms=terms,
+        terms=tuple(terms),
         demand=demand,
         verdict=verdict,
         shortages=shortages,
@@ -361,7 +361,13 @@ class Candidates:
         """Without offload; None where the bare states are larger than the GPUs, or weights are to
         be in host memory.
         """
-        if self.spec.offload.parameters == "cpu" or not _states_fit(self.spec, self.target):
+        supply = self.target.resources.supply
+        states = STATE_BYTES * self.spec.model.parameter_count
+        capacity = supply.gpu_bytes
+        if supply.one_memory:
+            capacity = min(supply.node_bytes.values(), default=None)
+        too_large = capacity is not None and states > capacity * self.target.ranks
+        if self.spec.offload.parameters == "cpu" or too_large:
             return None
         return assess(in_mode(self.spec, "gpu"), self.target)
 
@@ -402,15 +408,6 @@ def best(spec: RunSpec, target: Target) -> Assessment:
     return Candidates(spec, target).best
 
 
-def _states_fit(spec: RunSpec, target: Target) -> bool:
-    """Return whether the bare states fit on the GPUs: a quick no for large models."""
-    supply = target.resources.supply
-    capacity = (
-        min(supply.node_bytes.values(), default=None) if supply.one_memory else supply.gpu_bytes
-    )
-    return capacity is None or STATE_BYTES * spec.model.parameter_count <= capacity * target.ranks
-
-
 def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
     """Return a spec that was assessed at ratio 1 at the smallest ratio that leaves ``margin`` of
     each GPU free, else as it is.
@@ -431,16 +428,10 @@ def _at_smallest_ratio(whole: Assessment, margin: float) -> Assessment:
         # The ratio changes nothing on the GPU but the states that stay there.
         return each * target.profile.gpu_numel(target.ranks, offload, ratio) <= room
 
-    hopeless = supply.gpu_bytes is None
-    if supply.one_memory:
-        hopeless = whole.verdict not in accepted
-    if hopeless:
+    if supply.gpu_bytes is None and not (supply.one_memory and whole.verdict in accepted):
         return whole
     ratio = RATIOS[bisect_left(RATIOS, True, hi=len(RATIOS) - 1, key=fits)]
-    if ratio == 1.0:
-        return whole
-    smallest = at(ratio)
-    return smallest if smallest.verdict in accepted or not supply.one_memory else whole
+    return whole if ratio == 1.0 else at(ratio)
 
 
 def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
@@ -449,7 +440,7 @@ def _terms(placement: Placement, target: Target) -> tuple[MemoryTerm, ...]:
     near = correcting(mode, ranks, target.probes, host_weights=host_weights)
     # A GPU that held a layer's weights at a time says nothing of one that holds all.
     near = [probe for probe in near if host_weights or not probe.host_weights]
-    return corrected_terms(found, mode, ranks, near) if near else found
+    return corrected_terms(found, mode, ranks, near)
 
 
 def _step(placement: Placement, target: Target) -> StepTime | None:

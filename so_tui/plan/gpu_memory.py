@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS
+from so_tui.model.flops import LOSS_BLOCK_LOGITS, LOSS_KEPT_LOGITS, loss_bytes
 from so_tui.model.profile import (
     MLP_TILE_TOKENS,
     attention_bytes,
@@ -22,8 +22,6 @@ from so_tui.model.profile import (
     offloads_inputs,
     offloads_results,
     policy_of,
-    tile_bytes,
-    tiled_block_bytes,
 )
 from so_tui.model.sharding import (
     PERSISTENCE_THRESHOLD,
@@ -33,7 +31,7 @@ from so_tui.model.sharding import (
     partition_numel,
     run_ahead_parameters,
 )
-from so_tui.plan.host_memory import disk_terms, host_terms, shared_terms
+from so_tui.plan.host_memory import host_terms
 from so_tui.plan.placement import Placement, own_engine, power_of_two
 from so_tui.plan.rates import constants
 from so_tui.plan.terms import ACTIVATION_STACK, MemoryTerm, Phase, TermKind, Terms, term
@@ -272,8 +270,6 @@ def _all_terms(placement: Placement) -> tuple[MemoryTerm, ...]:
         *moving,
         *_gpu_overhead(placement, moving),
         *host_terms(placement, states),
-        *shared_terms(placement),
-        *disk_terms(placement),
     )
 
 
@@ -436,7 +432,6 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
     token.
     """
     profile, tokens, share = placement.profile, placement.tokens, constants().memory.block_share
-    shape, fused = profile.architecture, profile.fused
     if not placement.tiled:
         block = profile.block_bytes
         return term(
@@ -449,8 +444,8 @@ def _working_set(placement: Placement, stored: int) -> MemoryTerm:
             block,
             phase="backward",
         )
-    block, tile = tiled_block_bytes(shape, fused=fused), tile_bytes(shape, fused=fused)
-    weights = 3 * shape.hidden * shape.intermediate
+    block, tile = profile.tiled_block_bytes, profile.tile_bytes
+    weights = 3 * profile.architecture.hidden * profile.architecture.intermediate
     in_flight = tokens * max(0, block - stored) + MLP_TILE_TOKENS * tile
     return term(
         "block-working-set",
@@ -534,7 +529,7 @@ def _loss_terms(placement: Placement) -> Terms:
     yield term(
         "loss",
         gpu,
-        placement.profile.loss_bytes(tokens),
+        loss_bytes(tokens, shape.vocabulary, shape.hidden),
         "estimate",
         "2 B x {} stored logits + 6 B x {} at a time + 6 B x tokens x {}",
         LOSS_KEPT_LOGITS,

@@ -104,7 +104,7 @@ def load_bytes(spec: RunSpec, terms: Sequence[MemoryTerm], ranks: int) -> int:
     return allocating * ranks + each
 
 
-class GradientBlocks(NamedTuple):
+class _GradientBlocks(NamedTuple):
     """Bytes beside the pinned blocks of one rank's gradients: those for DeepSpeed's optimizers and
     its gradient partition.
     """
@@ -117,7 +117,7 @@ class GradientBlocks(NamedTuple):
 
 def _gradient_blocks(
     layout: StateLayout, partition_bytes: int, pinned_rounded: bool
-) -> GradientBlocks:
+) -> _GradientBlocks:
     """Return what DeepSpeed's optimizers need to allocate their gradients (``stage3.py`` of
     0.19.8).
 
@@ -144,12 +144,12 @@ def _gradient_blocks(
     unused = (
         sum(free) if pinned_rounded else 0
     )  # torch 2.13 retains other blocks, which were not measured
-    return GradientBlocks(allocating=peak - (pinned - sum(free) + unused), unused=unused)
+    return _GradientBlocks(allocating=peak - (pinned - sum(free) + unused), unused=unused)
 
 
 def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
-    """Yield the terms of processes, of loading and of saving; ``states`` are the terms of the model
-    states.
+    """Yield the terms of processes, of loading and of saving, of /dev/shm and of the disk;
+    ``states`` are the terms of the model states.
     """
     memory, layout, has_gpu = constants().memory, placement.layout, placement.has_gpu
     several = has_gpu and layout.ranks > 1
@@ -198,6 +198,8 @@ def host_terms(placement: Placement, states: Sequence[MemoryTerm]) -> Terms:
         text = "gradients on their way into pinned memory, less the moments that come after them"
     if (most := max(weights, gradients)) > 0:
         yield term("loading", "node", most, "estimate", text, layout.numel)
+    yield from _shared_terms(placement)
+    yield from _disk_terms(placement)
 
 
 def _worker_terms(placement: Placement) -> Terms:
@@ -220,7 +222,7 @@ def _worker_terms(placement: Placement) -> Terms:
         yield term("unused-pinned-blocks", "node", 4 * cpu_numel, "calibrated", text, cpu_numel)
 
 
-def shared_terms(placement: Placement) -> Terms:
+def _shared_terms(placement: Placement) -> Terms:
     """Yield what is in /dev/shm."""
     offload, numel, ranks = (
         placement.spec.offload,
@@ -242,7 +244,7 @@ def shared_terms(placement: Placement) -> Terms:
         yield term("rank-messages", "shm", size, "estimate", "buffers of the collectives")
 
 
-def disk_terms(placement: Placement) -> Terms:
+def _disk_terms(placement: Placement) -> Terms:
     """Yield what one checkpoint takes on disk, and its export where one is asked for."""
     layout = placement.layout
     yield term(

@@ -21,14 +21,20 @@ from msgspec.structs import replace
 
 from so_tui.folders import state_home
 from so_tui.machine.types import Machine
-from so_tui.model.profile import profile_of
 from so_tui.plan import workload as state_files
 from so_tui.plan.plan import StepTime
-from so_tui.plan.rates import JSON_NAMES, AttentionRates, Calibrated, Speed, published_speed
+from so_tui.plan.rates import (
+    JSON_NAMES,
+    AttentionRates,
+    Calibrated,
+    Positive,
+    Speed,
+    published_speed,
+)
 from so_tui.plan.terms import MemoryTerm, term
 from so_tui.plan.workload import Workload
 from so_tui.spec.attention import AttentionBackend
-from so_tui.spec.run_spec import Mode, ModelSpec
+from so_tui.spec.run_spec import Mode
 from so_tui.trust.decoding import prepare
 
 # What was measured on this machine: its rates (``so-tui calibrate``), and how far predictions were
@@ -46,9 +52,9 @@ STEP_PARTS = 2
 the optimizer's.
 """
 
-Positive = Annotated[float, Meta(gt=0, le=1e30)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+_Points = tuple[tuple[Count, Positive], ...]
 
 
 class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
@@ -75,23 +81,23 @@ class Rates(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     peer_bytes_per_s: Positive | None = None
     layer_launch_overhead_s: Positive | None = None
     """Forward and backward of a layer too small for a GPU: Python, hooks and launches."""
-    layer_launch_overhead_by_ranks: tuple[tuple[Count, Positive], ...] = ()
+    layer_launch_overhead_by_ranks: _Points = ()
     """(ranks, the same where that many synchronise after every 32 of them, about once in a layer of
     a model).
     """
-    adam: tuple[tuple[Count, Positive], ...] = ()
+    adam: _Points = ()
     """(cores, bytes of host memory traffic per second)."""
-    adam_remote: tuple[tuple[Count, Positive], ...] = ()
+    adam_remote: _Points = ()
     """(NUMA node, the same on all cores of the first GPU's node while the states lie in that node's
     memory). Plans keep states near.
     """
-    adam_together: tuple[tuple[Count, Positive], ...] = ()
+    adam_together: _Points = ()
     """(ranks, bytes of host memory traffic per second of each) with that many Adam workers on the
     first GPU's node.
     """
     attention: tuple[tuple[AttentionBackend, AttentionRates], ...] = ()
     """FLOP/s of the attention backends that the first GPU can use."""
-    node_bytes_per_s: tuple[tuple[Count, Positive], ...] = ()
+    node_bytes_per_s: _Points = ()
     """(NUMA node, highest bandwidth of its memory that any number of its cores reached)."""
 
 
@@ -124,7 +130,7 @@ class Probe(Struct, frozen=True, kw_only=True):
 
     measured: str
     model: str
-    """``model_key`` of the model."""
+    """``ModelProfile.key`` of the model."""
     mode: Mode
     ranks: int
     settings: str
@@ -133,7 +139,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     predicted: Figures
     actual: Figures
     constants: str = ""
-    """``digest`` of the constants behind ``predicted``."""
+    """``DIGEST`` of the constants behind ``predicted``."""
     step_parts: int = 1
     """``STEP_PARTS`` of what measured it."""
     host_weights: bool = False
@@ -158,13 +164,6 @@ prepare(Calibration)
 
 _DEEPSPEEDS = {"pageable_d2h_bytes_per_s", "cast_h2d_bytes_per_s"}
 """Rates that only predictions of DeepSpeed's own optimizers use. Older calibrations lack them."""
-
-
-def model_key(model: ModelSpec) -> str:
-    """Return the name of a model's shape, whatever its weights. Raises InputError as
-    ``profile_of``.
-    """
-    return profile_of(model).key
 
 
 def _empty(machine: Machine) -> Calibration:
@@ -276,7 +275,7 @@ class Fetching(NamedTuple):
 
 
 def correcting(
-    mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool = False
+    mode: Mode, ranks: int, probes: Sequence[Probe], *, host_weights: bool
 ) -> list[Probe]:
     """Return the probes by which a plan is corrected: those that kept weights where it does, else
     the others.

@@ -32,11 +32,22 @@ class Fact(Struct, frozen=True, tag_field="code", tag=_code):
     """A fact of a plan; its ``code`` is the class's name in kebab case."""
 
     words = ""
-    """The fact in words, with a remedy where there is one: fields in braces, each with its unit."""
+    """The fact in words, with a remedy where there is one.
+
+    Fields are in braces, each with its unit, or with what to say if it is true and if it is not:
+    ``{size:memory}``, ``{raised:more|fewer}``. A clause in brackets is said only if all its fields
+    are known.
+    """
 
     def say(self, words: str) -> str:
         """Return a text with this fact's fields in it, as ``words``."""
-        return _WORDING.format(words, self)
+
+        def known(clause: re.Match[str]) -> str:
+            names = [name.partition(".")[0] for _, name, _, _ in _WORDING.parse(clause[1]) if name]
+            unknown = any(getattr(self, name) in (None, ()) for name in names)
+            return "" if unknown else clause[1]
+
+        return _WORDING.format(_CLAUSE.sub(known, words), self)
 
     @property
     def message(self) -> str:
@@ -51,10 +62,13 @@ class _Wording(Formatter):
         return getattr(args[0], str(key))
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        if "|" in format_spec:
+            return format_spec.split("|")[0 if value else 1]
         unit = _UNITS.get(format_spec)
         return unit(value) if unit else str(super().format_field(value, format_spec))
 
 
+_CLAUSE = re.compile(r"\[(.*?)\]")
 _WORDING = _Wording()
 _UNITS: dict[str, Callable[[Any], str]] = {
     "memory": lambda size: memory_size(size),  # in the units that the process shows
@@ -65,13 +79,17 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "duration": duration,
     "line": printable_line,
     "network": network_rate_text,
-    "gpus": lambda number: f"{number} GPU" + ("s" if number > 1 else ""),
+    "list": lambda numbers: str(list(numbers)),
+    "listed": lambda texts: ", ".join(map(printable_line, texts)),
+    "gpus": lambda number: plural(number, "GPU"),
     "or_fewer": lambda number: "1" if number == 1 else f"{number} or fewer",
-    "micro_batch": lambda size: "" if size is None else f" with train.micro_batch = {size}",
+    "share": lambda share: f"{share:.0%}" if share >= 0.01 else "less than 1%",
     "slower": lambda share: f"{share:.1%} slower" if share > ALIKE else "about as fast",
     "obstacle": lambda obstacle: OBSTACLES[obstacle],
     "recomputes": lambda policy: _RECOMPUTES[policy],
-    "price": lambda states: _PRICE.format(_MANTISSA_BITS[states], _MANTISSA_BITS["fp32"]),
+    "price": lambda states: _PRICE.format(_MANTISSA_BITS[states]),
+    "problems": lambda found: "; ".join(f"{each.message}. {each.remedy}" for each in found),
+    "settings": lambda changes: " with ".join(map(_setting, changes)),
 }
 """How a value is written, by the name behind its colon."""
 
@@ -106,14 +124,10 @@ class Shortage(Fact, frozen=True):
         """The memory that is short: ``each GPU``, ``host node 0``, ``/dev/shm``."""
         return _nodes(self.nodes) if self.pool == "node" else _POOLS[self.pool]
 
-    @property
-    def message(self) -> str:
-        if self.fatal:
-            return self.say("{place} needs {needs:memory}, has {has:memory}")
-        return self.say(
-            "{place} needs {needs:memory} of {has:memory}: little is left for what is not "
-            "predicted exactly"
-        )
+    words = (
+        "{place} needs {needs:memory}{fatal:, has| of} {has:memory}"
+        "{fatal:|: little is left for what is not predicted exactly}"
+    )
 
 
 class NodeNeed(Struct, frozen=True):
@@ -202,10 +216,10 @@ class NoSuchGpu(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        there = f"{self.machine} has {_UNITS['gpus'](len(self.present))}"
-        return (
-            f"gpus = {list(self.asked)}: there is no GPU {self.missing}, {there}. Choose from "
-            f"{list(self.present)}"
+        there = f"{{machine}} has {_UNITS['gpus'](len(self.present))}"
+        return self.say(
+            "gpus = {asked:list}: there is no GPU {missing}, "
+            f"{there}. Choose from {{present:list}}"
         )
 
 
@@ -237,9 +251,7 @@ class NotBindable(Fact, frozen=True):
 
     problems: tuple[Problem, ...]
 
-    @property
-    def message(self) -> str:
-        return "; ".join(f"{found.message}. {found.remedy}" for found in self.problems)
+    words = "{problems:problems}"
 
 
 Blocker = (
@@ -256,12 +268,20 @@ Blocker = (
 # What would fit, and what would need less memory
 
 
+Value = str | int | float
+
+
 class Change(Struct, frozen=True):
     """One key of the spec, and its value before and after."""
 
     key: str
-    before: str | int | float
-    after: str | int | float
+    before: Value
+    after: Value
+
+
+def _setting(change: Change) -> str:
+    value = change.after
+    return f"{change.key} = {value:.2f}" if isinstance(value, float) else f"{change.key} = {value}"
 
 
 class FitsHere(Fact, frozen=True):
@@ -269,15 +289,7 @@ class FitsHere(Fact, frozen=True):
 
     changes: tuple[Change, ...]
 
-    @property
-    def message(self) -> str:
-        settings = [
-            f"{change.key} = {change.after:.2f}"
-            if isinstance(change.after, float)
-            else f"{change.key} = {change.after}"
-            for change in self.changes
-        ]
-        return f"{' with '.join(settings)} fits here"
+    words = "{changes:settings} fits here"
 
 
 class CompactStatesFit(Fact, frozen=True):
@@ -295,11 +307,11 @@ class CompactStatesFit(Fact, frozen=True):
     )
 
 
-_MANTISSA_BITS: dict[StatesFormat, int] = {"fp32": 24, "bf16-moments": 8, "int8-moments": 4}
+_MANTISSA_BITS: dict[StatesFormat, int] = {"bf16-moments": 8, "int8-moments": 4}
 """Of a moment; those of 8 bits share a scale in each block."""
 
 
-_PRICE = "moments have {} bits of mantissa (fp32: {}), rounded at random, so losses differ slightly"
+_PRICE = "moments have {} bits of mantissa (fp32: 24), rounded at random, so losses differ slightly"
 
 
 class MoreGpusFit(Fact, frozen=True):
@@ -307,7 +319,7 @@ class MoreGpusFit(Fact, frozen=True):
     micro_batch: int | None = None
     """The smaller micro-batch that it takes there; None where the given one fits."""
 
-    words = "{gpus} GPUs of this machine fit the run{micro_batch:micro_batch}"
+    words = "{gpus} GPUs of this machine fit the run[ with train.micro_batch = {micro_batch}]"
 
 
 class LargerHostFits(Fact, frozen=True):
@@ -320,8 +332,8 @@ class LargerHostFits(Fact, frozen=True):
     micro_batch: int | None = None
 
     words = (
-        "{gpus} x GH200 with {host_bytes:gb} of host memory each would fit the "
-        "run{micro_batch:micro_batch} ({needs_bytes:memory} needed per node)"
+        "{gpus} x GH200 with {host_bytes:gb} of host memory each would fit the run"
+        "[ with train.micro_batch = {micro_batch}] ({needs_bytes:memory} needed per node)"
     )
 
 
@@ -331,8 +343,8 @@ class MoreMachinesFit(Fact, frozen=True):
     micro_batch: int | None = None
 
     words = (
-        "{machines} hosts like this one ({gpus} GPUs) would fit the run{micro_batch:micro_batch};"
-        " --nodes {machines} plans for them"
+        "{machines} hosts like this one ({gpus} GPUs) would fit the run"
+        "[ with train.micro_batch = {micro_batch}]; --nodes {machines} plans for them"
     )
 
 
@@ -359,12 +371,15 @@ class MemorySaving(Struct, frozen=True, kw_only=True):
     saves_bytes: int
 
 
+AdvicePool = Literal["gpu", "node"]
+
+
 class MemoryAdvice(Fact, frozen=True):
     """After memory ran out: what would need less, the least painful first; on each GPU, or on the
     host for each rank.
     """
 
-    pool: Literal["gpu", "node"]
+    pool: AdvicePool
     savings: tuple[MemorySaving, ...]
 
     @property
@@ -393,7 +408,7 @@ def _changed(changes: Sequence[Change]) -> str:
     return text + "".join(f" with {change.key} {_general(change.after)}" for change in others)
 
 
-def _general(value: str | int | float) -> str:
+def _general(value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -463,23 +478,13 @@ class SmallestRatio(Fact, frozen=True):
     given_step_s: float | None = None
     step_s: float | None = None
 
-    @property
-    def message(self) -> str:
-        margin = "leaves a margin on each GPU" if self.keeps_margin else "each GPU can hold"
-        text = (
-            f"ratio {self.ratio:.2f} is the smallest that {margin} with this micro-batch and "
-            "recomputation"
-        )
-        if self.given_shortage is not None:
-            text += self.say(
-                "; the given {given_ratio:.2f} would not fit: {given_shortage.message}"
-            )
-        elif self.given_step_s is not None:
-            text += self.say(
-                "; the given {given_ratio:.2f} would take {given_step_s:.2f} s a step instead of "
-                "{step_s:.2f} s"
-            )
-        return text
+    words = (
+        "ratio {ratio:.2f} is the smallest that {keeps_margin:leaves a margin on each GPU|each GPU "
+        "can hold} with this micro-batch and recomputation"
+        "[; the given {given_ratio:.2f} would not fit: {given_shortage.message}]"
+        "[; the given {given_ratio:.2f} would take {given_step_s:.2f} s a step instead of "
+        "{step_s:.2f} s]"
+    )
 
 
 class FasterRatio(Fact, frozen=True):
@@ -516,15 +521,11 @@ class CheckpointingChosen(Fact, frozen=True):
     full_step_s: float | None = None
     """With ``full`` instead."""
 
-    @property
-    def message(self) -> str:
-        text = self.say("activation checkpointing {policy}: {policy:recomputes}")
-        if self.step_s is None or self.full_step_s is None:
-            return text
-        return text + self.say(
-            "; recomputing whole layers would take {full_step_s:.2f} s a step instead of "
-            "{step_s:.2f} s"
-        )
+    words = (
+        "activation checkpointing {policy}: {policy:recomputes}"
+        "[; recomputing whole layers would take {full_step_s:.2f} s a step instead of "
+        "{step_s:.2f} s]"
+    )
 
 
 class MicroBatchChosen(Fact, frozen=True):
@@ -535,16 +536,11 @@ class MicroBatchChosen(Fact, frozen=True):
     given_slower: float | None = None
     """How much longer a step would take with the given one, as a share."""
 
-    @property
-    def message(self) -> str:
-        text = self.say(
-            "micro-batch {micro_batch} with accumulation {accumulation} keeps the tokens of a step"
-        )
-        if self.given_shortage is not None:
-            text += self.say("; with micro-batch {given_micro_batch} {given_shortage.message}")
-        elif self.given_slower is not None:
-            text += self.say("; micro-batch {given_micro_batch} would be {given_slower:slower}")
-        return text
+    words = (
+        "micro-batch {micro_batch} with accumulation {accumulation} keeps the tokens of a step"
+        "[; with micro-batch {given_micro_batch} {given_shortage.message}]"
+        "[; micro-batch {given_micro_batch} would be {given_slower:slower}]"
+    )
 
 
 class AdamCoresChosen(Fact, frozen=True):
@@ -554,16 +550,11 @@ class AdamCoresChosen(Fact, frozen=True):
     raised: bool
     """Whether that is more than was given."""
 
-    @property
-    def message(self) -> str:
-        why = "a step waits for Adam"
-        if not self.raised:
-            why = (
-                "more would not make it faster, because a step waits for the node's memory or the "
-                "GPU"
-            )
-        cores = "{adam_cores} of {cores} cores a rank run CPU Adam (fraction {fraction:.2f}): "
-        return self.say(cores) + why
+    words = (
+        "{adam_cores} of {cores} cores a rank run CPU Adam (fraction {fraction:.2f}): "
+        "{raised:a step waits for Adam|more would not make it faster, because a step waits for the "
+        "node's memory or the GPU}"
+    )
 
 
 class SequencesShared(Fact, frozen=True):
@@ -615,23 +606,20 @@ class NextBest(Fact, frozen=True):
         """``next best: SETTINGS, 7.2% slower``, or what they are about as fast as and what speaks
         for those that were chosen.
         """
-        where = "no offload" if self.mode == "gpu" else f"{self.mode} at ratio {self.ratio:.2f}"
-        on_host = " in host memory" if self.on_host else ""
-        settings = (
-            f"{where}, micro-batch {self.micro_batch}, activation checkpointing "
-            f"{self.policy}{on_host}"
+        where = "no offload" if self.mode == "gpu" else "{mode} at ratio {ratio:.2f}"
+        settings = self.say(
+            f"{where}, micro-batch {{micro_batch}}, activation checkpointing "
+            "{policy}{on_host: in host memory|}"
         )
         if not self.alike:
-            return self.say(f"next best: {settings}, {{slower:slower}}")
-        difference = (
-            f"planned {abs(self.slower):.1%} {'slower' if self.slower > 0 else 'faster'}, less "
-            "than plans are off"
-        )
-        text = f"about as fast as {settings} ({difference})"
+            return f"next best: {settings}, {_UNITS['slower'](self.slower)}"
+        slower = "slower" if self.slower > 0 else "faster"
+        planned = f"planned {abs(self.slower):.1%} {slower}, less than plans are off"
         offers = [_PREFERRED[self.chosen_for]] if self.chosen_for in _PREFERRED else []
         if abs(self.more_gpu_bytes) >= _NOTICEABLE_BYTES:
             more = "more" if self.more_gpu_bytes > 0 else "less"
             offers.append(f"leaves {memory_size(abs(self.more_gpu_bytes))} {more} of each GPU")
+        text = f"about as fast as {settings} ({planned})"
         return f"{text}: {', '.join(offers)}" if offers else text
 
 
@@ -639,10 +627,9 @@ class NoNextBest(Fact, frozen=True):
     fits: bool
     """Whether the chosen settings leave the margin."""
 
-    @property
-    def message(self) -> str:
-        other = "no other" if self.fits else "no"
-        return f"next best: none; {other} checkpointing policy or micro-batch leaves the margin"
+    words = (
+        "next best: none; no{fits: other|} checkpointing policy or micro-batch leaves the margin"
+    )
 
 
 # What became of what any spec leaves open, and what follows from it
@@ -658,16 +645,17 @@ AutoReason = Literal[
     "gpu-does-not-fit",
 ]
 _WHY_MODE: dict[AutoReason, str] = {
-    "offload-does-not-fit": "at ratio {ratio:.2f} {short}",
-    "gpu-does-not-fit": "without offload {short}",
-    "gpu-memory-unknown": "the GPU's memory is not known",
-    "weights-on-host": 'offload.parameters = "cpu" needs an optimizer in host memory',
+    "no-gpu": "on a machine without GPUs",
+    "offload-does-not-fit": "here: at ratio {ratio:.2f} {short}",
+    "gpu-does-not-fit": "here: without offload {short}",
+    "gpu-memory-unknown": "here: the GPU's memory is not known",
+    "weights-on-host": 'here: offload.parameters = "cpu" needs an optimizer in host memory',
     "fits-on-gpu": (
-        "everything fits on the GPU, and offloading would not make steps noticeably shorter"
+        "here: everything fits on the GPU, and offloading would not make steps noticeably shorter"
     ),
-    "overlaps": "the CPU steps beside backward, which leaves less of a step to wait for",
+    "overlaps": "here: the CPU steps beside backward, which leaves less of a step to wait for",
     "less-recomputation": (
-        "the GPU memory that offloading frees saves more recomputation than the offload costs"
+        "here: the GPU memory that offloading frees saves more recomputation than the offload costs"
     ),
 }
 
@@ -684,9 +672,7 @@ class AutoMode(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        if self.why == "no-gpu":
-            return self.say("auto is {mode} on a machine without GPUs")
-        return self.say("auto is {mode} here: " + _WHY_MODE[self.why])
+        return self.say("auto is {mode} " + _WHY_MODE[self.why])
 
     @property
     def short(self) -> str:
@@ -753,15 +739,11 @@ class StepsEarly(Fact, frozen=True):
         if not self.share:
             why = _WHY_NOTHING_EARLY[self.why_none]
             return f"clipping: Adam waits for the gradient norm; {why}"
-        share = f"{self.share:.0%}" if self.share >= 0.01 else "less than 1%"
-        of = "" if self.share == 1 else f" for {share} of what is offloaded"
-        text = (
+        of = "" if self.share == 1 else " for {share:share} of what is offloaded"
+        return self.say(
             f"clipping: Adam does not wait{of} for the gradient norm; second states take "
-            f"{memory_size(self.bytes)} a rank"
+            "{bytes:memory} a rank[. Steps above the limit take {held_back_step_s:.2f} s]"
         )
-        if self.held_back_step_s:
-            text += self.say(". Steps above the limit take {held_back_step_s:.2f} s")
-        return text
 
 
 class SavesBehind(Fact, frozen=True):
@@ -820,15 +802,10 @@ class InputsOnHost(Fact, frozen=True):
         kinds = (("layer inputs", self.bytes), ("attention's results", self.results_bytes))
         kept = " and ".join(name for name, size in kinds if size)
         size = memory_size(self.bytes + self.results_bytes)
-        text = f"{kept} are in host memory between forward and backward: {size} a rank"
-        if self.out_s is None or self.back_s is None:
-            return text
-        hidden = "beside the computation"
-        if self.exposed_s:
-            hidden = "which makes a step {exposed_s:duration} longer"
-        return text + self.say(
-            ". Copying them takes {out_s:duration} in forward and {back_s:duration} in backward, "
-            + hidden
+        return self.say(
+            f"{kept} are in host memory between forward and backward: {size} a rank"
+            "[. Copying them takes {out_s:duration} in forward and {back_s:duration} in backward, "
+            "{exposed_s:which makes a step {exposed_s:duration} longer|beside the computation}]"
         )
 
 
@@ -844,12 +821,11 @@ class WeightsOnHost(Fact, frozen=True):
 
     @property
     def message(self) -> str:
-        text = self.say("weights are in host memory: {bytes:memory} a rank")
-        if self.fetched_s is None or self.pass_s is None:
-            return text
-        hidden = ", which hides it" if self.fetched_s < self.pass_s else ""
-        took = ". Copying them takes {fetched_s:duration} of the {pass_s:duration} of each pass"
-        return text + self.say(took) + hidden
+        hidden = (self.fetched_s or 0.0) < (self.pass_s or 0.0)
+        return self.say(
+            "weights are in host memory: {bytes:memory} a rank[. Copying them takes "
+            "{fetched_s:duration} of the {pass_s:duration} of each pass]"
+        ) + (", which hides it" if hidden else "")
 
 
 class AttentionFallsBack(Fact, frozen=True):
@@ -878,19 +854,12 @@ class AcrossHosts(Fact, frozen=True):
     longer_s: float | None
     """How much shorter the step would be if hosts were joined as the GPUs within one are."""
 
-    @property
-    def message(self) -> str:
-        text = (
-            "{machines} hosts: weights, gradients and optimizer states are sharded over all "
-            "{ranks} GPUs; {bytes_per_step:gb} enter and leave each host in a step, over a network "
-            "of {network:network}"
-        )
-        if self.seconds is not None and self.longer_s is not None:
-            text += (
-                ": {seconds:.1f} s, which makes the step {longer_s:.1f} s longer than if the GPUs "
-                "were in one"
-            )
-        return self.say(text)
+    words = (
+        "{machines} hosts: weights, gradients and optimizer states are sharded over all {ranks} "
+        "GPUs; {bytes_per_step:gb} enter and leave each host in a step, over a network of "
+        "{network:network}[: {seconds:.1f} s, which makes the step {longer_s:.1f} s longer than if "
+        "the GPUs were in one]"
+    )
 
 
 class CheckpointInterval(Fact, frozen=True):
@@ -908,21 +877,17 @@ class CheckpointInterval(Fact, frozen=True):
     @property
     def message(self) -> str:
         minutes = max(1, round(self.minutes))
-        held_up = f"each holds training up for about {duration(self.pause_s)}"
-        failures = (
-            f"{plural(self.gpus, 'GPU')} can be expected to fail once in "
-            f"{plural(max(1, round(self.failure_hours / 24)), 'day')}"
+        days = plural(max(1, round(self.failure_hours / 24)), "day")
+        given = (
+            f". Nothing is saved before the end; checkpoint.every_minutes={minutes} changes that"
+            if self.given_minutes is None
+            else f"; these settings save one in {duration(60 * self.given_minutes)}"
         )
-        best = (
+        return self.say(
             f"checkpoints: one in {duration(60 * minutes)} costs the least time (Young and Daly): "
-            f"{held_up}, and {failures}"
+            "each holds training up for about {pause_s:duration}, and {gpus:gpus} can be expected "
+            f"to fail once in {days}{given}"
         )
-        if self.given_minutes is None:
-            return (
-                f"{best}. Nothing is saved before the end; checkpoint.every_minutes={minutes} "
-                "changes that"
-            )
-        return f"{best}; these settings save one in {duration(60 * self.given_minutes)}"
 
 
 Choice = (
@@ -1038,13 +1003,11 @@ class ClippingWaits(Fact, frozen=True):
     seconds: float | None
     """Of a step."""
 
-    @property
-    def message(self) -> str:
-        waits = "" if self.seconds is None else " (about {seconds:.1f} s a step)"
-        return self.say(
-            "gradient_clipping above 0 makes DeepSpeed's SuperOffload wait for the norm: nothing "
-            f"overlaps with backward{waits}. offload.engine = so-tui clips exactly"
-        )
+    words = (
+        "gradient_clipping above 0 makes DeepSpeed's SuperOffload wait for the norm: nothing "
+        "overlaps with backward[ (about {seconds:.1f} s a step)]. offload.engine = so-tui clips "
+        "exactly"
+    )
 
 
 class FasterOffload(Fact, frozen=True):
@@ -1125,15 +1088,11 @@ class PackingOff(Fact, frozen=True):
     could be.
     """
 
-    @property
-    def message(self) -> str:
-        why, of = "", ""
-        if self.mixing:
-            kinds = ", ".join(map(printable_line, self.mixing))
-            why = f", since layers of {kinds} would mix the documents"
-        if self.padding_share is not None:
-            of = f", up to {self.padding_share:.0%} of all positions with these data,"
-        return f"packing is off{why}: padding{of} is computed but counts for nothing"
+    words = (
+        "packing is off[, since layers of {mixing:listed} would mix the documents]: padding"
+        "[, up to {padding_share:.0%} of all positions with these data,] is computed but counts "
+        "for nothing"
+    )
 
 
 class LargerSteps(Fact, frozen=True):

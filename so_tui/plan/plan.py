@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from so_tui.machine.types import Cpus, Machine
 from so_tui.plan.notes import Caution, NeverRun, Reason, Remedy, Shortage
 from so_tui.plan.rates import SpeedSource, StepError
-from so_tui.plan.terms import MemoryTerm
+from so_tui.plan.terms import Location, MemoryTerm
 from so_tui.spec.run_spec import Mode, RunSpec
 from so_tui.trust.decoding import prepare
 
@@ -200,6 +200,20 @@ class Plan(Struct, frozen=True, kw_only=True):
     def never_run(self) -> bool:
         """Whether it is for a kind of GPU on which the project has run nothing."""
         return any(isinstance(warning, NeverRun) for warning in self.warnings)
+
+    @property
+    def step_error_text(self) -> str:
+        """How far ``step_s`` may be off, to stand behind it: `` ±12%``, or `` ±15% or more`` where
+        no plan was held to measurements; empty where that is not known.
+        """
+        if (error := self.step_error) is None:
+            return ""
+        return f" ±{error.share:.0%}" + ("" if error.checked else " or more")
+
+    def largest_terms(self, location: Location) -> list[MemoryTerm]:
+        """Return the terms of one location, largest first."""
+        found = (term for term in self.breakdown if term.location == location and term.bytes)
+        return sorted(found, key=lambda term: -term.bytes)
 
     @property
     def reason_texts(self) -> tuple[str, ...]:

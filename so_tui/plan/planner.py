@@ -13,7 +13,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.model.flops import model_flops
+from so_tui.model.flops import idle_parameters, model_flops
 from so_tui.model.profile import MLP_TILE_TOKENS, offloaded_bytes, policy_of, profile_of, tiles_mlp
 from so_tui.plan.binding import whole_gpus
 from so_tui.plan.fit import (
@@ -41,7 +41,7 @@ from so_tui.plan.notes import (
 )
 from so_tui.plan.placement import keeps_weights_on_host
 from so_tui.plan.plan import OptionalMemory, Plan, PlanRow
-from so_tui.plan.rates import SpeedSource, about_as_fast, step_error
+from so_tui.plan.rates import Speed, SpeedSource, about_as_fast, step_error
 from so_tui.plan.reasons import across_hosts, blockers, cautions, checkpoint_interval, choices
 from so_tui.plan.remedies import gpus_with_margin, remedies
 from so_tui.plan.resources import as_read, attention_of, rank_counts
@@ -119,8 +119,7 @@ def _recommended(wanted: RunSpec, machine: Machine) -> tuple[Plan, Assessment]:
     chosen, tried, _ = best_settings(wanted, target)
     with_cores = with_fitting_cores(chosen, target)
     if with_cores is not chosen.spec:
-        fraction = with_cores.offload.cpu_adam_cores_fraction
-        chosen = assess(with_cores, target.on(target.resources.gpus, fraction))
+        chosen = assess(with_cores, target.on(with_cores))
     reasons = tuple(choices(wanted, chosen, tried))
     spec = chosen.spec if chosen.verdict != "does not fit" else wanted
     plan = _plan(spec, chosen, reasons, searched=True)
@@ -182,12 +181,13 @@ def _row(spec: RunSpec, machine: Machine, gpu_counts: Sequence[int]) -> PlanRow:
         most = max(rates.values())
         marked = min(count for count, found in rates.items() if about_as_fast(found, most))
         cells[marked] = replace(cells[marked], recommended=True)
-    parameters = spec.model.parameter_count
+    parameters, profile = spec.model.parameter_count, profile_of(spec.model)
+    idle = idle_parameters(profile.blocks, profile.architecture)
     return PlanRow(
         preset=spec.name,
         title=spec.label,
         parameters=parameters,
-        active_parameters=parameters - profile_of(spec.model).idle_parameters,
+        active_parameters=parameters - idle,
         sequence_length=spec.data.sequence_length,
         cells=cells,
         nodes=spec.nodes,
@@ -205,24 +205,22 @@ def _plan(
     if not blocked and not fits:
         proposed = tuple(remedies(spec, target, searched=searched))
     length, accumulated = spec.data.sequence_length, spec.gradient_accumulation_steps
-    sequences = ranks // spec.train.sequence_parallel * spec.train.micro_batch * accumulated
+    sequences = spec.replicas * spec.train.micro_batch * accumulated
     tokens = sequences * length
     step = None if blocked else found.step
     predicted: dict[str, Any] = {
         "useful_tokens_per_s_total": None,
         "model_tflops_per_gpu": None,
     }
-    if step:
+    if step and resources.speed and (model := found.model):
         flops = sequences * model_flops(target.profile.flops, length, [length])
-        model = found.model
         predicted = {
-            "rates": model.rates() if model else None,
+            "rates": model.rates(),
             "useful_tokens_per_s_total": tokens * target.workload.useful_share / step.total_s,
             "model_tflops_per_gpu": flops / step.total_s / ranks / 1e12,
-            "speed_source": _speed_source(found),
+            "speed_source": _speed_source(found, resources.speed),
+            "step_error": step_error(resources.speed, resources.gpu_name, target.hosts),
         }
-        if resources.speed:
-            predicted["step_error"] = step_error(resources.speed, resources.gpu_name, target.hosts)
     second_states = found.bytes_of("second-states")
     return Plan(
         preset=spec.name,
@@ -271,17 +269,17 @@ def _plan(
     )
 
 
-def _speed_source(found: Assessment) -> SpeedSource:
+def _speed_source(found: Assessment, speed: Speed) -> SpeedSource:
     """Return what the prediction of its step rests on."""
-    target, mode, speed = found.target, found.mode, found.target.resources.speed
+    target, mode = found.target, found.mode
     host_weights = keeps_weights_on_host(found.spec)
     near = correcting(mode, target.ranks, target.probes, host_weights=host_weights)
     passes = corrects_passes(near, host_weights=host_weights)
     near = [probe for probe in near if passes or probe.mode == mode]
     weights: Literal["", "gpu", "host"] = "gpu" if host_weights else "host"
     return SpeedSource(
-        calibrated=speed.calibrated if speed else None,
-        published=speed.source if speed else "",
+        calibrated=speed.calibrated,
+        published=speed.source,
         workload=None if target.workload == Workload() else target.workload,
         probed=bool(near),
         probed_modes=tuple(dict.fromkeys(probe.mode for probe in near)),

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from math import log
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from so_tui.machine.types import Machine, Network
+from so_tui.machine.types import Network
 from so_tui.plan.workload import Workload
 from so_tui.trust.decoding import prepare
 
@@ -145,6 +146,9 @@ class StepConstants(Struct, frozen=True, kw_only=True, rename=_STEP_JSON_NAMES):
     """
 
 
+Positive = Annotated[float, Meta(gt=0, le=1e30)]
+
+
 class AttentionRate(Struct, frozen=True, array_like=True):
     """How fast a backend attends within documents of one length: causal, without a window.
 
@@ -154,8 +158,8 @@ class AttentionRate(Struct, frozen=True, array_like=True):
 
     document: Annotated[int, Meta(gt=0, le=1 << 30)]
     """Tokens."""
-    forward: Annotated[float, Meta(gt=0, le=1e30)]
-    backward: Annotated[float, Meta(gt=0, le=1e30)]
+    forward: Positive
+    backward: Positive
 
 
 AttentionRates = tuple[AttentionRate, ...]
@@ -173,11 +177,10 @@ def _rate_at(rates: AttentionRates, document: float) -> AttentionRate:
     """Interpolate between rates, linearly in the logarithm of the length; flat before the first and
     after the last.
     """
-    one = [rate for rate in rates if rate.document <= document] or [rates[0]]
-    other = [rate for rate in rates if rate.document > document] or [rates[-1]]
-    below, above = one[-1], other[0]
-    if below.document == above.document or document <= below.document:
-        return below if below.document <= document else above
+    longer = bisect_right(rates, document, key=attrgetter("document"))
+    if longer in (0, len(rates)):
+        return rates[max(0, longer - 1)]
+    below, above = rates[longer - 1 : longer + 1]
     share = log(document / below.document) / log(above.document / below.document)
     return AttentionRate(
         document=round(document),
@@ -202,6 +205,10 @@ class Calibrated(Struct, frozen=True, kw_only=True):
     """ISO 8601."""
     host: str = ""
     """The machine of the same kind that was measured; empty where it is this one."""
+
+
+Points = tuple[tuple[int, float], ...]
+"""(number of cores or ranks, what was measured with that many), ascending."""
 
 
 class SpeedSource(Struct, frozen=True, kw_only=True):
@@ -246,7 +253,7 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     """One GPU to the others, each way."""
     layer_launch_overhead_s: float
     """Host time of a small layer's forward and backward: Python, hooks and kernel launches."""
-    adam: tuple[tuple[int, float], ...]
+    adam: Points
     """(cores, bytes of host memory traffic per second) of the CPU Adam kernel, ascending; flat
     after the last.
     """
@@ -257,11 +264,11 @@ class Speed(Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
     host and copied, as DeepSpeed does. None where only ``zerooffload_step_bytes`` says what that
     costs.
     """
-    adam_together: tuple[tuple[int, float], ...] = ()
+    adam_together: Points = ()
     """(ranks, rate of each rank's Adam) where that many share a node, its cores and its memory;
     ascending.
     """
-    layer_launch_overhead_by_ranks: tuple[tuple[int, float], ...] = ()
+    layer_launch_overhead_by_ranks: Points = ()
     """(ranks, ``layer_launch_overhead_s`` where that many synchronise about once a layer),
     ascending: all wait for the slowest.
     """
@@ -326,7 +333,10 @@ prepare(Constants)
 
 _CONTENT = PATH.read_bytes()
 _SHIPPED = msgspec.json.decode(_CONTENT, type=Constants)  # noqa: TID251 -- a file of the package
-_DIGEST = hashlib.sha256(_CONTENT).hexdigest()[:12]
+DIGEST = hashlib.sha256(_CONTENT).hexdigest()[:12]
+"""Name of the constants that came with the program, recorded with whatever was predicted from
+them.
+"""
 _others: list[Constants] = []
 
 
@@ -345,13 +355,6 @@ def using(other: Constants) -> Iterator[None]:
         _others.pop()
 
 
-def digest() -> str:
-    """Return the name of the constants that came with the program, recorded with whatever was
-    predicted from them.
-    """
-    return _DIGEST
-
-
 def published_speed(gpu_name: str) -> Speed | None:
     """Return the rates of a GPU by its product name (``NVIDIA GH200 480GB``); None when nothing is
     known of it.
@@ -362,7 +365,7 @@ def published_speed(gpu_name: str) -> Speed | None:
     return None
 
 
-def _interpolated(points: tuple[tuple[int, float], ...], cores: int) -> float:
+def _interpolated(points: Points, cores: int) -> float:
     """Interpolate between the points: through zero before the first, flat after the last."""
     before_cores, before_rate = 0, 0.0
     for at, rate in points:
@@ -413,16 +416,11 @@ def step_error(speed: Speed, gpu_name: str, hosts: int) -> StepError:
     """Return the error of a step that is predicted with these rates for so many hosts with this
     GPU.
     """
+    kind = published_speed(gpu_name)
     return StepError(
         share=CALIBRATED if speed.calibrated else PUBLISHED,
-        checked=hosts == 1 and _is_checked(gpu_name),
+        checked=hosts == 1 and kind is not None and kind in map(published_speed, CHECKED_GPUS),
     )
-
-
-@cache
-def _is_checked(gpu_name: str) -> bool:
-    kind = published_speed(gpu_name)
-    return kind is not None and kind in map(published_speed, CHECKED_GPUS)
 
 
 def about_as_fast(rate: float, other: float) -> bool:
@@ -489,12 +487,6 @@ def measured_network(bytes_per_s: float, share: float, source: str) -> Network:
         source=source,
         measured=True,
     )
-
-
-def network_text(machine: Machine) -> str:
-    """Return how fast a host's network is, for the head of a plan."""
-    network = machine.network or assumed_network(len(machine.gpus))
-    return f"network of {network_rate_text(network)} each"
 
 
 def network_rate_text(network: Network) -> str:

@@ -53,7 +53,7 @@ from so_tui.plan.notes import (
 )
 from so_tui.plan.rates import about_as_fast, surely_faster
 from so_tui.plan.resources import Resources, attention_of, not_shareable
-from so_tui.plan.search import compact_states, rate, with_micro_batch, with_policy
+from so_tui.plan.search import compact_states, with_micro_batch, with_policy
 from so_tui.spec.attention import MASKED_BACKENDS
 from so_tui.spec.model_table import layer_kinds, mixing_kinds
 from so_tui.spec.run_spec import Mode, RunSpec, is_indexer
@@ -120,7 +120,7 @@ def choices(given: RunSpec, chosen: Assessment, tried: Sequence[Assessment]) -> 
             policy=policy_of(other.spec.model),
             on_host=_on_host(other),
             slower=_slower(chosen, other),
-            alike=about_as_fast(rate(chosen), rate(other)),
+            alike=about_as_fast(chosen.rate, other.rate),
             chosen_for=_preference(given, chosen, other),
             more_gpu_bytes=chosen.gpu_bytes_left - other.gpu_bytes_left,
         )
@@ -137,7 +137,7 @@ def _larger_ratio(chosen: Assessment, smallest: Assessment) -> FasterRatio | Non
         step_s=chosen.step.total_s,
         smallest_ratio=least,
         smallest_step_s=smallest.step.total_s,
-        alike=about_as_fast(rate(chosen), rate(smallest)),
+        alike=about_as_fast(chosen.rate, smallest.rate),
         more_gpu_bytes=chosen.gpu_bytes_left - smallest.gpu_bytes_left,
     )
 
@@ -186,14 +186,14 @@ def _micro_batch_choice(given: RunSpec, chosen: Assessment) -> MicroBatchChosen:
     )
     if before.shortages:
         return replace(found, given_shortage=before.worst)
-    return replace(found, given_slower=_slower(chosen, before)) if rate(before) else found
+    return replace(found, given_slower=_slower(chosen, before)) if before.rate else found
 
 
 def _preference(given: RunSpec, chosen: Assessment, other: Assessment) -> Preference | None:
     """Return why settings are preferred to others that are about as fast and planned to be faster;
     None where they are not.
     """
-    if rate(chosen) >= rate(other) or not about_as_fast(rate(chosen), rate(other)):
+    if chosen.rate >= other.rate or not about_as_fast(chosen.rate, other.rate):
         return None
     if (chosen.mode == "gpu") != (other.mode == "gpu"):
         return "no-offload"
@@ -214,7 +214,7 @@ def _on_host(found: Assessment) -> bool:
 
 def _slower(chosen: Assessment, other: Assessment) -> float:
     """Return how much longer the other takes for the same tokens, as a share."""
-    return rate(chosen) / rate(other) - 1
+    return chosen.rate / other.rate - 1
 
 
 _COLLECTIVES = 3
@@ -312,7 +312,7 @@ _NOTICEABLE = 0.03
 """Share of a step that a smaller ratio must save to be mentioned."""
 
 
-def cautions(spec: RunSpec, found: Assessment, *, searched: bool = False) -> Iterator[Caution]:
+def cautions(spec: RunSpec, found: Assessment, *, searched: bool) -> Iterator[Caution]:
     """Yield what runs others' code, costs time or cannot be foreseen.
 
     Args:
@@ -379,11 +379,11 @@ def _faster_states(found: Assessment) -> Iterator[FasterStates]:
     all_hidden_s = step.total_s - step.exposed_optimizer_s
     if not surely_faster(1 / all_hidden_s, 1 / step.total_s):
         return
-    others = [assess(alternative.spec, found.target) for alternative in compact_states(found.spec)]
+    others = [assess(alternative, found.target) for alternative in compact_states(found.spec)]
     fitting = [other for other in others if other.verdict == "fits"]
-    fastest = max(map(rate, fitting), default=0.0)
+    fastest = max((other.rate for other in fitting), default=0.0)
     for other in fitting:
-        fast = about_as_fast(rate(other), fastest) and surely_faster(rate(other), rate(found))
+        fast = about_as_fast(other.rate, fastest) and surely_faster(other.rate, found.rate)
         if fast and other.step is not None:
             yield FasterStates(
                 states=other.spec.offload.states,

@@ -7,7 +7,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 import msgspec
 
@@ -16,6 +15,7 @@ from so_tui.model.sharding import moments_bytes
 from so_tui.plan.fit import Assessment, Target, assess, best
 from so_tui.plan.gpu_memory import memory_terms
 from so_tui.plan.notes import (
+    AdvicePool,
     Change,
     CompactStatesFit,
     FitsHere,
@@ -32,12 +32,11 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.plan import NOTHING_KNOWN, GivenMemory, OptionalMemory
 from so_tui.plan.resources import more_sharing, not_shareable, rank_counts, usable_bytes
 from so_tui.plan.search import (
-    alternative_to,
     alternatives,
+    changes_of,
     compact_states,
     less_speculation,
     memory_savings,
-    more_gpus,
     shorter_sequences,
     smaller_activations,
     smaller_batches,
@@ -53,7 +52,7 @@ LARGE_GRACE_BYTES = 480_000_000_000
 MOST_HOSTS = 16
 
 
-def remedies(spec: RunSpec, target: Target, *, searched: bool = False) -> Iterator[Remedy]:
+def remedies(spec: RunSpec, target: Target, *, searched: bool) -> Iterator[Remedy]:
     """Yield what would make a run fit that does not, the least painful first.
 
     Args:
@@ -77,8 +76,8 @@ def remedies(spec: RunSpec, target: Target, *, searched: bool = False) -> Iterat
 def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     """Return the keys to change with which it fits on the same GPUs."""
     for alternative in less_speculation(spec, "auto"):
-        if assess(alternative.spec, target).verdict != "does not fit":
-            return FitsHere(changes=alternative.changes)
+        if assess(alternative, target).verdict != "does not fit":
+            return FitsHere(changes=changes_of(spec, alternative))
     if (here := best(spec, target)).verdict != "does not fit":
         before, after = spec.offload, here.spec.offload
         changes = [Change("offload.mode", before.mode, after.mode)]
@@ -88,7 +87,7 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
     full = with_policy(spec, "full")
     for other in (full, *memory_savings(full)):
         if _fits(other, target):
-            return FitsHere(changes=alternative_to(spec, other).changes)
+            return FitsHere(changes=changes_of(spec, other))
     recomputing = _recomputing(spec)
     if (smaller := _fitting_batch(recomputing, target)) is not None:
         before_steps, after_steps = (
@@ -101,12 +100,12 @@ def _fitting_here(spec: RunSpec, target: Target) -> FitsHere | None:
             )
         )
     # The fewest ranks for each sequence with which it fits, at the smallest micro-batch.
-    batches = [alternative.spec for alternative in smaller_batches(recomputing, exact=True)]
-    for shared in more_sharing([recomputing, *batches][-1]):
+    *_, smallest = recomputing, *smaller_batches(recomputing, exact=True)
+    for shared in more_sharing(smallest):
         if not_shareable(shared, target.resources):
             return None
         if _fits(shared, target):
-            return FitsHere(changes=alternative_to(spec, shared).changes)
+            return FitsHere(changes=changes_of(spec, shared))
     return None
 
 
@@ -119,7 +118,7 @@ def _fitting_with_compact_states(spec: RunSpec, target: Target) -> Iterator[Comp
     moments do not.
     """
     for alternative in compact_states(spec):
-        found, states = best(alternative.spec, target), alternative.spec.offload.states
+        found, states = best(alternative, target), alternative.offload.states
         if found.verdict != "does not fit":
             each = moments_bytes(spec.offload.states) - moments_bytes(states)
             yield CompactStatesFit(
@@ -139,10 +138,11 @@ def _recomputing(spec: RunSpec) -> RunSpec:
 
 def _fitting_when_shorter(spec: RunSpec, target: Target) -> Iterator[FitsHere]:
     """Yield the longest sequences that would fit, where activations are what does not."""
-    for alternative in shorter_sequences(_recomputing(spec)):
-        found, moved = best(alternative.spec, target), weights_on_host(alternative.spec)
+    recomputing = _recomputing(spec)
+    for alternative in shorter_sequences(recomputing):
+        found, moved = best(alternative, target), weights_on_host(alternative)
         if found.verdict != "does not fit" or any(_fits(other, target) for other in moved):
-            yield FitsHere(changes=alternative.changes)
+            yield FitsHere(changes=changes_of(recomputing, alternative))
             return
         apart = not target.resources.supply.one_memory and not offloads_inputs(found.spec.model)
         if apart and found.worst and found.worst.pool != "gpu":
@@ -155,7 +155,7 @@ def _fitting_batch(spec: RunSpec, target: Target) -> Assessment | None:
     """
     tight = None
     for alternative in smaller_batches(spec, exact=True):
-        found = best(alternative.spec, target)
+        found = best(alternative, target)
         if found.verdict == "fits":
             return found
         if found.verdict == "tight":
@@ -175,10 +175,10 @@ def _fits_split(spec: RunSpec, target: Target) -> tuple[bool, int | None]:
 
 def _larger_targets(spec: RunSpec, target: Target) -> Iterator[tuple[RunSpec, Target]]:
     """Yield the spec on more GPUs of the machine, up to all of them."""
-    if target.resources.has_gpu:
-        fraction = spec.offload.cpu_adam_cores_fraction
-        for alternative in more_gpus(spec, rank_counts(target.resources.machine)):
-            yield alternative.spec, target.on(alternative.spec.gpus, fraction)
+    for count in rank_counts(target.resources.machine) if target.resources.has_gpu else ():
+        if count > spec.ranks_per_host:
+            larger = msgspec.structs.replace(spec, gpus=count)
+            yield larger, target.on(larger)
 
 
 def _fitting_on_more_gpus(spec: RunSpec, target: Target) -> MoreGpusFit | None:
@@ -202,9 +202,8 @@ def _fitting_elsewhere(spec: RunSpec, target: Target) -> Iterator[Remedy]:
     machines like this one.
     """
     counts = range(target.hosts + 1, MOST_HOSTS + 1)
-    whole = target.on(
-        max(rank_counts(target.resources.machine)), spec.offload.cpu_adam_cores_fraction
-    )
+    most = max(rank_counts(target.resources.machine))
+    whole = target.on(msgspec.structs.replace(spec, gpus=most))
     supply = whole.resources.supply
     least = min(supply.node_bytes.values(), default=0)
     if "GH200" in target.resources.gpu_name and least < LARGE_GRACE_BYTES / 2:
@@ -240,7 +239,7 @@ _LEAST_BYTES = 2**20
 
 
 def _memory_advice(
-    spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory = NOTHING_KNOWN
+    spec: RunSpec, pool: AdvicePool, given: GivenMemory = NOTHING_KNOWN
 ) -> MemoryAdvice:
     """Return what would need less memory, for a run that ran out of it and whose mode is decided.
 
@@ -250,13 +249,15 @@ def _memory_advice(
             matter which of them asked.
         given: What its plan had to give.
     """
-    sides: tuple[Literal["gpu", "node"], ...] = ("gpu", "node") if given.one_memory else (pool,)
+    sides: tuple[AdvicePool, ...] = ("gpu", "node") if given.one_memory else (pool,)
     pool = "node" if given.one_memory else pool
     spared = list(_without_optional(spec, given.optional)) if pool == "node" else []
     try:
         now = _bytes(spec, pool, given)
         found = [
-            MemorySaving(changes=other.changes, saves_bytes=now - _bytes(other.spec, pool, given))
+            MemorySaving(
+                changes=changes_of(spec, other), saves_bytes=now - _bytes(other, pool, given)
+            )
             for side in sides
             for other in alternatives(spec, side)
         ]
@@ -288,7 +289,7 @@ def less_host_memory(spec: RunSpec, given: GivenMemory = NOTHING_KNOWN) -> str:
     return _memory_advice(spec, "node", given).message
 
 
-def _bytes(spec: RunSpec, pool: Literal["gpu", "node"], given: GivenMemory) -> int:
+def _bytes(spec: RunSpec, pool: AdvicePool, given: GivenMemory) -> int:
     profile = profile_of(spec.model)
     placement = Placement(
         spec=spec,

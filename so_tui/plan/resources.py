@@ -14,7 +14,7 @@ from so_tui.machine.types import Gpu, Machine, Network, Nodes, version_numbers
 from so_tui.model.flops import seed_tflops_total
 from so_tui.model.profile import SINKS, ModelProfile, profile_of
 from so_tui.model.shape import Architecture, architecture
-from so_tui.plan.binding import bind_ranks, whole_gpus
+from so_tui.plan.binding import Gpus, bind_ranks, whole_gpus
 from so_tui.plan.measured import Calibration, calibration_of, speed_of
 from so_tui.plan.notes import Blocker, NoSuchGpu, NotBindable, SequencesNotShareable, TooFewGpus
 from so_tui.plan.plan import Plan, RankBinding
@@ -32,8 +32,6 @@ from so_tui.spec.check import sharing_problem
 from so_tui.spec.errors import InputError
 from so_tui.spec.model_table import layer_kinds, mixing_kinds
 from so_tui.spec.run_spec import RunSpec
-
-Gpus = int | tuple[int, ...]
 
 UNROUNDED_PINNING = (2, 13)
 """The first torch that can be configured not to round pinned memory, which the launcher does."""

@@ -13,9 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from so_tui.model.profile import (
@@ -37,7 +37,7 @@ from so_tui.plan.fit import (
     in_mode,
     mode_without_gpu,
 )
-from so_tui.plan.notes import AutoMode, AutoReason, Change, LargerSteps
+from so_tui.plan.notes import AdvicePool, AutoMode, AutoReason, Change, LargerSteps, Value
 from so_tui.plan.plan import Verdict
 from so_tui.plan.rates import about_as_fast, clearly_faster
 from so_tui.plan.resources import more_sharing, not_shareable
@@ -48,8 +48,7 @@ from so_tui.spec.run_spec import ModelSpec, RunSpec, StatesFormat
 # Changes of a spec that need less memory or split its steps differently: what the search tries and
 # what advice proposes. Pure.
 #
-# Generators yield the smallest change first. Each alternative is relative to the spec that it was
-# made from.
+# Generators yield the smallest change first.
 
 
 _FORMATS: tuple[StatesFormat, ...] = ("fp32", "bf16-moments", "int8-moments")
@@ -58,30 +57,42 @@ _ON_HOST: tuple[OnHost, ...] = ("attention", "on")
 """Where attention's results are kept, what may be in host memory: they alone, which takes the least
 of it, or layer inputs too.
 """
-_ACTIVATION_KEYS = (
-    ("offload", "parameters"),
-    ("model", "activation_checkpointing"),
-    ("model", "tiled_mlp"),
-    ("model", "activation_offload"),
-    ("train", "micro_batch"),
-    ("train", "sequence_parallel"),
-    ("train", "gradient_accumulation"),
+_KEYS = (
+    "offload.mode",
+    "offload.ratio",
+    "offload.speculation",
+    "offload.states",
+    "offload.parameters",
+    "model.activation_checkpointing",
+    "model.tiled_mlp",
+    "model.activation_offload",
+    "train.micro_batch",
+    "train.sequence_parallel",
+    "train.gradient_accumulation",
+    "train.tokens_per_step",
+    "data.sequence_length",
 )
-"""Sections and keys on which it depends how much activations take."""
+"""What alternatives change, in the order in which changes are named."""
 SHORTEST = 512
 """Fewest tokens of a sequence that are proposed."""
 ADVICE_RATIO_STEP = 0.2
 """By how much one piece of advice raises or lowers the offload ratio."""
 
 
-class _Alternative(Struct, frozen=True):
-    """A spec that differs from another in a few keys."""
+def changes_of(before: RunSpec, after: RunSpec) -> tuple[Change, ...]:
+    """Return the keys in which an alternative differs, with the ratio of one that offloads only
+    then.
+    """
+    moved = before.offload.mode != after.offload.mode
+    pairs = ((key, attrgetter(key)(before), attrgetter(key)(after)) for key in _KEYS)
+    return tuple(
+        Change(key, old, new)
+        for key, old, new in pairs
+        if old != new or (moved and key == "offload.ratio")
+    )
 
-    changes: tuple[Change, ...]
-    spec: RunSpec
 
-
-def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[_Alternative]:
+def alternatives(spec: RunSpec, pool: AdvicePool) -> Iterator[RunSpec]:
     """Yield the next step of each change that needs less GPU memory, or less host memory, of a spec
     whose mode is decided.
     """
@@ -89,29 +100,27 @@ def alternatives(spec: RunSpec, pool: Literal["gpu", "node"]) -> Iterator[_Alter
     if pool == "gpu":
         yield from islice(smaller_batches(spec), 1)
         if spec.model.activation_checkpointing != "full":
-            yield alternative_to(spec, with_policy(spec, "full"))
+            yield with_policy(spec, "full")
         if offload.mode == "gpu":
-            yield _changed(spec, "offload", mode="superoffload", ratio=offload.ratio)
+            yield in_mode(spec, "superoffload")
         elif offload.ratio < 1:
             larger = min(1.0, round(offload.ratio + ADVICE_RATIO_STEP, 2))
-            yield _changed(spec, "offload", ratio=larger)
-        savings = smaller_activations(spec) if offload.mode == "gpu" else memory_savings(spec)
-        yield from (
-            alternative_to(spec, other) for other in (*savings, *islice(more_sharing(spec), 1))
-        )
+            yield _with(spec, "offload", ratio=larger)
+        yield from smaller_activations(spec) if offload.mode == "gpu" else memory_savings(spec)
+        yield from islice(more_sharing(spec), 1)
         yield from islice(shorter_sequences(spec), 1)
     else:
         yield from less_speculation(spec, "off")
         if offload.mode != "gpu" and offload.ratio > 0:
             smaller = max(0.0, round(offload.ratio - ADVICE_RATIO_STEP, 2))
-            yield _changed(spec, "offload", ratio=smaller)
+            yield _with(spec, "offload", ratio=smaller)
         if offload.mode != "gpu" and spec.gradient_accumulation_steps > 1:
             # The sum of gradients over several micro-batches is stored on the host.
-            yield _changed(spec, "train", gradient_accumulation=1, tokens_per_step=0)
+            yield _with(spec, "train", gradient_accumulation=1, tokens_per_step=0)
         yield from compact_states(spec)
 
 
-def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[_Alternative]:
+def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[RunSpec]:
     """Yield halved micro-batches with twice the accumulation; with ``exact`` only as long as the
     tokens of a step stay the same.
     """
@@ -120,10 +129,10 @@ def smaller_batches(spec: RunSpec, *, exact: bool = False) -> Iterator[_Alternat
     while size > 1 and not (exact and size % 2):
         size //= 2
         if train.tokens_per_step:  # accumulation follows from the target
-            yield _changed(spec, "train", micro_batch=size)
+            yield _with(spec, "train", micro_batch=size)
         else:
             accumulation *= 2
-            yield _changed(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
+            yield _with(spec, "train", micro_batch=size, gradient_accumulation=accumulation)
 
 
 def _batch_splits(spec: RunSpec) -> tuple[int, ...]:
@@ -225,59 +234,31 @@ def _can_tile(spec: RunSpec, model: ModelSpec) -> bool:
     )
 
 
-def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[_Alternative]:
+def less_speculation(spec: RunSpec, instead: Literal["auto", "off"]) -> Iterator[RunSpec]:
     """Yield second states as far as the host has memory, or none, where the spec asks for them
     whatever the host has.
     """
     if can_speculate(spec) and spec.offload.speculation == "on":
-        yield _changed(spec, "offload", speculation=instead)
+        yield _with(spec, "offload", speculation=instead)
 
 
-def compact_states(spec: RunSpec) -> Iterator[_Alternative]:
+def compact_states(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield smaller formats of the moments in host memory, where our engine has them there."""
     offload = spec.offload
     if offload.mode in ("auto", "superoffload") and offload.engine == "so-tui":
         for states in _FORMATS[_FORMATS.index(offload.states) + 1 :]:
-            yield _changed(spec, "offload", states=states)
+            yield _with(spec, "offload", states=states)
 
 
-def shorter_sequences(spec: RunSpec) -> Iterator[_Alternative]:
+def shorter_sequences(spec: RunSpec) -> Iterator[RunSpec]:
     """Yield halved sequence lengths."""
     length = spec.data.sequence_length // 2
     while length >= SHORTEST:
-        yield _changed(spec, "data", sequence_length=length)
+        yield _with(spec, "data", sequence_length=length)
         length //= 2
 
 
-def alternative_to(before: RunSpec, after: RunSpec) -> _Alternative:
-    """Return a spec as an alternative to another that differs in what its activations take."""
-    changes = []
-    for section, key in _ACTIVATION_KEYS:
-        old, new = (getattr(getattr(spec, section), key) for spec in (before, after))
-        if old != new:
-            changes.append(Change(f"{section}.{key}", old, new))
-    return _Alternative(tuple(changes), after)
-
-
-def more_gpus(spec: RunSpec, counts: Sequence[int]) -> Iterator[_Alternative]:
-    """Yield the spec on each larger number of GPUs among ``counts``."""
-    for count in counts:
-        if count > spec.ranks_per_host:
-            yield _Alternative(
-                (Change("gpus", spec.ranks_per_host, count),), replace(spec, gpus=count)
-            )
-
-
-def _changed(spec: RunSpec, section: str, **values: str | int | float) -> _Alternative:
-    """Return the spec with these values in one of its sections, as an alternative to it."""
-    before = getattr(spec, section)
-    changes = tuple(
-        Change(f"{section}.{name}", getattr(before, name), value) for name, value in values.items()
-    )
-    return _Alternative(changes, _with(spec, section, **values))
-
-
-def _with(spec: RunSpec, section: str, **values: str | int | float) -> RunSpec:
+def _with(spec: RunSpec, section: str, **values: Value) -> RunSpec:
     return replace(spec, **{section: replace(getattr(spec, section), **values)})
 
 
@@ -292,16 +273,6 @@ parameters a second on 16 cores.
 """
 _ALIKE = 0.001
 """Two ratios of the same settings whose speeds differ by less than this count as equally fast."""
-
-
-def rate(found: Assessment) -> float:
-    """Return the sequences per second of one rank, of a shared one its part; 0 where no speed is
-    known.
-    """
-    train, steps = found.spec.train, found.spec.gradient_accumulation_steps
-    if not found.step:
-        return 0.0
-    return train.micro_batch * steps / train.sequence_parallel / found.step.total_s
 
 
 def at_fastest_ratio(given: RunSpec, chosen: Assessment) -> Assessment:
@@ -430,7 +401,7 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _
     they would drive states to the host whose steps nothing hides.
     """
     best, policy = found.best, policy_of(found.best.spec.model)
-    if best.verdict != "fits" or target.resources.supply.one_memory or not rate(best):
+    if best.verdict != "fits" or target.resources.supply.one_memory or not best.rate:
         return found
     if policy not in TILED_POLICIES or (policy == "attention" and best.mode == "gpu"):
         return found
@@ -438,11 +409,11 @@ def _or_results_on_host(search: _Search, spec: RunSpec, target: Target, found: _
     for keeping in _results_on_host(spec, best.spec):
         other = search(keeping, target)
         fits = other.best.verdict == "fits" and offloads_results(other.best.spec.model)
-        if fits and clearly_faster(rate(other.best), rate(chosen.best)):
+        if fits and clearly_faster(other.best.rate, chosen.best.rate):
             chosen = other
     if chosen is found:
         return found
-    return chosen._replace(tried=_best_first((*chosen.tried, *found.tried)))
+    return chosen._replace(tried=tuple(sorted((*chosen.tried, *found.tried), key=_merit)))
 
 
 def _decided(spec: RunSpec, target: Target) -> _Found:
@@ -460,7 +431,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
         return decide(offloaded, "weights-on-host")
     on_gpu = _fastest_policy(in_mode(spec, "gpu"), target)
     if on_gpu.verdict == "fits":
-        if offloaded.verdict != "fits" or not clearly_faster(rate(offloaded), rate(on_gpu)):
+        if offloaded.verdict != "fits" or not clearly_faster(offloaded.rate, on_gpu.rate):
             return decide(on_gpu, "fits-on-gpu")
         alike = policy_of(offloaded.spec.model) == policy_of(on_gpu.spec.model)
         return decide(offloaded, "overlaps" if alike else "less-recomputation")
@@ -472,11 +443,7 @@ def _decided(spec: RunSpec, target: Target) -> _Found:
 
 def _merit(found: Assessment) -> tuple[int, float]:
     """Return the key by which the best settings come first."""
-    return _ORDER[found.verdict], -rate(found)
-
-
-def _best_first(tried: Iterable[Assessment]) -> tuple[Assessment, ...]:
-    return tuple(sorted(tried, key=_merit))
+    return _ORDER[found.verdict], -found.rate
 
 
 def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
@@ -500,7 +467,7 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
     tried = []
     for policy in policies(spec, target):
         for size in sizes:
-            on_gpu, offloaded = variant(policy, size).on_gpu, None
+            on_gpu = variant(policy, size).on_gpu
             if on_gpu is not None:
                 tried.append(on_gpu)
                 if on_gpu.verdict == "fits":
@@ -511,8 +478,8 @@ def _best_of_variants(spec: RunSpec, target: Target) -> _Found:
                 break  # nor would a larger micro-batch
     if "full" in policies(spec, target) or all(found.verdict == "does not fit" for found in tried):
         tried += least_memory
-    ordered = _best_first(tried)
-    return _Found(_simplest(spec, ordered), ordered)
+    tried.sort(key=_merit)
+    return _Found(_simplest(spec, tried), tuple(tried))
 
 
 def _fastest_policy(spec: RunSpec, target: Target) -> Assessment:
@@ -553,7 +520,7 @@ def with_fitting_cores(chosen: Assessment, target: Target) -> RunSpec:
     found = []
     for fraction in sorted({*CORE_FRACTIONS, offload.cpu_adam_cores_fraction}):
         varied = _with(spec, "offload", cpu_adam_cores_fraction=fraction)
-        step = chosen.step_with(target.on(resources.gpus, fraction), spec=varied)
+        step = chosen.step_with(target.on(varied), spec=varied)
         if step is not None:
             found.append((step.total_s, varied))
     quickest = min((seconds for seconds, _ in found), default=0.0)
@@ -573,12 +540,12 @@ def _simplest(spec: RunSpec, tried: Sequence[Assessment]) -> Assessment:
     def departures(found: Assessment) -> tuple[bool, bool, bool, float]:
         offloads = found.mode != "gpu"
         other_batch = found.spec.train.micro_batch != spec.train.micro_batch
-        return offloads, other_batch, not (offloads or found.roomy), -rate(found)
+        return offloads, other_batch, not (offloads or found.roomy), -found.rate
 
     alike = [
         found
         for found in tried
-        if found.verdict == fastest.verdict and about_as_fast(rate(found), rate(fastest))
+        if found.verdict == fastest.verdict and about_as_fast(found.rate, fastest.rate)
     ]
     chosen = min((tried[0], *alike), key=departures)
     return fastest if chosen is tried[0] else at_fastest_ratio(spec, chosen)
@@ -595,14 +562,10 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
         key = "tokens_per_step"
     value = _LARGER * getattr(given.train, key)
     larger = best_settings(_with(given, "train", **{key: value}), chosen.target).best
-    if larger.verdict != "fits" or not larger.step or rate(larger) < _WORTHWHILE * rate(chosen):
+    if larger.verdict != "fits" or not larger.step or larger.rate < _WORTHWHILE * chosen.rate:
         return
-    sequences = (
-        chosen.target.ranks
-        // given.train.sequence_parallel
-        * larger.spec.gradient_accumulation_steps
-        * larger.spec.train.micro_batch
-    )
+    accumulated = larger.spec.gradient_accumulation_steps
+    sequences = larger.spec.replicas * accumulated * larger.spec.train.micro_batch
     yield LargerSteps(
         step_s=step.total_s,
         exposed_optimizer_s=step.exposed_optimizer_s,
@@ -610,5 +573,5 @@ def larger_steps(given: RunSpec, chosen: Assessment) -> Iterator[LargerSteps]:
         tokens=given.data.sequence_length * sequences,
         key=f"train.{key}",
         value=larger.spec.train.tokens_per_step or value,
-        faster=rate(larger) / rate(chosen),
+        faster=larger.rate / chosen.rate,
     )

@@ -8,19 +8,19 @@ from typing import Any
 
 import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Machine
-from so_tui.plan.binding import deepspeed_text
+from so_tui.plan.binding import Gpus, deepspeed_text
 from so_tui.plan.notes import MemoryPool
 from so_tui.plan.plan import Plan, PlanRow, Verdict
-from so_tui.plan.rates import SpeedSource, StepError, network_text
-from so_tui.plan.resources import Gpus, example_tflops
-from so_tui.plan.terms import Confidence, MemoryTerm
+from so_tui.plan.rates import SpeedSource, assumed_network, network_rate_text
+from so_tui.plan.resources import example_tflops
+from so_tui.plan.terms import Confidence, Location, MemoryTerm
 from so_tui.plan.workload import Workload
 from so_tui.spec.run_spec import RunSpec
 from so_tui.trust.text import printable_line, so_tui_command
@@ -55,19 +55,6 @@ def _speed_source_text(source: SpeedSource, mode: str) -> str:
     own = [*(() if same_mode else ("the optimizer",)), *other]
     passes = "forward and backward" if weights == "host" else "forward, backward and memory"
     return f"{text}; {passes} corrected by {probe}{fetched}, {' and '.join(own)} as predicted"
-
-
-def error_text(error: StepError) -> str:
-    """Return ``±12%``, or ``±15% or more`` where no plan was held to measurements."""
-    return f"±{error.share:.0%}" if error.checked else f"±{error.share:.0%} or more"
-
-
-def _step_text(plan: Plan) -> str:
-    """Return ``2.10 s ±12%``; empty without a prediction."""
-    if plan.step_s is None:
-        return ""
-    error = f" {error_text(plan.step_error)}" if plan.step_error else ""
-    return f"{plan.step_s:.2f} s{error}"
 
 
 def _rates_text(source: SpeedSource) -> str:
@@ -199,7 +186,7 @@ is short.
 """
 
 
-def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
+def render_table(rows: Sequence[PlanRow], machine: Machine, width: int) -> RenderableType:
     """Render what this machine can train: a line per model, a column per GPU count, and a legend.
     Narrow terminals get less detail.
     """
@@ -207,7 +194,7 @@ def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     parts: list[RenderableType] = [
         _machine_line(machine),
         Text(),
-        _Grid(rows, machine),
+        _grid(rows, "GPU" if machine.gpus else "rank", width),
         Text(),
         _legend(rows, machine),
     ]
@@ -225,37 +212,26 @@ def render_table(rows: Sequence[PlanRow], machine: Machine) -> RenderableType:
     return Group(*parts)
 
 
-class _Grid:
-    """The table at the width of the terminal. Model names and verdicts are never cut; other columns
-    are left out.
+def _grid(rows: Sequence[PlanRow], unit: str, width: int) -> Table:
+    """Return the table at the width of the terminal. Model names and verdicts are never cut; other
+    columns are left out.
     """
-
-    def __init__(self, rows: Sequence[PlanRow], machine: Machine) -> None:
-        self._rows, self._machine = rows, machine
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unit, width = "GPU" if self._machine.gpus else "rank", options.max_width
-        counts = sorted({count for row in self._rows for count in row.cells})
-        narrow = width < _WITH_FACTS + _WIDE_CELL * len(counts)
-        compact = width < _NAME + _CELL * len(counts)
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-        table.add_column("model", no_wrap=True)
-        if not narrow:
-            table.add_column("parameters", justify="right", no_wrap=True)
-            table.add_column("tokens", justify="right", no_wrap=True)
-        hosts = "".join({f"{row.nodes} x " for row in self._rows if row.nodes > 1})
-        for count in counts:
-            table.add_column(f"{hosts}{plural(count, unit)}", no_wrap=True)
-        for row in self._rows:
-            facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
-            cells = [
-                _cell(row.cells[count], narrow=narrow, compact=compact)
-                if count in row.cells
-                else Text("")
-                for count in counts
-            ]
-            table.add_row(printable_line(row.preset), *facts, *cells)
-        yield table
+    counts = sorted({count for row in rows for count in row.cells})
+    narrow = width < _WITH_FACTS + _WIDE_CELL * len(counts)
+    compact = width < _NAME + _CELL * len(counts)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    table.add_column("model", no_wrap=True)
+    if not narrow:
+        table.add_column("parameters", justify="right", no_wrap=True)
+        table.add_column("tokens", justify="right", no_wrap=True)
+    hosts = "".join({f"{row.nodes} x " for row in rows if row.nodes > 1})
+    for count in counts:
+        table.add_column(f"{hosts}{plural(count, unit)}", no_wrap=True)
+    for row in rows:
+        facts = [] if narrow else [_parameters(row), thousands(row.sequence_length)]
+        cells = [_cell(plan, narrow=narrow, compact=compact) for plan in row.cells.values()]
+        table.add_row(printable_line(row.preset), *facts, *cells)
+    return table
 
 
 def _cell(plan: Plan, *, narrow: bool = False, compact: bool = False) -> Text:
@@ -289,14 +265,14 @@ def render_plan(plan: Plan, machine: Machine) -> RenderableType:
     # the node's.
     own_nodes = len(plan.host_bytes_per_node) == plan.spec.ranks_per_host
     node = min(plan.host_capacity_bytes_per_node.values(), default=None) if own_nodes else None
-    for location, title, capacity in (
-        ("gpu", "each GPU", plan.gpu_capacity_bytes),
-        ("node", "each APU" if plan.one_memory else "host, each rank", node),
-        ("shm", "/dev/shm, whole host", machine.shm_total_bytes),
-        ("disk", "disk, one checkpoint", None),
-    ):
-        found = (term for term in plan.breakdown if term.location == location and term.bytes)
-        if terms := sorted(found, key=lambda term: -term.bytes):
+    shown: dict[Location, tuple[str, int | None]] = {
+        "gpu": ("each GPU", plan.gpu_capacity_bytes),
+        "node": ("each APU" if plan.one_memory else "host, each rank", node),
+        "shm": ("/dev/shm, whole host", machine.shm_total_bytes),
+        "disk": ("disk, one checkpoint", None),
+    }
+    for location, (title, capacity) in shown.items():
+        if terms := plan.largest_terms(location):
             size = disk_size if location == "disk" else memory_size
             total = sum(term.bytes for term in terms)
             parts += [Text(), _heading(title, total, capacity, size), _terms(terms, size)]
@@ -343,7 +319,8 @@ def _headline(plan: Plan) -> Text:
     )
     ranks = plural(plan.gpus, "GPU" if plan.on_gpus else "rank")
     ranks += f" of {spec.nodes} nodes" if spec.nodes > 1 else ""
-    step = f"   {_step_text(plan)} a step" if plan.fits and plan.step_s else ""
+    seconds = plan.step_s if plan.fits else None
+    step = f"   {seconds:.2f} s{plan.step_error_text} a step" if seconds else ""
     return Text.assemble(
         (spec.label, "bold"),
         f" on {ranks}: ",
@@ -384,8 +361,9 @@ def _step(plan: Plan) -> RenderableType:
         why = "this machine's speed is not known" if plan.possible else "it cannot run here"
         return text.append(f"no prediction: {why}")
     said = Text(
-        f"{_step_text(plan)}:   data {step.data_s:.2f}   forward {step.forward_s:.2f}   "
-        f"backward {step.backward_s:.2f}   optimizer exposed {step.exposed_optimizer_s:.2f}"
+        f"{plan.step_s:.2f} s{plan.step_error_text}:   data {step.data_s:.2f}   "
+        f"forward {step.forward_s:.2f}   backward {step.backward_s:.2f}   "
+        f"optimizer exposed {step.exposed_optimizer_s:.2f}"
         f"\n{thousands(round(plan.useful_tokens_per_s_total or 0))} tokens/s, "
         f"{thousands(plan.tokens_per_step)} tokens a step"
     )
@@ -451,20 +429,19 @@ def _machine_line(machine: Machine) -> Text:
 
 def _legend(rows: Sequence[PlanRow], machine: Machine) -> Text:
     _, unit = memory_unit()
-    text = Text.assemble(
-        ("✓", "green"),
-        " fits   ",
-        ("~", "yellow"),
-        " tight   ",
-        ("✗", "red"),
-        " does not fit   ★ recommended"
+    network = machine.network or assumed_network(len(machine.gpus))
+    text = Text()
+    for verdict, sign in _SIGNS.items():
+        text.append(*sign).append(f" {verdict}   ")
+    text.append(
+        "★ recommended"
         "\ngpu: no offload   0.40: offload ratio   16.0k/s: thousand tokens a second"
         f"\n243 > 106: {unit} needed > {unit} there (GPU, host node, memory limit or /dev/shm)",
     )
     for nodes in {row.nodes for row in rows if row.nodes > 1}:
         text.append(
             f"\n{nodes} x 4 GPUs: four GPUs of each of {nodes} hosts like this one; "
-            f"{network_text(machine)}"
+            f"network of {network_rate_text(network)} each"
         )
     for source in _sources(rows):
         text.append(f"\nspeeds are predictions: {source}", "dim")

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from so_tui.model.flops import attention_pairs
-from so_tui.model.profile import norm_bytes, offloaded_bytes, policy_of
-from so_tui.model.shape import WEIGHT_BYTES, bucket_tokens
+from so_tui.model.flops import attention_pairs, recomputed_logits
+from so_tui.model.profile import offloaded_bytes, policy_of
+from so_tui.model.shape import WEIGHT_BYTES, StateLayout, bucket_tokens
 from so_tui.model.sharding import speculating, speculation_bytes
 from so_tui.plan.placement import Placement, keeps_weights_on_host, own_engine
 from so_tui.plan.plan import PlannedRates, StepTime
@@ -52,27 +52,19 @@ WORKER_BYTES = 36
 """The same of its Adam worker: a copy of the fp32 gradient, then AdamW in fp32."""
 
 
-class OffloadedStates(Struct, frozen=True, kw_only=True):
-    """Parameters that one rank updates, by where their optimizer states are."""
-
-    on_cpu: int
-    """Parameters whose optimizer states are in host memory."""
-    last_sub_group: int
-    """Those of the largest sub-group, which the worker can only begin when backward is over."""
-
-
-def exposed_adam_s(states: OffloadedStates, adam_bytes_per_s: float, backward_s: float) -> float:
+def exposed_adam_s(layout: StateLayout, adam_bytes_per_s: float, backward_s: float) -> float:
     """Return how long a step without clipping waits for Adam, and then passes over gradients and
     master weights.
 
     Args:
-        states: What to step.
+        layout: What to step: the worker can only begin with the largest sub-group when backward is
+            over.
         adam_bytes_per_s: Host memory traffic of the worker, and of the passes.
         backward_s: How long the worker has had sub-groups to step.
     """
     worker = WORKER_BYTES / adam_bytes_per_s
-    waits = max(states.last_sub_group * worker, states.on_cpu * worker - backward_s)
-    return waits + states.on_cpu * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
+    waits = max(layout.largest_on("cpu") * worker, layout.cpu_numel * worker - backward_s)
+    return waits + layout.cpu_numel * (UNSCALE_BYTES + SELF_COPY_BYTES) / adam_bytes_per_s
 
 
 BACKWARD_ATTENTION = 2.5
@@ -81,15 +73,7 @@ two.
 """
 
 
-class _Layers(NamedTuple):
-    """Seconds of all layers' forward pass, of their backward pass, and of what that recomputes."""
-
-    forward: float
-    backward: float
-    repeated: float
-
-
-class Pass(Struct, frozen=True, kw_only=True):
+class _Pass(Struct, frozen=True, kw_only=True):
     """Seconds of one micro-batch on the GPU, without waiting for anything."""
 
     forward_s: float
@@ -106,7 +90,7 @@ class Pass(Struct, frozen=True, kw_only=True):
 # what a forward waits for them.
 
 
-class Update(NamedTuple):
+class _Update(NamedTuple):
     """One sub-group's way through the Adam worker. Time 0 is the end of backward."""
 
     begin: float
@@ -119,7 +103,7 @@ class Update(NamedTuple):
 
 
 def _arrivals(
-    updates: Iterable[Update], h2d_bytes_per_s: float, copy_latency_s: float
+    updates: Iterable[_Update], h2d_bytes_per_s: float, copy_latency_s: float
 ) -> list[tuple[float, float]]:
     """Return (when a forward first uses it, seconds at which its new weights are on the GPU) of
     each sub-group.
@@ -132,7 +116,7 @@ def _arrivals(
         copy_latency_s: From the end of a sub-group's Adam until the copy of its weights begins.
     """
     coming = sorted(updates, key=attrgetter("ready_s"), reverse=True)
-    ready: list[tuple[float, int, Update]] = []
+    ready: list[tuple[float, int, _Update]] = []
     worker = copies = float("-inf")
     found = []
     while coming or ready:
@@ -148,7 +132,7 @@ def _arrivals(
 
 
 def _weight_wait_s(
-    updates: Iterable[Update],
+    updates: Iterable[_Update],
     h2d_bytes_per_s: float,
     copy_latency_s: float,
     forward_s: float,
@@ -231,7 +215,7 @@ class StepModel:
         return 2 * layout.parameters * (layout.ranks - 1) / layout.ranks / min(rates)
 
     @cached_property
-    def one_pass(self) -> Pass:
+    def one_pass(self) -> _Pass:
         """Forward with the loss, which forms its gradients there, and backward with what it
         recomputes.
 
@@ -240,7 +224,7 @@ class StepModel:
         """
         use, placement, gather_s = self.use, self.placement, self.all_gather_s
         ranks, launches = placement.layout.ranks, use.forward_launches_per_layer
-        layers_s, fetched_s = self._layers_s(), self.fetched_weights_s
+        (layers_s, layers_back_s), fetched_s = self._layers_s(), self.fetched_weights_s
         overhead_s = placement.profile.architecture.layers * self.speed.layer_launch_overhead_of(
             ranks
         )
@@ -248,13 +232,13 @@ class StepModel:
         # Selective recomputation runs all of a layer's Python again, and skips its products.
         again = 0.0 if policy_of(placement.spec.model) == "none" else launches
         forward = max(
-            layers_s.forward + use.all_gather_share * gather_s,
+            layers_s + use.all_gather_share * gather_s,
             gather_s + fetched_s,
             (launches + gathering) * overhead_s,
         )
         python = (use.backward_launches_per_layer + again + gathering) * overhead_s
         backward = max(
-            layers_s.backward + layers_s.repeated + 2 * use.all_gather_share * gather_s,
+            layers_back_s + 2 * use.all_gather_share * gather_s,
             2 * gather_s + fetched_s,
             python,
         )
@@ -262,15 +246,17 @@ class StepModel:
         # there.
         waits = max(0.0, self.kept_copies_s(self.speed.d2h_bytes_per_s) - forward)
         waits_back = max(0.0, self.kept_copies_s(self.speed.h2d_bytes_per_s) + fetched_s - backward)
-        return Pass(
+        return _Pass(
             forward_s=forward + waits + self._loss_s(),
             backward_s=backward + waits_back,
             backward_python_s=python,
             exposed_copies_s=waits + waits_back,
         )
 
-    def _layers_s(self) -> _Layers:
-        """Return the seconds of all layers' forward, their backward, and what it recomputes."""
+    def _layers_s(self) -> tuple[float, float]:
+        """Return the seconds of all layers' forward, and of their backward with what it
+        recomputes.
+        """
         placement, use, tokens = self.placement, self.use, self._computed_tokens
         profile, flops = placement.profile, placement.profile.flops
         shape, policy = profile.architecture, policy_of(placement.spec.model)
@@ -293,14 +279,12 @@ class StepModel:
             "none": 0.0,
         }
         if placement.tiled:  # tiles of feed-forward blocks compute norms again
-            norms = 0 if profile.fused else norm_bytes(shape, fused=False)
+            norms = 0 if profile.fused else profile.norm_bytes
             in_tiles = tokens * shape.layers * norms / self._moved_bytes_per_s
         exchange = self._exchange_s()
-        return _Layers(
-            forward=products + elementwise + attention_forward + exchange,
-            backward=2 * (products + elementwise) + attention_backward + exchange + in_tiles,
-            repeated=repeated[policy] + (exchange if policy != "none" else 0.0),
-        )
+        backward = 2 * (products + elementwise) + attention_backward + exchange + in_tiles
+        again = repeated[policy] + (exchange if policy != "none" else 0.0)
+        return products + elementwise + attention_forward + exchange, backward + again
 
     def _exchange_s(self) -> float:
         """Return the seconds of trading tokens for heads and back in one pass over all layers,
@@ -376,7 +360,7 @@ class StepModel:
     def _loss_s(self) -> float:
         profile, use = self.placement.profile, self.use
         shape, trained = profile.architecture, self.placement.tokens * self.workload.trained_share
-        again = 2.0 * profile.recomputed_logits(int(trained)) * shape.hidden
+        again = 2.0 * recomputed_logits(int(trained), shape.vocabulary) * shape.hidden
         # The head's products are dense in any model.
         products = 6.0 * trained * profile.flops.head_parameters + again
         moved = trained * shape.vocabulary * use.loss_bytes_per_logit
@@ -481,9 +465,8 @@ class StepModel:
         elif self._clipped:
             adam_s = numel * (UNSCALE_BYTES + use.deepspeed_clipped_adam_bytes) / rate
         else:
-            states = OffloadedStates(on_cpu=numel, last_sub_group=layout.largest_on("cpu"))
             backward_s = self.one_pass.backward_s + self._deepspeed_copies_s
-            adam_s = exposed_adam_s(states, rate, backward_s)
+            adam_s = exposed_adam_s(layout, rate, backward_s)
         # Master weights are cast on the host and copied from pageable memory.
         if (cast_rate := self.speed.cast_h2d_bytes_per_s) is not None:
             return on_gpu + adam_s + 2 * numel / cast_rate
@@ -534,7 +517,7 @@ class StepModel:
             summing_s = ACCUMULATE_BYTES * next(summed, 0) / self._adam_bytes_per_s
         return self.use.norm_s + summing_s
 
-    def _updates(self, norm_s: float) -> Iterator[Update]:
+    def _updates(self, norm_s: float) -> Iterator[_Update]:
         """Yield the way of each offloaded sub-group through the worker."""
         placement, use, rate = self.placement, self.use, self._adam_bytes_per_s
         spans = placement.compute_spans
@@ -551,9 +534,9 @@ class StepModel:
                 copied_s = 2 * group.numel / self.speed.d2h_bytes_per_s
                 ready_s, bytes_per_s = -begin * self.one_pass.backward_s + copied_s, beside_backward
             returned = 0 if placement.host_weights else 2 * group.numel
-            yield Update(begin, ready_s, step_bytes * group.numel / bytes_per_s, returned)
+            yield _Update(begin, ready_s, step_bytes * group.numel / bytes_per_s, returned)
 
-    def _early_stepped_s(self, updates: Sequence[Update], norm_s: float) -> float:
+    def _early_stepped_s(self, updates: Sequence[_Update], norm_s: float) -> float:
         """Return when the worker has stepped what does not wait for the norm of accumulated
         gradients.
 

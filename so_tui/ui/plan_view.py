@@ -18,8 +18,7 @@ from so_tui.units import memory_size as memory
 
 if TYPE_CHECKING:
     from so_tui.plan.plan import Plan
-    from so_tui.plan.rates import StepError
-    from so_tui.plan.terms import Location, MemoryTerm
+    from so_tui.plan.terms import Location
     from so_tui.spec import RunSpec
 
 
@@ -58,7 +57,7 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
     texts = [mode]
     if plan.fits:
         if plan.step_s:
-            texts.append(f"step {duration(plan.step_s)}{step_error_text(plan.step_error)}")
+            texts.append(f"step {duration(plan.step_s)}{plan.step_error_text}")
         if plan.useful_tokens_per_s_total:
             texts.append(f"{rate(plan.useful_tokens_per_s_total)} tokens/s")
         if plan.model_tflops_per_gpu:
@@ -72,13 +71,6 @@ def headline(plan: Plan, width: int, before: Content | None = None) -> Content:
         found.append(wrapped([*facts[:-1], last], width, gap))
     wide, close = found
     return in_rows(close if len(close) < len(wide) else wide)
-
-
-def step_error_text(error: StepError | None) -> str:
-    """Return ` ±12%`, behind a predicted step; empty where its error is not known."""
-    from so_tui.plan.show import error_text
-
-    return f" {error_text(error)}" if error else ""
 
 
 def whole(plan: Plan, command: str, width: int, *, plain: bool = False) -> Content:
@@ -129,12 +121,13 @@ def _beside_each_other(
 def launch_facts(plan: Plan) -> list[Content]:
     """Return the lines of the question before a launch."""
     partition = plan.spec.slurm.partition
+    tokens = f"{thousands(plan.tokens_per_step)} tokens a step"
     return [
         *_remote_code_lines(plan),
         headline(plan, DIALOG),
         *_memory_lines(plan, DIALOG),
         Content(f"{_run_length(plan.spec)} on {data_name(plan.spec)}"),
-        Content(", ".join(filter(None, (tokens_per_step(plan), run_duration(plan))))),
+        Content(", ".join(filter(None, (tokens, run_duration(plan))))),
         *(
             [Content.assemble("In a job on Slurm partition ", (partition, "bold"))]
             if partition
@@ -238,17 +231,11 @@ def summary(plan: Plan, width: int, *, plain: bool = False) -> list[Content]:
         lines.insert(2 if plan.gpu_bytes else 1, _labelled("", shared_out))
     if plan.gpu_bytes or plan.one_memory:
         location: Location = "node" if plan.one_memory else "gpu"
-        terms = [(term.name, term.bytes) for term in _largest_first(plan, location)]
+        terms = [(term.name, term.bytes) for term in plan.largest_terms(location)]
         lines.insert(1, _labelled("", _named_sizes(terms, width - LABEL)))
     lines += _step_lines(plan, width, plain=plain) + _reason_lines(plan, width)
     binding = _binding_lines(plan)
     return lines + [_labelled("binding" if line is binding[0] else "", line) for line in binding]
-
-
-def _largest_first(plan: Plan, location: Location) -> list[MemoryTerm]:
-    """Return the terms of one location, largest first."""
-    terms = (term for term in plan.breakdown if term.location == location and term.bytes > 0)
-    return sorted(terms, key=lambda term: -term.bytes)
 
 
 def _host_parts(plan: Plan) -> dict[str, int]:
@@ -320,7 +307,7 @@ def _terms_table(plan: Plan, location: Location, width: int) -> list[Content]:
     """Return every term with its confidence, largest first, and its share as a small bar where the
     names leave room for it.
     """
-    shown = _largest_first(plan, location)
+    shown = plan.largest_terms(location)
     if not shown:
         return []
     longest, others = max(len(term.name) for term in shown), len(" 117.0 GiB  measured")
@@ -357,11 +344,6 @@ def _binding_lines(plan: Plan) -> list[Content]:
             Content(f"rank {rank.rank}   {gpu}   {node}   cores {cpu_ranges(rank.cpus)}{adam}")
         )
     return lines
-
-
-def tokens_per_step(plan: Plan) -> str:
-    """Return ``131,072 tokens a step``."""
-    return f"{thousands(plan.tokens_per_step)} tokens a step"
 
 
 def run_duration(plan: Plan) -> str:

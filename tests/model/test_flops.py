@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from so_tui.model.flops import (
     Flops,
-    _seed_flops_per_sequence,
     attention_pairs,
     flops_for,
     flops_of,
@@ -226,15 +225,12 @@ def test_a_config_without_a_shape_names_every_missing_key() -> None:
 
 def test_published_formula_counts_padding() -> None:
     # 2 c P L + 4 c layers hidden L^2, c = 4
-    assert (
-        _seed_flops_per_sequence(10**9, 32, 4096, 4096, checkpointing=True)
-        == 8e9 * 4096 + 16 * 32 * 4096 * 4096**2
-    )
     shape = architecture(PRESETS["llama-3.1-8b"].spec.model.config)
-    per_sequence = _seed_flops_per_sequence(8_030_261_248, 32, 4096, 4096, checkpointing=True)
-    assert seed_tflops_total(
-        8_030_261_248, shape, 4096, 8, 2.0, checkpointing=True
-    ) == pytest.approx(4 * per_sequence / 1e12)
+    assert (shape.layers, shape.hidden) == (32, 4096)
+    per_sequence = 8e9 * 4096 + 16 * 32 * 4096 * 4096**2
+    assert seed_tflops_total(10**9, shape, 4096, 8, 2.0, checkpointing=True) == pytest.approx(
+        4 * per_sequence / 1e12
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from so_tui.model.profile import profile_of
 from so_tui.plan.measured import (
     STEP_PARTS,
     Figures,
@@ -16,12 +17,11 @@ from so_tui.plan.measured import (
     Rates,
     _path_of,
     calibration_of,
-    model_key,
     store,
 )
 from so_tui.plan.plan import Plan, StepTime
 from so_tui.plan.planner import make_plan, recommend
-from so_tui.plan.rates import Calibrated, digest, published_speed
+from so_tui.plan.rates import DIGEST, Calibrated, published_speed
 from so_tui.plan.show import _speed_source_text
 from so_tui.plan.terms import TermKind
 from so_tui.plan.workload import Workload
@@ -124,14 +124,14 @@ def probe_of(factor: float, more_gb: float) -> Probe:
     )
     return Probe(
         measured="2026-11-21T10:00:00+00:00",
-        model=model_key(SPEC.model),
+        model=profile_of(SPEC.model).key,
         mode="superoffload",
         ranks=1,
         settings="superoffload 0.90",
         workload=Workload(attended_tokens=300.0, trained_share=0.5, useful_share=0.98),
         predicted=predicted,
         actual=actual,
-        constants=digest(),
+        constants=DIGEST,
         step_parts=STEP_PARTS,
     )
 

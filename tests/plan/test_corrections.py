@@ -7,11 +7,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from so_tui.model.profile import profile_of
 from so_tui.plan.fit import assess, fetching_of, step_model, target_of
-from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, Rates, model_key, store
+from so_tui.plan.measured import STEP_PARTS, Figures, Passes, Probe, Rates, store
 from so_tui.plan.plan import StepTime
 from so_tui.plan.planner import make_plan
-from so_tui.plan.rates import digest
+from so_tui.plan.rates import DIGEST
 from so_tui.plan.show import _speed_source_text
 from so_tui.plan.step_time import StepModel
 from so_tui.plan.workload import Workload
@@ -98,14 +99,14 @@ def probe_of(
     )
     return Probe(
         measured="2026-11-21T10:00:00+00:00",
-        model=model_key(spec.model),
+        model=profile_of(spec.model).key,
         mode="superoffload",
         ranks=1,
         settings=f"{spec.micro_batch_tokens} tokens, weights {spec.offload.parameters}",
         workload=WORKLOAD,
         predicted=predicted,
         actual=actual,
-        constants=digest(),
+        constants=DIGEST,
         step_parts=STEP_PARTS,
         host_weights=fetches,
         computing=computing(spec) if fetches else None,

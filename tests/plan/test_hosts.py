@@ -77,6 +77,6 @@ def test_the_table_of_several_hosts_says_so() -> None:
     rows = plan_table([CATALOG.presets["llama-3.3-70b"]], named_machine("gh200-quad-120"), nodes=3)
     assert [(row.nodes, sorted(row.cells)) for row in rows] == [(3, [1, 2, 4])]
     assert [plan.gpus for plan in rows[0].cells.values()] == [3, 6, 12]
-    text = shown(render_table(rows, named_machine("gh200-quad-120")), 100)
+    text = shown(render_table(rows, named_machine("gh200-quad-120"), 100), 100)
     assert "3 x 4 GPUs" in text
     assert "800 Gb/s" in text

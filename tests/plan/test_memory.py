@@ -6,15 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.model.profile import (
-    _block_bytes,
-    _expert_peak_bytes,
-    _expert_stored_bytes,
-    _stored_bytes,
+    ModelProfile,
     profile_of,
 )
 from so_tui.model.shape import Parameter, StateLayout, architecture
 from so_tui.plan.gpu_memory import _all_terms, _phase_bytes, memory_terms
-from so_tui.plan.host_memory import GradientBlocks, _gradient_blocks
+from so_tui.plan.host_memory import _gradient_blocks, _GradientBlocks
 from so_tui.plan.placement import Placement
 from so_tui.plan.planner import make_plan
 from so_tui.plan.terms import MemoryTerm, TermKind
@@ -256,7 +253,9 @@ def test_keeping_more_takes_more(name: str) -> None:
 def test_what_is_kept_of_experts_is_what_a_token_meets_of_them() -> None:
     """Gate and up, and 16 B for its place with each; only the trainer's own path can keep them."""
     shape = architecture(PRESETS["qwen3-30b-a3b"].spec.model.config)
-    fused, plain = (_stored_bytes(shape, "selective", fused=fused) for fused in (True, False))
+    fused, plain = (
+        ModelProfile((), shape, fused, False).stored_bytes("selective") for fused in (True, False)
+    )
     assert fused - plain == 2 * 2 * 8 * 768 + 16 * 8
 
 
@@ -268,14 +267,15 @@ def test_the_rows_of_experts_are_counted_as_torch_holds_them(name: str, width: i
     shape = architecture(PRESETS[name].spec.model.config)
     rows, f = shape.experts_per_token * shape.hidden, shape.active_intermediate
     router = 8 * shape.experts
-    plain, fused = (_expert_stored_bytes(shape, fused=fused) for fused in (False, True))
-    plain_peak, fused_peak = (_expert_peak_bytes(shape, fused=fused) for fused in (False, True))
+    profiles = [ModelProfile((), shape, fused, False) for fused in (False, True)]
+    plain, fused = (profile._expert_stored_bytes for profile in profiles)
+    plain_peak, fused_peak = (profile._expert_peak_bytes for profile in profiles)
     assert plain == 4 * rows + width * f + router
     assert plain_peak == plain + 6 * rows
     assert fused == 2 * rows + 6 * f + router
     assert fused < fused_peak < plain_peak
     # Backward of a layer holds what the layer keeps, and more.
-    assert _block_bytes(shape, fused=True) > _stored_bytes(shape, "none", fused=True)
+    assert profiles[1].block_bytes > profiles[1].stored_bytes("none")
 
 
 GRADIENTS = 1_000_000
@@ -284,7 +284,7 @@ GRADIENTS = 1_000_000
 
 def blocks_of(
     numels: list[int], on_gpu: int, partition: int, *, rounded: bool = True
-) -> GradientBlocks:
+) -> _GradientBlocks:
     parameters = [Parameter(f"{index}", numel, True) for index, numel in enumerate(numels)]
     layout = layout_of(parameters, 1, GRADIENTS, 1.0)
     groups = tuple(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -31,7 +33,7 @@ from so_tui.plan.planner import make_plan, plan_table, recommend
 from so_tui.plan.rates import ALIKE, Calibrated, about_as_fast, clearly_faster
 from so_tui.plan.reasons import choices
 from so_tui.plan.resources import resources_of
-from so_tui.plan.search import best_settings, rate
+from so_tui.plan.search import best_settings
 from so_tui.plan.show import command_of, plans_json
 from so_tui.plan.workload import Seen, Workload, _path_of, remember
 from so_tui.spec import with_values
@@ -236,9 +238,9 @@ def test_what_is_recommended_is_about_as_fast_as_the_fastest(name: str, machine:
         fitting = [found for found in tried if found.verdict == "fits"]
         if not fitting or not chosen.step:
             continue
-        fastest = max(fitting, key=rate)
-        assert not clearly_faster(rate(fastest), rate(chosen))
-        if rate(fastest) > rate(chosen):
+        fastest = max(fitting, key=attrgetter("rate"))
+        assert not clearly_faster(fastest.rate, chosen.rate)
+        if fastest.rate > chosen.rate:
             kept = spec.train.micro_batch
             mine, theirs = (
                 (
@@ -337,7 +339,9 @@ def test_what_is_tight_says_how_many_gpus_keep_the_margin() -> None:
 
 def test_other_cores_and_gpus_are_planned_for_the_same_data() -> None:
     data = Workload(attended_tokens=200.0, trained_share=0.5)
-    target = target_of(spec_of("tiny", gpus="1"), QUAD, workload=data).on(2, 0.8)
+    target = target_of(spec_of("tiny", gpus="1"), QUAD, workload=data).on(
+        spec_of("tiny", gpus="2", offload__cpu_adam_cores_fraction="0.8")
+    )
     assert (target.workload, target.ranks) == (data, 2)
 
 

@@ -115,7 +115,7 @@ def test_sizes_have_the_units_of_the_user(
 def test_the_table_never_cuts_a_name_or_a_verdict(machine: Machine) -> None:
     rows = plan_table(list(CATALOG.presets.values()), machine)
     for width in (80, 120, 160):
-        text = shown(render_table(rows, machine), width)
+        text = shown(render_table(rows, machine, width), width)
         assert "…" not in text
         assert all(name in text for name in CATALOG.presets)
         assert all(len(line) <= width for line in text.splitlines())
@@ -150,7 +150,7 @@ def test_table_names_a_source_of_rates_once() -> None:
     )
     cells = {count: replace(plan, speed_source=corrected) for count, plan in rows[1].cells.items()}
     probed = replace(rows[1], cells=cells | {1: rows[1].cells[1]})
-    text = " ".join(shown(render_table([differing, probed, rows[2]], QUAD), 120).split())
+    text = " ".join(shown(render_table([differing, probed, rows[2]], QUAD, 120), 120).split())
     assert text.count("speeds are predictions") == text.count(_rates_text(source)) == 1
     usual = _workload_text(None)
     assert (

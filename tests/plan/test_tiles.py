@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from so_tui.model.profile import MLP_TILE_TOKENS, tile_bytes
+from so_tui.model.profile import MLP_TILE_TOKENS, ModelProfile
 from so_tui.model.shape import architecture
 from so_tui.plan.fit import assess, target_of
 from so_tui.plan.gpu_memory import _all_terms
@@ -63,8 +63,8 @@ def test_norms_cost_no_more_outside_their_tile(
 def test_larger_tile_of_norms_counts() -> None:
     config = spec_of("qwen3-4b-random").model.config
     shape = architecture(config | {"intermediate_size": HIDDEN})
-    assert tile_bytes(shape, fused=False) == 28 * HIDDEN
-    assert tile_bytes(shape, fused=True) == 10 * HIDDEN
+    assert ModelProfile((), shape, False, False).tile_bytes == 28 * HIDDEN
+    assert ModelProfile((), shape, True, False).tile_bytes == 10 * HIDDEN
 
 
 def test_tiles_cost_a_product_in_backward_and_again_the_norms() -> None:

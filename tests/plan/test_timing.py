@@ -20,7 +20,7 @@ from so_tui.plan.placement import Placement
 from so_tui.plan.plan import Plan
 from so_tui.plan.planner import make_plan
 from so_tui.plan.rates import AttentionRate, Speed, _rate_at, constants, published_speed
-from so_tui.plan.step_time import Pass, StepModel, Update, _arrivals, _weight_wait_s
+from so_tui.plan.step_time import StepModel, _arrivals, _Pass, _Update, _weight_wait_s
 from so_tui.plan.workload import Workload
 from so_tui.spec import load_catalog, with_values
 from tests.support.machines import x86
@@ -232,7 +232,7 @@ def test_weights_are_waited_for_one_sub_group_at_a_time() -> None:
     def wait_s(adam_s: float, *ready_s: float) -> float:
         """Of equal parts of a model whose forward takes 1 s."""
         updates = [
-            Update(part / len(ready_s), ready, adam_s, 0) for part, ready in enumerate(ready_s)
+            _Update(part / len(ready_s), ready, adam_s, 0) for part, ready in enumerate(ready_s)
         ]
         return _weight_wait_s(updates, 1e30, 0.0, forward_s=1.0, forward_begins_s=0.0)
 
@@ -250,10 +250,10 @@ def test_the_worker_takes_what_forward_uses_first() -> None:
     and the first to be used overtakes.
     """
     quarters = [
-        Update(0.75, -1.5, 1.0, 0),
-        Update(0.5, -1.0, 1.0, 0),
-        Update(0.25, -0.5, 1.0, 0),
-        Update(0.0, 0.0, 1.0, 0),
+        _Update(0.75, -1.5, 1.0, 0),
+        _Update(0.5, -1.0, 1.0, 0),
+        _Update(0.25, -0.5, 1.0, 0),
+        _Update(0.0, 0.0, 1.0, 0),
     ]
     found = dict(_arrivals(quarters, 1e30, 0.0))
     assert found == {0.75: -0.5, 0.25: 0.5, 0.0: 1.5, 0.5: 2.5}
@@ -287,7 +287,7 @@ def test_what_is_computed_anew_is_launched_anew() -> None:
 def test_gathering_takes_from_what_computes() -> None:
     use = constants().step
 
-    def pass_of(sequence_length: str, gather_s: float) -> Pass:
+    def pass_of(sequence_length: str, gather_s: float) -> _Pass:
         spec = with_values(
             SPEC,
             {"data.sequence_length": sequence_length, "model.activation_checkpointing": "none"},

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.machine.types import Machine
-from so_tui.plan.fit import Demand, _judge, best, target_of
+from so_tui.plan.fit import _Demand, _judge, best, target_of
 from so_tui.plan.notes import (
     AllOnGpu,
     AmdGpu,
@@ -261,7 +261,7 @@ def test_nodes_with_the_same_figures_share_a_shortage() -> None:
     gib = 2**30
     needs = {0: 200 * gib + gib // 3} | dict.fromkeys((1, 2, 3), 200 * gib)
     has = {node: 111 * gib + node for node in range(4)}
-    demand = Demand(gpu_bytes=0, node_bytes=needs, shm_bytes=0)
+    demand = _Demand(gpu_bytes=0, node_bytes=needs, shm_bytes=0)
     supply = Supply(gpu_bytes=None, node_bytes=has, shm_bytes=None, limit_bytes=None)
     (shortage,) = _judge(demand, supply)[1]
     assert (shortage.pool, shortage.nodes) == ("node", (0, 1, 2, 3))
@@ -270,7 +270,7 @@ def test_nodes_with_the_same_figures_share_a_shortage() -> None:
 
 def test_a_limit_of_memory_counts_all_nodes_together() -> None:
     gib = 2**30
-    demand = Demand(gpu_bytes=0, node_bytes={0: 60 * gib, 1: 50 * gib}, shm_bytes=0)
+    demand = _Demand(gpu_bytes=0, node_bytes={0: 60 * gib, 1: 50 * gib}, shm_bytes=0)
     has = dict.fromkeys((0, 1), 200 * gib)
     supply = Supply(gpu_bytes=None, node_bytes=has, shm_bytes=None, limit_bytes=100 * gib)
     verdict, (shortage,) = _judge(demand, supply)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedModel
 
-from so_tui.model.profile import _stored_bytes
+from so_tui.model.profile import ModelProfile
 from so_tui.model.shape import architecture
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.model import attention, checkpointing, fused
@@ -256,13 +256,12 @@ def test_plans_count_kept_queries_and_keys(model_type: str) -> None:
     found = {product.untyped_storage().data_ptr() in saved for product in products}
 
     shape = architecture(causal.config.to_dict())
-    normed = replace(shape, model_type="qwen3")
-    least = _stored_bytes(normed, "none", fused=True) - 2 * (
-        shape.query_width + shape.key_value_width
+    own, normed = (
+        ModelProfile((), like, True, False).stored_bytes("none")
+        for like in (shape, replace(shape, model_type="qwen3"))
     )
-    assert _stored_bytes(shape, "none", fused=True) == (
-        _stored_bytes(normed, "none", fused=True) if found == {True} else least
-    )
+    least = normed - 2 * (shape.query_width + shape.key_value_width)
+    assert own == (normed if found == {True} else least)
     assert len(found) == 1
 
 

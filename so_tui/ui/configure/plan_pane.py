@@ -18,7 +18,7 @@ from so_tui.ui import plan_view
 from so_tui.ui.form import RATIO, Choice, Strip, problem_text
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.messages import Planned
-from so_tui.ui.plan_view import SIGNS, STYLES, step_error_text
+from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.run_rows import bars
 from so_tui.ui.text import Content, in_rows, shows_ascii
 from so_tui.units import duration, memory_of, plural
@@ -50,6 +50,8 @@ class WhatIf(StyledLines, can_focus=True):
     """
 
     ALLOW_SELECT = False  # dragging chooses values
+    strips: tuple[Strip, ...] = ()
+    _marked = 0
     _dragged: int | None = None
     """The strip on which the mouse button is held."""
 
@@ -59,11 +61,6 @@ class WhatIf(StyledLines, can_focus=True):
 
         path: str
         value: float
-
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.strips: tuple[Strip, ...] = ()
-        self._marked = 0
 
     def show(self, strips: tuple[Strip, ...]) -> None:
         """Show these strips; none hides the panel."""
@@ -192,7 +189,7 @@ def _figures(choice: Choice, width: int) -> Content:
     if plan.verdict == "does not fit":
         step = f" {plan.verdict}"
     elif plan.step_s:
-        step = f" step {duration(plan.step_s)}{step_error_text(plan.step_error)}"
+        step = f" step {duration(plan.step_s)}{plan.step_error_text}"
     sign = SIGNS[plan.verdict], STYLES[plan.verdict]
     line = Content.assemble(f"    {choice.value:.2f}  ", sign, step)
     pieces = []
@@ -218,10 +215,7 @@ class PlanPanel(Vertical):
     what_if = getters.query_one(WhatIf)
     _verdict = getters.query_one("#verdict", Static)
     _text = getters.query_one("#plan-text", Static)
-
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        self._planned: Planned | None = None
-        super().__init__(id=id, classes=classes)
+    _planned: Planned | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(id="verdict")
