@@ -1,5 +1,5 @@
 """What a chart can show: one or several numbers of the step records or of the samples, with their
-title, unit and way of writing.
+title, unit and way of writing (``chart_metrics.toml``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,11 +27,6 @@ EVALUATIONS = "evaluation"
 """Key of the metric that has no field of the step records: evaluations are records of their own."""
 
 
-def whole(value: float) -> str:
-    """Return ``1,755``."""
-    return thousands(round(value))
-
-
 def _speed(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
     unit = f"TFLOPS/{'GPU' if on_gpus else 'rank'}"
     if latest is None:
@@ -40,316 +35,32 @@ def _speed(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
     return [unit if roomy else "TFLOPS", f"{rate(latest.useful_tokens_per_s_total)} tok/s", *mfu]
 
 
-STEP_METRICS: tuple[Metric, ...] = (
-    Metric(
-        "loss",
-        "loss",
-        "mean cross-entropy of the trained tokens, with evaluations",
-        ("loss",),
-        smoothing="mean",
-        leads=True,
-    ),
-    Metric(
-        "throughput",
-        "throughput",
-        "model TFLOPS, without recomputation",
-        ("model_tflops_per_gpu",),
-        zero=True,
-        role="gpu",
-        narrow_title="speed",
-        notes=_speed,
-    ),
-    Metric(
-        "norm",
-        "gradient norm",
-        "before clipping",
-        ("gradient_norm",),
-        smoothing="mean",
-        notes=lambda latest, on_gpus, roomy: (
-            [f"learning rate {significant(latest.learning_rate)}"] if latest else []
-        ),
-    ),
-    Metric(
-        "learning-rate",
-        "learning rate",
-        "of the optimizer step",
-        ("learning_rate",),
-        smoothing="never",
-    ),
-    Metric(
-        "parts",
-        "parts of a step",
-        "data, forward, backward and exposed optimizer",
-        ("data_s", "forward_s", "backward_s", "exposed_optimizer_s"),
-        unit="s",
-        zero=True,
-        smoothing="never",
-        roles=("data", "forward", "backward", "exposed"),
-        names=("data", "forward", "backward", "exposed"),
-    ),
-    Metric(
-        "tokens",
-        "tokens/s",
-        "useful tokens of all GPUs",
-        ("useful_tokens_per_s_total",),
-        format_value=rate,
-        zero=True,
-    ),
-    Metric(
-        "mfu",
-        "MFU",
-        "share of the GPU's dense bf16 peak",
-        ("mfu",),
-        format_value=percent,
-        zero=True,
-        role="gpu",
-    ),
-    Metric(
-        "gpu-memory",
-        "GPU memory",
-        "largest reserved memory of any GPU so far",
-        ("gpu_memory_peak_bytes",),
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(
-        "host-memory",
-        "host memory",
-        "of the ranks and Adam workers of all hosts",
-        ("host_memory_bytes",),
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(EVALUATIONS, "evaluation loss", "on data that is held out", smoothing="never"),
-    Metric("step", "step time", "from the end of the step before", ("step_s",), "s", zero=True),
-    Metric("data", "data", "waiting for the next batch", ("data_s",), "s", zero=True, role="data"),
-    Metric(
-        "forward",
-        "forward",
-        "of all micro-batches of a step",
-        ("forward_s",),
-        "s",
-        zero=True,
-        role="forward",
-    ),
-    Metric(
-        "backward",
-        "backward",
-        "of all micro-batches of a step",
-        ("backward_s",),
-        "s",
-        zero=True,
-        role="backward",
-    ),
-    Metric(
-        "exposed",
-        "exposed optimizer",
-        "what the GPU waits for Adam",
-        ("exposed_optimizer_s",),
-        "s",
-        zero=True,
-        role="exposed",
-    ),
-    Metric("other", "other time", "the rest of a step", ("other_s",), "s", zero=True),
-    Metric(
-        "adam",
-        "Adam time",
-        "how long the Adam worker computed",
-        ("adam_busy_s",),
-        "s",
-        zero=True,
-        role="adam",
-    ),
-    Metric(
-        "adam-rate",
-        "Adam traffic",
-        "host memory traffic while it computes",
-        ("adam_bytes_per_s",),
-        "GB/s",
-        per=1e9,
-        zero=True,
-        role="adam",
-    ),
-    Metric(
-        "redone",
-        "redone steps",
-        "clipped and taken again, in this attempt so far",
-        ("redone_steps",),
-        zero=True,
-        smoothing="never",
-    ),
-    Metric(
-        "kept",
-        "kept steps",
-        "taken before the norm was known, and final",
-        ("kept_steps",),
-        zero=True,
-        smoothing="never",
-    ),
-    Metric(
-        "skipped",
-        "skipped steps",
-        "not taken, as a gradient was not finite",
-        ("skipped_steps",),
-        zero=True,
-        smoothing="never",
-    ),
-    Metric("useful", "useful tokens", "of a step, without padding", ("useful_tokens",), zero=True),
-    Metric(
-        "trained",
-        "trained tokens",
-        "of a step, those that carry loss",
-        ("trained_tokens",),
-        zero=True,
-    ),
-    Metric(
-        "hardware",
-        "hardware TFLOPS",
-        "with recomputation and padding",
-        ("hw_tflops_per_gpu",),
-        zero=True,
-        role="gpu",
-    ),
-    Metric(
-        "example",
-        "DeepSpeed TFLOPS",
-        "by its example's formula, all GPUs, as published",
-        ("seed_tflops_total",),
-        zero=True,
-        role="gpu",
-    ),
-    Metric(
-        "router", "router loss", "load balance of the experts", ("router_loss",), smoothing="mean"
-    ),
-    Metric(
-        "slowest",
-        "slowest rank",
-        "the rank that took longest",
-        ("slowest_rank",),
-        zero=True,
-        smoothing="never",
-    ),
+def _learning_rate(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
+    return [f"learning rate {significant(latest.learning_rate)}"] if latest else []
+
+
+_CODE: dict[str, dict[str, Any]] = {
+    "throughput": {"notes": _speed},
+    "norm": {"notes": _learning_rate},
+    "tokens": {"format_value": rate},
+    "mfu": {"format_value": percent},
+    "gpu-clock": {"format_value": lambda value: thousands(round(value))},
+}
+"""What a metric has besides plain values."""
+_ROWS: dict[str, dict[str, Any]] = msgspec.toml.decode(
+    Path(__file__).with_suffix(".toml").read_bytes()
 )
-HARDWARE: tuple[Metric, ...] = (
+METRICS = tuple(
     Metric(
-        "gpu-busy",
-        "GPU busy",
-        "share of the time in which a kernel runs",
-        samples=("gpu.busy_percent",),
-        unit="%",
-        zero=True,
-        ceiling=100,
-        role="gpu",
-    ),
-    Metric(
-        "gpu-power",
-        "GPU power",
-        "with the limit that the driver enforces",
-        samples=("gpu.power_w",),
-        limit="gpu.power_limit_w",
-        unit="W",
-        zero=True,
-        role="gpu",
-    ),
-    Metric(
-        "gpu-clock",
-        "GPU clock",
-        "▼ marks where power or heat hold it down",
-        samples=("gpu.clock_mhz",),
-        marked="gpu.throttled",
-        unit="MHz",
-        format_value=whole,
-        role="gpu",
-    ),
-    Metric(
-        "gpu-temperature",
-        "GPU temperature",
-        "of the die",
-        samples=("gpu.temperature_c",),
-        unit="°C",
-        role="gpu",
-    ),
-    Metric(
-        "gpu-used",
-        "GPU memory in use",
-        "by any process, as the driver counts",
-        samples=("gpu.memory_used_bytes",),
-        limit="gpu.memory_total_bytes",
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(
-        "module-power",
-        "module power",
-        "of the superchip, where CPU and GPU share a limit",
-        samples=("gpu.module_power_w",),
-        limit="gpu.module_power_limit_w",
-        unit="W",
-        zero=True,
-    ),
-    Metric(
-        "c2c",
-        "NVLink-C2C",
-        "traffic between CPU and GPU of a superchip",
-        samples=("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s"),
-        names=("to GPU", "to host"),
-        unit="GB/s",
-        per=1e9,
-        zero=True,
-    ),
-    Metric(
-        "pcie",
-        "PCIe",
-        "traffic between host and GPU",
-        samples=("gpu.pcie_to_gpu_bytes_per_s", "gpu.pcie_to_host_bytes_per_s"),
-        names=("to GPU", "to host"),
-        unit="GB/s",
-        per=1e9,
-        zero=True,
-    ),
-    Metric(
-        "cores",
-        "cores",
-        "load of each node's cores",
-        samples=("node.busy_percent",),
-        unit="%",
-        zero=True,
-        ceiling=100,
-        role="adam",
-    ),
-    Metric(
-        "node-memory",
-        "memory of nodes",
-        "in use, with the file cache, which gives way",
-        samples=("node.memory_used_bytes",),
-        limit="node.memory_total_bytes",
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(
-        "file-cache",
-        "file cache",
-        "memory of nodes that holds files",
-        samples=("node.file_cache_bytes",),
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(
-        "foreign",
-        "foreign load",
-        "cores that other processes keep busy",
-        samples=("host.foreign_cores",),
-        unit="cores",
-        zero=True,
-    ),
+        key,
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()},
+        **_CODE.get(key, {}),
+    )
+    for key, row in _ROWS.items()
 )
+STEP_METRICS = tuple(metric for metric in METRICS if not metric.samples)
+HARDWARE = tuple(metric for metric in METRICS if metric.samples)
 """What the supervisors sample, in the order in which a machine is looked at."""
-METRICS = (*STEP_METRICS, *HARDWARE)
 BY_KEY = {metric.key: metric for metric in METRICS}
 
 
