@@ -13,10 +13,8 @@ import msgspec
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
-from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.metrics import MetricsReader, Progress
 from so_tui.runs.records import (
-    MetricRecord,
-    Rollup,
     RunState,
     Sample,
     StepRecord,
@@ -259,20 +257,14 @@ class LogLine(msgspec.Struct, frozen=True):
     text: str
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True):
+class Update(Progress, frozen=True, kw_only=True):
     """Result of one poll."""
 
-    records: tuple[MetricRecord, ...] = ()
-    """New records of every kind, in the order of writing."""
-    samples: Mapping[str, tuple[Sample, ...]] = {}
+    samples: Mapping[str, tuple[Sample, ...]]
     """New samples by host."""
-    log_lines: tuple[LogLine, ...] = ()
-    state: RunState | None = None
+    log_lines: tuple[LogLine, ...]
+    state: RunState | None
     """State corrected by ``liveness``; None if it cannot be read (yet)."""
-    more: bool = False
-    """The poll stopped at its limit: poll again soon."""
-    behind: bool = False
-    """It stopped before the newest record. Otherwise ``more`` concerns earlier segments alone."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -311,7 +303,8 @@ class RunReader:
         self._watch = watch or HeartbeatWatch()
         self._state_of = state_of
         self._log_lines = log_lines
-        self._samples: dict[str, SampleReader] = {}
+        self.samples: dict[str, SampleReader] = {}
+        """By host."""
         self._logs: dict[str, LogReader] = {}
         self._log_attempt = 0
 
@@ -323,7 +316,10 @@ class RunReader:
         """
         deadline = time.monotonic() + limit_s
         progress = self.metrics.poll(limit_records=limit_records, limit_s=limit_s, earlier=earlier)
-        samples = {host: self._sample_reader(host).poll() for host in self.run.sample_hosts()}
+        for host in self.run.sample_hosts():
+            if host not in self.samples:
+                self.samples[host] = SampleReader(self.run, host)
+        samples = {host: reader.poll() for host, reader in self.samples.items()}
         log = self._poll_log(max(0.01, deadline - time.monotonic()))
         # The directory may be unreachable for a moment: a stale state is better than none.
         with contextlib.suppress(InputError):
@@ -338,25 +334,9 @@ class RunReader:
         )
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        """Hosts with samples."""
-        return tuple(self._samples)
-
-    @property
     def log_partial(self) -> str:
         """Unfinished last line of the log, such as a running progress bar."""
         return next((reader.partial for reader in self._logs.values() if reader.partial), "")
-
-    def sample_history(self, host: str, first: float, last: float, rows: int) -> Iterator[Rollup]:
-        """Yield the load of a host between two times, oldest first, in about ``rows`` rows. Raises
-        OSError.
-        """
-        return self._sample_reader(host).history(first, last, rows)
-
-    def _sample_reader(self, host: str) -> SampleReader:
-        if host not in self._samples:
-            self._samples[host] = SampleReader(self.run, host)
-        return self._samples[host]
 
     def _poll_log(self, limit_s: float) -> tuple[LogLine, ...]:
         """Return new lines of the newest attempt's logs, and unread lines of earlier attempts."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +14,12 @@ from typing import Any, Literal
 import msgspec
 
 from so_tui.folders import state_home
-from so_tui.runs.records import GpuSample, StepRecord
+from so_tui.runs.records import StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
 from so_tui.ui.charts.chart import Look, Metric, look_of
 from so_tui.ui.charts.series import Line, Named
-from so_tui.ui.snapshot import Sampled, sampled_value
+from so_tui.ui.snapshot import GpuView, Sampled, sampled_value
 from so_tui.ui.widgets import command_key
 from so_tui.units import percent, rate, significant, thousands
 
@@ -47,33 +47,24 @@ _CODE: dict[str, dict[str, Any]] = {
     "gpu-clock": {"format_value": lambda value: thousands(round(value))},
 }
 """What a metric has besides plain values."""
-_ROWS: dict[str, dict[str, Any]] = msgspec.toml.decode(
-    Path(__file__).with_suffix(".toml").read_bytes()
+_ROWS: Mapping[str, Mapping[str, Any]] = msgspec.toml.decode(
+    Path(__file__).with_suffix(".toml").read_bytes(),
+    type=dict[str, dict[str, bool | float | str | tuple[str, ...]]],
 )
-METRICS = tuple(
-    Metric(
-        key,
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()},
-        **_CODE.get(key, {}),
-    )
-    for key, row in _ROWS.items()
-)
+METRICS = tuple(Metric(key, **row, **_CODE.get(key, {})) for key, row in _ROWS.items())
 STEP_METRICS = tuple(metric for metric in METRICS if not metric.samples)
 HARDWARE = tuple(metric for metric in METRICS if metric.samples)
 """What the supervisors sample, in the order in which a machine is looked at."""
 BY_KEY = {metric.key: metric for metric in METRICS}
 
 
-def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
-    """Return the charts of HARDWARE for which there are figures, given the newest sample of each
-    GPU.
-    """
-    newest = tuple(gpus)
+def hardware_keys(gpus: Sequence[GpuView]) -> tuple[str, ...]:
+    """Return the charts of HARDWARE for which there are figures of these GPUs, or of nodes."""
     return tuple(
         metric.key
         for metric in HARDWARE
         if not metric.samples[0].startswith("gpu.")
-        or any(sampled_value(metric.samples[0], gpu) is not None for gpu in newest)
+        or any(sampled_value(metric.samples[0], gpu.sample) is not None for gpu in gpus)
     )
 
 

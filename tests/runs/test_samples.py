@@ -69,7 +69,7 @@ def test_samples_come_back_host_by_host(run: RunDirectory) -> None:
             writer.append(sample(second))
     update = reader.poll()
     assert dict(update.samples) == {host: tuple(sample(s) for s in range(3)) for host in writers}
-    assert reader.hosts == ("node1", "node2.site")
+    assert [*reader.samples] == ["node1", "node2.site"]
     assert reader.poll().samples == {}
     writers["node1"].append(sample(3))
     assert reader.poll().samples == {"node1": (sample(3),)}
@@ -214,7 +214,7 @@ def test_a_reader_goes_on_where_segments_were_dropped(run: RunDirectory) -> None
 
 
 def test_no_samples_is_no_history(run: RunDirectory) -> None:
-    assert not list(RunReader(run).sample_history("nowhere", BEGIN, BEGIN + 10, 10))
+    assert not list(SampleReader(run, "nowhere").history(BEGIN, BEGIN + 10, 10))
 
 
 def test_moment_is_read_without_decoding_all_of_its_segment(

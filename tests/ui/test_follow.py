@@ -26,8 +26,8 @@ from so_tui.runs.samples import SampleReader
 from so_tui.spec import with_values
 from so_tui.ui.chart_metrics import Wanted
 from so_tui.ui.charts.drawing import value_at
-from so_tui.ui.dashboard.follow import RunFollower
-from so_tui.ui.dashboard.view import Overlays, View, axis_of, extent_of
+from so_tui.ui.dashboard.follow import Overlays, RunFollower
+from so_tui.ui.dashboard.view import View, axis_of, extent_of
 from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import append_records, append_samples, change_state, step_record
@@ -46,8 +46,8 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     assert first.length == 300
     assert first.live
     assert first.plan is not None
-    assert [node.id for node in first.nodes] == [0, 1, 2, 3]
-    assert first.nodes[1].cpus == tuple(range(72, 144))
+    assert [node.id for node in first.hosts.nodes] == [0, 1, 2, 3]
+    assert first.hosts.nodes[1].cpus == tuple(range(72, 144))
     assert first.series["loss"].has_gap(99, 109)
     assert not first.series["loss"].has_gap(0, 99)
     assert first.log_lines
@@ -175,15 +175,16 @@ def test_a_run_that_is_laid_over_has_the_means_of_its_own_page(runs_dir: Path) -
 def test_an_ended_run_shows_its_host_while_it_trained(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, state="finished")
     ended = RunFollower(run).poll()
-    assert ended.averaged
-    busy = ended.gpus[0].sample.busy_percent
+    assert ended.hosts.averaged
+    busy = ended.hosts.gpus[0].sample.busy_percent
     last = RunReader(run).poll().samples["quad-gh200"][-1]
     idle = tuple(replace(gpu, busy_percent=0, memory_used_bytes=0) for gpu in last.gpus)
     later_ones = (replace(last, time=last.time + second, gpus=idle) for second in range(2, 60))
     append_samples(run, "quad-gh200", *later_ones)
     later_on = RunFollower(run).poll()
-    assert later_on.gpus[0].sample.busy_percent == busy
-    assert not RunFollower(write_run(runs_dir, steps=60, seconds_of_samples=30)).poll().averaged
+    assert later_on.hosts.gpus[0].sample.busy_percent == busy
+    live = RunFollower(write_run(runs_dir, steps=60, seconds_of_samples=30))
+    assert not live.poll().hosts.averaged
 
 
 def test_a_zoomed_window_is_read_by_step(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +319,7 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
             *(sample(chance, 1, began + second, machine, plan) for second in range(first, last)),
         )
     snapshot = RunFollower(run).poll()
-    assert snapshot.nodes[0].load[0].times[0] == began
+    assert snapshot.hosts.nodes[0].load[0].times[0] == began
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
@@ -344,9 +345,9 @@ def test_unread_samples_are_shown_by_a_later_poll(
     follower.poll(None, steps_only)
     snapshots = [follower.poll(None, wanted) for _ in range(3)]
     assert snapshots[-1].read_error == ""
-    assert [(node.host, node.id, node.load[0].length) for node in snapshots[-1].nodes] == [
-        (node.host, node.id, node.load[0].length) for node in expected.nodes
+    assert [(node.host, node.id, node.load[0].length) for node in snapshots[-1].hosts.nodes] == [
+        (node.host, node.id, node.load[0].length) for node in expected.hosts.nodes
     ]
-    assert [len(line.times) for line in snapshots[-1].sampled["gpu.power_w"]] == [
-        len(line.times) for line in expected.sampled["gpu.power_w"]
+    assert [len(line.times) for line in snapshots[-1].hosts.sampled["gpu.power_w"]] == [
+        len(line.times) for line in expected.hosts.sampled["gpu.power_w"]
     ]

@@ -603,7 +603,7 @@ def superseded(mine: RunState, found: RunState) -> bool:
 
 def end_record(reader: MetricsReader, attempt: int) -> EndRecord | None:
     """Return the trainer's end record of this attempt, or None."""
-    return reader.end if reader.end and reader.end.attempt == attempt else None
+    return reader.events.end if reader.events.end and reader.events.end.attempt == attempt else None
 
 
 def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> float:
@@ -612,7 +612,8 @@ def last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> floa
 
     ``heartbeat_at`` is when the supervisor that died last wrote the state.
     """
-    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
+    events = reader.events
+    records = (events.end, reader.latest, events.phase, *events.checkpoints[-1:])
     return max(
         [
             heartbeat_at,
@@ -629,7 +630,8 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
     """Return ``state`` with what the records of this attempt add: phase, step, loss,
     checkpoints.
     """
-    start, phase, latest = reader.start, reader.phase, reader.latest
+    events, latest = reader.events, reader.latest
+    start, phase = events.start, events.phase
     if start is not None and start.attempt == attempt:
         state = replace(state, total_steps=start.total_steps)
     if latest is not None:
@@ -646,10 +648,10 @@ def observed(state: RunState, reader: MetricsReader, attempt: int) -> RunState:
             detail="" if over else phase.detail,
             ending=phase.stage == ENDING and not trains,
         )
-    if reader.checkpoints:
-        saved = reader.checkpoints[-1]
+    if events.checkpoints:
+        saved = events.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
-    elif reader.resumes and reader.resumes[-1].attempt == attempt and reader.resumes[-1].step == 0:
+    elif events.resumes and events.resumes[-1].attempt == attempt and events.resumes[-1].step == 0:
         # Started over: what was saved before no longer counts. After any other resume its record is
         # in a segment that is not read yet.
         state = replace(state, saved_step=None, saved_at=None)

@@ -261,7 +261,8 @@ class Supervisor:
         asked = stop_request(self._run)
         if asked is not None:
             self._stop = asked
-            saved = self._reader.checkpoints[-1].step if self._reader.checkpoints else None
+            checkpoints = self._reader.events.checkpoints
+            saved = checkpoints[-1].step if checkpoints else None
             self._host.shutdown.stop(asked, saved, time.monotonic())
 
     def _check_directory(self) -> None:

@@ -203,8 +203,13 @@ class ChartPanel(Container, CachedLinesMixin):
         self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()
     ) -> None:
         """Draw ``snapshot`` over ``axis``, with the cursor of ``view``, and other runs over it."""
-        marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
-        marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
+        marks = [
+            Mark(float(saved.step), saved.time, "◆", "mark")
+            for saved in snapshot.events.checkpoints
+        ]
+        marks += [
+            Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.events.resumes
+        ]
         shown = _Shown(snapshot, view, axis if snapshot.length else None, overlays)
         for chart in self.charts:
             last = chart.metric is self.page.metrics[-1]
@@ -216,7 +221,7 @@ class ChartPanel(Container, CachedLinesMixin):
         coloured = not self.app.no_color
         pairs = _lines(chart, shown, coloured=coloured)
         measured = any(line.series.extremes(0, line.length) for line, _ in pairs)
-        sampled = all(name in snapshot.sampled for name in metric.samples[:1])
+        sampled = all(name in snapshot.hosts.sampled for name in metric.samples[:1])
         known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
         chart.waiting = "no step yet" if snapshot.live else "this run completed no step"
         if snapshot.length and not measured:
@@ -238,7 +243,7 @@ class ChartPanel(Container, CachedLinesMixin):
             pairs,
             shown.axis,
             marks=marks,
-            marked=marked_lines(metric, snapshot.sampled),
+            marked=marked_lines(metric, snapshot.hosts.sampled),
             cursor=shown.view.cursor,
             notes=[shown.view.range_note, *own] if metric.leads else own,
             alarm=f"{thousands(missing)} NaN" if metric.leads and missing else "",
@@ -258,7 +263,9 @@ def _lines(chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
     if metric.key == EVALUATIONS:
         return [(line, newest) for line in evaluations]
     if metric.samples:
-        return sampled_lines(metric, snapshot.sampled, alone=not shown.overlays, coloured=coloured)
+        return sampled_lines(
+            metric, snapshot.hosts.sampled, alone=not shown.overlays, coloured=coloured
+        )
     if not all(map(snapshot.has, metric.fields)):
         return []
     if metric.roles:
