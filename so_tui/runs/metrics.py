@@ -19,6 +19,7 @@ from so_tui.runs.directory import RunDirectory
 from so_tui.runs.records import (
     BindingRecord,
     CheckpointRecord,
+    Count,
     EndRecord,
     EvaluationRecord,
     MetricRecord,
@@ -26,14 +27,14 @@ from so_tui.runs.records import (
     ResumedRecord,
     StartRecord,
     StepRecord,
+    Time,
     WarningRecord,
     decode_metric,
     encode_line,
-    is_count,
-    is_time,
 )
 from so_tui.runs.segments import (
     MEBIBYTE,
+    Lines,
     SegmentWriter,
     cut_incomplete_line,
     read_lines,
@@ -379,7 +380,7 @@ class MetricsReader:
         elif self._counts(record):
             self.latest = record
 
-    def lines_of(self, segment: _Segment, at: int) -> tuple[list[bytes], int]:
+    def lines_of(self, segment: _Segment, at: int) -> Lines:
         """Return some lines of a segment from a position on, and the position after them: of one
         that is followed, only what was read of it. Raises OSError.
         """
@@ -390,7 +391,7 @@ class MetricsReader:
         lines, end = read_lines(segment.path, at, min(_CHUNK_BYTES, segment.offset - at))
         return lines, end if lines else segment.offset
 
-    def _read_on(self, segment: _Segment, at: int) -> tuple[list[bytes], int]:
+    def _read_on(self, segment: _Segment, at: int) -> Lines:
         """Read lines of an earlier segment from a position on, and take account of those that are
         new. Return them, and the position after them; none at its end.
 
@@ -480,7 +481,7 @@ class StepRows:
         numbers = [(name, float | None, None) for name in fields if name != "time"]
         row = msgspec.defstruct(
             "Row",
-            [("step", int), ("time", float), *numbers],
+            [("step", Count), ("time", Time), *numbers],
             tag_field="kind",
             tag="step",
             gc=False,
@@ -536,7 +537,7 @@ class StepRows:
                 row = decoded(self._decoder, line)
             except msgspec.DecodeError:  # another kind of record, or none
                 continue
-            if self._last < row.step <= last and is_count(row.step) and is_time(row.time):
+            if self._last < row.step <= last:
                 self._last = row.step
                 rows.append(row)
         return rows

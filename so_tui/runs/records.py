@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from so_tui.trust.decoding import decoded, prepare
 
@@ -61,6 +61,16 @@ class Slowdown(Struct, frozen=True, kw_only=True):
 
 
 SCHEMA = 1
+_MOST = 2**53
+"""The largest integer of a record: larger ones are not exact as floats, with which charts are
+drawn.
+"""
+_LATEST = 1e11
+"""Unix seconds of the year 5138, before the years that Python's ``datetime`` cannot show."""
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
+"""An integer that a run can have: readers compute with it."""
+Time = Annotated[float, Meta(ge=0, lt=_LATEST)]
+"""Seconds since the epoch that can be shown as a date."""
 
 State = Literal[
     "created",
@@ -88,9 +98,9 @@ class Record(
 ):
     """Fields of every record."""
 
-    v: int = SCHEMA
-    attempt: int
-    time: float
+    v: Count = SCHEMA
+    attempt: Count
+    time: Time
 
 
 class StartRecord(Record, frozen=True, kw_only=True):
@@ -98,14 +108,14 @@ class StartRecord(Record, frozen=True, kw_only=True):
 
     model: str
     mode: str
-    ranks: int
-    total_steps: int
-    parameters: int
-    gradient_accumulation_steps: int = 0
+    ranks: Count
+    total_steps: Count
+    parameters: Count
+    gradient_accumulation_steps: Count = 0
     """Micro-batches per optimizer step, which may follow from ``train.tokens_per_step``; 0 in
     records of older versions.
     """
-    tokens_per_step: int = 0
+    tokens_per_step: Count = 0
     """Sequence positions of an optimizer step on all ranks."""
     hostnames: tuple[str, ...] = ()
     device_name: str = ""
@@ -122,9 +132,12 @@ class PhaseRecord(Record, frozen=True, kw_only=True):
     """Part of loading: ``imports``, ``ranks``, ``data``, ``weights``, ``optimizer``,
     ``checkpoint``. ``ending`` once all is done and saved. Otherwise empty.
     """
-    done: int = 0
+    done: Count = 0
     """Files of weights that have been read, of ``total``; both are 0 in other stages."""
-    total: int = 0
+    total: Count = 0
+
+
+Cpus = tuple[int, ...]
 
 
 class RankBindingReport(Struct, frozen=True, kw_only=True):
@@ -134,11 +147,11 @@ class RankBindingReport(Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     gpu: int | None
-    found_cpus: tuple[int, ...]
+    found_cpus: Cpus
     """Cores at the start, as DeepSpeed's launcher set them."""
-    cpus: tuple[int, ...]
-    main_cpus: tuple[int, ...]
-    adam_cpus: tuple[int, ...]
+    cpus: Cpus
+    main_cpus: Cpus
+    adam_cpus: Cpus
     found_memory_policy: str
     memory_policy: str
     corrected: bool
@@ -155,12 +168,12 @@ class BindingRecord(Record, frozen=True, kw_only=True):
 class StepRecord(Record, frozen=True, kw_only=True):
     """One optimizer step. ``docs/metrics.md`` defines the fields."""
 
-    step: int
+    step: Count
     loss: float
     learning_rate: float
     gradient_norm: float | None
-    useful_tokens: int
-    trained_tokens: int
+    useful_tokens: Count
+    trained_tokens: Count
     useful_tokens_per_s_total: float
     model_tflops_per_gpu: float
     hw_tflops_per_gpu: float
@@ -172,9 +185,9 @@ class StepRecord(Record, frozen=True, kw_only=True):
     backward_s: float
     exposed_optimizer_s: float
     other_s: float
-    gpu_memory_peak_bytes: int | None
-    host_memory_bytes: int | None
-    slowest_rank: int
+    gpu_memory_peak_bytes: Count | None
+    host_memory_bytes: Count | None
+    slowest_rank: Count
     adam_busy_s: float | None = None
     adam_bytes_per_s: float | None = None
     """Host memory traffic of rank 0's Adam worker while it computes."""
@@ -186,22 +199,22 @@ class StepRecord(Record, frozen=True, kw_only=True):
     """Load-balancing loss of mixture-of-experts models without its coefficient. ``loss`` does not
     include it.
     """
-    kept_steps: int = 0
+    kept_steps: Count = 0
     """Steps of this attempt so far in which sub-groups were stepped before the gradient norm was
     known, and that was final.
     """
-    redone_steps: int = 0
+    redone_steps: Count = 0
     """Those in which the norm exceeded the limit, so that the sub-groups were stepped again."""
-    skipped_steps: int = 0
+    skipped_steps: Count = 0
     """Steps of this attempt so far that were not taken, because a gradient was not finite."""
 
 
 class CheckpointRecord(Record, frozen=True, kw_only=True):
     """A checkpoint was saved."""
 
-    step: int
+    step: Count
     path: str
-    bytes: int
+    bytes: Count
     seconds: float
     """From its beginning until it was proven readable."""
     paused_s: float | None = None
@@ -212,7 +225,7 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     """The part of ``seconds`` until every rank had its states on the disk: the rest verified it and
     removed older ones. None in records of older versions.
     """
-    due_step: int | None = None
+    due_step: Count | None = None
     """The step after which it fell due, if it had to wait for the one before to be written; None if
     it did not wait.
     """
@@ -221,12 +234,12 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
 class EvaluationRecord(Record, frozen=True, kw_only=True):
     """Loss on held-out documents after ``step`` steps."""
 
-    step: int
+    step: Count
     loss: float
     """Mean over their trained tokens on all ranks."""
     perplexity: float | None = None
     """exp(loss)"""
-    tokens: int
+    tokens: Count
     seconds: float = 0.0
 
 
@@ -244,14 +257,14 @@ class WarningRecord(Record, frozen=True, kw_only=True):
 class ResumedRecord(Record, frozen=True, kw_only=True, tag="resumed_from_step"):
     """Training resumed from ``step``: later steps of earlier attempts are superseded."""
 
-    step: int
+    step: Count
 
 
 class EndRecord(Record, frozen=True, kw_only=True):
     """How the trainer ended. Without this record, a run is not ``finished``."""
 
     state: Literal["finished", "stopped", "failed"]
-    step: int
+    step: Count
     code: str = ""
     """Why it ended, in kebab-case and independent of the wording: ``gpu-out-of-memory``; empty if
     it finished, and in older records.
@@ -295,9 +308,9 @@ class Alert(Struct, frozen=True, kw_only=True):
 
     kind: str
     """``settings.types.AlertName``; newer versions may have more."""
-    attempt: int
-    time: float
-    step: int
+    attempt: Count
+    time: Time
+    step: Count
     value: float | None = None
     """What was measured: the loss, the free bytes, the seconds without a step."""
     bound: float | None = None
@@ -309,7 +322,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     v: int = SCHEMA
     name: str
     state: State
-    attempt: int = 0
+    attempt: Count = 0
     host: str = ""
     boot_id: str = ""
     """Identifies the host's last start (``/proc/sys/kernel/random/boot_id``); empty in older
@@ -317,8 +330,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     """
     pid_namespace: int = 0
     """In which pids are meant (inode of ``/proc/self/ns/pid``); 0 in older states."""
-    step: int = 0
-    total_steps: int = 0
+    step: Count = 0
+    total_steps: Count = 0
     loss: float | None = None
     detail: str = ""
     reason: str = ""
@@ -327,23 +340,23 @@ class RunState(Struct, frozen=True, kw_only=True):
     """How it ended and why (``OutcomeCode``, or the trainer's own code); empty before the end and
     in older states.
     """
-    started: float | None = None
-    ended: float | None = None
-    attempt_started: float | None = None
+    started: Time | None = None
+    ended: Time | None = None
+    attempt_started: Time | None = None
     earlier_s: float = 0.0
     """Duration of the attempts before this one, without the time between them."""
     checks_s: float | None = None
     """Duration of the checks before the attempt was started; None if there were none, and in older
     states.
     """
-    heartbeat: int = 0
+    heartbeat: Count = 0
     """Counter that increases while the supervisor is alive; readers time it with their own
     clock.
     """
     exit_code: int | None = None
     """Exit code of the run (0, 1, 4); None while it is alive."""
-    saved_step: int | None = None
-    saved_at: float | None = None
+    saved_step: Count | None = None
+    saved_at: Time | None = None
     forced: bool = False
     """Whether the run was started with --force although it does not fit the plan."""
     supervisor: Process | None = None
@@ -381,9 +394,9 @@ class RankPlacement(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where one rank's processes really are."""
 
     rank: int
-    cpus: tuple[int, ...]
+    cpus: Cpus
     """CPUs on which any thread of the training process may run."""
-    adam_cpus: tuple[int, ...] = ()
+    adam_cpus: Cpus = ()
     """The same of its Adam worker; empty without one."""
     node_bytes: dict[int, int] = {}
     """NUMA node -> bytes of both, files not counted."""
@@ -451,7 +464,7 @@ class Sample(Struct, frozen=True, kw_only=True):
 
     v: int = SCHEMA
     attempt: int
-    time: float
+    time: Time
     interval_s: float
     nodes: tuple[NodeSample, ...]
     gpus: tuple[GpuSample, ...] = ()
@@ -489,21 +502,6 @@ class Rollup(Struct, frozen=True, kw_only=True):
 # value was not measured.
 
 
-_LARGEST = 2**53
-"""The largest integer of a record: larger ones are not exact as floats, with which charts are
-drawn.
-"""
-_LATEST = 1e11
-"""Unix seconds of the year 5138, before the years that Python's ``datetime`` cannot show."""
-
-_COUNTS = {
-    kind: tuple(
-        field.name for field in msgspec.structs.fields(kind) if field.type in (int, int | None)
-    )
-    for kind in get_args(MetricRecord)
-}
-"""Fields of each kind of record that are integers."""
-
 _encoder = msgspec.json.Encoder()
 _metrics: msgspec.json.Decoder[MetricRecord] = msgspec.json.Decoder(MetricRecord, strict=False)
 _samples = msgspec.json.Decoder(Sample)
@@ -523,51 +521,25 @@ def decode_metric(line: bytes) -> MetricRecord | None:
     kind.
     """
     try:
-        record = decoded(_metrics, line)
+        return decoded(_metrics, line)
     except msgspec.DecodeError:
         return None
-    return record if _plausible(record) else None
 
 
 def decode_sample(line: bytes) -> Sample | None:
     """Return the sample of a line; None for an incomplete line."""
     try:
-        sample = decoded(_samples, line)
+        return decoded(_samples, line)
     except msgspec.DecodeError:
         return None
-    return sample if is_time(sample.time) else None
 
 
 def decode_rollup(line: bytes) -> Rollup | None:
     """Return the roll-up of a line; None for an incomplete line."""
     try:
-        rollup = decoded(_rollups, line)
+        return decoded(_rollups, line)
     except msgspec.DecodeError:
         return None
-    return rollup if is_time(rollup.mean.time) else None
-
-
-def _plausible(record: MetricRecord) -> bool:
-    """Return whether the time and all integers of a record are ones that a run can have: readers
-    show times and compute with steps.
-    """
-    if not is_time(record.time):
-        return False
-    for name in _COUNTS[type(record)]:  # a loop, since this is half of what reading a record costs
-        value = getattr(record, name)
-        if value is not None and not 0 <= value <= _LARGEST:
-            return False
-    return True
-
-
-def is_count(number: int) -> bool:
-    """Return whether a number is one that a run can have."""
-    return 0 <= number <= _LARGEST
-
-
-def is_time(time: float) -> bool:
-    """Return whether a time can be shown as a date."""
-    return 0 <= time < _LATEST
 
 
 def _spelled(value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 
 from so_tui.runs.directory import RunDirectory, refuse_another_users, write_run_json
-from so_tui.runs.records import RunState, is_count, is_time
+from so_tui.runs.records import RunState
 from so_tui.spec.check import exists
 from so_tui.spec.errors import InputError, reject
 from so_tui.spec.run_spec import RunSpec
@@ -145,39 +145,8 @@ def read_state(run: RunDirectory) -> RunState:
     """Return the recorded state, which ``liveness`` may correct. Raises InputError if it is missing
     or cannot be read.
     """
-    remedy = "Check that this is the folder of a run."
-    state = _read(run.state_path, RunState, "unreadable-state", remedy)
-    if not _plausible(state):
-        raise reject(
-            "unreadable-state",
-            "run",
-            str(run.path),
-            f"{run.state_path.name} holds a time or a number that no run can have",
-            remedy,
-        )
-    return state
-
-
-def _plausible(state: RunState) -> bool:
-    """Return whether times can be shown as dates, and counts are in a range to compute with."""
-    alerts = state.alerts
-    times = (
-        state.started,
-        state.ended,
-        state.attempt_started,
-        state.saved_at,
-        *(alert.time for alert in alerts),
-    )
-    counts = (
-        state.attempt,
-        state.step,
-        state.total_steps,
-        state.saved_step,
-        state.heartbeat,
-        *(alert.step for alert in alerts),
-    )
-    return all(time is None or is_time(time) for time in times) and all(
-        count is None or is_count(count) for count in counts
+    return _read(
+        run.state_path, RunState, "unreadable-state", "Check that this is the folder of a run."
     )
 
 

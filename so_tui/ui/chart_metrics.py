@@ -19,7 +19,7 @@ from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
 from so_tui.ui.charts.chart import Look, Metric, look_of
 from so_tui.ui.charts.series import Line, Named
-from so_tui.ui.snapshot import GpuView, Sampled, sampled_value
+from so_tui.ui.snapshot import GpuView, SampledLines, sampled_value
 from so_tui.ui.widgets import command_key
 from so_tui.units import percent, rate, significant, thousands
 
@@ -39,6 +39,7 @@ def _learning_rate(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> lis
     return [f"learning rate {significant(latest.learning_rate)}"] if latest else []
 
 
+_Names = tuple[str, ...]
 _CODE: dict[str, dict[str, Any]] = {
     "throughput": {"notes": _speed},
     "norm": {"notes": _learning_rate},
@@ -49,7 +50,7 @@ _CODE: dict[str, dict[str, Any]] = {
 """What a metric has besides plain values."""
 _ROWS: Mapping[str, Mapping[str, Any]] = msgspec.toml.decode(
     Path(__file__).with_suffix(".toml").read_bytes(),
-    type=dict[str, dict[str, bool | float | str | tuple[str, ...]]],
+    type=dict[str, dict[str, bool | float | str | _Names]],
 )
 METRICS = tuple(Metric(key, **row, **_CODE.get(key, {})) for key, row in _ROWS.items())
 STEP_METRICS = tuple(metric for metric in METRICS if not metric.samples)
@@ -58,7 +59,7 @@ HARDWARE = tuple(metric for metric in METRICS if metric.samples)
 BY_KEY = {metric.key: metric for metric in METRICS}
 
 
-def hardware_keys(gpus: Sequence[GpuView]) -> tuple[str, ...]:
+def hardware_keys(gpus: Sequence[GpuView]) -> _Names:
     """Return the charts of HARDWARE for which there are figures of these GPUs, or of nodes."""
     return tuple(
         metric.key
@@ -85,7 +86,7 @@ PAGE_KEYS = (
 """Keys that turn the pages of charts."""
 
 
-def samples_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
+def samples_of(metrics: tuple[Metric, ...]) -> _Names:
     """Return the numbers of the samples that these charts draw."""
     wanted = (name for metric in metrics for name in (*metric.samples, metric.limit, metric.marked))
     return tuple(dict.fromkeys(name for name in wanted if name))
@@ -114,7 +115,7 @@ Flag = Literal["log", "robust"]
 class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A layout of charts."""
 
-    shown: tuple[str, ...] = ("loss", "throughput", "norm", "learning-rate", "parts", "gpu-memory")
+    shown: _Names = ("loss", "throughput", "norm", "learning-rate", "parts", "gpu-memory")
     """Keys of metrics in their order."""
     grid: tuple[int, int] | None = None
     """Rows and columns; None: one row, as wide as the terminal allows."""
@@ -122,14 +123,14 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Weight of the past in an exponential moving average, 0 to MOST_EMA; None: the mean of the
     last steps.
     """
-    log: tuple[str, ...] = ()
+    log: _Names = ()
     """Metrics with a logarithmic scale."""
-    robust: tuple[str, ...] = ()
+    robust: _Names = ()
     """Metrics whose scale leaves outliers out."""
 
     def toggled(self, flag: Flag, key: str) -> ChartLayout:
         """Return the layout with a kind of scale switched on or off for a metric."""
-        keys: tuple[str, ...] = getattr(self, flag)
+        keys: _Names = getattr(self, flag)
         changed = tuple(other for other in keys if other != key) if key in keys else (*keys, key)
         return msgspec.structs.replace(self, **{flag: changed})
 
@@ -191,10 +192,10 @@ class _ChartPage:
 class Wanted:
     """What charts need to know of the steps and samples."""
 
-    fields: tuple[str, ...]
-    smoothed: tuple[str, ...]
+    fields: _Names
+    smoothed: _Names
     ema: float | None
-    samples: tuple[str, ...] = ()
+    samples: _Names = ()
 
 
 def page_of(layout: ChartLayout, number: int, width: int) -> _ChartPage:
@@ -262,7 +263,7 @@ def save_layout(layout: ChartLayout) -> None:
 
 def sampled_lines(
     metric: Metric,
-    sampled: Mapping[str, tuple[Sampled, ...]],
+    sampled: SampledLines,
     *,
     alone: bool = True,
     whole: bool = False,
@@ -302,6 +303,6 @@ def sampled_lines(
     return pairs
 
 
-def marked_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> list[Line]:
+def marked_lines(metric: Metric, sampled: SampledLines) -> list[Line]:
     """Return the lines whose values are marked on the axis."""
     return list(sampled.get(metric.marked, ()))

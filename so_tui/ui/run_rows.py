@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -149,6 +149,9 @@ class LossCurve:
         steps = self.line.steps
         assert steps is not None
         return (steps[0], steps[self.line.length - 1]) if self.line.length else (0.0, 0.0)
+
+
+Curves = Mapping[RunDirectory, LossCurve]
 
 
 class CurveReader:

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, PhaseRecord, RunState, StepRecord
 from so_tui.trust.text import brief_line, brief_message
-from so_tui.ui.lines import Piece, fill_pieces, legend, stacked, step_parts, usage_style
+from so_tui.ui.lines import Piece, Pieces, fill_pieces, legend, stacked, step_parts, usage_style
 from so_tui.ui.snapshot import GpuView, Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.units import age, bandwidth, duration, memory_of, thousands
@@ -132,7 +132,6 @@ STALE_S = 8.0
 """Seconds without news after which a live run is marked as stale: several beats of a supervisor
 that beats once a second.
 """
-_Pieces = list[Piece]
 AFTER_THE_END = "4 lists the run; there E exports the model, and C talks to it"
 
 
@@ -147,7 +146,7 @@ def state_piece(name: str) -> tuple[str, str]:
 def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     """Return run, state, step, progress bar, time left, last checkpoint: as much of it as fits."""
     state = snapshot.state
-    line: _Pieces = [(shorten(snapshot.run.name, 34), "bold")]
+    line: Pieces = [(shorten(snapshot.run.name, 34), "bold")]
     if state is None:
         return Content.assemble(*line, "  ", ("its state cannot be read yet", "$warning"))
     shown = "checking" if snapshot.checking else state.shown
@@ -161,7 +160,7 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
         line.append(f"  step {thousands(step)} / {thousands(total)}")
     tail = _tail(snapshot, state, total - step, now)
     free = width - _cells(line) - 12
-    rest: _Pieces
+    rest: Pieces
     while (
         room := free - _cells(rest := [piece for pieces in tail for piece in ("  ", *pieces)][1:])
     ) < 8 and tail:
@@ -172,9 +171,9 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     return Content.assemble(*line, "  ", *rest)
 
 
-def _tail(snapshot: Snapshot, state: RunState, steps_left: int, now: float) -> list[_Pieces]:
+def _tail(snapshot: Snapshot, state: RunState, steps_left: int, now: float) -> list[Pieces]:
     """Return the time left (or that it stops, or its duration), then the last checkpoint."""
-    tail: list[_Pieces] = []
+    tail: list[Pieces] = []
     step_s = snapshot.step_s
     if snapshot.live and snapshot.stop_asked:
         tail.append([("asked to stop", "$warning")])
@@ -306,7 +305,7 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     several_hosts = len({view.host for view in gpus}) > 1
     beside = 2 if len(gpus) > 2 and width < 100 else 1
     cell = width // beside
-    pieces: _Pieces = []
+    pieces: Pieces = []
     for number, view in enumerate(gpus, 1):
         host = brief_line(view.host, 16) if several_hosts else ""
         line = _gpu_line(view, cell if beside == 1 else cell - 2, host=host)
@@ -315,12 +314,12 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     return Content.assemble(*pieces[:-1])
 
 
-def _gpu_line(view: GpuView, width: int, *, host: str) -> _Pieces:
+def _gpu_line(view: GpuView, width: int, *, host: str) -> Pieces:
     gpu = view.sample
     bar = 12 if width > 60 else 6
     # The colour of its line over the load of its node.
-    line: _Pieces = [(f"{host} GPU {gpu.index}".strip(), "bold $gpu")]
-    figures: list[_Pieces] = []
+    line: Pieces = [(f"{host} GPU {gpu.index}".strip(), "bold $gpu")]
+    figures: list[Pieces] = []
     if (busy := gpu.busy_percent) is not None:
         figures.append([*fill_pieces(busy / 100, bar, "$gpu"), f" {busy:3} %"])
     if (used := gpu.memory_used_bytes) is not None and gpu.memory_total_bytes:

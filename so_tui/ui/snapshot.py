@@ -20,6 +20,7 @@ from so_tui.runs import LogLine, RunDirectory, RunReader
 from so_tui.runs.metrics import Events
 from so_tui.runs.records import (
     FINAL_STATES,
+    Cpus,
     ForeignProcess,
     GpuSample,
     NodeSample,
@@ -112,7 +113,7 @@ class NodeView:
 
     host: str
     id: int
-    cpus: tuple[int, ...]
+    cpus: Cpus
     sample: NodeSample
     load: tuple[Line, Line]
     """Band and mean of its cores, in the order in which they are drawn."""
@@ -142,14 +143,18 @@ class Sampled(Line):
     index: int = 0
 
 
+SampledLines = Mapping[str, tuple[Sampled, ...]]
+"""Numbers of the samples by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hosts:
     """The hardware of a run, or of this host, at one moment."""
 
     nodes: tuple[NodeView, ...]
     gpus: tuple[GpuView, ...]
-    sampled: Mapping[str, tuple[Sampled, ...]]
-    """Numbers of the samples that charts want, by name."""
+    sampled: SampledLines
+    """What charts want."""
     ranks: tuple[RankBindingReport, ...] = ()
     """Where the ranks were bound; empty until that is known."""
     placement: tuple[RankPlacement, ...] = ()
@@ -227,7 +232,7 @@ class LoadStore:
         """Return the number of samples of the host that has most."""
         return max((len(load.times) for load in self._loads.values()), default=0)
 
-    def view(self, samples: Mapping[str, Sample], cpus: Mapping[int, tuple[int, ...]]) -> Hosts:
+    def view(self, samples: Mapping[str, Sample], cpus: Mapping[int, Cpus]) -> Hosts:
         """Return what is shown of a sample of each host, but parts of which none has been added;
         ``cpus`` are the numbers of the nodes' cores.
         """
@@ -245,7 +250,7 @@ class LoadStore:
         )
         return Hosts(nodes, gpus, self.sampled())
 
-    def sampled(self) -> dict[str, tuple[Sampled, ...]]:
+    def sampled(self) -> SampledLines:
         """Return what was wanted, by name."""
         found: dict[str, list[Sampled]] = {}
         for (_, host, index), load in self._loads.items():
@@ -257,9 +262,7 @@ class LoadStore:
         return {name: tuple(lines) for name, lines in found.items()}
 
 
-def _node_view(
-    host: str, sample: Sample, node: NodeSample, load: _Load, known: tuple[int, ...]
-) -> NodeView:
+def _node_view(host: str, sample: Sample, node: NodeSample, load: _Load, known: Cpus) -> NodeView:
     """Return a node with cores, whose numbers are those ``known`` if they are as many."""
     cpus = known if len(known) == len(node.cores) else tuple(range(len(node.cores)))
     kept = MEMORY.keys() <= load.series.keys()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from so_tui.ui.dashboard.view import Overlaid, steps_at
 from so_tui.ui.dialogs import CloseButton, TickDialog, TickList, button, dialog
 from so_tui.ui.run_actions import PICTURE, ask_where_to_export, new_path
 from so_tui.ui.run_rows import RunRow
-from so_tui.ui.snapshot import Sampled, Snapshot
+from so_tui.ui.snapshot import SampledLines, Snapshot
 from so_tui.ui.text import Content, shorten, wrong
 from so_tui.ui.textual_fixes import Entry
 from so_tui.units import duration, plural, thousands
@@ -323,9 +323,7 @@ def _of_other(metric: Metric, other: Overlaid) -> list[Named]:
     return [(line, f"{run} {name}") for line, name in zip(lines, names, strict=True)]
 
 
-def _sampled_rows(
-    metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]
-) -> list[tuple[float | str, ...]]:
+def _sampled_rows(metric: Metric, sampled: SampledLines) -> list[tuple[float | str, ...]]:
     """Return a row for each GPU, node or host and time: numbers of its host and of itself, the
     time, and its values, empty where not known.
 

@@ -23,12 +23,12 @@ from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_node
 from so_tui.launch.supervisor.slowness import LEAST_OWN_SHARE
 from so_tui.machine.host import cpu_ranges
 from so_tui.plan.plan import RankBinding
-from so_tui.runs.records import RankBindingReport, RankPlacement, StepRecord
+from so_tui.runs.records import Cpus, RankBindingReport, RankPlacement, StepRecord
 from so_tui.trust.text import brief_message
 from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import STEP_METRICS
 from so_tui.ui.charts.drawing import RoleStyles, role_css
-from so_tui.ui.lines import Piece, StyledLines
+from so_tui.ui.lines import Pieces, StyledLines
 from so_tui.ui.numa_nodes import rank_name
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
@@ -489,7 +489,7 @@ _Bound = RankBindingReport | RankBinding
 """Where a rank should be."""
 
 
-def _nodes(rank: _Bound) -> tuple[int, ...]:
+def _nodes(rank: _Bound) -> Cpus:
     """Return the NUMA nodes of a rank's memory: none where any node will do, or only another host's
     plan knows.
     """
@@ -519,7 +519,7 @@ def _line(place: RankPlacement, name: str) -> Content:
     cores = f"cores {_listed(place.cpus)}"
     if place.adam_cpus:
         cores = f"main {cores}, Adam {_listed(place.adam_cpus)}"
-    parts: list[Piece] = [(f"✓ {name}  ", "$faint"), cores]
+    parts: Pieces = [(f"✓ {name}  ", "$faint"), cores]
     if place.node_bytes:
         node, size = max(place.node_bytes.items(), key=itemgetter(1))
         share = size / max(1, sum(place.node_bytes.values()))
@@ -530,7 +530,7 @@ def _line(place: RankPlacement, name: str) -> Content:
     return Content.assemble(*parts)
 
 
-def _listed(numbers: set[int] | tuple[int, ...]) -> str:
+def _listed(numbers: set[int] | Cpus) -> str:
     return shorten(cpu_ranges(numbers), LONGEST_LIST) or "none"
 
 

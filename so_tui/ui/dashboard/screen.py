@@ -35,6 +35,7 @@ from so_tui.ui.dashboard.view import (
     LEAST_MAIN,
     Overlaid,
     Rows,
+    Span,
     View,
     axis_of,
     extent_of,
@@ -400,7 +401,7 @@ class DashboardScreen(ResizablePage):
     # The view.
 
     @property
-    def _extent(self) -> tuple[float, float]:
+    def _extent(self) -> Span:
         """First and last position on the axis, the same before there is anything to draw."""
         snapshot = self.snapshot
         found = snapshot and extent_of(snapshot, self.view.unit, self.overlays)

@@ -139,10 +139,8 @@ class View:
     def ranged(self, low: float, high: float, extent: Span) -> View:
         """Zoom to a range, within the run."""
         low, high = max(extent[0], low), min(extent[1], high)
-        missing = max(0.0, min(NARROWEST[self.unit], extent[1] - extent[0]) - (high - low))
-        low = max(extent[0], low - missing / 2)
-        high = min(extent[1], max(high, low + NARROWEST[self.unit]))
-        return replace(self, window=(low, high), tail=high >= extent[1] - 0.01 * (high - low))
+        width = min(max(high - low, NARROWEST[self.unit]), extent[1] - extent[0])
+        return self._moved((low + high - width) / 2, width, extent)
 
     def at(self, x: float, extent: Span) -> View:
         """Put the cursor at ``x``, within the run, and on a whole step, so that the heading names
@@ -296,10 +294,11 @@ def rows_for(
         (1, 8, 4),
         (0, 9, 4),
     ):
-        taken = _plot_rows(plot, nodes)
-        charts = left - taken - max(4, least_log)
+        rest = left - _plot_rows(plot, nodes)
+        charts = rest - max(4, least_log)
         if charts >= least_charts:
             charts = min(charts, max(12, height // 3))
-            return Rows(charts, plot, left - taken - charts)
-    charts = max(LEAST_CHARTS, min(9, left - 4))
-    return Rows(charts, 0, max(2, left - charts))
+            break
+    else:
+        charts = max(LEAST_CHARTS, min(9, rest - 4))
+    return Rows(charts, plot, max(2, rest - charts))
