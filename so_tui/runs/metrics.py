@@ -503,10 +503,8 @@ class StepRows:
     def unread_share(self) -> float:
         """Share of the known bytes that is still to be read."""
         sizes = [self._reader.size_of(segment) for segment in self._reader.segments()]
-        left = sum(sizes[len(self._read) :])
-        if self._read:
-            left += max(0, sizes[len(self._read) - 1] - self._offset)
-        return left / max(1, sum(sizes))
+        read = sum(sizes[: max(0, len(self._read) - 1)]) + self._offset
+        return max(0, sum(sizes) - read) / max(1, sum(sizes))
 
     def read(self, limit_s: float) -> Iterator[list[Any]]:
         """Yield new rows in portions, up to the newest record that the reader knows or to the

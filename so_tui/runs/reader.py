@@ -53,9 +53,9 @@ _ESCAPES = re.compile(
 )
 
 
-def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES) -> int:
-    """Remove the middle of a log that is longer than ``head + 2 x tail``. Only the supervisor may
-    call this.
+def trim_log(path: Path) -> int:
+    """Remove the middle of a log that is longer than ``HEAD_BYTES + 2 x TAIL_BYTES``. Only the
+    supervisor may call this.
 
     Writers must use O_APPEND. Lines written between the last copy and the truncation (microseconds,
     once in about 16 MiB) are lost.
@@ -74,20 +74,20 @@ def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL
         return 0
     try:
         size = os.fstat(fd).st_size
-        if size <= head_bytes + 2 * tail_bytes:
+        if size <= HEAD_BYTES + 2 * TAIL_BYTES:
             return 0
-        dropped = _dropped(fd, head_bytes)
-        body = head_bytes + (_MARK_BYTES if dropped else 0)
-        start = size - tail_bytes
+        dropped = _dropped(fd)
+        body = HEAD_BYTES + (_MARK_BYTES if dropped else 0)
+        start = size - TAIL_BYTES
         start += os.pread(fd, _LONGEST_LINE_BYTES, start).find(b"\n") + 1
-        source, target = start, head_bytes + _MARK_BYTES
+        source, target = start, HEAD_BYTES + _MARK_BYTES
         while block := os.pread(
             fd, _BLOCK_BYTES, source
         ):  # until the end, including what is written meanwhile
             source += len(block)
             target += os.pwrite(fd, block, target)
         os.ftruncate(fd, target)
-        os.pwrite(fd, _MARK % (dropped + start - body), head_bytes)
+        os.pwrite(fd, _MARK % (dropped + start - body), HEAD_BYTES)
         return start - body
     finally:
         os.close(fd)
@@ -101,9 +101,8 @@ class LogReader:
     thread.
     """
 
-    def __init__(self, path: Path, *, head_bytes: int = HEAD_BYTES) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._head_bytes = head_bytes
         self._position = 0  # in the log as it would be if never trimmed
         self._rest = b""
         self._was_shrunk = False
@@ -132,7 +131,7 @@ class LogReader:
         ):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
-            dropped = _dropped(fd, self._head_bytes)
+            dropped = _dropped(fd)
             end = self._position + limit_bytes
             while block := self._read(fd, dropped, min(_BLOCK_BYTES, end - self._position), lines):
                 lines += self._lines(block)
@@ -155,7 +154,7 @@ class LogReader:
         ):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
-            dropped = _dropped(fd, self._head_bytes)
+            dropped = _dropped(fd)
             size = os.fstat(fd).st_size
         finally:
             os.close(fd)
@@ -166,7 +165,7 @@ class LogReader:
         return found[1 if cut else 0 :][-lines:] if lines else ()
 
     def _read(self, fd: int, dropped: int, count: int, lines: list[str]) -> bytes:
-        head = self._head_bytes
+        head = HEAD_BYTES
         if not dropped:
             if self._shrunk(os.fstat(fd).st_size):
                 return b""
@@ -243,9 +242,9 @@ def _readable(line: bytes) -> str:
     return printable(_ESCAPES.sub("", shown.decode("utf-8", errors="replace")))
 
 
-def _dropped(fd: int, head_bytes: int) -> int:
+def _dropped(fd: int) -> int:
     """Return the bytes that trims have dropped so far; 0 if the log was never trimmed."""
-    mark = _MARKED.fullmatch(os.pread(fd, _MARK_BYTES, head_bytes))
+    mark = _MARKED.fullmatch(os.pread(fd, _MARK_BYTES, HEAD_BYTES))
     return int(mark[1]) if mark else 0
 
 

@@ -269,8 +269,8 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     """
     )
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__(id="nodes")
         self.pictures: tuple[_NodePicture, ...] = ()
         self.axis: Axis | None = None
         self.cursor: float | None = None
@@ -494,7 +494,7 @@ class NumaPanel(KeptVertical):
     def compose(self) -> ComposeResult:
         yield Rule("NUMA nodes", id="nodes-rule")
         with KeptVertical(classes="frame"):
-            yield NumaNodes(id="nodes")
+            yield NumaNodes()
             yield StyledLines(id="gpus")
             yield from self._below
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from textual.message import Message
 
 from so_tui.runs import RunDirectory, delete_run, log_readers, read_spec, read_state
 from so_tui.runs import state as run_state
@@ -314,22 +311,8 @@ WROTE_S = 15.0
 METRICS, PICTURE = (".csv", ".parquet"), ".svg"
 
 
-@dataclass
-class Exporting(Message):
-    """How far an export is; empty when it has ended."""
-
-    text: str
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Exporting)
-
-
-@dataclass
-class Exported(Message):
-    """Something of a run was written to a file or folder."""
-
-    run: RunDirectory
-    path: Path
+Tell = Callable[[RunDirectory, str, Path | None], None]
+"""Takes how far the export of a run is, empty once it has ended, and then where it was written."""
 
 
 def _note_text(notes: RunNotes) -> str:
@@ -403,7 +386,7 @@ def new_path(text: str) -> Path:
     return path
 
 
-def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named]) -> None:
+def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named], tell: Tell) -> None:
     """Ask where to, and export: what it is follows from the name."""
     run = row.run
     try:  # the list is some seconds old
@@ -418,7 +401,7 @@ def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named]) -> None:
         (".svg", "the chart as shown"),
     )
     choices = [(f"{run.name}{ending}", what) for ending, what in endings]
-    export = partial(_export, screen, run, curves)
+    export = partial(_export, screen, run, curves, tell)
     ask_where_to_export(screen, run.name, choices, new_path, export)
 
 
@@ -454,16 +437,19 @@ def ask_where_to_export(
     app.push_screen(dialog, named)
 
 
-def _export(screen: Page, run: RunDirectory, curves: Sequence[Named], path: Path) -> str:
+def _export(
+    screen: Page, run: RunDirectory, curves: Sequence[Named], tell: Tell, path: Path
+) -> str:
     """Export a run's metrics, its chart or its model, as the name says."""
     from so_tui.launch.checks import writable
     from so_tui.launch.helper_jobs import export_model
     from so_tui.runs.export import export_metrics
     from so_tui.runs.results import read_all
 
-    def show(progress: str) -> None:
-        screen.post_message(Exporting(progress))
+    def show(progress: str, written: Path | None = None) -> None:
+        screen.call_later(tell, run, progress, written)
 
+    written = None
     show(f"exporting to {path.name} …")
     try:
         if path.suffix in METRICS:
@@ -478,9 +464,9 @@ def _export(screen: Page, run: RunDirectory, curves: Sequence[Named], path: Path
             for event in export_model(run, path):
                 show(f"{path.name}: {brief_message(str(event))}")
             said = f"the model; `{so_tui_command('chat', str(path))}` talks to it"
-        screen.post_message(Exported(run, path))
+        written = path
     finally:
-        show("")
+        show("", written)
     return said
 
 

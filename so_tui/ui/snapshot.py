@@ -32,7 +32,7 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.samples import roll_up
 from so_tui.spec import RunSpec
-from so_tui.ui.charts.series import Axis, Line, Series, StepSeries, mean_of
+from so_tui.ui.charts.series import Axis, Line, Series, StepSeries
 
 # What a run and its hosts did at the cursor: the record of its step, and the samples that were
 # taken during it.
@@ -469,22 +469,6 @@ class Snapshot:
         ranks = self.hosts.ranks or (self.plan.binding if self.plan is not None else ())
         return not ranks or any(rank.gpu is not None for rank in ranks)
 
-    @property
-    def steps(self) -> array[float]:
-        return self.whole.steps
-
-    @property
-    def times(self) -> array[float]:
-        return self.whole.times
-
-    @property
-    def series(self) -> dict[str, Series]:
-        return self.whole.series
-
-    def has(self, metric: str) -> bool:
-        """Return whether a metric has been read; which are follows from what the charts show."""
-        return metric in self.whole.series
-
     def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
         """Return a metric, in full detail where that was read for the window that ``axis``
         shows.
@@ -494,16 +478,12 @@ class Snapshot:
             return closer.line(metric, role, len(closer))
         return self.whole.line(metric, role, self.length)
 
-    def mean_line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
-        """Return the mean of a metric over the last steps at each step."""
-        return self.line(mean_of(metric), role, axis)
-
     def standing(self, x: float, unit: str) -> float:
         """Return ``x``, or the nearest last position of a row that stands for several steps, so
         that position and values agree.
         """
-        positions = self.steps if unit == "step" else self.times
-        axis = Axis(unit, x, x, 0.0, self.steps, self.times, self.length)
+        positions = self.whole.steps if unit == "step" else self.whole.times
+        axis = Axis(unit, x, x, 0.0, self.whole.steps, self.whole.times, self.length)
         if (
             not self.whole.halvings
             or not self.length

@@ -57,7 +57,9 @@ def test_nodes_and_gpus_show_the_mean_of_the_step_at_the_cursor(run: RunDirector
     snapshot = follower.poll()
     assert snapshot.hosts.inspected is None
     assert snapshot.hosts.nodes[0].sample.cores[0] == 20
-    at = Axis("step", 1, 100, 0.0, snapshot.steps, snapshot.times, snapshot.length).position(60.0)
+    at = Axis(
+        "step", 1, 100, 0.0, snapshot.whole.steps, snapshot.whole.times, snapshot.length
+    ).position(60.0)
     inspected = follower.poll(cursor=at)
     assert inspected.hosts.inspected is not None
     assert inspected.examined[0].step == 60
@@ -97,8 +99,8 @@ def test_old_samples_are_found_in_coarser_rows(runs_dir: Path) -> None:
 
 def test_a_position_is_a_step_and_a_time_on_either_axis(run: RunDirectory) -> None:
     snapshot = RunFollower(run).poll()
-    by_step = Axis("step", 1, 100, 0.0, snapshot.steps, snapshot.times, snapshot.length)
-    by_time = Axis("time", 0, NOW, 0.0, snapshot.steps, snapshot.times, snapshot.length)
+    by_step = Axis("step", 1, 100, 0.0, snapshot.whole.steps, snapshot.whole.times, snapshot.length)
+    by_time = Axis("time", 0, NOW, 0.0, snapshot.whole.steps, snapshot.whole.times, snapshot.length)
     step, time = by_step.position(60.0)
     assert step == 60
     assert by_time.position(time) == (60.0, time)

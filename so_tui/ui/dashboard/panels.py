@@ -13,7 +13,6 @@ from textual import events, getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.geometry import Size
-from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollBar
@@ -172,11 +171,8 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
     needle = reactive("")
     """The text whose lines are marked; empty ends the search."""
 
-    class Moved(Message):
-        """Following began or ended, or the search changed."""
-
-    def __init__(self, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__(id="log")
         self.lines: list[str] = []
         self.partial = ""
         self._widest = 0
@@ -259,13 +255,9 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         if self.following:
             self.call_after_refresh(self.scroll_end, animate=False, immediate=True, x_axis=False)
 
-    def watch_following(self) -> None:
-        self.post_message(self.Moved())
-
     def watch_needle(self) -> None:
         self._found = -1
         self.refresh()
-        self.post_message(self.Moved())
 
     @property
     def matches(self) -> int:
@@ -362,7 +354,11 @@ class LogPanel(KeptVertical):
     def compose(self) -> ComposeResult:
         yield Rule("log", id="log-rule")
         with KeptVertical(classes="frame"):
-            yield LogView(id="log")
+            yield LogView()
+
+    def on_mount(self) -> None:
+        for name in ("following", "needle"):
+            self.watch(self.lines, name, self._show_heading, init=False)
 
     def show(self, snapshot: Snapshot) -> None:
         """Add the lines that are new in ``snapshot``."""
@@ -401,11 +397,6 @@ class LogPanel(KeptVertical):
     def follow_end(self) -> None:
         """Scroll to the newest line and stay there."""
         self.lines.action_follow()
-
-    @on(LogView.Moved)
-    def _moved(self, message: LogView.Moved) -> None:
-        message.stop()
-        self._show_heading()
 
     def _show_heading(self) -> None:
         log = self.lines

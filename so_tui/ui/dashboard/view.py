@@ -179,7 +179,7 @@ def extent_of(snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ())
     at = 0 if unit == "step" else 1
     ranges: list[Span] = []
     if snapshot.length:
-        positions = snapshot.times if at else snapshot.steps
+        positions = snapshot.whole.times if at else snapshot.whole.steps
         ranges.append((snapshot.whole.begin[at], positions[snapshot.length - 1]))
     if unit == "time":
         loads = (node.load[0] for node in snapshot.hosts.nodes)
@@ -210,12 +210,14 @@ def axis_of(
     low, high = view.resolved(extent) if unit == view.unit else extent
     origin = extent[0] if unit == "time" else 0.0
     same = held is not None and (held.unit, held.origin) == (unit, origin)
-    if held is not None and same and snapshot.live and held.steps is snapshot.steps:
+    if held is not None and same and snapshot.live and held.steps is snapshot.whole.steps:
         grown = high - held.high
         begun = bool(held.length) == bool(snapshot.length)
         if begun and abs(low - held.low) <= grown < HELD_SHARE * (high - low):
             low, high = held.low, held.high
-    return Axis(unit, low, high, origin, snapshot.steps, snapshot.times, snapshot.length)
+    return Axis(
+        unit, low, high, origin, snapshot.whole.steps, snapshot.whole.times, snapshot.length
+    )
 
 
 SIDE_FROM = 196

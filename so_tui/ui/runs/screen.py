@@ -291,16 +291,12 @@ class RunsScreen(FiltersTable, ResizablePage):
                 for other in self._marked or [row.run]
                 if other in self._curves
             ]
-            run_actions.ask_to_export(self, row, curves)
+            run_actions.ask_to_export(self, row, curves, self._exporting)
 
-    @on(run_actions.Exporting)
-    def _exporting(self, message: run_actions.Exporting) -> None:
-        self._progress = message.text
-        self._preview()
-
-    @on(run_actions.Exported)
-    def _was_exported(self, message: run_actions.Exported) -> None:
-        self._exported[message.run] = message.path
+    def _exporting(self, run: RunDirectory, progress: str, written: Path | None) -> None:
+        self._progress = progress
+        if written is not None:
+            self._exported[run] = written
         self._preview()
 
     def action_sort(self) -> None:
