@@ -187,14 +187,10 @@ def _tail(snapshot: Snapshot, state: RunState, steps_left: int, now: float) -> l
     return tail
 
 
-def news_line(snapshot: Snapshot) -> Content:
+def news(snapshot: Snapshot) -> Sequence[Piece]:
     """Return the news: why the run ended and what to do, its phase before the first step, or a
     warning; empty if there is none.
     """
-    return Content.assemble(*_news(snapshot))
-
-
-def _news(snapshot: Snapshot) -> Sequence[Piece]:
     events, state = snapshot.events, snapshot.state
     if snapshot.deleted:
         ended = state is not None and state.state in FINAL_STATES

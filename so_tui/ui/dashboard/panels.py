@@ -117,7 +117,7 @@ class RunHeader(KeptVertical):
     def show(self, snapshot: Snapshot, now: float, width: int) -> None:
         """Show the run's state in lines of ``width`` cells."""
         self.title.update(run_status.title_line(snapshot, now, width))
-        news = run_status.news_line(snapshot)
+        news = Content.assemble(*run_status.news(snapshot))
         self.news.display = bool(news)
         self.news.update(in_rows(news.wrap(width)[:MOST_NEWS_ROWS]))
 
