@@ -96,7 +96,7 @@ class Laboratory:
 def figures(run: RunDirectory) -> dict[str, Any]:
     """Return what a run trained on, and its last losses."""
     reader = read_all(run)
-    steps, evaluation = reader.recent(_MOST_STEPS), reader.evaluations[-1]
+    steps, evaluation = reader.recent(_MOST_STEPS), reader.events.evaluations[-1]
     tokens = sum(record.useful_tokens for record in steps)
     return {
         "steps": len(steps),
@@ -144,7 +144,7 @@ def main() -> None:
             for one, other in zip(first.answers, last.answers, strict=True)
         ]
         tuned = {
-            "before": read_all(after).evaluations[0].loss,
+            "before": read_all(after).events.evaluations[0].loss,
             "after": figures(after),
             "from_random_weights": figures(scratch),
         }

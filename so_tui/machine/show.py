@@ -28,7 +28,7 @@ _SIGNS: dict[Severity, tuple[str, str, str]] = {
 
 def render(machine: Machine) -> RenderableType:
     """Render the machine: the topology (nodes, cores, memory, GPUs), then software and notes."""
-    parts: list[RenderableType] = [_tree(machine), Text()]
+    parts: list[RenderableType] = [tree_of(machine), Text()]
     if machine.live:
         parts += [_software(machine.software), Text()]
     parts += [Text.assemble(("· ", "cyan"), printable_line(note)) for note in machine.notes]
@@ -69,7 +69,8 @@ def render_findings(findings: Sequence[Finding], software: Software | None) -> R
     return Group(*parts)
 
 
-def _tree(machine: Machine) -> RichTree:
+def tree_of(machine: Machine, *, distances: bool = False) -> RichTree:
+    """Return the host as a tree of texts: nodes, cores, memory, GPUs and their own memory nodes."""
     tree = RichTree(_title(machine), guide_style="dim")
     own = {gpu.memory_node for gpu in machine.gpus}
     branches: dict[int | None, RichTree] = {None: tree}
@@ -79,6 +80,10 @@ def _tree(machine: Machine) -> RichTree:
     for gpu in sorted(machine.gpus, key=lambda gpu: gpu.numa_node is None):
         if gpu.numa_node in branches:
             _add_gpu(branches[gpu.numa_node], gpu, machine)
+    for node in machine.cpu_nodes if distances else ():
+        if node.distances:
+            between = " ".join(map(str, node.distances))
+            branches[node.id].add(Text.assemble(("distances  ", "dim"), between))
     for node in machine.numa_nodes:
         if node.kind == "gpu-memory" and node.id not in own:
             size = memory_size(node.memory_total_bytes)
@@ -156,8 +161,15 @@ def _software(software: Software) -> Table:
     table.add_column(style="dim")
     table.add_column()
     absent = Text("not installed", style="dim")
+    for name, version in versions_of(software).items():
+        table.add_row(name, printable_line(version) if version is not None else absent)
+    return table
+
+
+def versions_of(software: Software) -> dict[str, str | None]:
+    """Return the versions of what a run needs, by name; None for what is not installed."""
     trial = {True: "", False: ", but fails here", None: ""}[software.numactl_works]
-    versions = {
+    return {
         "python": software.python,
         "torch": software.torch and f"{software.torch} ({software.torch_built_for or 'CPU only'})",
         "deepspeed": software.deepspeed,
@@ -172,9 +184,6 @@ def _software(software: Software) -> Table:
         "compiler": software.compiler,
         "ninja": software.ninja,
     }
-    for name, version in versions.items():
-        table.add_row(name, printable_line(version) if version is not None else absent)
-    return table
 
 
 def _finding(finding: Finding) -> RenderableType:

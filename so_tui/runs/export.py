@@ -137,7 +137,7 @@ def _rows(reader: MetricsReader, columns: Sequence[str]) -> Iterator[tuple[Any, 
     counts.
     """
     left = deque(
-        {record.step: record for record in reader.evaluations}.values()
+        {record.step: record for record in reader.events.evaluations}.values()
         if EVALUATION_LOSS in columns
         else ()
     )

@@ -8,9 +8,10 @@ import logging
 import math
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,7 @@ from so_tui.runs.records import (
 )
 from so_tui.runs.segments import (
     MEBIBYTE,
+    Lines,
     SegmentWriter,
     cut_incomplete_line,
     read_lines,
@@ -55,27 +57,36 @@ _MOST_WARNINGS = 5_000
 _STEP_LINE = b'{"kind":"step"'
 """How the writer begins a step. Other lines are decoded to find out what they are."""
 
-R = TypeVar(
-    "R",
-    StartRecord,
-    BindingRecord,
-    PhaseRecord,
-    CheckpointRecord,
-    EvaluationRecord,
-    WarningRecord,
-    ResumedRecord,
-    EndRecord,
-)
-
 
 class Progress(msgspec.Struct, frozen=True):
     """Result of one poll."""
 
     records: tuple[MetricRecord, ...]
+    """New records of every kind, in the order of writing."""
     more: bool
     """The poll stopped at its limit: poll again soon."""
     behind: bool
     """It stopped before the newest record. Otherwise ``more`` concerns earlier segments alone."""
+
+
+class Events(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run recorded besides its steps, of all attempts and in order, without what a resume
+    supersedes.
+    """
+
+    start: StartRecord | None
+    binding: BindingRecord | None
+    phases: tuple[PhaseRecord, ...]
+    end: EndRecord | None
+    """End of the newest attempt; None while it is alive or if it ended without a record."""
+    checkpoints: tuple[CheckpointRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...]
+    warnings: tuple[WarningRecord, ...]
+    resumes: tuple[ResumedRecord, ...]
+
+    @property
+    def phase(self) -> PhaseRecord | None:
+        return self.phases[-1] if self.phases else None
 
 
 class _Segment:
@@ -142,10 +153,6 @@ class _Segment:
                 if self.places:
                     return
 
-    def forget(self) -> None:
-        """Be empty from now on."""
-        self.offset, self.events, self.places = 0, [], []
-
     def steps(self, place: int, last: float, stop: int | None = None) -> Iterator[StepRecord]:
         """Yield the steps up to ``last`` from one place on, as far as was read or to another place.
         Raises OSError.
@@ -169,9 +176,8 @@ class MetricsReader:
 
     The newest segment is read record by record, and so is every later one. Of earlier ones only the
     beginning is read before it: whether a resume supersedes what comes before. ``poll`` reads the
-    rest afterwards, the newest first, or ``StepRows`` does; ``unread_share`` says how much is
-    missing until then. Steps are not kept: they are read again from their segment where they are
-    needed.
+    rest afterwards, the newest first, or ``StepRows`` does. Steps are not kept: they are read again
+    from their segment where they are needed.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -184,36 +190,43 @@ class MetricsReader:
         """Earlier segments that are not read to their end, oldest first."""
         self._followed: list[_Segment] = []
         """The segment that is read record by record, and newer ones."""
-        self._known: tuple[MetricRecord, ...] | None = None
-        """All records that are not steps, in order; None after a change."""
+        self._events: Events | None = None
+        """None after a change."""
         self._cuts: dict[int, float] = {}
-        self._latest: StepRecord | None = None
+        self.latest: StepRecord | None = None
+        """Last step that is not superseded: a resume supersedes the later steps of earlier
+        attempts.
+        """
 
     # Recorded values.
 
     @property
-    def latest(self) -> StepRecord | None:
-        """Last step that is not superseded: a resume supersedes the later steps of earlier
-        attempts.
-        """
-        return self._latest
+    def events(self) -> Events:
+        """Every record that is no step."""
+        if self._events is None:
+            found: defaultdict[type, list[Any]] = defaultdict(list)
+            newest = 0
+            for event in _with_few_warnings(self._all_events()):
+                newest = max(newest, event.attempt)
+                if not isinstance(event, CheckpointRecord | EvaluationRecord) or self._counts(
+                    event
+                ):
+                    found[type(event)].append(event)
+            end = next(reversed(found[EndRecord]), None)
+            self._events = Events(
+                start=next(reversed(found[StartRecord]), None),
+                binding=next(reversed(found[BindingRecord]), None),
+                phases=tuple(found[PhaseRecord]),
+                end=end if end and end.attempt == newest else None,
+                checkpoints=tuple(found[CheckpointRecord]),
+                evaluations=tuple(found[EvaluationRecord]),
+                warnings=tuple(found[WarningRecord]),
+                resumes=tuple(found[ResumedRecord]),
+            )
+        return self._events
 
-    @property
-    def start(self) -> StartRecord | None:
-        return self._newest(StartRecord)
-
-    @property
-    def binding(self) -> BindingRecord | None:
-        return self._newest(BindingRecord)
-
-    @property
-    def phase(self) -> PhaseRecord | None:
-        return self._newest(PhaseRecord)
-
-    @property
-    def phases(self) -> tuple[PhaseRecord, ...]:
-        """All phases, of all attempts, in order."""
-        return self._all(PhaseRecord)
+    def _all_events(self) -> list[MetricRecord]:
+        return [event for segment in self._segments.values() for event in segment.events]
 
     @property
     def step_after_phase(self) -> bool:
@@ -227,38 +240,6 @@ class MetricsReader:
                 return segment.step_is_newer
         return False
 
-    @property
-    def end(self) -> EndRecord | None:
-        """End record of the newest attempt; None while it is alive or if it ended without one."""
-        end = self._newest(EndRecord)
-        return end if end and all(event.attempt <= end.attempt for event in self._events) else None
-
-    @property
-    def checkpoints(self) -> tuple[CheckpointRecord, ...]:
-        return tuple(record for record in self._all(CheckpointRecord) if self._counts(record))
-
-    @property
-    def evaluations(self) -> tuple[EvaluationRecord, ...]:
-        return tuple(record for record in self._all(EvaluationRecord) if self._counts(record))
-
-    @property
-    def warnings(self) -> tuple[WarningRecord, ...]:
-        return self._all(WarningRecord)
-
-    @property
-    def resumes(self) -> tuple[ResumedRecord, ...]:
-        return self._all(ResumedRecord)
-
-    @property
-    def unread_share(self) -> float:
-        """Share of the bytes of all segments that are not known yet; 0 once everything is."""
-        if not self._unread:
-            return 0.0
-        unread = sum(max(1, size_of(segment.path) - segment.offset) for segment in self._unread)
-        return unread / max(
-            1, sum(size_of(segment.path) for segment in self._segments.values()), unread
-        )
-
     def recent(self, count: int) -> list[StepRecord]:
         """Return the last ``count`` step records that are not superseded, oldest first: fewer where
         not all is read. Raises OSError.
@@ -268,7 +249,7 @@ class MetricsReader:
             for place in range(len(segment.places) - 1, -1, -1):
                 if len(found) >= count:
                     return found[-count:]
-                last = min(self._cut(segment.attempt), found[0].step - 1 if found else math.inf)
+                last = min(self.cut(segment.attempt), found[0].step - 1 if found else math.inf)
                 found = [*segment.steps(place, last, place + 1), *found]
         return found[-count:]
 
@@ -280,7 +261,7 @@ class MetricsReader:
         for segment in self._segments.values():
             if segment.places:
                 place = bisect_right(segment.places, (before + 1, math.inf)) - 1
-                for step in segment.steps(max(0, place), min(last, self._cut(segment.attempt))):
+                for step in segment.steps(max(0, place), min(last, self.cut(segment.attempt))):
                     if step.step > before:
                         before = step.step
                         yield step
@@ -301,10 +282,6 @@ class MetricsReader:
         """Return how many bytes of a segment can be read by now."""
         known = segment.offset
         return max(known, size_of(segment.path)) if segment in self._unread else known
-
-    def last_of(self, segment: _Segment) -> float:
-        """Return the last step of a segment that may count: a resume supersedes later ones."""
-        return self._cut(segment.attempt)
 
     # Following.
 
@@ -330,7 +307,7 @@ class MetricsReader:
                 del self._followed[0]
                 more = time.monotonic() >= deadline
         behind = more
-        while self._unread and not more and (earlier or self._latest is None):
+        while self._unread and not more and (earlier or self.latest is None):
             segment = self._unread[-1]
             self._read_on(segment, segment.offset)
             more = bool(self._unread) and time.monotonic() >= deadline
@@ -396,14 +373,14 @@ class MetricsReader:
         """Take account of a new record."""
         if isinstance(record, ResumedRecord):
             self._forget()
-            if self._latest is not None and self._latest.step > record.step:
+            if self.latest is not None and self.latest.step > record.step:
                 self._recount()
         elif not isinstance(record, StepRecord):
-            self._known = None
+            self._events = None
         elif self._counts(record):
-            self._latest = record
+            self.latest = record
 
-    def lines_of(self, segment: _Segment, at: int) -> tuple[list[bytes], int]:
+    def lines_of(self, segment: _Segment, at: int) -> Lines:
         """Return some lines of a segment from a position on, and the position after them: of one
         that is followed, only what was read of it. Raises OSError.
         """
@@ -414,7 +391,7 @@ class MetricsReader:
         lines, end = read_lines(segment.path, at, min(_CHUNK_BYTES, segment.offset - at))
         return lines, end if lines else segment.offset
 
-    def _read_on(self, segment: _Segment, at: int) -> tuple[list[bytes], int]:
+    def _read_on(self, segment: _Segment, at: int) -> Lines:
         """Read lines of an earlier segment from a position on, and take account of those that are
         new. Return them, and the position after them; none at its end.
 
@@ -430,53 +407,46 @@ class MetricsReader:
         if any(isinstance(event, ResumedRecord) for event in segment.events[known:]):
             self._forget()
             self._recount()
-        self._known = None
+        self._events = None
         if not lines:
             self._unread.remove(segment)
-            if self._latest is None:
-                self._latest = next(iter(self.recent(1)), None)
+            if self.latest is None:
+                self.latest = next(iter(self.recent(1)), None)
         return lines, end
 
     def _leave_out(self, segment: _Segment, error: OSError) -> None:
         _log.info("%s is left out: %s", segment.path, error)
-        segment.forget()
+        segment.offset, segment.events, segment.places = 0, [], []
         self._unread.remove(segment)
         self._forget()
 
     # Superseded steps: a resume supersedes the later steps of earlier attempts.
 
-    def _cut(self, attempt: int) -> float:
+    def cut(self, attempt: int) -> float:
         """Return the last step of an attempt that is not superseded."""
         if attempt not in self._cuts:
-            later = (resume.step for resume in self.resumes if resume.attempt > attempt)
-            self._cuts[attempt] = min(later, default=math.inf)
+            self._cuts[attempt] = min(
+                (
+                    event.step
+                    for event in self._all_events()
+                    if isinstance(event, ResumedRecord) and event.attempt > attempt
+                ),
+                default=math.inf,
+            )
         return self._cuts[attempt]
 
     def _counts(self, record: StepRecord | CheckpointRecord | EvaluationRecord) -> bool:
-        return record.step <= self._cut(record.attempt)
-
-    @property
-    def _events(self) -> tuple[MetricRecord, ...]:
-        if self._known is None:
-            events = [event for segment in self._segments.values() for event in segment.events]
-            self._known = tuple(_with_few_warnings(events))
-        return self._known
+        return record.step <= self.cut(record.attempt)
 
     def _forget(self) -> None:
         """Collect the events again when they are next asked for."""
-        self._known = None
+        self._events = None
         self._cuts.clear()
 
     def _recount(self) -> None:
         """Find out which steps count, after a resume or segments that appeared late."""
         self.generation += 1
-        self._latest = next(iter(self.recent(1)), None)
-
-    def _newest(self, kind: type[R]) -> R | None:
-        return next((event for event in reversed(self._events) if isinstance(event, kind)), None)
-
-    def _all(self, kind: type[R]) -> tuple[R, ...]:
-        return tuple(event for event in self._events if isinstance(event, kind))
+        self.latest = next(iter(self.recent(1)), None)
 
 
 def _with_few_warnings(events: list[MetricRecord]) -> list[MetricRecord]:
@@ -533,10 +503,8 @@ class StepRows:
     def unread_share(self) -> float:
         """Share of the known bytes that is still to be read."""
         sizes = [self._reader.size_of(segment) for segment in self._reader.segments()]
-        left = sum(sizes[len(self._read) :])
-        if self._read:
-            left += max(0, sizes[len(self._read) - 1] - self._offset)
-        return left / max(1, sum(sizes))
+        read = sum(sizes[: max(0, len(self._read) - 1)]) + self._offset
+        return max(0, sum(sizes) - read) / max(1, sum(sizes))
 
     def read(self, limit_s: float) -> Iterator[list[Any]]:
         """Yield new rows in portions, up to the newest record that the reader knows or to the
@@ -554,7 +522,7 @@ class StepRows:
                 if end == self._offset:
                     break
                 self._offset = end
-                if rows := self._rows(lines, self._reader.last_of(segment)):
+                if rows := self._rows(lines, self._reader.cut(segment.attempt)):
                     yield rows
                 time.sleep(0)  # the screen's thread has its turn
                 if time.monotonic() >= deadline:

@@ -13,10 +13,8 @@ import msgspec
 
 from so_tui.runs.directory import RunDirectory
 from so_tui.runs.liveness import HeartbeatWatch, state_with_truth
-from so_tui.runs.metrics import MetricsReader
+from so_tui.runs.metrics import MetricsReader, Progress
 from so_tui.runs.records import (
-    MetricRecord,
-    Rollup,
     RunState,
     Sample,
     StepRecord,
@@ -55,9 +53,9 @@ _ESCAPES = re.compile(
 )
 
 
-def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES) -> int:
-    """Remove the middle of a log that is longer than ``head + 2 x tail``. Only the supervisor may
-    call this.
+def trim_log(path: Path) -> int:
+    """Remove the middle of a log that is longer than ``HEAD_BYTES + 2 x TAIL_BYTES``. Only the
+    supervisor may call this.
 
     Writers must use O_APPEND. Lines written between the last copy and the truncation (microseconds,
     once in about 16 MiB) are lost.
@@ -76,20 +74,20 @@ def trim_log(path: Path, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL
         return 0
     try:
         size = os.fstat(fd).st_size
-        if size <= head_bytes + 2 * tail_bytes:
+        if size <= HEAD_BYTES + 2 * TAIL_BYTES:
             return 0
-        dropped = _dropped(fd, head_bytes)
-        body = head_bytes + (_MARK_BYTES if dropped else 0)
-        start = size - tail_bytes
+        dropped = _dropped(fd)
+        body = HEAD_BYTES + (_MARK_BYTES if dropped else 0)
+        start = size - TAIL_BYTES
         start += os.pread(fd, _LONGEST_LINE_BYTES, start).find(b"\n") + 1
-        source, target = start, head_bytes + _MARK_BYTES
+        source, target = start, HEAD_BYTES + _MARK_BYTES
         while block := os.pread(
             fd, _BLOCK_BYTES, source
         ):  # until the end, including what is written meanwhile
             source += len(block)
             target += os.pwrite(fd, block, target)
         os.ftruncate(fd, target)
-        os.pwrite(fd, _MARK % (dropped + start - body), head_bytes)
+        os.pwrite(fd, _MARK % (dropped + start - body), HEAD_BYTES)
         return start - body
     finally:
         os.close(fd)
@@ -103,9 +101,8 @@ class LogReader:
     thread.
     """
 
-    def __init__(self, path: Path, *, head_bytes: int = HEAD_BYTES) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._head_bytes = head_bytes
         self._position = 0  # in the log as it would be if never trimmed
         self._rest = b""
         self._was_shrunk = False
@@ -134,7 +131,7 @@ class LogReader:
         ):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
-            dropped = _dropped(fd, self._head_bytes)
+            dropped = _dropped(fd)
             end = self._position + limit_bytes
             while block := self._read(fd, dropped, min(_BLOCK_BYTES, end - self._position), lines):
                 lines += self._lines(block)
@@ -157,7 +154,7 @@ class LogReader:
         ):  # not written yet, or no log: a pipe would block, a device never end
             return ()
         try:
-            dropped = _dropped(fd, self._head_bytes)
+            dropped = _dropped(fd)
             size = os.fstat(fd).st_size
         finally:
             os.close(fd)
@@ -168,7 +165,7 @@ class LogReader:
         return found[1 if cut else 0 :][-lines:] if lines else ()
 
     def _read(self, fd: int, dropped: int, count: int, lines: list[str]) -> bytes:
-        head = self._head_bytes
+        head = HEAD_BYTES
         if not dropped:
             if self._shrunk(os.fstat(fd).st_size):
                 return b""
@@ -245,9 +242,9 @@ def _readable(line: bytes) -> str:
     return printable(_ESCAPES.sub("", shown.decode("utf-8", errors="replace")))
 
 
-def _dropped(fd: int, head_bytes: int) -> int:
+def _dropped(fd: int) -> int:
     """Return the bytes that trims have dropped so far; 0 if the log was never trimmed."""
-    mark = _MARKED.fullmatch(os.pread(fd, _MARK_BYTES, head_bytes))
+    mark = _MARKED.fullmatch(os.pread(fd, _MARK_BYTES, HEAD_BYTES))
     return int(mark[1]) if mark else 0
 
 
@@ -259,20 +256,14 @@ class LogLine(msgspec.Struct, frozen=True):
     text: str
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True):
+class Update(Progress, frozen=True, kw_only=True):
     """Result of one poll."""
 
-    records: tuple[MetricRecord, ...] = ()
-    """New records of every kind, in the order of writing."""
-    samples: Mapping[str, tuple[Sample, ...]] = {}
+    samples: Mapping[str, tuple[Sample, ...]]
     """New samples by host."""
-    log_lines: tuple[LogLine, ...] = ()
-    state: RunState | None = None
+    log_lines: tuple[LogLine, ...]
+    state: RunState | None
     """State corrected by ``liveness``; None if it cannot be read (yet)."""
-    more: bool = False
-    """The poll stopped at its limit: poll again soon."""
-    behind: bool = False
-    """It stopped before the newest record. Otherwise ``more`` concerns earlier segments alone."""
 
     @property
     def steps(self) -> tuple[StepRecord, ...]:
@@ -311,7 +302,8 @@ class RunReader:
         self._watch = watch or HeartbeatWatch()
         self._state_of = state_of
         self._log_lines = log_lines
-        self._samples: dict[str, SampleReader] = {}
+        self.samples: dict[str, SampleReader] = {}
+        """By host."""
         self._logs: dict[str, LogReader] = {}
         self._log_attempt = 0
 
@@ -323,7 +315,10 @@ class RunReader:
         """
         deadline = time.monotonic() + limit_s
         progress = self.metrics.poll(limit_records=limit_records, limit_s=limit_s, earlier=earlier)
-        samples = {host: self._sample_reader(host).poll() for host in self.run.sample_hosts()}
+        for host in self.run.sample_hosts():
+            if host not in self.samples:
+                self.samples[host] = SampleReader(self.run, host)
+        samples = {host: reader.poll() for host, reader in self.samples.items()}
         log = self._poll_log(max(0.01, deadline - time.monotonic()))
         # The directory may be unreachable for a moment: a stale state is better than none.
         with contextlib.suppress(InputError):
@@ -338,25 +333,9 @@ class RunReader:
         )
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        """Hosts with samples."""
-        return tuple(self._samples)
-
-    @property
     def log_partial(self) -> str:
         """Unfinished last line of the log, such as a running progress bar."""
         return next((reader.partial for reader in self._logs.values() if reader.partial), "")
-
-    def sample_history(self, host: str, first: float, last: float, rows: int) -> Iterator[Rollup]:
-        """Yield the load of a host between two times, oldest first, in about ``rows`` rows. Raises
-        OSError.
-        """
-        return self._sample_reader(host).history(first, last, rows)
-
-    def _sample_reader(self, host: str) -> SampleReader:
-        if host not in self._samples:
-            self._samples[host] = SampleReader(self.run, host)
-        return self._samples[host]
 
     def _poll_log(self, limit_s: float) -> tuple[LogLine, ...]:
         """Return new lines of the newest attempt's logs, and unread lines of earlier attempts."""

@@ -137,6 +137,9 @@ class PhaseRecord(Record, frozen=True, kw_only=True):
     total: Count = 0
 
 
+Cpus = tuple[int, ...]
+
+
 class RankBindingReport(Struct, frozen=True, kw_only=True):
     """Cores and memory policy of one rank, at its start and after binding."""
 
@@ -144,11 +147,11 @@ class RankBindingReport(Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     gpu: int | None
-    found_cpus: tuple[int, ...]
+    found_cpus: Cpus
     """Cores at the start, as DeepSpeed's launcher set them."""
-    cpus: tuple[int, ...]
-    main_cpus: tuple[int, ...]
-    adam_cpus: tuple[int, ...]
+    cpus: Cpus
+    main_cpus: Cpus
+    adam_cpus: Cpus
     found_memory_policy: str
     memory_policy: str
     corrected: bool
@@ -391,9 +394,9 @@ class RankPlacement(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where one rank's processes really are."""
 
     rank: int
-    cpus: tuple[int, ...]
+    cpus: Cpus
     """CPUs on which any thread of the training process may run."""
-    adam_cpus: tuple[int, ...] = ()
+    adam_cpus: Cpus = ()
     """The same of its Adam worker; empty without one."""
     node_bytes: dict[int, int] = {}
     """NUMA node -> bytes of both, files not counted."""

@@ -174,7 +174,7 @@ def results_of(reader: MetricsReader, spec: RunSpec | None, total_steps: int) ->
         last = reader.latest.step
         span = mean_steps_of(spec, total_steps, last)
         found = _figures(list(reader.steps(last - span + 1, last)), span)
-    return replace(found, evaluation_loss=_evaluation_loss(reader.evaluations))
+    return replace(found, evaluation_loss=_evaluation_loss(reader.events.evaluations))
 
 
 def recent_results(run: RunDirectory, spec: RunSpec | None, total_steps: int) -> RunResults:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -104,23 +105,13 @@ def roll_up(parts: Sequence[Rollup]) -> Rollup:
     weights = [part.samples for part in parts]
     means, peaks = [part.mean for part in parts], [part.peak for part in parts]
     interval_s = sum(mean.interval_s for mean in means)
-    mean = _combined(means, weights, _mean)
-    peak = _combined(peaks, weights, _peak)
+    sums = {name: sum(getattr(sample, name) for sample in means) for name in _CPU_SECONDS}
+    shares = {name: max(_share(sample, name) for sample in peaks) for name in _CPU_SECONDS}
+    most = {name: interval_s * share for name, share in shares.items()}
     return Rollup(
         samples=sum(weights),
-        mean=replace(
-            mean,
-            interval_s=interval_s,
-            **{name: sum(getattr(sample, name) for sample in means) for name in _CPU_SECONDS},
-        ),
-        peak=replace(
-            peak,
-            interval_s=interval_s,
-            **{
-                name: interval_s * max(_share(sample, name) for sample in peaks)
-                for name in _CPU_SECONDS
-            },
-        ),
+        mean=replace(_combined(means, weights, _mean), interval_s=interval_s, **sums),
+        peak=replace(_combined(peaks, weights, _peak), interval_s=interval_s, **most),
     )
 
 
@@ -146,20 +137,18 @@ def _combined(samples: list[Sample], weights: list[int], combine: Combine) -> Sa
 
 
 def _node(nodes: list[tuple[NodeSample, int]], combine: Combine) -> NodeSample:
-    newest = nodes[-1][0]
     weights = [weight for _, weight in nodes]
     cores = zip(*(node.cores for node, _ in nodes), strict=False)
     return replace(
-        newest,
+        nodes[-1][0],
         cores=tuple(combine(list(zip(core, weights, strict=True))) for core in cores),
         **_merged(nodes, ("memory_used_bytes", "file_cache_bytes"), combine),
     )
 
 
 def _gpu(gpus: list[tuple[GpuSample, int]], combine: Combine) -> GpuSample:
-    combined = _merged(gpus, _GPU_FIELDS, combine)
-    reasons = sorted({reason for gpu, _ in gpus for reason in gpu.throttling})
-    return GpuSample(index=gpus[-1][0].index, throttling=tuple(reasons), **combined)
+    reasons = tuple(sorted({reason for gpu, _ in gpus for reason in gpu.throttling}))
+    return replace(gpus[-1][0], throttling=reasons, **_merged(gpus, _GPU_FIELDS, combine))
 
 
 def _merged(parts: Weighted, names: Iterable[str], combine: Combine) -> dict[str, Any]:
@@ -225,13 +214,10 @@ class SampleWriter:
     roll-ups, but no sample.
     """
 
-    def __init__(
-        self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS
-    ) -> None:
+    def __init__(self, run: RunDirectory, host: str) -> None:
         """Create the folder. Raises OSError."""
         folder = run.samples_dir(host)
-        self._raw, *self._rollups = (_pruned(folder, resolution) for resolution in resolutions)
-        self._resolutions = resolutions[1:]
+        self._raw, *self._rollups = (_pruned(folder, resolution) for resolution in RESOLUTIONS)
         self._open: list[list[Rollup]] = [[] for _ in self._rollups]
 
     def append(self, sample: Sample) -> None:
@@ -253,7 +239,7 @@ class SampleWriter:
         """
         if level == len(self._rollups):
             return
-        parts, resolution = self._open[level], self._resolutions[level]
+        parts, resolution = self._open[level], RESOLUTIONS[level + 1]
         if parts and (
             _bucket(parts[0], resolution) != _bucket(part, resolution)
             or parts[0].mean.attempt != part.mean.attempt
@@ -291,11 +277,8 @@ def _pruned(folder: Path, resolution: Resolution) -> SegmentWriter:
 class SampleReader:
     """Follows the samples of one host. For one thread."""
 
-    def __init__(
-        self, run: RunDirectory, host: str, *, resolutions: Sequence[Resolution] = RESOLUTIONS
-    ) -> None:
+    def __init__(self, run: RunDirectory, host: str) -> None:
         self._folder = run.samples_dir(host)
-        self._resolutions = resolutions
         self._starts: dict[Path, float] = {}
         self._known: dict[Path, _KnownLines] = {}
         self._number = 0
@@ -306,7 +289,7 @@ class SampleReader:
         come from ``history``.
         """
         found: list[Sample] = []
-        paths = segments(self._folder, self._resolutions[0].stem)
+        paths = segments(self._folder, RESOLUTIONS[0].stem)
         if not self._number or self._number not in paths:
             self._number, self._offset = max(paths, default=0), 0
         for number, path in paths.items():
@@ -334,21 +317,15 @@ class SampleReader:
             rows: Approximate number of roll-ups wanted.
         """
         wanted_s = (last - first) / max(1, rows)
-        level = max(
-            (
-                i
-                for i, resolution in enumerate(self._resolutions)
-                if resolution.interval_s <= wanted_s
-            ),
-            default=0,
-        )
+        intervals_s = [resolution.interval_s for resolution in RESOLUTIONS]
+        level = max(0, bisect_right(intervals_s, wanted_s) - 1)
         parts: list[tuple[Resolution, float]] = []
         until = last
-        for resolution in self._resolutions[level:]:
+        for resolution in RESOLUTIONS[level:]:
             parts.insert(0, (resolution, until))
             oldest = next(self._rows(resolution, first, until), None)
             until = until if oldest is None else oldest.mean.time - oldest.mean.interval_s
-        parts += [(resolution, last) for resolution in reversed(self._resolutions[:level])]
+        parts += [(resolution, last) for resolution in reversed(RESOLUTIONS[:level])]
         since = first
         for resolution, until in parts:
             for row in self._rows(resolution, since, until):

@@ -17,6 +17,10 @@ LONGEST_LINE_BYTES = 8 * MEBIBYTE
 """Limit of a record. The binding of a thousand ranks takes less than one."""
 
 
+Lines = tuple[list[bytes], int]
+"""Complete lines without newlines, and the offset after them."""
+
+
 def segments(folder: Path, stem: str = "") -> dict[int, Path]:
     """Return the segments ``<stem>000001.jsonl`` of a folder by number, ascending; empty if the
     folder is missing.
@@ -48,7 +52,7 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def read_lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[bytes], int]:
+def read_lines(path: Path, offset: int, limit_bytes: int) -> Lines:
     """Return the complete lines from ``offset`` on, without newlines, and the offset after them.
 
     Reads about ``limit_bytes``, more if a single line is longer. An incomplete last line is left

@@ -1,35 +1,30 @@
 """What a chart can show: one or several numbers of the step records or of the samples, with their
-title, unit and way of writing.
+title, unit and way of writing (``chart_metrics.toml``).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from so_tui.folders import state_home
-from so_tui.runs.records import GpuSample, StepRecord
+from so_tui.runs.records import StepRecord
 from so_tui.spec.check import write_atomic
 from so_tui.trust.decoding import read_json
 from so_tui.ui.charts.chart import Look, Metric, look_of
 from so_tui.ui.charts.series import Line, Named
-from so_tui.ui.snapshot import Sampled, sampled_value
+from so_tui.ui.snapshot import GpuView, SampledLines, sampled_value
 from so_tui.ui.widgets import command_key
 from so_tui.units import percent, rate, significant, thousands
 
 EVALUATIONS = "evaluation"
 """Key of the metric that has no field of the step records: evaluations are records of their own."""
-
-
-def whole(value: float) -> str:
-    """Return ``1,755``."""
-    return thousands(round(value))
 
 
 def _speed(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
@@ -40,329 +35,37 @@ def _speed(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
     return [unit if roomy else "TFLOPS", f"{rate(latest.useful_tokens_per_s_total)} tok/s", *mfu]
 
 
-STEP_METRICS: tuple[Metric, ...] = (
-    Metric(
-        "loss",
-        "loss",
-        "mean cross-entropy of the trained tokens, with evaluations",
-        ("loss",),
-        smoothing="mean",
-        leads=True,
-    ),
-    Metric(
-        "throughput",
-        "throughput",
-        "model TFLOPS, without recomputation",
-        ("model_tflops_per_gpu",),
-        zero=True,
-        role="gpu",
-        narrow_title="speed",
-        notes=_speed,
-    ),
-    Metric(
-        "norm",
-        "gradient norm",
-        "before clipping",
-        ("gradient_norm",),
-        smoothing="mean",
-        notes=lambda latest, on_gpus, roomy: (
-            [f"learning rate {significant(latest.learning_rate)}"] if latest else []
-        ),
-    ),
-    Metric(
-        "learning-rate",
-        "learning rate",
-        "of the optimizer step",
-        ("learning_rate",),
-        smoothing="never",
-    ),
-    Metric(
-        "parts",
-        "parts of a step",
-        "data, forward, backward and exposed optimizer",
-        ("data_s", "forward_s", "backward_s", "exposed_optimizer_s"),
-        unit="s",
-        zero=True,
-        smoothing="never",
-        roles=("data", "forward", "backward", "exposed"),
-        names=("data", "forward", "backward", "exposed"),
-    ),
-    Metric(
-        "tokens",
-        "tokens/s",
-        "useful tokens of all GPUs",
-        ("useful_tokens_per_s_total",),
-        format_value=rate,
-        zero=True,
-    ),
-    Metric(
-        "mfu",
-        "MFU",
-        "share of the GPU's dense bf16 peak",
-        ("mfu",),
-        format_value=percent,
-        zero=True,
-        role="gpu",
-    ),
-    Metric(
-        "gpu-memory",
-        "GPU memory",
-        "largest reserved memory of any GPU so far",
-        ("gpu_memory_peak_bytes",),
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(
-        "host-memory",
-        "host memory",
-        "of the ranks and Adam workers of all hosts",
-        ("host_memory_bytes",),
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(EVALUATIONS, "evaluation loss", "on data that is held out", smoothing="never"),
-    Metric("step", "step time", "from the end of the step before", ("step_s",), "s", zero=True),
-    Metric("data", "data", "waiting for the next batch", ("data_s",), "s", zero=True, role="data"),
-    Metric(
-        "forward",
-        "forward",
-        "of all micro-batches of a step",
-        ("forward_s",),
-        "s",
-        zero=True,
-        role="forward",
-    ),
-    Metric(
-        "backward",
-        "backward",
-        "of all micro-batches of a step",
-        ("backward_s",),
-        "s",
-        zero=True,
-        role="backward",
-    ),
-    Metric(
-        "exposed",
-        "exposed optimizer",
-        "what the GPU waits for Adam",
-        ("exposed_optimizer_s",),
-        "s",
-        zero=True,
-        role="exposed",
-    ),
-    Metric("other", "other time", "the rest of a step", ("other_s",), "s", zero=True),
-    Metric(
-        "adam",
-        "Adam time",
-        "how long the Adam worker computed",
-        ("adam_busy_s",),
-        "s",
-        zero=True,
-        role="adam",
-    ),
-    Metric(
-        "adam-rate",
-        "Adam traffic",
-        "host memory traffic while it computes",
-        ("adam_bytes_per_s",),
-        "GB/s",
-        per=1e9,
-        zero=True,
-        role="adam",
-    ),
-    Metric(
-        "redone",
-        "redone steps",
-        "clipped and taken again, in this attempt so far",
-        ("redone_steps",),
-        zero=True,
-        smoothing="never",
-    ),
-    Metric(
-        "kept",
-        "kept steps",
-        "taken before the norm was known, and final",
-        ("kept_steps",),
-        zero=True,
-        smoothing="never",
-    ),
-    Metric(
-        "skipped",
-        "skipped steps",
-        "not taken, as a gradient was not finite",
-        ("skipped_steps",),
-        zero=True,
-        smoothing="never",
-    ),
-    Metric("useful", "useful tokens", "of a step, without padding", ("useful_tokens",), zero=True),
-    Metric(
-        "trained",
-        "trained tokens",
-        "of a step, those that carry loss",
-        ("trained_tokens",),
-        zero=True,
-    ),
-    Metric(
-        "hardware",
-        "hardware TFLOPS",
-        "with recomputation and padding",
-        ("hw_tflops_per_gpu",),
-        zero=True,
-        role="gpu",
-    ),
-    Metric(
-        "example",
-        "DeepSpeed TFLOPS",
-        "by its example's formula, all GPUs, as published",
-        ("seed_tflops_total",),
-        zero=True,
-        role="gpu",
-    ),
-    Metric(
-        "router", "router loss", "load balance of the experts", ("router_loss",), smoothing="mean"
-    ),
-    Metric(
-        "slowest",
-        "slowest rank",
-        "the rank that took longest",
-        ("slowest_rank",),
-        zero=True,
-        smoothing="never",
-    ),
+def _learning_rate(latest: StepRecord | None, on_gpus: bool, roomy: bool) -> list[str]:
+    return [f"learning rate {significant(latest.learning_rate)}"] if latest else []
+
+
+_Names = tuple[str, ...]
+_CODE: dict[str, dict[str, Any]] = {
+    "throughput": {"notes": _speed},
+    "norm": {"notes": _learning_rate},
+    "tokens": {"format_value": rate},
+    "mfu": {"format_value": percent},
+    "gpu-clock": {"format_value": lambda value: thousands(round(value))},
+}
+"""What a metric has besides plain values."""
+_ROWS: Mapping[str, Mapping[str, Any]] = msgspec.toml.decode(
+    Path(__file__).with_suffix(".toml").read_bytes(),
+    type=dict[str, dict[str, bool | float | str | _Names]],
 )
-HARDWARE: tuple[Metric, ...] = (
-    Metric(
-        "gpu-busy",
-        "GPU busy",
-        "share of the time in which a kernel runs",
-        samples=("gpu.busy_percent",),
-        unit="%",
-        zero=True,
-        ceiling=100,
-        role="gpu",
-    ),
-    Metric(
-        "gpu-power",
-        "GPU power",
-        "with the limit that the driver enforces",
-        samples=("gpu.power_w",),
-        limit="gpu.power_limit_w",
-        unit="W",
-        zero=True,
-        role="gpu",
-    ),
-    Metric(
-        "gpu-clock",
-        "GPU clock",
-        "▼ marks where power or heat hold it down",
-        samples=("gpu.clock_mhz",),
-        marked="gpu.throttled",
-        unit="MHz",
-        format_value=whole,
-        role="gpu",
-    ),
-    Metric(
-        "gpu-temperature",
-        "GPU temperature",
-        "of the die",
-        samples=("gpu.temperature_c",),
-        unit="°C",
-        role="gpu",
-    ),
-    Metric(
-        "gpu-used",
-        "GPU memory in use",
-        "by any process, as the driver counts",
-        samples=("gpu.memory_used_bytes",),
-        limit="gpu.memory_total_bytes",
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(
-        "module-power",
-        "module power",
-        "of the superchip, where CPU and GPU share a limit",
-        samples=("gpu.module_power_w",),
-        limit="gpu.module_power_limit_w",
-        unit="W",
-        zero=True,
-    ),
-    Metric(
-        "c2c",
-        "NVLink-C2C",
-        "traffic between CPU and GPU of a superchip",
-        samples=("gpu.c2c_to_gpu_bytes_per_s", "gpu.c2c_to_host_bytes_per_s"),
-        names=("to GPU", "to host"),
-        unit="GB/s",
-        per=1e9,
-        zero=True,
-    ),
-    Metric(
-        "pcie",
-        "PCIe",
-        "traffic between host and GPU",
-        samples=("gpu.pcie_to_gpu_bytes_per_s", "gpu.pcie_to_host_bytes_per_s"),
-        names=("to GPU", "to host"),
-        unit="GB/s",
-        per=1e9,
-        zero=True,
-    ),
-    Metric(
-        "cores",
-        "cores",
-        "load of each node's cores",
-        samples=("node.busy_percent",),
-        unit="%",
-        zero=True,
-        ceiling=100,
-        role="adam",
-    ),
-    Metric(
-        "node-memory",
-        "memory of nodes",
-        "in use, with the file cache, which gives way",
-        samples=("node.memory_used_bytes",),
-        limit="node.memory_total_bytes",
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(
-        "file-cache",
-        "file cache",
-        "memory of nodes that holds files",
-        samples=("node.file_cache_bytes",),
-        in_bytes=True,
-        zero=True,
-        role="memory",
-    ),
-    Metric(
-        "foreign",
-        "foreign load",
-        "cores that other processes keep busy",
-        samples=("host.foreign_cores",),
-        unit="cores",
-        zero=True,
-    ),
-)
+METRICS = tuple(Metric(key, **row, **_CODE.get(key, {})) for key, row in _ROWS.items())
+STEP_METRICS = tuple(metric for metric in METRICS if not metric.samples)
+HARDWARE = tuple(metric for metric in METRICS if metric.samples)
 """What the supervisors sample, in the order in which a machine is looked at."""
-METRICS = (*STEP_METRICS, *HARDWARE)
 BY_KEY = {metric.key: metric for metric in METRICS}
 
 
-def hardware_keys(gpus: Iterable[GpuSample]) -> tuple[str, ...]:
-    """Return the charts of HARDWARE for which there are figures, given the newest sample of each
-    GPU.
-    """
-    newest = tuple(gpus)
+def hardware_keys(gpus: Sequence[GpuView]) -> _Names:
+    """Return the charts of HARDWARE for which there are figures of these GPUs, or of nodes."""
     return tuple(
         metric.key
         for metric in HARDWARE
         if not metric.samples[0].startswith("gpu.")
-        or any(sampled_value(metric.samples[0], gpu) is not None for gpu in newest)
+        or any(sampled_value(metric.samples[0], gpu.sample) is not None for gpu in gpus)
     )
 
 
@@ -383,7 +86,7 @@ PAGE_KEYS = (
 """Keys that turn the pages of charts."""
 
 
-def samples_of(metrics: tuple[Metric, ...]) -> tuple[str, ...]:
+def samples_of(metrics: tuple[Metric, ...]) -> _Names:
     """Return the numbers of the samples that these charts draw."""
     wanted = (name for metric in metrics for name in (*metric.samples, metric.limit, metric.marked))
     return tuple(dict.fromkeys(name for name in wanted if name))
@@ -412,7 +115,7 @@ Flag = Literal["log", "robust"]
 class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A layout of charts."""
 
-    shown: tuple[str, ...] = ("loss", "throughput", "norm", "learning-rate", "parts", "gpu-memory")
+    shown: _Names = ("loss", "throughput", "norm", "learning-rate", "parts", "gpu-memory")
     """Keys of metrics in their order."""
     grid: tuple[int, int] | None = None
     """Rows and columns; None: one row, as wide as the terminal allows."""
@@ -420,14 +123,14 @@ class ChartLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Weight of the past in an exponential moving average, 0 to MOST_EMA; None: the mean of the
     last steps.
     """
-    log: tuple[str, ...] = ()
+    log: _Names = ()
     """Metrics with a logarithmic scale."""
-    robust: tuple[str, ...] = ()
+    robust: _Names = ()
     """Metrics whose scale leaves outliers out."""
 
     def toggled(self, flag: Flag, key: str) -> ChartLayout:
         """Return the layout with a kind of scale switched on or off for a metric."""
-        keys: tuple[str, ...] = getattr(self, flag)
+        keys: _Names = getattr(self, flag)
         changed = tuple(other for other in keys if other != key) if key in keys else (*keys, key)
         return msgspec.structs.replace(self, **{flag: changed})
 
@@ -489,10 +192,10 @@ class _ChartPage:
 class Wanted:
     """What charts need to know of the steps and samples."""
 
-    fields: tuple[str, ...]
-    smoothed: tuple[str, ...]
+    fields: _Names
+    smoothed: _Names
     ema: float | None
-    samples: tuple[str, ...] = ()
+    samples: _Names = ()
 
 
 def page_of(layout: ChartLayout, number: int, width: int) -> _ChartPage:
@@ -560,7 +263,7 @@ def save_layout(layout: ChartLayout) -> None:
 
 def sampled_lines(
     metric: Metric,
-    sampled: Mapping[str, tuple[Sampled, ...]],
+    sampled: SampledLines,
     *,
     alone: bool = True,
     whole: bool = False,
@@ -600,6 +303,6 @@ def sampled_lines(
     return pairs
 
 
-def marked_lines(metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]) -> list[Line]:
+def marked_lines(metric: Metric, sampled: SampledLines) -> list[Line]:
     """Return the lines whose values are marked on the axis."""
     return list(sampled.get(metric.marked, ()))

@@ -28,6 +28,7 @@ NEARLY_FULL = 0.97
 """Share of a memory above which the next allocation may fail."""
 Piece = str | tuple[str, str]
 """A text, or a text and its style, as ``Content.assemble`` takes them."""
+Pieces = list[Piece]
 
 
 def fill(share: float, width: int, style: str = "$accent") -> Content:

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise, zip_longest
 from operator import itemgetter
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from rich.segment import Segment
 from rich.style import Style
@@ -36,7 +35,7 @@ from so_tui.ui.charts.drawing import (
 )
 from so_tui.ui.charts.series import Axis, Line
 from so_tui.ui.lines import StyledLines, cells_of
-from so_tui.ui.snapshot import CORES, MEMORY, GpuView, HostView, NodeView, Snapshot
+from so_tui.ui.snapshot import CORES, MEMORY, GpuView, Hosts, NodeView
 from so_tui.ui.text import GlyphName, glyphs_of, shorten
 from so_tui.ui.textual_fixes import DrawnRowsMixin, KeptVertical
 from so_tui.ui.widgets import SIDE, Rule, command_key, framed
@@ -50,11 +49,12 @@ from so_tui.units import memory_size as memory
 LEVELS: dict[GlyphName, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": ".:-=+*#@"}
 _PAIRS = ((0x40, 0x44, 0x46, 0x47), (0x80, 0xA0, 0xB0, 0xB8))
 """Braille columns filled from below, one to four dots."""
-_Members = tuple[str, str, str, tuple[int, ...], tuple[int, ...]]
+_Numbers = tuple[int, ...]
+_Cells = list[tuple[str, str]]
+"""Texts with their roles."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CoreGroup:
+class _CoreGroup(NamedTuple):
     """Cores of a node that do one thing; ``sign`` leads them on the row, so that groups differ
     without colour as well.
     """
@@ -62,62 +62,45 @@ class _CoreGroup:
     name: str
     sign: str
     role: str
-    loads: tuple[float, ...]
-    """Busy share of each core, percent."""
-    cpus: tuple[int, ...] = ()
-    positions: tuple[int, ...] = ()
+    cpus: _Numbers
+    positions: _Numbers
     """Where its cores stand among those of the node."""
 
-    @property
-    def mean(self) -> float:
-        return sum(self.loads) / len(self.loads) if self.loads else 0.0
 
-
-def _group_cores(
-    loads: Sequence[float], cpus: Sequence[int], adam: frozenset[int], main: frozenset[int]
-) -> tuple[_CoreGroup, ...]:
-    """Group a node's cores by the run's use of them; groups without a core are left out."""
-    return tuple(
-        _CoreGroup(name, sign, role, tuple([loads[at] for at in positions]), members, positions)
-        for name, sign, role, members, positions in _groups(tuple(cpus[: len(loads)]), adam, main)
-    )
+_USES = (("adam", "Adam", "A"), ("main-core", "main", "m"), ("other", "other", "o"))
+"""Role, name and sign of each group, in their order on the row."""
+_Busy = Sequence[tuple[_CoreGroup, Sequence[int]]]
+"""Groups with the load of each of their cores, in percent."""
 
 
 @lru_cache(maxsize=64)
-def _groups(
-    cpus: tuple[int, ...], adam: frozenset[int], main: frozenset[int]
-) -> tuple[_Members, ...]:
-    """Return name, sign, role, cores and their positions of each group, which stay the same from
-    one sample to the next.
+def _group_cores(
+    cpus: _Numbers, adam: frozenset[int], main: frozenset[int]
+) -> tuple[_CoreGroup, ...]:
+    """Group a node's cores by the run's use of them, which stays the same from one sample to the
+    next; groups without a core are left out.
     """
-    roles = ["adam" if cpu in adam else "main" if cpu in main else "other" for cpu in cpus]
-    names = (("adam", "Adam", "A"), ("main", "main", "m"), ("other", "other", "o"))
+    roles = ["adam" if cpu in adam else "main-core" if cpu in main else "other" for cpu in cpus]
     return tuple(
-        (name, sign, role, tuple(cpus[at] for at in found), found)
-        for role, name, sign in names
+        _CoreGroup(name, sign, role, tuple(cpus[at] for at in found), found)
+        for role, name, sign in _USES
         if (found := tuple(at for at, own in enumerate(roles) if own == role))
     )
 
 
-def _heat_cells(
-    groups: Sequence[_CoreGroup], width: int, glyphs: GlyphName
-) -> list[tuple[str, str]]:
-    """Return one row of ``(text, role)``: each group's sign and its cores, in at most ``width``
-    cells.
-    """
-    room = width - 2 * len(groups)
-    cores = sum(len(group.loads) for group in groups)
-    cells: list[tuple[str, str]] = []
-    for group in groups:
-        loads = group.loads
+def _heat_cells(busy: _Busy, width: int, glyphs: GlyphName) -> _Cells:
+    """Return one row: each group's sign and its cores, in at most ``width`` cells."""
+    room = width - 2 * len(busy)
+    cores = sum(len(loads) for _, loads in busy)
+    cells: _Cells = []
+    for group, loads in busy:
         if cores <= room:
             of_percent = _LEVEL_OF_PERCENT[glyphs]
-            shown = [of_percent[min(100, int(load))] for load in loads]
-        elif glyphs == "braille" and (cores + len(groups)) // 2 <= room:
+            shown = [of_percent[min(100, load)] for load in loads]
+        elif glyphs == "braille" and (cores + len(busy)) // 2 <= room:
             shown = [_pair(*pair) for pair in zip_longest(loads[::2], loads[1::2])]
         else:
-            edges = _edges(len(loads), max(1, room * len(loads) // cores))
-            parts = (loads[start:stop] for start, stop in pairwise(edges))
+            parts = _equal_parts(loads, max(1, room * len(loads) // cores))
             shown = [_level(sum(part) / len(part), glyphs) for part in parts if part]
         cells += [(" ", "empty"), (group.sign, "sign"), ("".join(shown), group.role)]
     return cells[1:]
@@ -142,9 +125,10 @@ def _pair(*loads: float | None) -> str:
     return chr(0x2800 + sum(masks))
 
 
-def _edges(length: int, count: int) -> list[int]:
-    """Return the borders of ``count`` equal parts."""
-    return [index * length // count for index in range(count + 1)]
+def _equal_parts(values: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Return ``count`` parts that follow each other."""
+    length = len(values)
+    return [values[at * length // count : (at + 1) * length // count] for at in range(count)]
 
 
 # Heat of cores over time: rows are cores, folded to fit, columns are time. Pure data in, text out.
@@ -154,20 +138,14 @@ _SAMPLES_A_COLUMN = 4
 """Samples that are averaged of a column, spread over it: more cost time and look the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HeatRow:
+class _HeatRow(NamedTuple):
     """Neighbouring cores that do one thing, shown as one row."""
 
-    sign: str
+    label: str
+    """``A 216``: what the cores do, and the first of them."""
     role: str
-    first_cpu: int
-    positions: tuple[int, ...]
+    positions: Sequence[int]
     """Where the cores stand among those of the node."""
-
-    @property
-    def label(self) -> str:
-        """``A 216``: what the cores do, and the first of them."""
-        return f"{self.sign}{self.first_cpu:>{GUTTER - 2}} "
 
 
 def _heat_rows(groups: Sequence[_CoreGroup], height: int) -> list[_HeatRow]:
@@ -175,12 +153,14 @@ def _heat_rows(groups: Sequence[_CoreGroup], height: int) -> list[_HeatRow]:
     far as each group gets a row.
     """
     shown = groups[:height]
-    cores = [len(group.positions) for group in shown]
+    cores = [len(group.cpus) for group in shown]
     counts = cells_of(cores, min(height, sum(cores)))
     return [
-        _HeatRow(group.sign, group.role, group.cpus[first], group.positions[first:last])
+        _HeatRow(f"{group.sign}{cpus[0]:>{GUTTER - 2}} ", group.role, positions)
         for group, count in zip(shown, counts, strict=True)
-        for first, last in pairwise(_edges(len(group.positions), count))
+        for cpus, positions in zip(
+            _equal_parts(group.cpus, count), _equal_parts(group.positions, count), strict=True
+        )
     ]
 
 
@@ -208,7 +188,7 @@ def _heat_texts(
     ]
 
 
-def _mean(column: Sequence[bytes], positions: tuple[int, ...]) -> float:
+def _mean(column: Sequence[bytes], positions: Sequence[int]) -> float:
     """Return the mean load of some cores over some samples."""
     if len(positions) == 1:
         return sum(loads[positions[0]] for loads in column) / len(column)
@@ -220,21 +200,15 @@ PERCENT = Scale(0, 100)
 NodePlot = Literal["load", "cores", "memory"]
 PLOTS: tuple[NodePlot, ...] = get_args(NodePlot)
 """What is drawn of each node over time."""
-INDENT = GUTTER
 TWO_COLUMNS = 148
 """Cells from which on nodes stand in two columns: a row of 72 cores and most of a heading fit into
 each.
 """
 GAP = 2
 """Cells between two columns."""
-HEAT_ROLES = {"main": "main-core"}
-"""Component classes of cores, where they differ from the role of their group: that of lines has the
-name, too.
-"""
 
 
-@dataclass(frozen=True, slots=True)
-class _NodePicture:
+class _NodePicture(NamedTuple):
     """A node with the ranks and GPUs that are bound to it."""
 
     view: NodeView
@@ -242,13 +216,12 @@ class _NodePicture:
     """Its host, where the run has several; else empty."""
     ranks: str
     """``rank 0 · GPU 0``; empty where no rank is bound."""
-    adam: frozenset[int]
-    main: frozenset[int]
-    gpus: tuple[GpuView, ...] = ()
+    groups: tuple[_CoreGroup, ...]
+    gpus: tuple[GpuView, ...]
     """GPUs attached to this node whose load is drawn."""
 
-    def groups(self) -> tuple[_CoreGroup, ...]:
-        return _group_cores(self.view.sample.cores, self.view.cpus, self.adam, self.main)
+
+_Rows = list[list[Segment]]
 
 
 def _node_rows(nodes: int, width: int) -> int:
@@ -296,15 +269,16 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
     """
     )
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__(id="nodes")
         self.pictures: tuple[_NodePicture, ...] = ()
         self.axis: Axis | None = None
         self.cursor: float | None = None
         self.plot_height = 2
         self.plot: NodePlot = "load"
         self._role_styles = RoleStyles("nodes", self.ROLES)
-        self._plots: dict[tuple[str, int], tuple[tuple[object, ...], list[list[Segment]]]] = {}
+        self._plots: dict[tuple[str, int], tuple[object, _Rows]] = {}
+        """What each node's plot was drawn for, and its rows."""
 
     def show(
         self, pictures: tuple[_NodePicture, ...], axis: Axis | None, cursor: float | None = None
@@ -336,69 +310,66 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         plot = self.plot_height
         if self.is_maximized:
             plot = max(plot, (height - 1) // _node_rows(nodes, whole) - 2)
-        if self.axis is None or width <= GUTTER + 4:
-            plot = 0
-        blocks = [self._block(picture, width, plot, styles) for picture in self.pictures]
+        axis = self.axis if width > GUTTER + 4 else None
+        blocks = []
+        for picture in self.pictures:
+            cores = picture.view.sample.cores
+            busy = [(group, [cores[at] for at in group.positions]) for group in picture.groups]
+            rows = [joined(_heading(picture, busy, width), styles)]
+            if plot and axis is not None:
+                rows += self._plotted(picture, axis, (width - GUTTER, plot), styles)
+            cells = _heat_cells(busy, width - 1, glyphs_of(self.app))
+            indent = min(GUTTER, max(1, width - sum(len(text) for text, _ in cells)))
+            blocks.append([*rows, joined([(" " * indent, "note"), *cells], styles)])
         strips = _beside_each_other(blocks, columns, width, whole, base)
-        if plot and self.axis is not None:
-            corner = Segment(f"{self.axis.unit} "[-GUTTER:].rjust(GUTTER), styles["label"])
-            axis = [corner, *axis_row(self.axis, width - GUTTER, (), styles)]
-            strips += _beside_each_other([[axis]] * columns, columns, width, whole, base)
+        if plot and axis is not None:
+            corner = Segment(f"{axis.unit} "[-GUTTER:].rjust(GUTTER), styles["label"])
+            labels = [corner, *axis_row(axis, width - GUTTER, (), styles)]
+            strips += _beside_each_other([[labels]] * columns, columns, width, whole, base)
         return strips
 
-    def _block(
-        self, picture: _NodePicture, width: int, plot: int, styles: dict[str, Style]
-    ) -> list[list[Segment]]:
-        """Return the rows of one node: its heading, ``plot`` rows of history, and its cores."""
-        groups = picture.groups()
-        rows = [joined(_heading(picture, groups, width), styles)]
-        if plot:
-            plotted = self._plotted(picture, (width - GUTTER, plot), styles)
-            rows += [
-                [label, *with_cursor(row, self.axis, self.cursor, width - GUTTER, styles["cursor"])]
-                for label, *row in plotted
-            ]
-        cells = [
-            (text, HEAT_ROLES.get(role, role))
-            for text, role in _heat_cells(groups, width - 1, glyphs_of(self.app))
-        ]
-        indent = min(INDENT, max(1, width - sum(len(text) for text, _ in cells)))
-        return [*rows, joined([(" " * indent, "note"), *cells], styles)]
-
     def _plotted(
-        self, picture: _NodePicture, size: tuple[int, int], styles: dict[str, Style]
-    ) -> list[list[Segment]]:
-        """Return the plot of a node with its labels, cached while the range does not move."""
-        assert self.axis is not None
+        self, picture: _NodePicture, axis: Axis, size: tuple[int, int], styles: dict[str, Style]
+    ) -> _Rows:
+        """Return the plot of a node with its labels and the cursor, cached but for that while the
+        range does not move.
+        """
         view = picture.view
-        heat = _heat_rows(picture.groups(), size[1]) if self.plot == "cores" and view.cores else []
+        heat = _heat_rows(picture.groups, size[1]) if self.plot == "cores" and view.cores else []
         lines = (*view.load, *(gpu.load for gpu in picture.gpus))
         if self.plot == "memory":
             lines = view.memory
         look = size, glyphs_of(self.app), id(styles), self.plot, memory_unit()
-        key = *look, heat, *plot_key(lines, self.axis)
+        key = look, heat, plot_key(lines, axis)
         name = (view.host, view.id)
-        if self._plots.get(name, ((), []))[0] != key:
+        if name not in self._plots or self._plots[name][0] != key:
             if self.plot == "cores":
-                drawn = self._heat(view, heat, size, styles)
+                drawn = self._heat(view, heat, axis, size, styles)
             else:
-                drawn = self._curves(view, lines, size, styles)
-            self._plots[name] = (key, drawn)
-        return self._plots[name][1]
+                drawn = self._curves(view, lines, axis, size, styles)
+            self._plots[name] = key, drawn
+        return [
+            [label, *with_cursor(row, axis, self.cursor, size[0], styles["cursor"])]
+            for label, *row in self._plots[name][1]
+        ]
 
     def _curves(
-        self, view: NodeView, lines: Sequence[Line], size: tuple[int, int], styles: dict[str, Style]
-    ) -> list[list[Segment]]:
+        self,
+        view: NodeView,
+        lines: Sequence[Line],
+        axis: Axis,
+        size: tuple[int, int],
+        styles: dict[str, Style],
+    ) -> _Rows:
         """Return load or memory as lines."""
-        assert self.axis is not None
-        height = size[1]
-        in_bytes = self.plot == "memory"
-        scale = Scale(0, max(1, view.sample.memory_total_bytes)) if in_bytes else PERCENT
-        body = plot_rows(lines, self.axis, scale, size, GLYPHS[glyphs_of(self.app)], styles)[0]
-        per, unit = (memory_unit()[0], "G") if in_bytes else (1.0, "%")
-        labels = [" " * GUTTER] * height
-        if height > 2:
-            labels = gutter_text(scale, height, lambda value: f"{value:.0f} {unit}", per)
+        scale, per, unit = PERCENT, 1.0, "%"
+        if self.plot == "memory":
+            scale = Scale(0, max(1, view.sample.memory_total_bytes))
+            per, unit = memory_unit()[0], "G"
+        body = plot_rows(lines, axis, scale, size, GLYPHS[glyphs_of(self.app)], styles)[0]
+        labels = [" " * GUTTER] * len(body)
+        if len(body) > 2:
+            labels = gutter_text(scale, len(body), lambda value: f"{value:.0f} {unit}", per)
         return [
             [Segment(label, styles["label"]), *row] for label, row in zip(labels, body, strict=True)
         ]
@@ -407,26 +378,23 @@ class NumaNodes(DrawnRowsMixin, can_focus=True):
         self,
         view: NodeView,
         heat: Sequence[_HeatRow],
+        axis: Axis,
         size: tuple[int, int],
         styles: dict[str, Style],
-    ) -> list[list[Segment]]:
+    ) -> _Rows:
         """Return the heat of cores over time."""
-        assert self.axis is not None
         width, height = size
-        edges = self.axis.indices(view.load[1], width)
+        edges = axis.indices(view.load[1], width)
         texts = _heat_texts(heat, view.cores, edges, glyphs_of(self.app))
-        rows = [
-            [(row.label, "sign"), (text, HEAT_ROLES.get(row.role, row.role))]
-            for row, text in zip(heat, texts, strict=True)
+        rows: list[_Cells] = [
+            [(row.label, "sign"), (text, row.role)] for row, text in zip(heat, texts, strict=True)
         ]
         rest = ["" if view.cores else "reading …", *[""] * height][: height - len(rows)]
         rows += [[(" " * GUTTER + text, "note")] for text in rest]
         return [joined(row, styles) for row in rows]
 
 
-def _heading(
-    picture: _NodePicture, groups: tuple[_CoreGroup, ...], width: int
-) -> list[tuple[str, str]]:
+def _heading(picture: _NodePicture, busy: _Busy, width: int) -> _Cells:
     """Return ``node 0 · rank 0 · GPU 0 cpu 78 % Adam 65 cores 86 % main 7 cores 44 % 88 of 117
     GiB``, shortened to fit.
     """
@@ -438,7 +406,7 @@ def _heading(
         ("", False, False),
     ):
         name = shorten(" · ".join(filter(None, (*node, ranks))), 30)
-        parts = [[(name, "title")], *_figures(picture, groups, long=long, whose=whose)]
+        parts = [[(name, "title")], *_figures(picture, busy, long=long, whose=whose)]
         if cells_in(chain(*parts)) <= width:
             break
     while cells_in(chain(*parts)) > width and len(parts) > 1:
@@ -463,31 +431,28 @@ def _beside_each_other(
     return strips
 
 
-def _figures(
-    picture: _NodePicture, groups: tuple[_CoreGroup, ...], *, long: bool, whose: bool
-) -> list[list[tuple[str, str]]]:
+def _figures(picture: _NodePicture, busy: _Busy, *, long: bool, whose: bool) -> list[_Cells]:
     """Return a node's figures, each with the space before it: load, GPUs, groups of cores, foreign
     processes and ``whose``, memory.
     """
     sample = picture.view.sample
     mean = sum(sample.cores) / len(sample.cores)
-    parts = [[("  cpu ", "note"), (f"{mean:3.0f} %", "value")]]
+    parts: list[_Cells] = [[("  cpu ", "note"), (f"{mean:3.0f} %", "value")]]
     for gpu in (gpu.sample for gpu in picture.gpus if long):
         if gpu.busy_percent is not None:
             name = (f"GPU {gpu.index}", "gpu")
             parts.append([("  ", "note"), name, (f" {gpu.busy_percent} %", "label")])
-    for group in groups:
-        if group.role == "other" and len(groups) > 1 and group.mean < 5 and not long:
-            continue
-        cores = f" {plural(len(group.loads), 'core')}" if long else ""
-        name = (f"{group.name}{cores}", HEAT_ROLES.get(group.role, group.role))
-        parts.append([(f"  {group.sign} ", "sign"), name, (f" {group.mean:.0f} %", "label")])
+    for group, loads in busy:
+        mean = sum(loads) / len(loads)
+        if long or group.role != "other" or len(busy) == 1 or mean >= 5:
+            cores = f" {plural(len(loads), 'core')}" if long else ""
+            name = (f"{group.name}{cores}", group.role)
+            parts.append([(f"  {group.sign} ", "sign"), name, (f" {mean:.0f} %", "label")])
     for process in picture.view.foreign[: 3 if long else 1]:
         core = "core " if whose else ""
         owner = " of another user" if whose and not process.own else ""
         who = f"{brief_line(process.name, 15)}{owner}"
-        text = f"  ! {who} {process.cores:.1f} cores on {core}{process.cpu}"
-        parts.append([(text, "full")])
+        parts.append([(f"  ! {who} {process.cores:.1f} cores on {core}{process.cpu}", "full")])
     # File cache gives way, so a node full of it is not full.
     full = sample.memory_used_bytes - sample.file_cache_bytes > 0.94 * sample.memory_total_bytes
     used = memory_of(sample.memory_used_bytes, sample.memory_total_bytes, 0)
@@ -499,10 +464,6 @@ def _figures(
 
 # The hardware of a run or of this host: every NUMA node with its cores, memory and load over time,
 # and every GPU.
-
-
-ShowsHosts = Snapshot | HostView
-"""A run, or this host."""
 
 
 class NumaPanel(KeptVertical):
@@ -533,19 +494,19 @@ class NumaPanel(KeptVertical):
     def compose(self) -> ComposeResult:
         yield Rule("NUMA nodes", id="nodes-rule")
         with KeptVertical(classes="frame"):
-            yield NumaNodes(id="nodes")
+            yield NumaNodes()
             yield StyledLines(id="gpus")
             yield from self._below
 
     def show(
-        self, shown: ShowsHosts, axis: Axis | None, width: int, cursor: float | None = None
+        self, shown: Hosts, axis: Axis | None, width: int, cursor: float | None = None
     ) -> None:
         """Show the nodes over ``axis``, and the GPUs, in a panel of ``width`` cells."""
         self.gpus.display = bool(shown.gpus)
         self.gpus.update(run_status.gpu_lines(shown.gpus, self.inner(width)))
         self.show_nodes(shown, axis, cursor)
 
-    def show_nodes(self, shown: ShowsHosts, axis: Axis | None, cursor: float | None = None) -> None:
+    def show_nodes(self, shown: Hosts, axis: Axis | None, cursor: float | None = None) -> None:
         """Show the nodes over another axis."""
         self.nodes.show(tuple(_picture(shown, node) for node in shown.nodes), axis, cursor)
         self.heading.update("NUMA", _figure(shown, self.nodes.plot))
@@ -578,7 +539,7 @@ class NumaPanel(KeptVertical):
             self.nodes.redraw(layout=True)
 
 
-def _figure(shown: ShowsHosts, plot: NodePlot) -> str:
+def _figure(shown: Hosts, plot: NodePlot) -> str:
     cores = sum(len(node.cpus) for node in shown.nodes)
     if not cores:
         return "waiting for the first sample"
@@ -586,14 +547,14 @@ def _figure(shown: ShowsHosts, plot: NodePlot) -> str:
     if shown.inspected is not None:
         sampled = shown.inspected.samples
         when = ", at the cursor" if sampled else ", now: nothing was sampled at the cursor"
-    hosts = f" of {plural(shown.hosts, 'host')}" if shown.hosts > 1 else ""
+    hosts = f" of {plural(shown.count, 'host')}" if shown.count > 1 else ""
     counted = f"{plural(len(shown.nodes), 'node')}{hosts}, {plural(cores, 'core')}"
     over_time = {
         "load": "",
         "cores": "   rows are cores over time",
         "memory": "   memory in use, and the file cache in it",
     }[plot]
-    signs = ": A Adam, m main, o other" if shown.binding is not None else ""
+    signs = ": A Adam, m main, o other" if shown.ranks else ""
     return f"{counted}{when}{over_time}   a cell is a core{signs}"
 
 
@@ -602,18 +563,19 @@ def rank_name(rank: int, gpu: int | None) -> str:
     return f"rank {rank}" if gpu is None else f"rank {rank} · GPU {gpu}"
 
 
-def _picture(shown: ShowsHosts, node: NodeView) -> _NodePicture:
+def _picture(shown: Hosts, node: NodeView) -> _NodePicture:
     """Join a node's load with the ranks and GPUs that are bound to it."""
-    bound = shown.binding.ranks if shown.binding is not None else ()
     own = set(node.cpus)
-    ranks = [rank for rank in bound if own.intersection(rank.cpus) and rank.host in (node.host, "")]
-    names = " · ".join(rank_name(rank.rank, rank.gpu) for rank in ranks)
+    ranks = [
+        rank for rank in shown.ranks if own.intersection(rank.cpus) and rank.host in (node.host, "")
+    ]
+    adam = frozenset(cpu for rank in ranks for cpu in rank.adam_cpus)
+    main = frozenset(cpu for rank in ranks for cpu in rank.main_cpus)
     used = {rank.gpu for rank in ranks}
     return _NodePicture(
         node,
-        node.host if shown.hosts > 1 else "",
-        names,
-        frozenset(cpu for rank in ranks for cpu in rank.adam_cpus),
-        frozenset(cpu for rank in ranks for cpu in rank.main_cpus),
+        node.host if shown.count > 1 else "",
+        " · ".join(rank_name(rank.rank, rank.gpu) for rank in ranks),
+        _group_cores(node.cpus, adam, main),
         tuple(gpu for gpu in shown.gpus if gpu.host == node.host and gpu.sample.index in used),
     )

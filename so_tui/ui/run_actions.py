@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from textual.message import Message
 
 from so_tui.runs import RunDirectory, delete_run, log_readers, read_spec, read_state
 from so_tui.runs import state as run_state
@@ -72,11 +69,11 @@ def _ask_to_stop(app: SharedApp, run: RunDirectory) -> None:
             "checkpoint to resume from."
         ),
     ]
-    stop = partial(_request, app, run, "stop", "Stopping after this step")
+    stop = partial(_request, "stop", "Stopping after this step", app, run)
     app.ask(f"Stop {run.name}?", lines, stop, yes="Stop", no="Keep running")
 
 
-def ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
+def _ask_to_delete(app: SharedApp, run: RunDirectory) -> None:
     """Ask whether to delete ``run`` with its folder, and delete it."""
     lines = [str(run.path), "Its metrics, log and the checkpoints inside this folder will be lost."]
     delete = partial(_change, app, run, delete_run, "deleted", "delete a run")
@@ -149,13 +146,8 @@ def _change(
     in_thread(app, work, name, group="request")
 
 
-def _save_checkpoint(app: SharedApp, run: RunDirectory) -> None:
-    """Have ``run`` save a checkpoint after its current step."""
-    _request(app, run, "checkpoint", "Saving a checkpoint after this step")
-
-
 def _request(
-    app: SharedApp, run: RunDirectory, action: run_state.Action, confirmation: str
+    action: run_state.Action, confirmation: str, app: SharedApp, run: RunDirectory
 ) -> None:
     """Write a request into the run's folder, where rank 0 looks for it between steps."""
 
@@ -272,13 +264,13 @@ def show_settings(app: SharedApp, run: RunDirectory) -> None:
     app.push_screen(Notice(title, ["\n".join(lines)], bad=False))
 
 
-def copy_path(app: SharedApp, run: RunDirectory) -> None:
+def _copy_path(app: SharedApp, run: RunDirectory) -> None:
     """Copy the path of the run directory to the clipboard."""
     app.copy_to_clipboard(quoted(str(run.path)))
     app.notify(f"Copied {run.path}", markup=False)
 
 
-def chat(app: SharedApp, run: RunDirectory) -> None:
+def _chat(app: SharedApp, run: RunDirectory) -> None:
     """Open a conversation with the last checkpoint of ``run``, and with its base model if it has
     one.
     """
@@ -319,22 +311,8 @@ WROTE_S = 15.0
 METRICS, PICTURE = (".csv", ".parquet"), ".svg"
 
 
-@dataclass
-class Exporting(Message):
-    """How far an export is; empty when it has ended."""
-
-    text: str
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Exporting)
-
-
-@dataclass
-class Exported(Message):
-    """Something of a run was written to a file or folder."""
-
-    run: RunDirectory
-    path: Path
+Tell = Callable[[RunDirectory, str, Path | None], None]
+"""Takes how far the export of a run is, empty once it has ended, and then where it was written."""
 
 
 def _note_text(notes: RunNotes) -> str:
@@ -408,40 +386,47 @@ def new_path(text: str) -> Path:
     return path
 
 
-def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named]) -> None:
+def ask_to_export(screen: Page, row: RunRow, curves: Sequence[Named], tell: Tell) -> None:
     """Ask where to, and export: what it is follows from the name."""
     run = row.run
-
-    def named(path: Path | None) -> None:
-        if path is not None:
-            work = partial(_export, screen, run, path, curves)
-            in_thread(screen, work, "export", group="export")
-
     try:  # the list is some seconds old
         saved = read_state(run).saved_step
     except InputError:
         saved = row.state.saved_step
-    endings = {
-        "-model": "the model, a folder for from_pretrained",
-        ".csv": "every step",
-        ".parquet": "every step (with pyarrow)",
-        ".svg": "the chart as shown",
-    }
-    if saved is None:
-        del endings["-model"]
-    choices = [(f"{run.name}{ending}", what) for ending, what in endings.items()]
-    ask_for_path(screen, run.name, choices, new_path, named)
+    model = () if saved is None else (("-model", "the model, a folder for from_pretrained"),)
+    endings = (
+        *model,
+        (".csv", "every step"),
+        (".parquet", "every step (with pyarrow)"),
+        (".svg", "the chart as shown"),
+    )
+    choices = [(f"{run.name}{ending}", what) for ending, what in endings]
+    export = partial(_export, screen, run, curves, tell)
+    ask_where_to_export(screen, run.name, choices, new_path, export)
 
 
-def ask_for_path(
+def ask_where_to_export(
     screen: Page,
     subject: str,
     choices: Sequence[tuple[str, str]],
     read: Callable[[str], Path],
-    named: Callable[[Path | None], None],
+    export: Callable[[Path], str],
 ) -> None:
-    """Ask for the file or folder that ``subject`` is exported to, one of ``choices`` or another."""
+    """Ask for the file or folder that ``subject`` is exported to, one of ``choices`` or another,
+    and call ``export``, which returns what was written, in a thread.
+    """
     from so_tui.ui.dialogs import AskText
+
+    app = screen.app
+
+    def write(path: Path) -> None:
+        with reporting(app, subject, "exported", path):
+            said = f"Wrote {path}: {export(path)}"
+            app.call_from_thread(app.notify, said, markup=False, timeout=WROTE_S)
+
+    def named(path: Path | None) -> None:
+        if path is not None:
+            in_thread(screen, partial(write, path), "export", group="export")
 
     hint = (
         "Up, down or a click choose what. Another name or path can be given; its ending says what "
@@ -449,23 +434,24 @@ def ask_for_path(
     )
     title = f"Export {subject} to"
     dialog = AskText(title, hint, choices[0][0], yes="Export", read=read, choices=choices)
-    screen.app.push_screen(dialog, named)
+    app.push_screen(dialog, named)
 
 
-def _export(screen: Page, run: RunDirectory, path: Path, curves: Sequence[Named]) -> None:
-    """Export in a thread."""
+def _export(
+    screen: Page, run: RunDirectory, curves: Sequence[Named], tell: Tell, path: Path
+) -> str:
+    """Export a run's metrics, its chart or its model, as the name says."""
     from so_tui.launch.checks import writable
     from so_tui.launch.helper_jobs import export_model
     from so_tui.runs.export import export_metrics
     from so_tui.runs.results import read_all
 
-    app = screen.app
+    def show(progress: str, written: Path | None = None) -> None:
+        screen.call_later(tell, run, progress, written)
 
-    def show(progress: str) -> None:
-        screen.post_message(Exporting(progress))
-
-    with reporting(app, run.name, "exported", path):
-        show(f"exporting to {path.name} …")
+    written = None
+    show(f"exporting to {path.name} …")
+    try:
         if path.suffix in METRICS:
             count = export_metrics(
                 read_all(run), path, lambda rows: show(f"{path.name}: {thousands(rows)} rows")
@@ -478,20 +464,21 @@ def _export(screen: Page, run: RunDirectory, path: Path, curves: Sequence[Named]
             for event in export_model(run, path):
                 show(f"{path.name}: {brief_message(str(event))}")
             said = f"the model; `{so_tui_command('chat', str(path))}` talks to it"
-        screen.post_message(Exported(run, path))
-        app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
-    show("")
+        written = path
+    finally:
+        show("", written)
+    return said
 
 
 ACTIONS: dict[str, Callable[[SharedApp, RunDirectory], None]] = {
     "stop": _ask_to_stop,
-    "checkpoint": _save_checkpoint,
+    "checkpoint": partial(_request, "checkpoint", "Saving a checkpoint after this step"),
     "resume": _ask_to_resume,
-    "delete": ask_to_delete,
+    "delete": _ask_to_delete,
     "note": _ask_for_note,
     "attempts": _show_earlier_logs,
-    "chat": chat,
+    "chat": _chat,
     "differences": show_settings,
-    "copy": copy_path,
+    "copy": _copy_path,
 }
 """What a key does to the run that a screen shows, by the key's id."""

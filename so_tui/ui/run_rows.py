@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,6 +151,9 @@ class LossCurve:
         return (steps[0], steps[self.line.length - 1]) if self.line.length else (0.0, 0.0)
 
 
+Curves = Mapping[RunDirectory, LossCurve]
+
+
 class CurveReader:
     """Reads the curves of runs repeatedly, for one thread at a time, and only what is new of
     each.
@@ -192,20 +195,20 @@ class CurveReader:
 
 
 def _thinned(line: Line, most: int) -> Line:
-    """Return a line with at most ``most`` rows, each with the extremes of several."""
-    step = -(-line.length // most)
-    if step <= 1:
+    """Return a line with about ``most`` rows, each with the extremes of several."""
+    several = -(-line.length // most)
+    if several <= 1:
         return line
-    series, times, steps = Series(), array("d"), array("d")
-    for start in range(0, line.length, step):
-        stop = min(line.length, start + step)
-        found = line.series.extremes(start, stop)
-        if found is None:
-            series.append(math.nan)
-        else:
-            series.append_range(*found)
-        times.append(line.times[stop - 1])
-        steps.append(line.steps[stop - 1] if line.steps is not None else math.nan)
+    assert line.steps is not None
+    whole = line.length // several * several
+    values = [line.series.value(row) for row in range(line.length)]
+    series = Series()
+    series.extend(values[:whole], several)
+    series.extend(values[whole:])
+    times, steps = (
+        array("d", [*places[several - 1 : whole : several], *places[whole : line.length]])
+        for places in (line.times, line.steps)
+    )
     return Line(series, len(series), times, steps, line.role)
 
 

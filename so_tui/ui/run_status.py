@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from rich.cells import cell_len
 
 from so_tui.launch.supervisor.slowness import slowdown_remedy, slowdown_text
 from so_tui.runs.records import FINAL_STATES, PhaseRecord, RunState, StepRecord
 from so_tui.trust.text import brief_line, brief_message
-from so_tui.ui.lines import Piece, fill_pieces, legend, stacked, step_parts, usage_style
-from so_tui.ui.snapshot import GpuView, Snapshot, mean_of_parts
+from so_tui.ui.lines import Piece, Pieces, fill_pieces, legend, stacked, step_parts, usage_style
+from so_tui.ui.snapshot import GpuView, Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten
 from so_tui.units import age, bandwidth, duration, memory_of, thousands
 
@@ -35,53 +36,37 @@ FIGURE_CELLS = 13
 MOST_ROWS = 9
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One part of the way to the first step; ``detail`` is what it does just now."""
+class Stage(NamedTuple):
+    """One part of the way to the first step, until the next one begins."""
 
     name: str
-    seconds: float
-    running: bool = False
+    since: float
     detail: str = ""
+    """What it does while it is the last one."""
 
 
 def _stages(
-    phases: Sequence[PhaseRecord],
-    attempt: int,
-    started: float,
-    now: float,
-    checks_s: float | None = None,
-) -> tuple[Stage, ...]:
-    """Return the stages of an attempt that has done no step yet, up to ``now``; the last one is
-    running.
-
-    Clocks of hosts differ: none takes less than no time.
+    phases: Sequence[PhaseRecord], attempt: int, started: float, checks_s: float | None
+) -> list[Stage]:
+    """Return the stages of an attempt that has done no step yet.
 
     Args:
         phases: What the trainer announced, in order. Records of one stage that follow each other
             are one row.
         attempt: The attempt.
         started: When its processes were started.
-        now: The present time.
         checks_s: Duration of the checks before ``started``; None if there were none.
     """
-    begun = [(LAUNCHER, "", started)]
+    found = [] if checks_s is None else [Stage(CHECKS, started - checks_s)]
+    found.append(Stage(LAUNCHER, started))
     code = ""
     for phase in phases:
-        if phase.attempt != attempt:
-            continue
-        since = phase.time
-        if phase.stage and phase.stage == code:
-            since = begun.pop()[2]
-        code = phase.stage
-        begun.append((_name(phase), phase.detail if phase.stage else "", since))
-    ends = [*(since for _, _, since in begun[1:]), now]
-    last = len(begun) - 1
-    found = (
-        Stage(name, max(0.0, end - since), index == last, detail if index == last else "")
-        for index, ((name, detail, since), end) in enumerate(zip(begun, ends, strict=True))
-    )
-    return (*(() if checks_s is None else (Stage(CHECKS, checks_s),)), *found)
+        if phase.attempt == attempt:
+            again = phase.stage and phase.stage == code
+            since = found.pop().since if again else phase.time
+            code = phase.stage
+            found.append(Stage(_name(phase), since, phase.detail if code else ""))
+    return found
 
 
 def _name(phase: PhaseRecord) -> str:
@@ -98,33 +83,37 @@ def _name(phase: PhaseRecord) -> str:
     )
 
 
-def timeline_lines(found: Sequence[Stage], width: int) -> Content:
+def timeline_lines(stages: Sequence[Stage], now: float, width: int) -> Content:
     """Return one row a stage: its sign, name, seconds, and a bar that begins where the stage before
-    it ended. The newest rows stay.
+    it ended. The newest rows stay; the last stage is still running.
     """
-    total = sum(stage.seconds for stage in found) or 1.0
+    ends = [*(stage.since for stage in stages[1:]), now]
+    # Clocks of hosts differ: none takes less than no time.
+    took_s = [max(0.0, end - stage.since) for stage, end in zip(stages, ends, strict=True)]
+    total = sum(took_s) or 1.0
     room = min(BAR, max(4, width - LEAST_NAME_CELLS - FIGURE_CELLS))
     name_cells = min(NAME_CELLS, max(4, width - room - FIGURE_CELLS))
     rows = []
     before = 0.0
-    for stage in found:
-        first = int(before / total * room)
-        cells = max(1, round(stage.seconds / total * room))
-        first = min(first, room - 1)
+    for stage, seconds in zip(stages, took_s, strict=True):
+        running = stage is stages[-1]
+        first = min(int(before / total * room), room - 1)
+        cells = max(1, round(seconds / total * room))
         bar = " " * first + "━" * min(cells, room - first)
-        sign, style = ("▸ ", "$accent") if stage.running else ("✓ ", "$success")
+        sign, style = ("▸ ", "$accent") if running else ("✓ ", "$success")
         name = shorten(brief_message(stage.name), name_cells)
         left = name_cells - cell_len(name) - 2
         detail = ""
-        if stage.detail and left >= LEAST_NAME_CELLS:
+        if running and stage.detail and left >= LEAST_NAME_CELLS:
             detail = f"  {shorten(brief_message(stage.detail), left)}"
         gap = " " * (name_cells - cell_len(name + detail))
-        figure = f"{gap}{duration(stage.seconds):>9}  "
+        figure = f"{gap}{duration(seconds):>9}  "
         rows.append(Content.assemble((sign, style), name, (detail, "$faint"), figure, (bar, style)))
-        before += stage.seconds
+        before += seconds
     return in_rows(rows[-MOST_ROWS:])
 
 
+PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
 SIGNS = {
     "created": ("○", "$faint"),
     "queued": ("○", "$faint"),
@@ -157,7 +146,7 @@ def state_piece(name: str) -> tuple[str, str]:
 def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     """Return run, state, step, progress bar, time left, last checkpoint: as much of it as fits."""
     state = snapshot.state
-    line: list[Piece] = [(shorten(snapshot.run.name, 34), "bold")]
+    line: Pieces = [(shorten(snapshot.run.name, 34), "bold")]
     if state is None:
         return Content.assemble(*line, "  ", ("its state cannot be read yet", "$warning"))
     shown = "checking" if snapshot.checking else state.shown
@@ -165,13 +154,13 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     silent_s = snapshot.heartbeat_age_s
     if snapshot.live and not snapshot.checking and (silent_s > STALE_S or snapshot.read_error):
         line += ["  ", (f"stale: no news for {age(silent_s)}", "bold $warning")]
-    total = state.total_steps or (snapshot.start.total_steps if snapshot.start else 0)
+    total = state.total_steps or (snapshot.events.start.total_steps if snapshot.events.start else 0)
     step = snapshot.latest.step if snapshot.latest else state.step
     if total:
         line.append(f"  step {thousands(step)} / {thousands(total)}")
-    tail = _tail(snapshot, total - step, now)
+    tail = _tail(snapshot, state, total - step, now)
     free = width - _cells(line) - 12
-    rest: list[Piece]
+    rest: Pieces
     while (
         room := free - _cells(rest := [piece for pieces in tail for piece in ("  ", *pieces)][1:])
     ) < 8 and tail:
@@ -182,11 +171,9 @@ def title_line(snapshot: Snapshot, now: float, width: int) -> Content:
     return Content.assemble(*line, "  ", *rest)
 
 
-def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[list[Piece]]:
+def _tail(snapshot: Snapshot, state: RunState, steps_left: int, now: float) -> list[Pieces]:
     """Return the time left (or that it stops, or its duration), then the last checkpoint."""
-    state = snapshot.state
-    assert state is not None
-    tail: list[list[Piece]] = []
+    tail: list[Pieces] = []
     step_s = snapshot.step_s
     if snapshot.live and snapshot.stop_asked:
         tail.append([("asked to stop", "$warning")])
@@ -194,21 +181,17 @@ def _tail(snapshot: Snapshot, steps_left: int, now: float) -> list[list[Piece]]:
         tail.append([("left ", "$faint"), duration(steps_left * step_s)])
     elif not snapshot.live and not snapshot.deleted and state.took_s is not None:
         tail.append([("took ", "$faint"), duration(state.took_s)])
-    if snapshot.checkpoints and not snapshot.deleted:
-        last = snapshot.checkpoints[-1]
+    if snapshot.events.checkpoints and not snapshot.deleted:
+        last = snapshot.events.checkpoints[-1]
         tail.append([("saved ", "$faint"), f"{thousands(last.step)}, {age(now - last.time)} ago"])
     return tail
 
 
-def news_line(snapshot: Snapshot) -> Content:
+def news(snapshot: Snapshot) -> Sequence[Piece]:
     """Return the news: why the run ended and what to do, its phase before the first step, or a
     warning; empty if there is none.
     """
-    return Content.assemble(*_news(snapshot))
-
-
-def _news(snapshot: Snapshot) -> Sequence[Piece]:
-    state, phase = snapshot.state, snapshot.phase
+    events, state = snapshot.events, snapshot.state
     if snapshot.deleted:
         ended = state is not None and state.state in FINAL_STATES
         rest = "" if ended else "processes of it that still run are being stopped; "
@@ -219,38 +202,40 @@ def _news(snapshot: Snapshot) -> Sequence[Piece]:
     if snapshot.read_error:
         shown = f"{brief_message(snapshot.read_error)}; older data is shown"
         return ("cannot read the run right now: ", "$warning"), shown
-    if snapshot.checking and state is not None:
+    state = state or RunState(name=snapshot.run.name, state="created")
+    if snapshot.checking:
         was = f"it was {state.state} on {brief_message(state.host)}; known within a minute"
         return ("checking: ", "$warning"), was
-    detail = brief_message(state.detail) if state is not None else ""
-    if state is not None and detail and state.state in ("queued", "starting", "saving"):
+    detail = brief_message(state.detail)
+    if detail and state.state in ("queued", "starting", "saving"):
         return (f"{state.shown}: ", "$accent"), detail
-    if snapshot.latest is None and phase is not None:
+    if snapshot.latest is None and (phase := events.phase) is not None:
         text = brief_message(phase.detail)
         return ((f"{phase.phase}: ", "$accent"), text) if text else ()
-    if state is not None and state.state == "training" and state.slowdown is not None:
+    if state.state == "training" and state.slowdown is not None:
         remedy = slowdown_remedy(state.slowdown)
         return ("~ ", "$warning"), slowdown_text(state.slowdown), (f"   {remedy}", "$faint")
-    if snapshot.warnings:
-        last = snapshot.warnings[-1]
+    if events.warnings:
+        last = events.warnings[-1]
         more = f"   {brief_message(last.suggestion)}" if last.suggestion else ""
         return ("~ ", "$warning"), brief_message(last.message), (more, "$faint")
-    if state is not None and detail and not snapshot.stop_asked:  # the title says that
+    if detail and not snapshot.stop_asked:  # the title says that
         return (f"{state.state}: ", "$accent"), detail
     return ()
 
 
 def _ending(snapshot: Snapshot, state: RunState) -> Sequence[Piece]:
     """Return why the run ended and what to do next."""
-    end = snapshot.end
+    end = snapshot.events.end
     reason = brief_message(state.reason or (end.reason if end else ""))
     suggestion = brief_message(state.suggestion or (end.suggestion if end else ""))
-    if not reason and not suggestion:
-        saved = state.state == "finished" and snapshot.checkpoints
-        return (("next: ", "$faint"), AFTER_THE_END) if saved else ()
-    style = "$error" if state.state in ("failed", "lost") else "$warning"
-    following = "   next: " if suggestion else ""
-    return (reason or state.state, style), (following, "$faint"), suggestion
+    if reason or suggestion:
+        style = "$error" if state.state in ("failed", "lost") else "$warning"
+        following = "   next: " if suggestion else ""
+        return (reason or state.state, style), (following, "$faint"), suggestion
+    if state.state == "finished" and snapshot.events.checkpoints:
+        return ("next: ", "$faint"), AFTER_THE_END
+    return ()
 
 
 def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = False) -> Content:
@@ -263,16 +248,16 @@ def anatomy_lines(snapshot: Snapshot, now: float, width: int, *, plain: bool = F
     state = snapshot.state
     since = None if state is None else state.attempt_started or state.started
     if state is not None and since and snapshot.starting:
-        return timeline_lines(
-            _stages(snapshot.phases, state.attempt, since, now, state.checks_s), width
-        )
-    records, inspected = snapshot.examined, snapshot.inspected
+        stages = _stages(snapshot.events.phases, state.attempt, since, state.checks_s)
+        return timeline_lines(stages, now, width)
+    records, inspected = snapshot.examined, snapshot.hosts.inspected
     if not records:
         return faint("step anatomy: after the first step")
-    parts = step_parts([max(0.0, value) for value in mean_of_parts(records)], plain=plain)
+    # Means, which sum to the mean of the steps' time, unlike medians.
+    sums = (sum(getattr(record, name) for record in records) for name in PARTS)
+    parts = step_parts([max(0.0, total / len(records)) for total in sums], plain=plain)
     step_s = sum(record.step_s for record in records) / len(records)
-    step = inspected.step if inspected is not None else None
-    number = f"{thousands(step.step)}  " if step is not None else ""
+    number = f"{thousands(records[0].step)}  " if inspected and inspected.step else ""
     head = Content.assemble((f"step {number}", "bold"), f"{duration(step_s)}  ")
     named = Content("   ").join(legend(part for part in parts if part.amount > 0))
     room = width - head.cell_length - named.cell_length - 2
@@ -316,7 +301,7 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     several_hosts = len({view.host for view in gpus}) > 1
     beside = 2 if len(gpus) > 2 and width < 100 else 1
     cell = width // beside
-    pieces: list[Piece] = []
+    pieces: Pieces = []
     for number, view in enumerate(gpus, 1):
         host = brief_line(view.host, 16) if several_hosts else ""
         line = _gpu_line(view, cell if beside == 1 else cell - 2, host=host)
@@ -325,12 +310,12 @@ def gpu_lines(gpus: tuple[GpuView, ...], width: int) -> Content:
     return Content.assemble(*pieces[:-1])
 
 
-def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
+def _gpu_line(view: GpuView, width: int, *, host: str) -> Pieces:
     gpu = view.sample
     bar = 12 if width > 60 else 6
     # The colour of its line over the load of its node.
-    line: list[Piece] = [(f"{host} GPU {gpu.index}".strip(), "bold $gpu")]
-    figures: list[list[Piece]] = []
+    line: Pieces = [(f"{host} GPU {gpu.index}".strip(), "bold $gpu")]
+    figures: list[Pieces] = []
     if (busy := gpu.busy_percent) is not None:
         figures.append([*fill_pieces(busy / 100, bar, "$gpu"), f" {busy:3} %"])
     if (used := gpu.memory_used_bytes) is not None and gpu.memory_total_bytes:
@@ -346,14 +331,13 @@ def _gpu_line(view: GpuView, width: int, *, host: str) -> list[Piece]:
         figures.append([f"{thousands(gpu.clock_mhz)} MHz", (held, "$warning")])
     if gpu.temperature_c is not None:
         figures.append([f"{gpu.temperature_c} °C"])
-    figures += [
-        [(f"{name} ", "$faint"), f"{to_host / 1e9:.0f} GB/s out, {to_gpu / 1e9:.0f} in"]
-        for name, to_host, to_gpu in (
-            ("C2C", gpu.c2c_to_host_bytes_per_s, gpu.c2c_to_gpu_bytes_per_s),
-            ("PCIe", gpu.pcie_to_host_bytes_per_s, gpu.pcie_to_gpu_bytes_per_s),
-        )
-        if to_host is not None and to_gpu is not None
-    ]
+    for name, to_host, to_gpu in (
+        ("C2C", gpu.c2c_to_host_bytes_per_s, gpu.c2c_to_gpu_bytes_per_s),
+        ("PCIe", gpu.pcie_to_host_bytes_per_s, gpu.pcie_to_gpu_bytes_per_s),
+    ):
+        if to_host is not None and to_gpu is not None:
+            text = f"{to_host / 1e9:.0f} GB/s out, {to_gpu / 1e9:.0f} in"
+            figures.append([(f"{name} ", "$faint"), text])
     if gpu.module_power_w is not None:
         power = _watts(gpu.module_power_w, gpu.module_power_limit_w)
         figures.append([("module ", "$faint"), power])

@@ -359,15 +359,9 @@ class Checking:
         from so_tui.launch.checks import CHECKS as NAMES  # not needed for the first paint
         from so_tui.ui.run_status import CHECKS, Stage, timeline_lines
 
-        names = [f"{CHECKS}: {NAMES[check]}" for check, _ in self.begun] or [CHECKS]
-        starts = [since for _, since in self.begun] or [self.since]
-        ends = [*starts[1:], time.monotonic()]
-        last = len(names) - 1
-        stages = [
-            Stage(name, max(0.0, end - start), index == last)
-            for index, (name, start, end) in enumerate(zip(names, starts, ends, strict=True))
-        ]
-        return Content.assemble((self.label, "bold"), "\n\n", timeline_lines(stages, width))
+        checks = [Stage(f"{CHECKS}: {NAMES[check]}", since) for check, since in self.begun]
+        lines = timeline_lines(checks or [Stage(CHECKS, self.since)], time.monotonic(), width)
+        return Content.assemble((self.label, "bold"), "\n\n", lines)
 
 
 class SharedApp(SettingsApp):

@@ -8,35 +8,31 @@ import math
 import statistics
 from array import array
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from so_tui.launch.supervisor.samples import HostProcess
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.runs import LogLine, RunDirectory, RunReader
+from so_tui.runs.metrics import Events
 from so_tui.runs.records import (
     FINAL_STATES,
-    BindingRecord,
-    CheckpointRecord,
-    EndRecord,
+    Cpus,
     ForeignProcess,
     GpuSample,
     NodeSample,
-    PhaseRecord,
+    RankBindingReport,
     RankPlacement,
-    ResumedRecord,
     RunState,
     Sample,
-    StartRecord,
     StepRecord,
-    WarningRecord,
 )
 from so_tui.runs.samples import roll_up
 from so_tui.spec import RunSpec
-from so_tui.ui.charts.series import Axis, Line, Series, StepSeries, mean_of
+from so_tui.ui.charts.series import Axis, Line, Series, StepSeries
 
 # What a run and its hosts did at the cursor: the record of its step, and the samples that were
 # taken during it.
@@ -67,43 +63,22 @@ class Inspected:
     """Means of each host during the step."""
 
 
-class Inspector:
-    """Reads one position of a run, once. For one thread."""
-
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
-        self._found: Inspected | None = None
-
-    def read(self, position: Position | None) -> Inspected | None:
-        """Return what is known of a position; None for no position. Raises OSError."""
-        if position is None:
-            self._found = None
-        elif self._found is None or self._found.position != position or not self._found.samples:
-            self._found = self._read(position)
-        return self._found
-
-    def _read(self, position: Position) -> Inspected:
-        step, time = position
-        last = deque(self._reader.metrics.steps(step - _STEPS_BACK, step), maxlen=1)
-        record = last[0] if last else None
-        begin = end = time
-        if record is not None and abs(record.time - time) < _SAME_S:
-            begin = record.time - record.step_s
-        samples = {
-            host: sample
-            for host in self._reader.hosts
-            if (sample := self._during(host, begin, end)) is not None
-        }
-        return Inspected(position, record, samples)
-
-    def _during(self, host: str, begin: float, end: float) -> Sample | None:
-        """Return the mean of the samples that overlap a time; None where there is none."""
+def inspect(reader: RunReader, position: Position) -> Inspected:
+    """Return what is known of a position. Raises OSError."""
+    step, time = position
+    last = deque(reader.metrics.steps(step - _STEPS_BACK, step), maxlen=1)
+    record = last[0] if last else None
+    begin = time
+    if record is not None and abs(record.time - time) < _SAME_S:
+        begin = record.time - record.step_s
+    samples = {}
+    for host, history in reader.samples.items():
         for reach_s in _REACHES_S:
-            found = self._reader.sample_history(host, begin, end + reach_s, _EVERY_ROW)
-            rows = [row for row in found if row.mean.time - row.mean.interval_s <= end]
-            if rows:
-                return roll_up(rows).mean
-        return None
+            found = history.history(begin, time + reach_s, _EVERY_ROW)
+            if rows := [row for row in found if row.mean.time - row.mean.interval_s <= time]:
+                samples[host] = roll_up(rows).mean
+                break
+    return Inspected(position, record, samples)
 
 
 # The load of a run's hosts over time, by NUMA node and GPU, from the supervisors' samples.
@@ -121,13 +96,15 @@ weeks.
 """
 ROLLED_UP = 1000
 """Rows that are averaged at once: all of them would take a lot of memory."""
-BUSY = "busy_percent"
+NODE_BUSY, GPU_BUSY = "node.busy_percent", "gpu.busy_percent"
 CORES = "node.cores"
 """Wanted for the load of each core over time."""
 MEMORY = {"node.memory_used_bytes": "memory", "node.file_cache_bytes": "other"}
 """Wanted for memory over time: in use, and the file cache in it, with their roles."""
 BAND = "band"
 """Least and greatest load of a node's cores."""
+_ALWAYS = {"node": (NODE_BUSY,), "gpu": (GPU_BUSY,), "host": ()}
+"""Kept of each kind of part, whatever is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +113,15 @@ class NodeView:
 
     host: str
     id: int
-    cpus: tuple[int, ...]
+    cpus: Cpus
     sample: NodeSample
     load: tuple[Line, Line]
     """Band and mean of its cores, in the order in which they are drawn."""
-    cores: Sequence[bytes] = ()
+    cores: Sequence[bytes]
     """Load of each core in percent over time, as long as ``load``; empty unless wanted."""
-    foreign: tuple[ForeignProcess, ...] = ()
+    foreign: tuple[ForeignProcess, ...]
     """Processes on its cores that are not the run's, busiest first."""
-    memory: tuple[Line, ...] = ()
+    memory: tuple[Line, ...]
     """Bytes in use, and those of them that are file cache; empty unless wanted."""
 
 
@@ -166,6 +143,34 @@ class Sampled(Line):
     index: int = 0
 
 
+SampledLines = Mapping[str, tuple[Sampled, ...]]
+"""Numbers of the samples by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hardware of a run, or of this host, at one moment."""
+
+    nodes: tuple[NodeView, ...]
+    gpus: tuple[GpuView, ...]
+    sampled: SampledLines
+    """What charts want."""
+    ranks: tuple[RankBindingReport, ...] = ()
+    """Where the ranks were bound; empty until that is known."""
+    placement: tuple[RankPlacement, ...] = ()
+    """Where they were last seen."""
+    inspected: Inspected | None = None
+    """What is known of the cursor's position; nodes and GPUs show its samples then."""
+    averaged: bool = False
+    """Nodes and GPUs show means over the training, because the run has ended and its host now does
+    other work.
+    """
+
+    @property
+    def count(self) -> int:
+        return len({node.host for node in self.nodes})
+
+
 class _Load:
     """What is known of one node, GPU or host over time: rows of several series."""
 
@@ -175,121 +180,101 @@ class _Load:
         self.times = array("d")
         self.cores: list[bytes] = []
         """Load of each core of a node in percent, if wanted."""
-        self.series: dict[str, Series] = {}
-
-    def __len__(self) -> int:
-        return len(self.times)
-
-    def add(self, name: str, value: float | None) -> None:
-        """Add a value to the row that ``times`` begins."""
-        self.of(name).append(math.nan if value is None else float(value))
-
-    def add_cores(self, cores: tuple[int, ...]) -> None:
-        """Add the loads of a node's cores, always as many as at first."""
-        loads = bytes(min(100, max(0, load)) for load in cores)
-        count = len(self.cores[0]) if self.cores else len(loads)
-        self.cores.append(loads[:count].ljust(count, b"\0"))
-
-    def of(self, name: str) -> Series:
-        """Return a series, created where it is absent."""
-        return self.series.setdefault(name, Series())
+        self.series: defaultdict[str, Series] = defaultdict(Series)
 
     def line(self, name: str, role: str) -> Line:
         """Return a series as a line of a chart."""
-        return Line(self.of(name), len(self), self.times, None, role)
+        return Line(self.series[name], len(self.times), self.times, None, role)
 
 
 class LoadStore:
     """Samples of hosts as series: the load of every node and GPU, and whatever else is wanted."""
 
     def __init__(self) -> None:
-        self.wanted: tuple[str, ...] = ()
-        """Names of ``sampled_value`` that are kept."""
-        self._loads: dict[tuple[str, str, int], _Load] = {}
+        self.want(())
 
     def clear(self) -> None:
         """Forget all samples."""
-        self._loads = {}
+        self._loads: defaultdict[tuple[str, str, int], _Load] = defaultdict(_Load)
 
     def forget(self, host: str) -> None:
         """Forget the samples of a host."""
-        self._loads = {key: load for key, load in self._loads.items() if key[1] != host}
+        for key in [key for key in self._loads if key[1] == host]:
+            del self._loads[key]
 
     def want(self, names: Iterable[str]) -> None:
-        """Keep these numbers from now on, and forget the samples so far, which lack some of
-        them.
+        """Keep these numbers (of ``sampled_value``) from now on, and forget the samples so far,
+        which lack some of them.
         """
-        self.wanted = tuple(dict.fromkeys(names))
+        self.wanted = tuple(names)
+        self._kept = {kind: dict.fromkeys(always) for kind, always in _ALWAYS.items()}
+        for name in self.wanted:
+            if name != CORES:
+                self._kept[name.partition(".")[0]][name] = None
         self.clear()
 
     def append(self, host: str, sample: Sample) -> None:
         """Add a newer sample of a host."""
         for kind, index, part in _parts(sample):
-            load = self._loads.setdefault((kind, host, index), _Load())
+            load = self._loads[kind, host, index]
             load.times.append(sample.time)
             if isinstance(part, NodeSample):
-                load.add(BUSY, sum(part.cores) / len(part.cores))
-                load.of(BAND).append_range(float(min(part.cores)), float(max(part.cores)))
+                load.series[BAND].append_range(float(min(part.cores)), float(max(part.cores)))
                 if CORES in self.wanted:
-                    load.add_cores(part.cores)
-            elif isinstance(part, GpuSample):
-                load.add(BUSY, part.busy_percent)
-            for name in self.wanted:
-                if name not in (f"{kind}.{BUSY}", CORES) and name.startswith(f"{kind}."):
-                    load.add(name.partition(".")[2], sampled_value(name, part))
+                    cores = bytes(min(100, max(0, core)) for core in part.cores)
+                    count = len(load.cores[0]) if load.cores else len(cores)
+                    load.cores.append(cores[:count].ljust(count, b"\0"))  # as many as at first
+            for name in self._kept[kind]:
+                value = sampled_value(name, part)
+                load.series[name].append(math.nan if value is None else float(value))
 
     def rows(self) -> int:
         """Return the number of samples of the host that has most."""
-        return max(map(len, self._loads.values()), default=0)
+        return max((len(load.times) for load in self._loads.values()), default=0)
 
-    def nodes(
-        self, samples: Mapping[str, Sample], cpus: Mapping[int, tuple[int, ...]]
-    ) -> tuple[NodeView, ...]:
-        """Return the nodes with cores, which ``cpus`` numbers, of a sample of each host."""
-        return tuple(
+    def view(self, samples: Mapping[str, Sample], cpus: Mapping[int, Cpus]) -> Hosts:
+        """Return what is shown of a sample of each host, but parts of which none has been added;
+        ``cpus`` are the numbers of the nodes' cores.
+        """
+        nodes = tuple(
             _node_view(host, sample, node, load, cpus.get(node.id, ()))
             for host, sample in samples.items()
             for node in sample.nodes
-            if node.cores and (load := self._loads.get(("node", host, node.id))) is not None
+            if node.cores and (load := self._loads.get(("node", host, node.id)))
         )
-
-    def gpus(self, samples: Mapping[str, Sample]) -> tuple[GpuView, ...]:
-        """Return the GPUs of a sample of each host, but those of which none has been added."""
-        return tuple(
-            GpuView(host, gpu, load.line(BUSY, "gpu"))
+        gpus = tuple(
+            GpuView(host, gpu, load.line(GPU_BUSY, "gpu"))
             for host, sample in samples.items()
             for gpu in sample.gpus
-            if (load := self._loads.get(("gpu", host, gpu.index))) is not None
+            if (load := self._loads.get(("gpu", host, gpu.index)))
         )
+        return Hosts(nodes, gpus, self.sampled())
 
-    def sampled(self) -> dict[str, tuple[Sampled, ...]]:
+    def sampled(self) -> SampledLines:
         """Return what was wanted, by name."""
         found: dict[str, list[Sampled]] = {}
-        for (kind, host, index), load in self._loads.items():
+        for (_, host, index), load in self._loads.items():
+            times = load.times
             for name, series in load.series.items():
-                if (whole := f"{kind}.{name}") in self.wanted and len(series) == len(load):
-                    number = Sampled(series, len(load), load.times, None, "main", "", host, index)
-                    found.setdefault(whole, []).append(number)
+                if name in self.wanted:
+                    number = Sampled(series, len(times), times, None, "main", "", host, index)
+                    found.setdefault(name, []).append(number)
         return {name: tuple(lines) for name, lines in found.items()}
 
 
-def _node_view(
-    host: str, sample: Sample, node: NodeSample, load: _Load, known: tuple[int, ...]
-) -> NodeView:
+def _node_view(host: str, sample: Sample, node: NodeSample, load: _Load, known: Cpus) -> NodeView:
     """Return a node with cores, whose numbers are those ``known`` if they are as many."""
     cpus = known if len(known) == len(node.cores) else tuple(range(len(node.cores)))
-    complete = len(load.cores) == len(load) and all(len(row) == len(cpus) for row in load.cores[:1])
-    memory = {name.partition(".")[2]: role for name, role in MEMORY.items()}
-    kept = memory.keys() <= load.series.keys()
+    kept = MEMORY.keys() <= load.series.keys()
     return NodeView(
         host,
         node.id,
         cpus,
         node,
-        (load.line(BAND, "band"), load.line(BUSY, "main")),
-        cores=load.cores if complete else (),
-        foreign=tuple(process for process in sample.foreign if process.cpu in cpus),
-        memory=tuple(load.line(name, role) for name, role in memory.items()) if kept else (),
+        (load.line(BAND, "band"), load.line(NODE_BUSY, "main")),
+        load.cores if load.cores and len(load.cores[0]) == len(cpus) else (),
+        tuple([process for process in sample.foreign if process.cpu in cpus]),
+        tuple([load.line(name, role) for name, role in MEMORY.items()]) if kept else (),
     )
 
 
@@ -303,16 +288,20 @@ def _parts(sample: Sample) -> Iterator[tuple[str, int, NodeSample | GpuSample | 
 def sampled_value(name: str, part: NodeSample | GpuSample | Sample) -> float | None:
     """Return a number of a part of a sample by its kind and field, such as ``gpu.power_w``.
 
-    Besides fields there are ``gpu.throttled``, the clock while it is held down, and
-    ``host.foreign_cores``, the cores that are busy with what does not belong to the run.
+    Besides fields there are ``node.busy_percent``, the mean of its cores, ``gpu.throttled``, the
+    clock while it is held down, and ``host.foreign_cores``, the cores that are busy with what does
+    not belong to the run.
     """
-    field_name = name.partition(".")[2]
-    if isinstance(part, GpuSample) and field_name == "throttled":
-        return part.clock_mhz if part.throttling else None
-    if isinstance(part, Sample):
-        busy = sum(sum(node.cores) for node in part.nodes) / 100
-        return max(0.0, busy - part.run_cpu_s / part.interval_s) if part.interval_s > 0 else None
-    value: float | None = getattr(part, field_name)
+    match name, part:
+        case "node.busy_percent", NodeSample(cores=cores):
+            return sum(cores) / len(cores)
+        case "gpu.throttled", GpuSample():
+            return part.clock_mhz if part.throttling else None
+        case "host.foreign_cores", Sample():
+            busy = sum(sum(node.cores) for node in part.nodes) / 100
+            cpu_s, interval_s = part.run_cpu_s, part.interval_s
+            return max(0.0, busy - cpu_s / interval_s) if interval_s > 0 else None
+    value: float | None = getattr(part, name.partition(".")[2])
     return value
 
 
@@ -320,21 +309,14 @@ class Loads:
     """The samples of every host of one run."""
 
     def __init__(self, reader: RunReader) -> None:
+        self.store = LoadStore()
         self._reader = reader
-        self._store = LoadStore()
         self._begun = math.nan
         self._incomplete = False
         """Whether a history could not be read, and is to be read again."""
         self._latest: dict[str, Sample] = {}
         self._means: dict[str, Sample] = {}
-        self.inspected: Mapping[str, Sample] = {}
-        """What is shown of hosts instead of their newest samples or their means."""
         self._placement: dict[str, tuple[RankPlacement, ...]] = {}
-
-    @property
-    def averaged(self) -> bool:
-        """Whether views show means over the training."""
-        return bool(self._means) and not self.inspected
 
     def add(self, host: str, samples: tuple[Sample, ...], begun: float) -> None:
         """Add newer samples of a host. The first also load its history since the run began:
@@ -343,54 +325,50 @@ class Loads:
         Raises OSError before any of them is added.
         """
         self._begun = begun
-        if self._store.rows() > MOST_ROWS:
-            self.restart(begun)
+        if self.store.rows() > MOST_ROWS:
+            self._restart()
         if host not in self._latest and samples:
-            self._add_history(host, samples[0].time, begun)
+            self._add_history(host, samples[0].time)
         for sample in samples:
-            self._store.append(host, sample)
+            self.store.append(host, sample)
             self._latest[host] = sample
             if sample.placement:
                 self._placement[host] = sample.placement
 
     def want(self, names: tuple[str, ...]) -> None:
         """Keep these numbers of the samples too, from the begin of the run on."""
-        if not set(names) <= set(self._store.wanted):
-            self._store.want(names)
+        if not set(names) <= set(self.store.wanted):
+            self.store.want(names)
             self._incomplete = True
         if self._incomplete:
-            self.restart(self._begun)
+            self._restart()
 
-    def restart(self, begun: float) -> None:
+    def _restart(self) -> None:
         """Load the history again, now that earlier steps are known, other numbers are wanted, or
         there are more rows than anybody sees.
         """
         self._incomplete = True
-        self._store.clear()
+        self.store.clear()
         self._means = {}
         for host, sample in self._latest.items():
-            self._add_history(host, sample.time, begun)
-            self._store.append(host, sample)
+            self._add_history(host, sample.time)
+            self.store.append(host, sample)
         self._incomplete = False
 
-    def sampled(self) -> dict[str, tuple[Sampled, ...]]:
-        """Return the numbers that were wanted, by name."""
-        return self._store.sampled()
-
-    def _add_history(self, host: str, until: float, begun: float) -> None:
+    def _add_history(self, host: str, until: float) -> None:
         """Add the samples of a host from the begin of the run to just before ``until``."""
-        start = self._reader.metrics.start
+        start = self._reader.metrics.events.start
         # A resumed run shows its earlier attempts too. The time is NaN before the first step, and 0
         # if it is unknown.
-        since = begun if begun > 0 else until
+        since = self._begun if self._begun > 0 else until
         since = since if start is None else min(since, start.time)
         if until - since > 2:
+            history = self._reader.samples[host]
             try:
-                before = math.nextafter(until, 0)
-                for rollup in self._reader.sample_history(host, since, before, HISTORY_ROWS):
-                    self._store.append(host, rollup.mean)
+                for rollup in history.history(since, math.nextafter(until, 0), HISTORY_ROWS):
+                    self.store.append(host, rollup.mean)
             except OSError:
-                self._store.forget(host)  # it is read again from its begin
+                self.store.forget(host)  # it is read again from its begin
                 raise
 
     def average(self, steps_at: array[float]) -> None:
@@ -398,7 +376,7 @@ class Loads:
         last step.
         """
         state, metrics = self._reader.state, self._reader.metrics
-        start, latest = metrics.start, metrics.latest
+        start, latest = metrics.events.start, metrics.latest
         if state is None or state.state not in FINAL_STATES or start is None or latest is None:
             self._means = {}
             return
@@ -406,33 +384,28 @@ class Loads:
         if first == len(steps_at) or steps_at[first] >= latest.time:
             return
         for host in self._latest.keys() - self._means.keys():
-            parts = self._reader.sample_history(host, steps_at[first], latest.time, HISTORY_ROWS)
+            history = self._reader.samples[host]
+            parts = history.history(steps_at[first], latest.time, HISTORY_ROWS)
             some = []
             while chunk := list(islice(parts, ROLLED_UP)):
                 some.append(roll_up(chunk))
             if some:
                 self._means[host] = roll_up(some).mean
 
-    def nodes(self, machine: Machine | None) -> tuple[NodeView, ...]:
-        """Return the NUMA nodes with cores of every host; ``machine`` numbers their cores."""
+    def view(self, machine: Machine | None, inspected: Inspected | None) -> Hosts:
+        """Return the hosts at the cursor, or averaged, or as they are; ``machine`` numbers their
+        cores.
+        """
         cpus = {node.id: node.cpus for node in machine.numa_nodes} if machine else {}
-        return self._store.nodes(self._shown, cpus)
-
-    @property
-    def _shown(self) -> dict[str, Sample]:
-        """What is shown of each host."""
-        return {**self._latest, **self._means, **self.inspected}
-
-    def placement(self) -> tuple[RankPlacement, ...]:
-        """Return where the ranks of every host were last seen."""
-        return tuple(place for host in self._placement.values() for place in host)
-
-    def gpus(self) -> tuple[GpuView, ...]:
-        """Return the GPUs of every host."""
-        return self._store.gpus(self._shown)
-
-
-PARTS = ("data_s", "forward_s", "backward_s", "exposed_optimizer_s", "other_s")
+        during = inspected.samples if inspected is not None else {}
+        binding = self._reader.metrics.events.binding
+        return replace(
+            self.store.view({**self._latest, **self._means, **during}, cpus),
+            ranks=binding.ranks if binding is not None else (),
+            placement=tuple(place for host in self._placement.values() for place in host),
+            inspected=inspected,
+            averaged=bool(self._means) and not during,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,21 +415,12 @@ class Snapshot:
     run: RunDirectory
     spec: RunSpec | None
     plan: Plan | None
-    machine: Machine | None
     state: RunState | None
-    start: StartRecord | None
-    phase: PhaseRecord | None
-    phases: tuple[PhaseRecord, ...]
-    """What it did before the first step of its newest attempt; empty once there is one."""
-    binding: BindingRecord | None
-    end: EndRecord | None
+    events: Events
     latest: StepRecord | None
     recent: tuple[StepRecord, ...]
-    checkpoints: tuple[CheckpointRecord, ...]
     evaluations: Line | None
     """Loss on held-out data; None before the first evaluation."""
-    resumes: tuple[ResumedRecord, ...]
-    warnings: tuple[WarningRecord, ...]
     whole: StepSeries
     length: int
     """Number of rows of ``whole``."""
@@ -464,18 +428,7 @@ class Snapshot:
     """Share of the run's records that are still to be read; 0 once the charts are complete."""
     closer: StepSeries | None
     """The window that was zoomed to, where the whole run shows several steps per row."""
-    nodes: tuple[NodeView, ...]
-    gpus: tuple[GpuView, ...]
-    placement: tuple[RankPlacement, ...]
-    """Where the ranks were last seen."""
-    sampled: Mapping[str, tuple[Sampled, ...]]
-    """Numbers of the samples that charts want, by name."""
-    inspected: Inspected | None
-    """What is known of the cursor's position; nodes and GPUs show its samples then."""
-    averaged: bool
-    """Nodes and GPUs show means over the training, because the run has ended and its host now does
-    other work.
-    """
+    hosts: Hosts
     log_lines: tuple[LogLine, ...]
     log_partial: str
     heartbeat_age_s: float
@@ -505,36 +458,16 @@ class Snapshot:
     @property
     def starting(self) -> bool:
         """Whether the newest attempt is on its way to its first step."""
-        return self.live and before_first_step(self.state, self.latest)
+        state, latest = self.state, self.latest
+        if state is None or (latest is not None and latest.attempt >= state.attempt):
+            return False
+        return self.live and state.state in ("starting", "loading", "training")
 
     @property
     def on_gpus(self) -> bool:
         """Whether the ranks train on GPUs; assumed until the binding is known."""
-        if self.binding is not None:
-            gpus = [rank.gpu for rank in self.binding.ranks]
-        else:
-            gpus = [rank.gpu for rank in self.plan.binding] if self.plan is not None else []
-        return not gpus or any(gpu is not None for gpu in gpus)
-
-    @property
-    def hosts(self) -> int:
-        return len({node.host for node in self.nodes})
-
-    @property
-    def steps(self) -> array[float]:
-        return self.whole.steps
-
-    @property
-    def times(self) -> array[float]:
-        return self.whole.times
-
-    @property
-    def series(self) -> dict[str, Series]:
-        return self.whole.series
-
-    def has(self, metric: str) -> bool:
-        """Return whether a metric has been read; which are follows from what the charts show."""
-        return metric in self.whole.series
+        ranks = self.hosts.ranks or (self.plan.binding if self.plan is not None else ())
+        return not ranks or any(rank.gpu is not None for rank in ranks)
 
     def line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
         """Return a metric, in full detail where that was read for the window that ``axis``
@@ -545,16 +478,12 @@ class Snapshot:
             return closer.line(metric, role, len(closer))
         return self.whole.line(metric, role, self.length)
 
-    def mean_line(self, metric: str, role: str, axis: Axis | None = None) -> Line:
-        """Return the mean of a metric over the last steps at each step."""
-        return self.line(mean_of(metric), role, axis)
-
     def standing(self, x: float, unit: str) -> float:
         """Return ``x``, or the nearest last position of a row that stands for several steps, so
         that position and values agree.
         """
-        positions = self.steps if unit == "step" else self.times
-        axis = Axis(unit, x, x, 0.0, self.steps, self.times, self.length)
+        positions = self.whole.steps if unit == "step" else self.whole.times
+        axis = Axis(unit, x, x, 0.0, self.whole.steps, self.whole.times, self.length)
         if (
             not self.whole.halvings
             or not self.length
@@ -568,8 +497,8 @@ class Snapshot:
     @property
     def examined(self) -> tuple[StepRecord, ...]:
         """The step at the cursor, or the newest ones."""
-        step = self.inspected.step if self.inspected is not None else None
-        return self.recent if step is None else (step,)
+        inspected = self.hosts.inspected
+        return (inspected.step,) if inspected is not None and inspected.step else self.recent
 
     @property
     def step_s(self) -> float:
@@ -582,27 +511,6 @@ class Snapshot:
 class HostView:
     """What is known of this host at one moment, without a run."""
 
-    nodes: tuple[NodeView, ...]
-    gpus: tuple[GpuView, ...]
-    sampled: Mapping[str, tuple[Sampled, ...]]
+    hosts: Hosts
     processes: tuple[HostProcess, ...]
     axis: Axis
-    binding: BindingRecord | None = None
-    inspected: Inspected | None = None
-    averaged: bool = False
-    hosts: int = 1
-
-
-def before_first_step(state: RunState | None, latest: StepRecord | None) -> bool:
-    """Return whether a state is one before the first step of its attempt; ``latest`` is the last
-    step of all attempts.
-    """
-    begun = state is not None and latest is not None and latest.attempt >= state.attempt
-    return state is not None and not begun and state.state in ("starting", "loading", "training")
-
-
-def mean_of_parts(records: Sequence[StepRecord]) -> tuple[float, ...]:
-    """Return the means of PARTS over some steps, at least one: unlike medians, they sum to the mean
-    of the steps' time.
-    """
-    return tuple(sum(getattr(record, name) for record in records) / len(records) for name in PARTS)

@@ -142,11 +142,17 @@ trimmed log lasts.
 """
 
 
+def limit_logs(patch: pytest.MonkeyPatch, head_bytes: int, tail_bytes: int) -> None:
+    patch.setattr("so_tui.runs.reader.HEAD_BYTES", head_bytes)
+    patch.setattr("so_tui.runs.reader.TAIL_BYTES", tail_bytes)
+
+
 def test_trimming_under_a_writer_keeps_places(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "log"
-    head, tail = 10_000, 50_000
+    tail = 50_000
+    limit_logs(monkeypatch, 10_000, tail)
     count = 30_000
     path.touch()
     writer = subprocess.Popen(
@@ -156,7 +162,7 @@ def test_trimming_under_a_writer_keeps_places(
     )
     assert writer.stdin is not None
     assert writer.stdout is not None
-    reader = LogReader(path, head_bytes=head)
+    reader = LogReader(path)
     lines: list[str] = []
     largest = trims = 0
     while writer.stdout.readline():
@@ -167,7 +173,7 @@ def test_trimming_under_a_writer_keeps_places(
             portion_is_written = bool(select.select([writer.stdout], [], [], 0)[0])
             lines += reader.poll(limit_s=1)
             largest = max(largest, path.stat().st_size)
-            trims += trim_log(path, head_bytes=head, tail_bytes=tail) > 0
+            trims += trim_log(path) > 0
     writer.communicate()
     lines += reader.poll(limit_bytes=1 << 24, limit_s=5)
     assert trims > 10
@@ -181,23 +187,25 @@ def test_trimming_under_a_writer_keeps_places(
     assert content.count(b"were dropped here") == 1
 
 
-def test_a_slow_reader_reports_what_it_missed(tmp_path: Path) -> None:
+def test_a_slow_reader_reports_what_it_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "log"
-    head, tail = 100, 300
-    reader = LogReader(path, head_bytes=head)
+    limit_logs(monkeypatch, 100, 300)
+    reader = LogReader(path)
     add(path, b"first\n")
     assert reader.poll() == ("first",)
     dropped = 0
     for part in range(5):
         add(path, b"".join(b"%03d %02d\n" % (part, i) for i in range(100)))
-        dropped += trim_log(path, head_bytes=head, tail_bytes=tail)
+        dropped += trim_log(path)
     lines = reader.poll()
     (gap,) = [line for line in lines if "dropped here" in line]
     assert f"{dropped} bytes" in gap
     assert lines[0] == "000 00"
     assert lines[-1] == "004 99"
-    assert trim_log(path, head_bytes=head, tail_bytes=tail) == 0
-    assert LogReader(path, head_bytes=head).tail(3) == ("004 97", "004 98", "004 99")
+    assert trim_log(path) == 0
+    assert LogReader(path).tail(3) == ("004 97", "004 98", "004 99")
     assert trim_log(tmp_path / "missing") == 0
 
 

@@ -107,8 +107,12 @@ def test_records_come_back_as_they_were_written(run: RunDirectory, step: Step) -
     reader = RunReader(run)
     assert read_all(reader) == records
     metrics = reader.metrics
-    assert (metrics.start, metrics.latest, metrics.end) == (records[0], records[50], records[-1])
-    found = (*metrics.evaluations, *metrics.checkpoints, *metrics.warnings)
+    assert (metrics.events.start, metrics.latest, metrics.events.end) == (
+        records[0],
+        records[50],
+        records[-1],
+    )
+    found = (*metrics.events.evaluations, *metrics.events.checkpoints, *metrics.events.warnings)
     assert found == tuple(records[51:54])
     assert reader.poll().records == ()
 
@@ -198,10 +202,10 @@ def test_segments_are_read_once_for_charts_and_records(
     reader.poll(limit_records=5000, limit_s=60.0, earlier=False)
     assert reader.latest is not None
     assert reader.latest.step == 1999
-    assert not list(reader.checkpoints)
+    assert not list(reader.events.checkpoints)
     drawn = [row.step for rows in StepRows(reader, ["loss"]).read(60.0) for row in rows]
     assert drawn == list(range(2000))
-    assert list(reader.checkpoints) == [saved]
+    assert list(reader.events.checkpoints) == [saved]
     for path in sorted(read_bytes)[:-1]:  # the newest is read before all others, too
         assert read_bytes[path] <= path.stat().st_size + metrics._HEAD_BYTES
 
@@ -244,7 +248,7 @@ def test_resume_supersedes_steps(run: RunDirectory, step: Step, resumed: int, la
         assert losses(each) == expected
         assert rows(each, "loss") == list(enumerate(expected))
     assert [record.step for record in reader.metrics.recent(everything)] == list(range(everything))
-    assert {record.path for record in reader.metrics.checkpoints} == {"0", str(resumed)}
+    assert {record.path for record in reader.metrics.events.checkpoints} == {"0", str(resumed)}
 
 
 def test_killed_writer_leaves_whole_records(run: RunDirectory, step: Step) -> None:
@@ -359,7 +363,6 @@ def test_an_earlier_segment_that_cannot_be_read_is_left_out(run: RunDirectory) -
     reader = read_completely(run)
     assert [record.step for record in reader.steps(0, 1000)] == [*range(100, 200), *range(300, 400)]
     assert sum(map(len, StepRows(reader, ["loss"]).read(60.0))) == 200
-    assert reader.unread_share == 0
 
 
 def test_a_segment_that_appears_late_is_read(run: RunDirectory, step: Step) -> None:
@@ -387,7 +390,6 @@ def test_a_poll_says_whether_it_is_behind(run: RunDirectory) -> None:
     while (progress := reader.poll(limit_records=1000, limit_s=0.0)).behind:
         continue
     assert progress.more
-    assert reader.unread_share > 0
 
 
 def test_work_for_a_record_does_not_grow_with_events(
@@ -408,7 +410,7 @@ def test_work_for_a_record_does_not_grow_with_events(
     write(run, 1, records)
     reader = MetricsReader(run)
     reader.poll(limit_records=1000, limit_s=10.0)
-    assert len(reader.evaluations) == 100
+    assert len(reader.events.evaluations) == 100
     assert len(passes) < 10
 
 
@@ -418,8 +420,10 @@ def test_newest_warnings_are_kept(run: RunDirectory, monkeypatch: pytest.MonkeyP
         warnings = [WarningRecord(attempt=attempt, time=1e9, message=str(at)) for at in range(25)]
         write(run, attempt, [start(attempt), *warnings])
     reader = read_completely(run)
-    assert [warning.message for warning in reader.warnings] == [str(at) for at in range(15, 25)]
-    assert reader.start == start(2)
+    assert [warning.message for warning in reader.events.warnings] == [
+        str(at) for at in range(15, 25)
+    ]
+    assert reader.events.start == start(2)
 
 
 def test_segment_that_fails_to_close_costs_no_record(

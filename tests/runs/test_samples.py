@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from so_tui.runs import RunDirectory, RunReader, SampleWriter
+from so_tui.runs import RunDirectory, RunReader, SampleWriter, samples
 from so_tui.runs.records import (
     ForeignProcess,
     GpuSample,
@@ -28,6 +28,11 @@ SMALL = (
     Resolution("60s-", 60, 40_000, 8_000),
     Resolution("600s-", 600, 80_000, 8_000),
 )
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "RESOLUTIONS", SMALL)
 
 
 def sample(
@@ -69,7 +74,7 @@ def test_samples_come_back_host_by_host(run: RunDirectory) -> None:
             writer.append(sample(second))
     update = reader.poll()
     assert dict(update.samples) == {host: tuple(sample(s) for s in range(3)) for host in writers}
-    assert reader.hosts == ("node1", "node2.site")
+    assert [*reader.samples] == ["node1", "node2.site"]
     assert reader.poll().samples == {}
     writers["node1"].append(sample(3))
     assert reader.poll().samples == {"node1": (sample(3),)}
@@ -95,8 +100,9 @@ def test_mean_and_peak_of_a_roll_up() -> None:
     assert again.peak.nodes[0].cores == (90, 90)
 
 
+@pytest.mark.usefixtures("small_files")
 def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> None:
-    writer = SampleWriter(run, "node1", resolutions=SMALL)
+    writer = SampleWriter(run, "node1")
     hours = 6
     largest = 0
     for second in range(hours * 3600):
@@ -105,7 +111,7 @@ def test_a_long_run_stays_bounded_and_its_past_visible(run: RunDirectory) -> Non
             largest = max(largest, total_bytes(run.samples_dir("node1")))
     writer.close()
     assert largest <= sum(resolution.cap_bytes for resolution in SMALL)
-    reader = SampleReader(run, "node1", resolutions=SMALL)
+    reader = SampleReader(run, "node1")
     for rows in (20, 100, 2000):
         history = list(reader.history(BEGIN, BEGIN + hours * 3600, rows))
         times = [row.mean.time for row in history]
@@ -187,21 +193,23 @@ def test_what_a_gpu_does_not_report_is_not_written() -> None:
     assert found.gpus == (gpu,)
 
 
+@pytest.mark.usefixtures("small_files")
 def test_a_writer_that_comes_after_another_goes_on(run: RunDirectory) -> None:
     for attempt in (1, 2):
-        writer = SampleWriter(run, "node1", resolutions=SMALL)
+        writer = SampleWriter(run, "node1")
         for second in range(25):
             writer.append(sample(attempt * 25 + second, attempt=attempt))
         if attempt == 2:
             writer.close()  # the first one was killed
-    reader = SampleReader(run, "node1", resolutions=SMALL)
+    reader = SampleReader(run, "node1")
     assert len(list(reader.history(BEGIN, BEGIN + 100, 100))) == 50
     assert {row.mean.attempt for row in reader.history(BEGIN, BEGIN + 100, 5)} == {1, 2}
 
 
+@pytest.mark.usefixtures("small_files")
 def test_a_reader_goes_on_where_segments_were_dropped(run: RunDirectory) -> None:
-    writer = SampleWriter(run, "node1", resolutions=SMALL)
-    reader = SampleReader(run, "node1", resolutions=SMALL)
+    writer = SampleWriter(run, "node1")
+    reader = SampleReader(run, "node1")
     writer.append(sample(0))
     assert reader.poll() == (sample(0),)
     for second in range(1, 2000):
@@ -214,7 +222,7 @@ def test_a_reader_goes_on_where_segments_were_dropped(run: RunDirectory) -> None
 
 
 def test_no_samples_is_no_history(run: RunDirectory) -> None:
-    assert not list(RunReader(run).sample_history("nowhere", BEGIN, BEGIN + 10, 10))
+    assert not list(SampleReader(run, "nowhere").history(BEGIN, BEGIN + 10, 10))
 
 
 def test_moment_is_read_without_decoding_all_of_its_segment(
@@ -261,11 +269,12 @@ def test_a_segment_that_begins_with_a_damaged_line_is_not_lost(run: RunDirectory
         assert [row.mean.time - BEGIN for row in rows] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("small_files")
 def test_the_past_is_visible_before_a_clock_was_set_back(run: RunDirectory) -> None:
-    writer = SampleWriter(run, "node1", resolutions=SMALL)
+    writer = SampleWriter(run, "node1")
     for second in (*range(1000, 1030), *range(500, 530)):
         writer.append(sample(second))
     paths = sorted(run.samples_dir("node1").glob("raw-*"))
     assert len(paths) > 2
-    rows = SampleReader(run, "node1", resolutions=SMALL).history(BEGIN + 1000, BEGIN + 1029, 1000)
+    rows = SampleReader(run, "node1").history(BEGIN + 1000, BEGIN + 1029, 1000)
     assert [row.mean.time - BEGIN for row in rows] == list(range(1000, 1030))

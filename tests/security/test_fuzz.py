@@ -175,8 +175,8 @@ def read_all(run: RunDirectory) -> None:
         for _ in reader.metrics.steps(0, 1000):
             continue
         reader.metrics.recent(100)
-        for host in reader.hosts:
-            list(reader.sample_history(host, 0.0, 1e10, 50))
+        for samples in reader.samples.values():
+            list(samples.history(0.0, 1e10, 50))
 
 
 def test_presets_as_trees(tmp_path: Path) -> None:

@@ -142,13 +142,13 @@ class Widgets(FixedApp[None]):
 
 
 def test_a_copied_path_is_quoted(world: HostileWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    from so_tui.ui.run_actions import copy_path
+    from so_tui.ui.run_actions import _copy_path
 
     copied: list[str] = []
     app = SoTuiApp()
     monkeypatch.setattr(app, "copy_to_clipboard", copied.append)
     monkeypatch.setattr(app, "notify", lambda *_, **__: None)
-    copy_path(app, world.run)
+    _copy_path(app, world.run)
     assert copied[0].startswith("$'")
     assert copied[0].isprintable()
 

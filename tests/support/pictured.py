@@ -183,13 +183,8 @@ def host_view(machine: Machine) -> HostView:
     for at in times:
         store.append("", newest := sample(chance, 0, at, machine, plan))
     cpus = {node.id: node.cpus for node in machine.numa_nodes}
-    return HostView(
-        nodes=store.nodes({"": newest}, cpus),
-        gpus=store.gpus({"": newest}),
-        sampled=store.sampled(),
-        processes=tuple(_processes(machine)),
-        axis=Axis("time", times[0], times[-1], times[0]),
-    )
+    axis = Axis("time", times[0], times[-1], times[0])
+    return HostView(store.view({"": newest}, cpus), tuple(_processes(machine)), axis)
 
 
 def _processes(machine: Machine) -> Iterator[HostProcess]:

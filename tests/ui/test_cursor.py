@@ -55,18 +55,20 @@ def run(runs_dir: Path) -> RunDirectory:
 def test_nodes_and_gpus_show_the_mean_of_the_step_at_the_cursor(run: RunDirectory) -> None:
     follower = RunFollower(run)
     snapshot = follower.poll()
-    assert snapshot.inspected is None
-    assert snapshot.nodes[0].sample.cores[0] == 20
-    at = Axis("step", 1, 100, 0.0, snapshot.steps, snapshot.times, snapshot.length).position(60.0)
+    assert snapshot.hosts.inspected is None
+    assert snapshot.hosts.nodes[0].sample.cores[0] == 20
+    at = Axis(
+        "step", 1, 100, 0.0, snapshot.whole.steps, snapshot.whole.times, snapshot.length
+    ).position(60.0)
     inspected = follower.poll(cursor=at)
-    assert inspected.inspected is not None
+    assert inspected.hosts.inspected is not None
     assert inspected.examined[0].step == 60
-    assert inspected.nodes[0].sample.cores[0] > 40
-    assert [process.name for process in inspected.nodes[0].foreign] == ["backup"]
-    assert inspected.gpus[0].sample.throttling == ("heat",)
-    assert not inspected.averaged
+    assert inspected.hosts.nodes[0].sample.cores[0] > 40
+    assert [process.name for process in inspected.hosts.nodes[0].foreign] == ["backup"]
+    assert inspected.hosts.gpus[0].sample.throttling == ("heat",)
+    assert not inspected.hosts.averaged
     after = follower.poll()
-    assert after.nodes[0].sample.cores[0] == 20
+    assert after.hosts.nodes[0].sample.cores[0] == 20
     assert after.examined == after.recent
 
 
@@ -75,7 +77,7 @@ def test_a_cursor_before_all_samples_shows_the_newest_ones(run: RunDirectory) ->
     follower.poll()
     snapshot = follower.poll(cursor=(1.0, NOW - 99 * STEP_S - 10_000))
     assert snapshot.examined[0].step == 1
-    assert snapshot.nodes[0].sample.cores[0] == 20
+    assert snapshot.hosts.nodes[0].sample.cores[0] == 20
 
 
 def test_old_samples_are_found_in_coarser_rows(runs_dir: Path) -> None:
@@ -91,14 +93,14 @@ def test_old_samples_are_found_in_coarser_rows(runs_dir: Path) -> None:
         path.write_bytes(b"".join(lines[-60:]))
     follower = RunFollower(run)
     follower.poll()
-    assert follower.poll(cursor=(20.0, NOW - 80 * STEP_S)).nodes[0].sample.cores[0] > 50
-    assert follower.poll(cursor=(95.0, NOW - 5 * STEP_S)).nodes[0].sample.cores[0] == 20
+    assert follower.poll(cursor=(20.0, NOW - 80 * STEP_S)).hosts.nodes[0].sample.cores[0] > 50
+    assert follower.poll(cursor=(95.0, NOW - 5 * STEP_S)).hosts.nodes[0].sample.cores[0] == 20
 
 
 def test_a_position_is_a_step_and_a_time_on_either_axis(run: RunDirectory) -> None:
     snapshot = RunFollower(run).poll()
-    by_step = Axis("step", 1, 100, 0.0, snapshot.steps, snapshot.times, snapshot.length)
-    by_time = Axis("time", 0, NOW, 0.0, snapshot.steps, snapshot.times, snapshot.length)
+    by_step = Axis("step", 1, 100, 0.0, snapshot.whole.steps, snapshot.whole.times, snapshot.length)
+    by_time = Axis("time", 0, NOW, 0.0, snapshot.whole.steps, snapshot.whole.times, snapshot.length)
     step, time = by_step.position(60.0)
     assert step == 60
     assert by_time.position(time) == (60.0, time)
@@ -121,12 +123,12 @@ async def test_panels_follow_the_cursor_and_return(runs_dir: Path, size: tuple[i
         step = round(screen.view.cursor or 0)
         await ui.until(lambda: ui.shown("StepPanel").startswith(f"step {step} "))
         await ui.until(
-            lambda: screen.snapshot is not None and screen.snapshot.inspected is not None
+            lambda: screen.snapshot is not None and screen.snapshot.hosts.inspected is not None
         )
         assert not log.following
         assert f"step {step}/" in "".join(log.render_line(y).text for y in range(log.size.height))
         await ui.press("escape")
-        await ui.until(lambda: screen.snapshot is not None and screen.snapshot.inspected is None)
+        await ui.until(lambda: screen.snapshot and screen.snapshot.hosts.inspected is None)
         await ui.until(
             lambda: log.following and not ui.shown("StepPanel").startswith(f"step {step} ")
         )

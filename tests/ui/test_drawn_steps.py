@@ -207,7 +207,7 @@ def _try(
     for _poll in range(100_000):
         if not read_on(reader, followed, span):
             break
-    assert reader.unread_share == 0
+    assert followed.unread_share == 0
     check_drawn(followed.series, losses)
     assert same(followed.series, fresh(run, span))
 

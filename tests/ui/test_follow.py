@@ -26,8 +26,8 @@ from so_tui.runs.samples import SampleReader
 from so_tui.spec import with_values
 from so_tui.ui.chart_metrics import Wanted
 from so_tui.ui.charts.drawing import value_at
-from so_tui.ui.dashboard.follow import RunFollower
-from so_tui.ui.dashboard.view import Overlays, View, axis_of, extent_of
+from so_tui.ui.dashboard.follow import Overlays, RunFollower
+from so_tui.ui.dashboard.view import View, axis_of, extent_of
 from tests.support.long_run import FIRST, SEGMENT_STEPS, write_long_run
 from tests.support.make_run import plan_for, quad_machine, sample, write_run
 from tests.support.records import append_records, append_samples, change_state, step_record
@@ -46,10 +46,10 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     assert first.length == 300
     assert first.live
     assert first.plan is not None
-    assert [node.id for node in first.nodes] == [0, 1, 2, 3]
-    assert first.nodes[1].cpus == tuple(range(72, 144))
-    assert first.series["loss"].has_gap(99, 109)
-    assert not first.series["loss"].has_gap(0, 99)
+    assert [node.id for node in first.hosts.nodes] == [0, 1, 2, 3]
+    assert first.hosts.nodes[1].cpus == tuple(range(72, 144))
+    assert first.whole.series["loss"].has_gap(99, 109)
+    assert not first.whole.series["loss"].has_gap(0, 99)
     assert first.log_lines
     assert first.latest is not None
 
@@ -59,7 +59,7 @@ def test_a_run_is_taken_whole_and_then_followed(runs_dir: Path) -> None:
     assert (first.length, second.length) == (300, 301), (
         "a snapshot does not grow after it was handed over"
     )
-    assert second.series["loss"].value(300) == 1.25
+    assert second.whole.series["loss"].value(300) == 1.25
     assert second.log_lines == ()
     writer.close()
 
@@ -101,8 +101,8 @@ def test_a_resume_takes_later_steps_back(runs_dir: Path) -> None:
     )
     after = follower.poll()
     assert after.length == 31
-    assert after.steps[30] == 31
-    assert after.series["loss"].value(30) == 9.0
+    assert after.whole.steps[30] == 31
+    assert after.whole.series["loss"].value(30) == 9.0
     assert RunFollower(run).poll().length == 31
 
 
@@ -175,15 +175,16 @@ def test_a_run_that_is_laid_over_has_the_means_of_its_own_page(runs_dir: Path) -
 def test_an_ended_run_shows_its_host_while_it_trained(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=60, seconds_of_samples=30, state="finished")
     ended = RunFollower(run).poll()
-    assert ended.averaged
-    busy = ended.gpus[0].sample.busy_percent
+    assert ended.hosts.averaged
+    busy = ended.hosts.gpus[0].sample.busy_percent
     last = RunReader(run).poll().samples["quad-gh200"][-1]
     idle = tuple(replace(gpu, busy_percent=0, memory_used_bytes=0) for gpu in last.gpus)
     later_ones = (replace(last, time=last.time + second, gpus=idle) for second in range(2, 60))
     append_samples(run, "quad-gh200", *later_ones)
     later_on = RunFollower(run).poll()
-    assert later_on.gpus[0].sample.busy_percent == busy
-    assert not RunFollower(write_run(runs_dir, steps=60, seconds_of_samples=30)).poll().averaged
+    assert later_on.hosts.gpus[0].sample.busy_percent == busy
+    live = RunFollower(write_run(runs_dir, steps=60, seconds_of_samples=30))
+    assert not live.poll().hosts.averaged
 
 
 def test_a_zoomed_window_is_read_by_step(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +205,7 @@ def test_a_zoomed_window_is_read_by_step(runs_dir: Path, monkeypatch: pytest.Mon
     assert [step for step in line.steps[: line.length] if 6000 <= step <= 6100] == list(
         range(6000, 6101)
     )
-    in_time = axis_of(close, View("time", window=(whole.times[200], whole.times[202])))
+    in_time = axis_of(close, View("time", window=(whole.whole.times[200], whole.whole.times[202])))
     assert in_time is not None
     assert (
         follower.poll(in_time.in_steps()).line("loss", "raw", in_time).steps
@@ -234,7 +235,7 @@ def test_the_cursor_stands_where_rows_end(runs_dir: Path, monkeypatch: pytest.Mo
         at = snapshot.standing(x, "step")
         assert abs(at - x) < 50
         assert value_at(snapshot.line("loss", "raw", axis), axis, at) == at
-        assert value_at(snapshot.mean_line("loss", "main", axis), axis, at) == pytest.approx(
+        assert value_at(snapshot.line("loss mean", "main", axis), axis, at) == pytest.approx(
             max((1 + at) / 2, at - 24.5)
         )
         assert snapshot.standing(1e9 + x, "time") == 1e9 + at
@@ -272,13 +273,13 @@ def test_every_step_is_drawn_however_slowly_the_run_is_read(
         )
         if not snapshot.length:
             continue
-        drawn = snapshot.steps[: snapshot.length]
-        loss = snapshot.series["loss"]
+        drawn = snapshot.whole.steps[: snapshot.length]
+        loss = snapshot.whole.series["loss"]
         assert list(drawn) == [float(step) for step in range(1, len(drawn) + 1)]
         assert drawn[-1] == steps or snapshot.unread_share, "what is missing is said"
         assert loss.extremes(0, snapshot.length) == (1, drawn[-1])
         assert not loss.has_gap(0, snapshot.length)
-    assert snapshot.steps[snapshot.length - 1] == steps
+    assert snapshot.whole.steps[snapshot.length - 1] == steps
 
 
 def test_records_of_a_failed_poll_are_drawn(
@@ -301,7 +302,7 @@ def test_records_of_a_failed_poll_are_drawn(
     writer.close()
     snapshot = follower.poll()
     assert not snapshot.read_error
-    assert list(snapshot.steps[: snapshot.length]) == [*range(1, 53)]
+    assert list(snapshot.whole.steps[: snapshot.length]) == [*range(1, 53)]
 
 
 def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> None:
@@ -318,7 +319,7 @@ def test_the_load_of_a_long_run_begins_with_its_first_step(runs_dir: Path) -> No
             *(sample(chance, 1, began + second, machine, plan) for second in range(first, last)),
         )
     snapshot = RunFollower(run).poll()
-    assert snapshot.nodes[0].load[0].times[0] == began
+    assert snapshot.hosts.nodes[0].load[0].times[0] == began
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
@@ -344,9 +345,9 @@ def test_unread_samples_are_shown_by_a_later_poll(
     follower.poll(None, steps_only)
     snapshots = [follower.poll(None, wanted) for _ in range(3)]
     assert snapshots[-1].read_error == ""
-    assert [(node.host, node.id, node.load[0].length) for node in snapshots[-1].nodes] == [
-        (node.host, node.id, node.load[0].length) for node in expected.nodes
+    assert [(node.host, node.id, node.load[0].length) for node in snapshots[-1].hosts.nodes] == [
+        (node.host, node.id, node.load[0].length) for node in expected.hosts.nodes
     ]
-    assert [len(line.times) for line in snapshots[-1].sampled["gpu.power_w"]] == [
-        len(line.times) for line in expected.sampled["gpu.power_w"]
+    assert [len(line.times) for line in snapshots[-1].hosts.sampled["gpu.power_w"]] == [
+        len(line.times) for line in expected.hosts.sampled["gpu.power_w"]
     ]

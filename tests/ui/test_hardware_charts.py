@@ -97,9 +97,10 @@ def test_gpus_of_several_hosts_are_named_with_their_host() -> None:
 
 def test_only_what_a_machine_reports_is_offered() -> None:
     assert hardware_keys([]) == ("cores", "node-memory", "file-cache", "foreign")
-    on_pcie = hardware_keys(
-        [GpuSample(index=0, busy_percent=0, power_w=70.0, pcie_to_gpu_bytes_per_s=0.0)]
-    )
+    gpu = GpuSample(index=0, busy_percent=0, power_w=70.0, pcie_to_gpu_bytes_per_s=0.0)
+    store = LoadStore()
+    store.append("here", shown := one_sample(0, gpu))
+    on_pcie = hardware_keys(store.view({"here": shown}, {}).gpus)
     assert on_pcie[:3] == ("gpu-busy", "gpu-power", "pcie")
     assert all(
         sampled_value(metric.limit, GpuSample(index=0)) is None
@@ -125,9 +126,9 @@ def test_a_screen_open_for_weeks_has_few_rows(
         taken = sample(chance, 1, 1e9 + second, machine, plan)
         writer.append(taken)
         found.add(machine.hostname, (taken,), 1e9)
-        (node,) = found.nodes(machine)
+        (node,) = found.view(machine, None).nodes
         assert node.load[0].length <= 701
-    (memory,) = found.sampled()["node.memory_used_bytes"]
+    (memory,) = found.store.sampled()["node.memory_used_bytes"]
     assert memory.times[0] <= 1e9 + 30, "the begin is not forgotten"
     assert memory.times[memory.length - 1] == 1e9 + 999
     writer.close()

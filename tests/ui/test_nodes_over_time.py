@@ -25,8 +25,7 @@ def test_every_core_is_in_one_row_and_groups_do_not_mix(cores: int, height: int)
     adam, main = frozenset(range(cores - cores // 8)), frozenset(range(cores - cores // 8, cores))
     cpus = range(1000, 1000 + cores)
     groups = _group_cores(
-        [0.0] * cores,
-        list(cpus),
+        tuple(cpus),
         frozenset(cpu + 1000 for cpu in adam),
         frozenset(cpu + 1000 for cpu in main),
     )
@@ -41,9 +40,9 @@ def test_every_core_is_in_one_row_and_groups_do_not_mix(cores: int, height: int)
 
 
 def test_a_cell_is_the_mean_of_its_cores_over_its_time() -> None:
-    groups = _group_cores([0.0] * 4, range(4), frozenset({0, 3}), frozenset({1, 2}))
+    groups = _group_cores((0, 1, 2, 3), frozenset({0, 3}), frozenset({1, 2}))
     rows = _heat_rows(groups, 2)
-    assert [(row.role, row.positions) for row in rows] == [("adam", (0, 3)), ("main", (1, 2))]
+    assert [(row.role, row.positions) for row in rows] == [("adam", (0, 3)), ("main-core", (1, 2))]
     history = [bytes(loads) for loads in ((100, 0, 0, 100), (0, 50, 50, 0), (100, 0, 0, 0))]
     low, middle, high = LEVELS["ascii"][0], LEVELS["ascii"][4], LEVELS["ascii"][-1]
     assert _heat_texts(rows, history, [0, 1, 2, 3], "ascii") == [
@@ -68,7 +67,7 @@ def test_the_number_of_cores_in_a_sample_is_not_trusted() -> None:
         )
         sample = Sample(attempt=1, time=float(second), interval_s=1.0, nodes=(node,))
         store.append("here", sample)
-    (view,) = store.nodes({"here": sample}, {})
+    (view,) = store.view({"here": sample}, {}).nodes
     assert [tuple(loads) for loads in view.cores] == [(10, 100), (5, 0), (1, 2), (0, 9)]
 
 

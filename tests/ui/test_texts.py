@@ -85,17 +85,19 @@ def test_bars_fill_their_width_and_hide_no_part() -> None:
 
 
 def test_cores_are_grouped_and_folded() -> None:
-    loads = [float(cpu) for cpu in range(72)]
-    groups = _group_cores(loads, range(72), frozenset(range(65)), frozenset(range(65, 72)))
-    assert [(group.name, len(group.loads)) for group in groups] == [("Adam", 65), ("main", 7)]
+    cpus = tuple(range(72))
+    groups = _group_cores(cpus, frozenset(cpus[:65]), frozenset(cpus[65:]))
+    assert [(group.name, len(group.cpus)) for group in groups] == [("Adam", 65), ("main", 7)]
+    busy = [(group, group.cpus) for group in groups]
     for width in (120, 60, 20):
-        cells = _heat_cells(groups, width, "braille")
+        cells = _heat_cells(busy, width, "braille")
         assert sum(len(text) for text, _ in cells) <= width
         assert [text for text, role in cells if role == "sign"] == ["A", "m"]
-    assert sum(len(text) for text, _ in _heat_cells(groups, 120, "braille")) == 72 + 3
-    assert all(text.isascii() for text, _ in _heat_cells(groups, 120, "ascii"))
-    idle = _group_cores([0.0, 50.0, 100.0], range(3), frozenset(), frozenset())
-    assert [text for text, role in _heat_cells(idle, 20, "braille") if role == "other"] == ["▁▅█"]
+    assert sum(len(text) for text, _ in _heat_cells(busy, 120, "braille")) == 72 + 3
+    assert all(text.isascii() for text, _ in _heat_cells(busy, 120, "ascii"))
+    (idle,) = _group_cores((0, 1, 2), frozenset(), frozenset())
+    cells = _heat_cells([(idle, [0, 50, 100])], 20, "braille")
+    assert [text for text, role in cells if role == "other"] == ["▁▅█"]
 
 
 def test_every_setting_is_in_the_form_once() -> None:

@@ -456,7 +456,7 @@ def _checkpoint_s(run: RunDirectory) -> float | None:
     reader = MetricsReader(run)
     while reader.poll(limit_records=10_000, limit_s=1.0).more:
         continue
-    return max((record.seconds for record in reader.checkpoints), default=None)
+    return max((record.seconds for record in reader.events.checkpoints), default=None)
 
 
 @lru_cache(maxsize=64)

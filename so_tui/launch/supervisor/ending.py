@@ -545,7 +545,8 @@ def observed(state: RunState, reader: MetricsReader) -> RunState:
     """Return ``state`` with what the records of its attempt add: phase, step, loss,
     checkpoints.
     """
-    attempt, start, phase, latest = state.attempt, reader.start, reader.phase, reader.latest
+    attempt, events, latest = state.attempt, reader.events, reader.latest
+    start, phase = events.start, events.phase
     if start is not None and start.attempt == attempt:
         state = replace(state, total_steps=start.total_steps)
     if latest is not None:
@@ -562,14 +563,14 @@ def observed(state: RunState, reader: MetricsReader) -> RunState:
             detail="" if over else phase.detail,
             ending=phase.stage == ENDING and not trains,
         )
-    if reader.checkpoints:
-        saved = reader.checkpoints[-1]
+    if events.checkpoints:
+        saved = events.checkpoints[-1]
         state = replace(state, saved_step=saved.step, saved_at=saved.time)
-    elif reader.resumes and reader.resumes[-1].attempt == attempt and reader.resumes[-1].step == 0:
+    elif events.resumes and events.resumes[-1].attempt == attempt and events.resumes[-1].step == 0:
         # Started over: what was saved before no longer counts. After any other resume its record is
         # in a segment that is not read yet.
         state = replace(state, saved_step=None, saved_at=None)
-    end = reader.end
+    end = reader.events.end
     if end is not None and end.attempt == attempt:
         # Not every step is logged, and an attempt that was stopped before its first step is back at
         # its checkpoint.

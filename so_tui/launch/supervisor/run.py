@@ -233,7 +233,7 @@ class Supervisor:
     @property
     def _end(self) -> EndRecord | None:
         """The trainer's end record of this attempt."""
-        end = self._reader.end
+        end = self._reader.events.end
         return end if end is not None and end.attempt == self._attempt else None
 
     def _report(self) -> None:
@@ -269,7 +269,8 @@ class Supervisor:
         asked = stop_request(self._run)
         if asked is not None:
             self._stop = asked
-            saved = self._reader.checkpoints[-1].step if self._reader.checkpoints else None
+            checkpoints = self._reader.events.checkpoints
+            saved = checkpoints[-1].step if checkpoints else None
             self._host.shutdown.stop(asked, saved, time.monotonic())
 
     def _check_directory(self) -> None:
@@ -403,7 +404,8 @@ def _last_alive(reader: MetricsReader, attempt: int, heartbeat_at: float) -> flo
 
     ``heartbeat_at`` is when the supervisor that died last wrote the state.
     """
-    records = (reader.end, reader.latest, reader.phase, *reader.checkpoints[-1:])
+    events = reader.events
+    records = (events.end, reader.latest, events.phase, *events.checkpoints[-1:])
     times = (record.time for record in records if record and record.attempt == attempt)
     return max([heartbeat_at, *times])
 

@@ -26,7 +26,7 @@ from so_tui.ui.chart_metrics import (
 )
 from so_tui.ui.charts.chart import Chart, Metric, look_of
 from so_tui.ui.charts.drawing import Mark, value_at
-from so_tui.ui.charts.series import Axis, Named
+from so_tui.ui.charts.series import Axis, Named, mean_of
 from so_tui.ui.dashboard.view import Overlaid, View
 from so_tui.ui.lines import StyledLines
 from so_tui.ui.snapshot import Snapshot
@@ -54,7 +54,9 @@ class _Shown:
         cursor, length = self.view.cursor, self.snapshot.length
         if cursor is None or not length or not self.overlays:
             return False
-        positions = self.snapshot.steps if self.view.unit == "step" else self.snapshot.times
+        positions = (
+            self.snapshot.whole.steps if self.view.unit == "step" else self.snapshot.whole.times
+        )
         return cursor > positions[length - 1]
 
 
@@ -203,8 +205,13 @@ class ChartPanel(Container, CachedLinesMixin):
         self, snapshot: Snapshot, view: View, axis: Axis | None, overlays: tuple[Overlaid, ...] = ()
     ) -> None:
         """Draw ``snapshot`` over ``axis``, with the cursor of ``view``, and other runs over it."""
-        marks = [Mark(float(saved.step), saved.time, "◆", "mark") for saved in snapshot.checkpoints]
-        marks += [Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.resumes]
+        marks = [
+            Mark(float(saved.step), saved.time, "◆", "mark")
+            for saved in snapshot.events.checkpoints
+        ]
+        marks += [
+            Mark(float(resume.step), resume.time, "↻", "mark") for resume in snapshot.events.resumes
+        ]
         shown = _Shown(snapshot, view, axis if snapshot.length else None, overlays)
         for chart in self.charts:
             last = chart.metric is self.page.metrics[-1]
@@ -216,8 +223,10 @@ class ChartPanel(Container, CachedLinesMixin):
         coloured = not self.app.no_color
         pairs = _lines(chart, shown, coloured=coloured)
         measured = any(line.series.extremes(0, line.length) for line, _ in pairs)
-        sampled = all(name in snapshot.sampled for name in metric.samples[:1])
-        known = metric.key == EVALUATIONS or (sampled and all(map(snapshot.has, metric.fields)))
+        sampled = all(name in snapshot.hosts.sampled for name in metric.samples[:1])
+        known = metric.key == EVALUATIONS or (
+            sampled and set(metric.fields) <= snapshot.whole.series.keys()
+        )
         chart.waiting = "no step yet" if snapshot.live else "this run completed no step"
         if snapshot.length and not measured:
             chart.waiting = "not measured in this run" if known else "reading …"
@@ -232,13 +241,13 @@ class ChartPanel(Container, CachedLinesMixin):
             chart.title = metric.title if roomy else metric.narrow_title
         latest = snapshot.latest if shown.view.cursor is None else None
         own = metric.notes(latest, snapshot.on_gpus, roomy)
-        losses = snapshot.series.get("loss")
+        losses = snapshot.whole.series.get("loss")
         missing = losses.missing(snapshot.length) if losses is not None else 0
         chart.show(
             pairs,
             shown.axis,
             marks=marks,
-            marked=marked_lines(metric, snapshot.sampled),
+            marked=marked_lines(metric, snapshot.hosts.sampled),
             cursor=shown.view.cursor,
             notes=[shown.view.range_note, *own] if metric.leads else own,
             alarm=f"{thousands(missing)} NaN" if metric.leads and missing else "",
@@ -258,8 +267,10 @@ def _lines(chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
     if metric.key == EVALUATIONS:
         return [(line, newest) for line in evaluations]
     if metric.samples:
-        return sampled_lines(metric, snapshot.sampled, alone=not shown.overlays, coloured=coloured)
-    if not all(map(snapshot.has, metric.fields)):
+        return sampled_lines(
+            metric, snapshot.hosts.sampled, alone=not shown.overlays, coloured=coloured
+        )
+    if not set(metric.fields) <= snapshot.whole.series.keys():
         return []
     if metric.roles:
         both = zip(metric.fields, metric.roles, strict=True)
@@ -273,7 +284,7 @@ def _lines(chart: Chart, shown: _Shown, *, coloured: bool) -> list[Named]:
     smoothed = field in snapshot.whole.means
     pairs = [(snapshot.line(field, "raw" if smoothed else metric.role, axis), newest)]
     if smoothed:
-        pairs.append((snapshot.mean_line(field, metric.role, axis), _mean_name(chart, shown)))
+        pairs.append((snapshot.line(mean_of(field), metric.role, axis), _mean_name(chart, shown)))
     if metric.leads:
         pairs += [(line, "evaluation" if roomy else "eval") for line in evaluations]
     return pairs

@@ -7,9 +7,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,10 +35,9 @@ from so_tui.ui.charts.chart import Chart, Metric
 from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.dashboard.view import Overlaid, steps_at
 from so_tui.ui.dialogs import CloseButton, TickDialog, TickList, button, dialog
-from so_tui.ui.messages import in_thread, reporting
-from so_tui.ui.run_actions import PICTURE, WROTE_S, ask_for_path, new_path
+from so_tui.ui.run_actions import PICTURE, ask_where_to_export, new_path
 from so_tui.ui.run_rows import RunRow
-from so_tui.ui.snapshot import Sampled, Snapshot
+from so_tui.ui.snapshot import SampledLines, Snapshot
 from so_tui.ui.text import Content, shorten, wrong
 from so_tui.ui.textual_fixes import Entry
 from so_tui.units import duration, plural, thousands
@@ -306,7 +304,7 @@ def drawn(
     """
     others = [curve for other in overlays for curve in _of_other(metric, other)]
     if metric.samples:
-        own = sampled_lines(metric, snapshot.sampled, whole=True)
+        own = sampled_lines(metric, snapshot.hosts.sampled, whole=True)
     else:
         own = list(chart.named[: len(chart.named) - len(others)])
     found = []
@@ -325,9 +323,7 @@ def _of_other(metric: Metric, other: Overlaid) -> list[Named]:
     return [(line, f"{run} {name}") for line, name in zip(lines, names, strict=True)]
 
 
-def _sampled_rows(
-    metric: Metric, sampled: Mapping[str, tuple[Sampled, ...]]
-) -> list[tuple[float | str, ...]]:
+def _sampled_rows(metric: Metric, sampled: SampledLines) -> list[tuple[float | str, ...]]:
     """Return a row for each GPU, node or host and time: numbers of its host and of itself, the
     time, and its values, empty where not known.
 
@@ -356,28 +352,19 @@ def ask_to_export_chart(
             raise reject("unknown-format", "file", text, "says not what to write", remedy)
         return path
 
-    def named(path: Path | None) -> None:
-        if path is not None:
-            work = partial(export, path)
-            in_thread(screen, work, "export a chart", group="export")
-
-    def export(path: Path) -> None:
-        app = screen.app
+    def export(path: Path) -> str:
+        if path.suffix == TABLE:
+            return plural(_write_table(snapshot, metric, path), "row")
         per, unit = metric.shown_in
-        with reporting(app, metric.title, "exported", path):
-            if path.suffix == PICTURE:
-                title = f"{metric.title}, {unit}" if unit else metric.title
-                said = write_picture(path, title, curves, per)
-            else:
-                said = plural(_write_table(snapshot, metric, path), "row")
-            app.call_from_thread(app.notify, f"Wrote {path}: {said}", markup=False, timeout=WROTE_S)
+        title = f"{metric.title}, {unit}" if unit else metric.title
+        return write_picture(path, title, curves, per)
 
     stem = f"{snapshot.run.name}-{metric.key}"
     choices = [
         (f"{stem}{PICTURE}", "the chart, of the whole run"),
         (f"{stem}{TABLE}", "its values"),
     ]
-    ask_for_path(screen, metric.title, choices, read, named)
+    ask_where_to_export(screen, metric.title, choices, read, export)
 
 
 def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
@@ -388,7 +375,9 @@ def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
     if metric.fields:
         return export_metrics(read_all(run), path, columns=("step", "time", *metric.fields))
     if metric.key == EVALUATIONS:
-        rows = [(record.step, record.time, record.loss) for record in read_all(run).evaluations]
+        rows = [
+            (record.step, record.time, record.loss) for record in read_all(run).events.evaluations
+        ]
         return export_rows(path, ("step", "time", "loss"), rows)
     columns = (
         "host",
@@ -396,4 +385,4 @@ def _write_table(snapshot: Snapshot, metric: Metric, path: Path) -> int:
         "time",
         *(name.partition(".")[2] for name in metric.samples),
     )
-    return export_rows(path, columns, _sampled_rows(metric, snapshot.sampled))
+    return export_rows(path, columns, _sampled_rows(metric, snapshot.hosts.sampled))

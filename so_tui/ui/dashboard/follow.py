@@ -7,13 +7,26 @@ their length, so the event loop may read them while the next poll appends.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections import deque
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 
 from so_tui.machine.inspect import checked_machine
 from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
-from so_tui.runs import HeartbeatWatch, LogLine, RunDirectory, RunReader, deleted, read_spec
+from so_tui.runs import (
+    HeartbeatWatch,
+    LogLine,
+    RunDirectory,
+    RunReader,
+    deleted,
+    read_spec,
+    read_state,
+    readable_spec,
+)
 from so_tui.runs import state as run_state
 from so_tui.runs.liveness import unconfirmed
 from so_tui.runs.records import FINAL_STATES, EvaluationRecord, RunState, Sample, StepRecord
@@ -21,8 +34,11 @@ from so_tui.runs.results import mean_steps_of
 from so_tui.spec import InputError, RunSpec
 from so_tui.ui.chart_metrics import Wanted
 from so_tui.ui.charts.series import FollowedSteps, Line, StepSeries, evaluation_line
-from so_tui.ui.snapshot import Inspected, Inspector, Loads, Position, Snapshot, before_first_step
+from so_tui.ui.dashboard.view import Overlaid, Span, steps_at
+from so_tui.ui.snapshot import Inspected, Loads, Position, Snapshot, inspect
 from so_tui.ui.textual_fixes import give_back
+
+_log = logging.getLogger(__name__)
 
 RECENT_STEPS = 30
 CLOSE_STEPS = 24_000
@@ -37,27 +53,52 @@ READ_S = 0.3
 """How long one poll may read for the charts."""
 
 
-class RunFollower:
+class _ReadRun:
+    """What has been read of a run: its records, its steps as series, and its samples."""
+
+    def __init__(self, reader: RunReader, spec: RunSpec | None = None) -> None:
+        self.run = reader.run
+        self.spec = spec
+        self._reader = reader
+        self._steps = FollowedSteps(reader.metrics)
+        self._loads = Loads(reader)
+        self._new_samples: dict[str, tuple[Sample, ...]] = {}
+        """Read, but not added to the loads yet, which need the times of the steps."""
+
+    @property
+    def _whole(self) -> StepSeries:
+        return self._steps.series
+
+    def _want(self, wanted: Wanted) -> None:
+        self._steps.want(wanted.fields, wanted.smoothed, wanted.ema)
+
+    def _read_steps(self, limit_s: float) -> bool:
+        """Read new steps. Return whether there are more."""
+        state, latest = self._reader.state, self._reader.metrics.latest
+        total, last = state.total_steps if state else 0, latest.step if latest else 0
+        return self._steps.read(mean_steps_of(self.spec, total, last), limit_s)
+
+    def _add_samples(self) -> None:
+        """Add what was sampled to the loads. Raises OSError; what is left is added later."""
+        for host in tuple(self._new_samples):
+            self._loads.add(host, self._new_samples[host], self._whole.begin[1])
+            del self._new_samples[host]
+
+
+class RunFollower(_ReadRun):
     """Follows one run for one thread at a time."""
 
     def __init__(self, run: RunDirectory) -> None:
         from so_tui.launch.lifecycle import current_state
 
-        self.run = run
         self._watch = HeartbeatWatch()
-        self._reader = RunReader(run, watch=self._watch, state_of=current_state)
-        self._loads = Loads(self._reader)
-        self._inspector = Inspector(self._reader)
+        super().__init__(RunReader(run, watch=self._watch, state_of=current_state))
         self._inspected: Inspected | None = None
         self._evaluations: tuple[EvaluationRecord, ...] = ()
         self._evaluation_line: Line | None = None
         self._attempt = -1
-        self._spec: RunSpec | None = None
         self._plan: Plan | None = None
         self._machine: Machine | None = None
-        self._new_samples: deque[tuple[str, tuple[Sample, ...]]] = deque()
-        """Read, but not added to the loads yet, which need the times of the steps."""
-        self._steps = FollowedSteps(self._reader.metrics)
         self._checking = False
         self._closer: StepSeries | None = None
         self._recent: tuple[StepRecord, ...] = ()
@@ -66,13 +107,9 @@ class RunFollower:
         what that took any more.
         """
 
-    @property
-    def _whole(self) -> StepSeries:
-        return self._steps.series
-
     def poll(
         self,
-        window: tuple[float, float] | None = None,
+        window: Span | None = None,
         wanted: Wanted | None = None,
         cursor: Position | None = None,
     ) -> Snapshot:
@@ -84,35 +121,33 @@ class RunFollower:
         lines: list[LogLine] = []
         read_error = ""
         if wanted is not None:
-            self._steps.want(wanted.fields, wanted.smoothed, wanted.ema)
+            self._want(wanted)
         try:
             for _ in range(MOST_POLLS):
                 update = self._reader.poll(earlier=False)
                 lines += update.log_lines
-                self._new_samples += update.samples.items()
+                for host, new in update.samples.items():
+                    self._new_samples[host] = (*self._new_samples.get(host, ()), *new)
                 self._read_attempt(update.state)
                 if not update.behind:
                     break
-            complete = self._read_steps()
+            complete = self._read_all_steps()
             if wanted is not None:
                 self._loads.want(wanted.samples)
             # What was sampled before the first step is not shown.
             if complete or len(self._whole):
-                while self._new_samples:
-                    self._loads.add(*self._new_samples[0], self._whole.begin[1])
-                    self._new_samples.popleft()
+                self._add_samples()
             if complete:
                 self._loads.average(self._whole.times)
             self._read_window(window)
-            self._inspected = self._inspector.read(cursor)
-            self._loads.inspected = self._inspected.samples if self._inspected is not None else {}
+            self._inspect(cursor)
             state = self._reader.state
             self._checking = state is not None and unconfirmed(self.run, state, self._watch)
         except OSError as error:
             read_error = f"{error.strerror or error} ({error.filename or self.run.path})"
         return self._snapshot(tuple(lines), read_error)
 
-    def _read_steps(self) -> bool:
+    def _read_all_steps(self) -> bool:
         """Read new steps, also for a window that reaches to the newest. Return whether all are
         known.
         """
@@ -120,9 +155,7 @@ class RunFollower:
             give_back()
         before, newest = self._whole, self._whole.last_step
         was_complete = not self._steps.unread_share
-        state, latest = self._reader.state, self._reader.metrics.latest
-        total, last = state.total_steps if state else 0, latest.step if latest else 0
-        more = self._steps.read(mean_steps_of(self._spec, total, last), READ_S)
+        more = self._read_steps(READ_S)
         if self._closer is not None:
             if self._whole is not before:
                 self._closer = None
@@ -135,7 +168,7 @@ class RunFollower:
         self._released = combined or not (more or was_complete)
         return not more
 
-    def _read_window(self, window: tuple[float, float] | None) -> None:
+    def _read_window(self, window: Span | None) -> None:
         """Read the steps of ``window`` one by one where rows stand for several, and as many again
         on both sides.
         """
@@ -164,6 +197,14 @@ class RunFollower:
             )
             self._closer = closer
 
+    def _inspect(self, cursor: Position | None) -> None:
+        """Read what was at the cursor, once."""
+        known = self._inspected
+        if cursor is None:
+            self._inspected = None
+        elif known is None or known.position != cursor or not known.samples:
+            self._inspected = inspect(self._reader, cursor)
+
     def _read_attempt(self, state: RunState | None) -> None:
         """Read plan and machine of the newest attempt, once each."""
         import msgspec
@@ -175,7 +216,7 @@ class RunFollower:
             return
         self._attempt = state.attempt
         try:
-            self._spec = self._spec or read_spec(self.run)
+            self.spec = self.spec or read_spec(self.run)
             if (
                 state.state == "queued"
             ):  # the plan of what waits; its job makes another one for its node
@@ -192,38 +233,25 @@ class RunFollower:
 
     def _snapshot(self, lines: tuple[LogLine, ...], read_error: str) -> Snapshot:
         reader, metrics, state = self._reader, self._reader.metrics, self._reader.state
-        # They are few, and a resume removes some.
-        if metrics.evaluations != self._evaluations:
-            self._evaluations = metrics.evaluations
-            line = evaluation_line(metrics.evaluations, "second")
-            self._evaluation_line = line if line.length else None
+        evaluations = metrics.events.evaluations
+        if evaluations != self._evaluations:
+            self._evaluations = evaluations
+            # A resume may have removed all of them.
+            self._evaluation_line = evaluation_line(evaluations, "second") if evaluations else None
         return Snapshot(
             run=self.run,
-            spec=self._spec,
+            spec=self.spec,
             plan=self._plan,
-            machine=self._machine,
             state=state,
-            start=metrics.start,
-            phase=metrics.phase,
-            phases=metrics.phases if before_first_step(state, metrics.latest) else (),
-            binding=metrics.binding,
-            end=metrics.end,
+            events=metrics.events,
             latest=metrics.latest,
             recent=self._recent,
-            checkpoints=metrics.checkpoints,
             evaluations=self._evaluation_line,
-            resumes=metrics.resumes,
-            warnings=metrics.warnings,
             whole=self._whole,
             length=len(self._whole),
             unread_share=self._steps.unread_share,
             closer=self._closer,
-            nodes=self._loads.nodes(self._machine),
-            gpus=self._loads.gpus(),
-            placement=self._loads.placement(),
-            sampled=self._loads.sampled(),
-            inspected=self._inspected,
-            averaged=self._loads.averaged,
+            hosts=self._loads.view(self._machine, self._inspected),
             log_lines=lines,
             log_partial=reader.log_partial,
             heartbeat_age_s=self._watch.unchanged_s(self.run, state)
@@ -234,3 +262,88 @@ class RunFollower:
             stop_asked="stop" in run_state.pending(self.run),
             checking=self._checking,
         )
+
+
+# Other runs whose metrics are laid over those of the run that is followed. Read in its thread.
+
+
+OVERLAY_POLL_S = 5.0
+"""How often a run is looked at again once all of it is known."""
+OVERLAY_READ_S = 0.2
+"""How long one look may take: the followed run waits."""
+
+
+class _OverlaidRun(_ReadRun):
+    def __init__(self, run: RunDirectory) -> None:
+        reader = RunReader(run, log_lines=1, state_of=lambda of, _: read_state(of))
+        super().__init__(reader, readable_spec(run))
+        self.due = 0.0
+        self.wanted: Wanted | None = None
+        self.shown: Overlaid | None = None
+
+    def look(self, wanted: Wanted, begun: float) -> None:
+        """Read what is new. A run that cannot be read keeps what is known of it; its loads begin
+        once all steps are known, where wanted.
+        """
+        self._want(wanted)
+        self.wanted = wanted
+        try:
+            update = self._reader.poll(limit_records=20_000, limit_s=OVERLAY_READ_S, earlier=False)
+            more = self._read_steps(OVERLAY_READ_S) or update.more
+            add = bool(wanted.samples) and not more
+            for host, new in update.samples.items():
+                kept = self._new_samples.get(host, ())
+                self._new_samples[host] = (*kept, *new) if add else new[-1:]
+            if add:
+                self._loads.want(wanted.samples)
+                self._add_samples()
+        except OSError as error:
+            _log.info("%s is not laid over: %s", self.run.path, error)
+            self.due = time.monotonic() + OVERLAY_POLL_S
+            return
+        self.due = 0.0 if more else time.monotonic() + OVERLAY_POLL_S
+        series = self._whole
+        shift_s = begun - series.begin[1] if len(series) else 0.0
+        evaluated = self._reader.metrics.events.evaluations
+        self.shown = Overlaid(
+            self.run,
+            series,
+            array("d", (at + shift_s for at in series.times)),
+            more,
+            [evaluation_line(evaluated, "main", shift_s)] if evaluated else [],
+            self._sampled(shift_s) if wanted.samples else {},
+        )
+
+    def _sampled(self, shift_s: float) -> dict[str, tuple[Line, ...]]:
+        """Return the numbers of the samples, at their steps, with their times moved."""
+        found: dict[str, tuple[Line, ...]] = {}
+        moved: dict[int, tuple[array[float], array[float]]] = {}
+        for name, lines in self._loads.store.sampled().items():
+            at_steps: list[Line] = []
+            for line in lines:
+                if id(line.times) not in moved:
+                    times = array("d", (at + shift_s for at in line.times))
+                    moved[id(line.times)] = times, steps_at(line.times, line.length, self._whole)
+                times, steps = moved[id(line.times)]
+                at_steps.append(replace(line, times=times, steps=steps))
+            found[name] = tuple(at_steps)
+        return found
+
+
+class Overlays:
+    """The runs that were chosen, for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._read: dict[RunDirectory, _OverlaidRun] = {}
+
+    def read(
+        self, runs: Sequence[RunDirectory], wanted: Wanted, begun: float
+    ) -> tuple[Overlaid, ...]:
+        """Return what is known of these runs by now; ``begun`` is when the followed run did its
+        first step.
+        """
+        self._read = {run: self._read.get(run) or _OverlaidRun(run) for run in runs}
+        for overlaid in self._read.values():
+            if overlaid.wanted != wanted or time.monotonic() >= overlaid.due:
+                overlaid.look(wanted, begun)
+        return tuple(one.shown for one in self._read.values() if one.shown is not None)

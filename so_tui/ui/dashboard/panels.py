@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
-from typing import NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
@@ -14,7 +13,6 @@ from textual import events, getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.geometry import Size
-from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollBar
@@ -24,12 +22,12 @@ from so_tui.launch.supervisor.samples import IDLE_NICE, misplaced, share_on_node
 from so_tui.launch.supervisor.slowness import LEAST_OWN_SHARE
 from so_tui.machine.host import cpu_ranges
 from so_tui.plan.plan import RankBinding
-from so_tui.runs.records import RankBindingReport, RankPlacement, StepRecord
+from so_tui.runs.records import Cpus, RankBindingReport, RankPlacement, StepRecord
 from so_tui.trust.text import brief_message
 from so_tui.ui import run_status
 from so_tui.ui.chart_metrics import STEP_METRICS
 from so_tui.ui.charts.drawing import RoleStyles, role_css
-from so_tui.ui.lines import Piece, StyledLines
+from so_tui.ui.lines import Pieces, StyledLines
 from so_tui.ui.numa_nodes import rank_name
 from so_tui.ui.snapshot import Snapshot
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
@@ -60,7 +58,7 @@ class StepDetails(KeptVertical):
 
     def show(self, snapshot: Snapshot, width: int) -> None:
         """Show one step of ``snapshot`` in lines of ``width`` cells."""
-        inspected = snapshot.inspected
+        inspected = snapshot.hosts.inspected
         record = snapshot.latest if inspected is None else inspected.step
         if record is None:
             missing = "none yet" if inspected is None else "nothing was recorded here"
@@ -119,7 +117,7 @@ class RunHeader(KeptVertical):
     def show(self, snapshot: Snapshot, now: float, width: int) -> None:
         """Show the run's state in lines of ``width`` cells."""
         self.title.update(run_status.title_line(snapshot, now, width))
-        news = run_status.news_line(snapshot)
+        news = Content.assemble(*run_status.news(snapshot))
         self.news.display = bool(news)
         self.news.update(in_rows(news.wrap(width)[:MOST_NEWS_ROWS]))
 
@@ -173,11 +171,8 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
     needle = reactive("")
     """The text whose lines are marked; empty ends the search."""
 
-    class Moved(Message):
-        """Following began or ended, or the search changed."""
-
-    def __init__(self, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self) -> None:
+        super().__init__(id="log")
         self.lines: list[str] = []
         self.partial = ""
         self._widest = 0
@@ -260,13 +255,9 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
         if self.following:
             self.call_after_refresh(self.scroll_end, animate=False, immediate=True, x_axis=False)
 
-    def watch_following(self) -> None:
-        self.post_message(self.Moved())
-
     def watch_needle(self) -> None:
         self._found = -1
         self.refresh()
-        self.post_message(self.Moved())
 
     @property
     def matches(self) -> int:
@@ -308,7 +299,7 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
             text = self.lines[index]
             low = text.lower()
             role = "bad" if "error" in low or "traceback" in low else "line"
-            strip = Strip(self._marked(text, low, index, styles[role]))
+            strip = Strip(self._marked(text, index, styles[role]))
         elif index == len(self.lines) and self.partial:
             strip = Strip([Segment(self.partial, styles["partial"])])
         else:
@@ -319,17 +310,13 @@ class LogView(ScrollView, DrawsPrintable, can_focus=True):
             strip = Strip([*strip.crop(0, width - 1), Segment("…", styles["partial"])])
         return strip.adjust_cell_length(width, base)
 
-    def _marked(self, text: str, low: str, index: int, style: Style) -> list[Segment]:
+    def _marked(self, text: str, index: int, style: Style) -> list[Segment]:
         """Return the line with every occurrence of the searched text marked."""
-        wanted = self.needle.lower()
-        segments: list[Segment] = []
-        at = 0
+        if not self.needle:
+            return [Segment(text, style)]
         mark = self._role_styles.get(self)["found" if index == self._found else "match"]
-        while wanted and (found := low.find(wanted, at)) >= 0:
-            end = found + len(wanted)
-            segments += [Segment(text[at:found], style), Segment(text[found:end], mark)]
-            at = end
-        return [*segments, Segment(text[at:], style)]
+        parts = re.split(f"({re.escape(self.needle)})", text, flags=re.IGNORECASE)
+        return [Segment(part, mark if at % 2 else style) for at, part in enumerate(parts) if part]
 
 
 # The dashboard's log: its heading, which names the search, and the lines themselves.
@@ -367,11 +354,15 @@ class LogPanel(KeptVertical):
     def compose(self) -> ComposeResult:
         yield Rule("log", id="log-rule")
         with KeptVertical(classes="frame"):
-            yield LogView(id="log")
+            yield LogView()
+
+    def on_mount(self) -> None:
+        for name in ("following", "needle"):
+            self.watch(self.lines, name, self._show_heading, init=False)
 
     def show(self, snapshot: Snapshot) -> None:
         """Add the lines that are new in ``snapshot``."""
-        several_hosts = snapshot.hosts > 1
+        several_hosts = snapshot.hosts.count > 1
         lines = (
             f"{line.host}: {line.text}" if several_hosts else line.text
             for line in snapshot.log_lines
@@ -406,11 +397,6 @@ class LogPanel(KeptVertical):
     def follow_end(self) -> None:
         """Scroll to the newest line and stay there."""
         self.lines.action_follow()
-
-    @on(LogView.Moved)
-    def _moved(self, message: LogView.Moved) -> None:
-        message.stop()
-        self._show_heading()
 
     def _show_heading(self) -> None:
         log = self.lines
@@ -451,7 +437,7 @@ class PlacementPanel(StyledLines):
         rows.
         """
         planned = snapshot.plan and snapshot.plan.binding
-        shown = snapshot.placement, snapshot.binding, planned, width, height
+        shown = snapshot.hosts.placement, snapshot.hosts.ranks, planned, width, height
         if shown == self._shown:  # placement is sampled much more rarely than everything else
             return
         self._shown = shown
@@ -460,31 +446,23 @@ class PlacementPanel(StyledLines):
         self.update(in_rows(line.truncate(width, ellipsis=True) for line in lines))
 
 
-class _Planned(NamedTuple):
-    """Where a rank should be."""
-
-    name: str
-    cpus: tuple[int, ...]
-    main_cpus: tuple[int, ...]
-    nodes: tuple[int, ...]
-    """Empty where any NUMA node will do, or only another host's plan knows."""
-
-
 def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
     """Return the lines about the placement of ranks, those with problems first."""
-    reported = snapshot.binding.ranks if snapshot.binding is not None else ()
-    reports = {report.rank: report for report in reported}
-    placed = {place.rank: place for place in snapshot.placement}
+    placed = {place.rank: place for place in snapshot.hosts.placement}
+    reports = {report.rank: report for report in snapshot.hosts.ranks}
+    planned = snapshot.plan.binding if snapshot.plan is not None else ()
+    # Ranks of other hosts are not in the plan: they should be where they were bound.
+    ranks: dict[int, _Bound] = {**reports, **{rank.rank: rank for rank in planned}}
     wrong: list[Content] = []
     right: list[Content] = []
     shares: list[float] = []
-    for rank, planned in _planned(snapshot).items():
-        place, report = placed.get(rank), reports.get(rank)
-        if problems := list(_problems(place, planned, report)):
-            wrong.append(Content.assemble((f"✗ {planned.name}  ", "$error"), "; ".join(problems)))
+    for number, rank in ranks.items():
+        name, place = rank_name(number, rank.gpu), placed.get(number)
+        if problems := list(_problems(place, rank, reports.get(number))):
+            wrong.append(Content.assemble((f"✗ {name}  ", "$error"), "; ".join(problems)))
         elif place is not None:
-            right.append(_line(place, planned))
-            shares += [share] if (share := share_on_nodes(place, planned.nodes)) is not None else []
+            right.append(_line(place, name))
+            shares += [share] if (share := share_on_nodes(place, _nodes(rank))) is not None else []
     if not right or (height >= ROOMY_ROWS and len(wrong) + len(right) <= MOST_ROWS):
         return wrong + right
     if height < FEW_ROWS:
@@ -498,24 +476,19 @@ def _placement_lines(snapshot: Snapshot, height: int) -> list[Content]:
     return [*wrong[: MOST_ROWS - 1], good]
 
 
-def _planned(snapshot: Snapshot) -> dict[int, _Planned]:
-    """Return where each rank should be: those of the plan, and those of other hosts, as they
-    reported after they were bound.
+_Bound = RankBindingReport | RankBinding
+"""Where a rank should be."""
+
+
+def _nodes(rank: _Bound) -> Cpus:
+    """Return the NUMA nodes of a rank's memory: none where any node will do, or only another host's
+    plan knows.
     """
-    reported = snapshot.binding.ranks if snapshot.binding is not None else ()
-    bound = snapshot.plan.binding if snapshot.plan is not None else ()
-    nodes = {rank.rank: rank.memory_policy.nodes for rank in bound}
-    ranks: list[RankBindingReport | RankBinding] = [*reported, *bound]
-    return {
-        rank.rank: _Planned(
-            rank_name(rank.rank, rank.gpu), rank.cpus, rank.main_cpus, nodes.get(rank.rank, ())
-        )
-        for rank in ranks
-    }
+    return rank.memory_policy.nodes if isinstance(rank, RankBinding) else ()
 
 
 def _problems(
-    place: RankPlacement | None, planned: _Planned, report: RankBindingReport | None
+    place: RankPlacement | None, planned: _Bound, report: RankBindingReport | None
 ) -> Iterator[str]:
     if report is not None and report.problem:
         yield f"could not be bound: {brief_message(report.problem)}"
@@ -524,19 +497,20 @@ def _problems(
     if misplaced(place, planned.cpus, planned.main_cpus):
         cores = _listed({*place.cpus, *place.adam_cpus})
         yield f"may run on cores {cores}, planned {_listed(planned.cpus)}"
-    share = share_on_nodes(place, planned.nodes)
+    nodes = _nodes(planned)
+    share = share_on_nodes(place, nodes)
     if share is not None and share < LEAST_OWN_SHARE:
-        rest = {node for node, size in place.node_bytes.items() if size}.difference(planned.nodes)
-        there = f"{percent(share)} of its memory is on node {_listed(planned.nodes)}"
+        rest = {node for node, size in place.node_bytes.items() if size}.difference(nodes)
+        there = f"{percent(share)} of its memory is on node {_listed(nodes)}"
         yield f"{there}, the rest on {_listed(rest)}"
 
 
-def _line(place: RankPlacement, planned: _Planned) -> Content:
+def _line(place: RankPlacement, name: str) -> Content:
     """Return ``✓ rank 0 · GPU 0  main cores 0-6, Adam 7-71  memory node 0 99 %``."""
     cores = f"cores {_listed(place.cpus)}"
     if place.adam_cpus:
         cores = f"main {cores}, Adam {_listed(place.adam_cpus)}"
-    parts: list[Piece] = [(f"✓ {planned.name}  ", "$faint"), cores]
+    parts: Pieces = [(f"✓ {name}  ", "$faint"), cores]
     if place.node_bytes:
         node, size = max(place.node_bytes.items(), key=itemgetter(1))
         share = size / max(1, sum(place.node_bytes.values()))
@@ -547,7 +521,7 @@ def _line(place: RankPlacement, planned: _Planned) -> Content:
     return Content.assemble(*parts)
 
 
-def _listed(numbers: set[int] | tuple[int, ...]) -> str:
+def _listed(numbers: set[int] | Cpus) -> str:
     return shorten(cpu_ranges(numbers), LONGEST_LIST) or "none"
 
 

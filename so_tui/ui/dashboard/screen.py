@@ -25,17 +25,17 @@ from textual.worker import Worker
 
 from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
-from so_tui.ui.chart_metrics import ChartLayout, Wanted, hardware_keys, load_layout, save_layout
+from so_tui.ui.chart_metrics import ChartLayout, hardware_keys, load_layout, save_layout
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.dashboard.charts import ChartPanel, RunLegend
-from so_tui.ui.dashboard.follow import RunFollower
+from so_tui.ui.dashboard.follow import Overlays, RunFollower
 from so_tui.ui.dashboard.panels import LogPanel, PlacementPanel, RunHeader, StepDetails, StepPanel
 from so_tui.ui.dashboard.view import (
     LEAST_MAIN,
     Overlaid,
-    Overlays,
     Rows,
+    Span,
     View,
     axis_of,
     extent_of,
@@ -274,9 +274,15 @@ class DashboardScreen(ResizablePage):
             axis = self.axis if self.view.window is not None else None
             window = axis.in_steps() if axis is not None else None
             charted, cursor = self.charts.wanted, self._cursor_position()
-            snapshot, overlays = await asyncio.to_thread(
-                self._read, follower, window, charted, self.numa.wanted, cursor, self.chosen
-            )
+            wanted = replace(charted, samples=(*charted.samples, *self.numa.wanted))
+            snapshot = await asyncio.to_thread(follower.poll, window, wanted, cursor)
+            others = [run for run in self.chosen if run != follower.run]
+            overlays: tuple[Overlaid, ...] = ()
+            if others or self.overlays:
+                begun = snapshot.whole.begin[1]
+                overlays = await asyncio.to_thread(
+                    self._overlay_reader.read, others, charted, begun
+                )
             if follower is self._follower:
                 self.overlays = overlays
                 self._take(snapshot)
@@ -284,22 +290,6 @@ class DashboardScreen(ResizablePage):
                     snapshot.unread_share or any(overlaid.more for overlaid in overlays)
                 ) and self.is_current:
                     self._due.set()  # earlier steps are read without a pause
-
-    def _read(
-        self,
-        follower: RunFollower,
-        window: tuple[float, float] | None,
-        charted: Wanted,
-        of_nodes: tuple[str, ...],
-        cursor: Position | None,
-        chosen: tuple[RunDirectory, ...],
-    ) -> tuple[Snapshot, tuple[Overlaid, ...]]:
-        """Poll the run and those laid over its charts, in a thread."""
-        snapshot = follower.poll(
-            window, replace(charted, samples=(*charted.samples, *of_nodes)), cursor
-        )
-        others = [run for run in chosen if run.path != follower.run.path]
-        return snapshot, self._overlay_reader.read(others, charted, snapshot.whole.begin[1])
 
     def _take(self, snapshot: Snapshot) -> None:
         before, self.snapshot = self.snapshot, snapshot
@@ -320,7 +310,7 @@ class DashboardScreen(ResizablePage):
         self.log_panel.show(snapshot)
         self.legend.room = width
         self.show_charts(snapshot)
-        self.numa.show(snapshot, self.axis, width, self.view.cursor)
+        self.numa.show(snapshot.hosts, self.axis, width, self.view.cursor)
         self.placement.show(snapshot, self.numa.inner(width), self.size.height)
         if side:
             self.details.show(snapshot, side - 2 - 2 * SIDE)
@@ -386,10 +376,14 @@ class DashboardScreen(ResizablePage):
         if (snapshot := self.snapshot) is not None:
             self.axis = axis_of(snapshot, self.view, overlays=self.overlays)
             self.show_charts(snapshot)
-            self.numa.show_nodes(snapshot, self.axis, self.view.cursor)
+            self.numa.show_nodes(snapshot.hosts, self.axis, self.view.cursor)
             at = self._cursor_position()
             self.log_panel.show_step(None if at is None else at[0])
-            if self.view.window is not None or at is not None or snapshot.inspected is not None:
+            if (
+                self.view.window is not None
+                or at is not None
+                or snapshot.hosts.inspected is not None
+            ):
                 # the range that was zoomed to is read in more detail, and what was at the cursor
                 self.tick()
 
@@ -407,7 +401,7 @@ class DashboardScreen(ResizablePage):
     # The view.
 
     @property
-    def _extent(self) -> tuple[float, float]:
+    def _extent(self) -> Span:
         """First and last position on the axis, the same before there is anything to draw."""
         snapshot = self.snapshot
         found = snapshot and extent_of(snapshot, self.view.unit, self.overlays)
@@ -491,9 +485,7 @@ class DashboardScreen(ResizablePage):
         """
         if self.snapshot is not None:
             self.charts.instead = (
-                ()
-                if self.charts.instead
-                else hardware_keys(view.sample for view in self.snapshot.gpus)
+                () if self.charts.instead else hardware_keys(self.snapshot.hosts.gpus)
             )
             await self._arrange(self.charts.chart_layout, turned=-self.charts.page.number)
 

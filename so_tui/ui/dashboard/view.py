@@ -4,33 +4,24 @@ grows. Pure.
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from so_tui.runs import RunDirectory, RunReader, read_state, readable_spec
-from so_tui.runs.records import Sample
-from so_tui.runs.results import mean_steps_of
-from so_tui.ui.chart_metrics import EVALUATIONS, Wanted
+from so_tui.runs import RunDirectory
+from so_tui.ui.chart_metrics import EVALUATIONS
 from so_tui.ui.charts.chart import Metric
-from so_tui.ui.charts.series import Axis, FollowedSteps, Line, StepSeries, evaluation_line
-from so_tui.ui.snapshot import Loads, Snapshot
+from so_tui.ui.charts.series import Axis, Line, StepSeries
+from so_tui.ui.snapshot import Snapshot
 
-# Other runs whose metrics are laid over those of the run that is followed. Read in the follower's
-# thread.
+Span = tuple[float, float]
+"""Two positions on an axis, or a step and its time."""
 
 
-_log = logging.getLogger(__name__)
-
-POLL_S = 5.0
-"""How often a run is looked at again once all of it is known."""
-READ_S = 0.2
-"""How long one look may take: the followed run waits."""
+# Another run whose metrics are laid over those of the run that is followed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +30,25 @@ class Overlaid:
 
     run: RunDirectory
     steps: StepSeries
-    length: int
     times: array[float]
     """When its rows would be if it had begun with the followed run."""
-    more: bool = False
+    more: bool
     """Whether some of it is still to be read."""
-    evaluations: Line | None = None
-    """Loss on held-out data; None without evaluations."""
-    sampled: Mapping[str, tuple[Line, ...]] = field(default_factory=dict)
+    evaluations: list[Line]
+    """Loss on held-out data; none without evaluations."""
+    sampled: Mapping[str, tuple[Line, ...]]
     """Numbers of the samples by name, a line for each GPU, node or host."""
 
     def lines(self, metric: Metric, role: str, sign: str = "") -> list[Line]:
         """Return the lines of a metric of which there is any value. They look alike: they are the
         run's.
         """
-        if metric.key == EVALUATIONS:
-            found = [] if self.evaluations is None else [self.evaluations]
-        else:
-            found = [line for name in metric.samples for line in self.sampled.get(name, ())]
+        found = self.evaluations if metric.key == EVALUATIONS else []
+        found = [*found, *(line for name in metric.samples for line in self.sampled.get(name, ()))]
         # Fields that have been read, and their means where there are any.
         names = (self.steps.means.get(field, field) for field in metric.fields)
         found += [
-            replace(self.steps.line(name, role, self.length), times=self.times)
+            replace(self.steps.line(name, role, len(self.times)), times=self.times)
             for name in names
             if name in self.steps.series
         ]
@@ -71,106 +59,10 @@ class Overlaid:
         ]
 
     @property
-    def end(self) -> tuple[float, float]:
+    def end(self) -> Span:
         """Its last step, and when that would be; zeros before the first."""
-        last = self.length - 1
-        return (self.steps.steps[last], self.times[last]) if self.length else (0.0, 0.0)
-
-
-class _Followed:
-    def __init__(self, run: RunDirectory) -> None:
-        self.spec = readable_spec(run)
-        self.reader = RunReader(run, log_lines=1, state_of=lambda of, _: read_state(of))
-        self.steps = FollowedSteps(self.reader.metrics)
-        self.loads = Loads(self.reader)
-        self.newest: dict[str, Sample] = {}
-        """The newest sample of each host that has not been added to the loads: they begin once all
-        steps are known, where wanted.
-        """
-        self.due = 0.0
-        self.wanted: Wanted | None = None
-        self.shown: Overlaid | None = None
-
-    def add_samples(self, new: Mapping[str, tuple[Sample, ...]], names: tuple[str, ...]) -> None:
-        """Add new samples to the loads, of which these numbers are kept. Raises OSError."""
-        self.loads.want(names)
-        begun = self.steps.series.begin[1]
-        added = {host: (sample, *new.get(host, ())) for host, sample in self.newest.items()}
-        for host, samples in (dict(new) | added).items():
-            self.loads.add(host, samples, begun)
-        self.newest = {}
-
-    def sampled(self, shift_s: float) -> dict[str, tuple[Line, ...]]:
-        """Return the numbers of the samples, at their steps, with their times moved."""
-        found: dict[str, tuple[Line, ...]] = {}
-        places: dict[int, tuple[array[float], array[float]]] = {}
-        for name, lines in self.loads.sampled().items():
-            for line in lines:
-                if id(line.times) not in places:
-                    moved = array("d", (at + shift_s for at in line.times))
-                    steps = steps_at(line.times, line.length, self.steps.series)
-                    places[id(line.times)] = moved, steps
-            at = [places[id(line.times)] for line in lines]
-            found[name] = tuple(
-                replace(line, times=times, steps=steps)
-                for line, (times, steps) in zip(lines, at, strict=True)
-            )
-        return found
-
-
-class Overlays:
-    """The runs that were chosen, for one thread at a time."""
-
-    def __init__(self) -> None:
-        self._followed: dict[RunDirectory, _Followed] = {}
-
-    def read(
-        self, runs: Sequence[RunDirectory], wanted: Wanted, begun: float
-    ) -> tuple[Overlaid, ...]:
-        """Return what is known of these runs by now; ``begun`` is when the followed run did its
-        first step.
-        """
-        self._followed = {run: self._followed.get(run) or _Followed(run) for run in runs}
-        found = []
-        for run, followed in self._followed.items():
-            if followed.wanted != wanted or time.monotonic() >= followed.due:
-                self._look(run, followed, wanted, begun)
-            if followed.shown is not None:
-                found.append(followed.shown)
-        return tuple(found)
-
-    def _look(self, run: RunDirectory, followed: _Followed, wanted: Wanted, begun: float) -> None:
-        """Read what is new of a run. One that cannot be read keeps what is known of it."""
-        reader, steps = followed.reader, followed.steps
-        steps.want(wanted.fields, wanted.smoothed, wanted.ema)
-        followed.wanted = wanted
-        try:
-            update = reader.poll(limit_records=20_000, limit_s=READ_S, earlier=False)
-            start, latest = reader.metrics.start, reader.metrics.latest
-            total_steps = start.total_steps if start is not None else 0
-            span = mean_steps_of(followed.spec, total_steps, latest.step if latest else 0)
-            more = steps.read(span, READ_S) or update.more
-            if wanted.samples and not more:
-                followed.add_samples(update.samples, wanted.samples)
-            else:
-                followed.newest |= {host: samples[-1] for host, samples in update.samples.items()}
-        except OSError as error:
-            _log.info("%s is not laid over: %s", run.path, error)
-            followed.due = time.monotonic() + POLL_S
-            return
-        followed.due = 0.0 if more else time.monotonic() + POLL_S
-        series = steps.series
-        shift = begun - series.begin[1] if len(series) else 0.0
-        evaluated = reader.metrics.evaluations
-        followed.shown = Overlaid(
-            run,
-            series,
-            len(series),
-            array("d", (at + shift for at in series.times)),
-            more,
-            evaluation_line(evaluated, "main", shift) if evaluated else None,
-            followed.sampled(shift) if wanted.samples else {},
-        )
+        rows = len(self.times)
+        return (self.steps.steps[rows - 1], self.times[-1]) if rows else (0.0, 0.0)
 
 
 def steps_at(times: Sequence[float], length: int, series: StepSeries) -> array[float]:
@@ -205,11 +97,11 @@ class View:
     """
 
     unit: Unit = "step"
-    window: tuple[float, float] | None = None
+    window: Span | None = None
     tail: bool = False
     cursor: float | None = None
 
-    def resolved(self, extent: tuple[float, float]) -> tuple[float, float]:
+    def resolved(self, extent: Span) -> Span:
         """Return the window of a run that covers ``extent``."""
         if self.window is None:
             return extent
@@ -218,9 +110,7 @@ class View:
             return extent[1] - (high - low), extent[1]
         return low, high
 
-    def zoomed(
-        self, factor: float, extent: tuple[float, float], about: float | None = None
-    ) -> View:
+    def zoomed(self, factor: float, extent: Span, about: float | None = None) -> View:
         """Zoom in for ``factor`` below 1, around ``about``: by default the cursor, else the right
         end, which stays visible.
         """
@@ -233,35 +123,33 @@ class View:
         share = (about - low) / (high - low) if high > low else 1.0
         return self._moved(about - share * width, width, extent)
 
-    def _moved(self, low: float, width: float, extent: tuple[float, float]) -> View:
+    def _moved(self, low: float, width: float, extent: Span) -> View:
         """Move the window to begin at ``low``, within the run."""
         low = min(max(extent[0], low), extent[1] - width)
         high = low + width
         return replace(self, window=(low, high), tail=high >= extent[1] - 0.01 * width)
 
-    def panned(self, share: float, extent: tuple[float, float]) -> View:
+    def panned(self, share: float, extent: Span) -> View:
         """Move the window by a share of its width, within the run."""
         if self.window is None:
             return self
         low, high = self.resolved(extent)
         return self._moved(low + share * (high - low), high - low, extent)
 
-    def ranged(self, low: float, high: float, extent: tuple[float, float]) -> View:
+    def ranged(self, low: float, high: float, extent: Span) -> View:
         """Zoom to a range, within the run."""
         low, high = max(extent[0], low), min(extent[1], high)
-        missing = max(0.0, min(NARROWEST[self.unit], extent[1] - extent[0]) - (high - low))
-        low = max(extent[0], low - missing / 2)
-        high = min(extent[1], max(high, low + NARROWEST[self.unit]))
-        return replace(self, window=(low, high), tail=high >= extent[1] - 0.01 * (high - low))
+        width = min(max(high - low, NARROWEST[self.unit]), extent[1] - extent[0])
+        return self._moved((low + high - width) / 2, width, extent)
 
-    def at(self, x: float, extent: tuple[float, float]) -> View:
+    def at(self, x: float, extent: Span) -> View:
         """Put the cursor at ``x``, within the run, and on a whole step, so that the heading names
         the step whose values it shows.
         """
         x = min(extent[1], max(extent[0], x))
         return replace(self, cursor=float(round(x)) if self.unit == "step" else x)
 
-    def pointed(self, columns: int, extent: tuple[float, float], dots: int) -> View:
+    def pointed(self, columns: int, extent: Span, dots: int) -> View:
         """Move the cursor by ``columns`` of a chart ``dots`` columns wide; the window follows where
         the cursor would leave it.
         """
@@ -284,25 +172,22 @@ class View:
         return "" if self.window is None else "newest part" if self.tail else "zoomed"
 
 
-def extent_of(
-    snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ()
-) -> tuple[float, float] | None:
+def extent_of(snapshot: Snapshot, unit: Unit, overlays: Sequence[Overlaid] = ()) -> Span | None:
     """Return the first and last position of a run and those laid over it; None before there is
     anything to draw.
     """
-    by_step = unit == "step"
-    ranges: list[tuple[float, float]] = []
+    at = 0 if unit == "step" else 1
+    ranges: list[Span] = []
     if snapshot.length:
-        begin, positions = snapshot.whole.begin, snapshot.steps if by_step else snapshot.times
-        ranges.append((begin[0 if by_step else 1], positions[snapshot.length - 1]))
-    if not by_step:
-        loads = (node.load[0] for node in snapshot.nodes)
+        positions = snapshot.whole.times if at else snapshot.whole.steps
+        ranges.append((snapshot.whole.begin[at], positions[snapshot.length - 1]))
+    if unit == "time":
+        loads = (node.load[0] for node in snapshot.hosts.nodes)
         ranges += [(load.times[0], load.times[load.length - 1]) for load in loads]
     if not ranges:
         return None
     low = min(start for start, _ in ranges)
-    ends = [overlaid.end[0 if by_step else 1] for overlaid in overlays]
-    high = max([*(end for _, end in ranges), *ends])
+    high = max([*(end for _, end in ranges), *(overlaid.end[at] for overlaid in overlays)])
     return (low, high) if high > low else (low, low + 1)
 
 
@@ -325,12 +210,14 @@ def axis_of(
     low, high = view.resolved(extent) if unit == view.unit else extent
     origin = extent[0] if unit == "time" else 0.0
     same = held is not None and (held.unit, held.origin) == (unit, origin)
-    if held is not None and same and snapshot.live and held.steps is snapshot.steps:
+    if held is not None and same and snapshot.live and held.steps is snapshot.whole.steps:
         grown = high - held.high
         begun = bool(held.length) == bool(snapshot.length)
         if begun and abs(low - held.low) <= grown < HELD_SHARE * (high - low):
             low, high = held.low, held.high
-    return Axis(unit, low, high, origin, snapshot.steps, snapshot.times, snapshot.length)
+    return Axis(
+        unit, low, high, origin, snapshot.whole.steps, snapshot.whole.times, snapshot.length
+    )
 
 
 SIDE_FROM = 196
@@ -409,10 +296,11 @@ def rows_for(
         (1, 8, 4),
         (0, 9, 4),
     ):
-        taken = _plot_rows(plot, nodes)
-        charts = left - taken - max(4, least_log)
+        rest = left - _plot_rows(plot, nodes)
+        charts = rest - max(4, least_log)
         if charts >= least_charts:
             charts = min(charts, max(12, height // 3))
-            return Rows(charts, plot, left - taken - charts)
-    charts = max(LEAST_CHARTS, min(9, left - 4))
-    return Rows(charts, 0, max(2, left - charts))
+            break
+    else:
+        charts = max(LEAST_CHARTS, min(9, rest - 4))
+    return Rows(charts, plot, max(2, rest - charts))

@@ -98,15 +98,9 @@ class Monitor:
             took = time.process_time() - started
             self._listed_due = now + max(_PROCESSES_S, took / _COST_SHARE)
         begin = self._kept[0].time
-        return HostView(
-            nodes=self._store.nodes({"": sample}, self._cpus),
-            gpus=self._store.gpus({"": sample}),
-            sampled=self._store.sampled(),
-            processes=self._listed,
-            axis=Axis(
-                "time", max(begin, sample.time - WINDOW_S), max(sample.time, begin + 1), begin
-            ),
-        )
+        low = max(begin, sample.time - WINDOW_S)
+        axis = Axis("time", low, max(sample.time, begin + 1), begin)
+        return HostView(self._store.view({"": sample}, self._cpus), self._listed, axis)
 
 
 CHART_WIDTH = 40
@@ -161,13 +155,11 @@ class HostPanel(Vertical):
 
     async def _show(self, host: HostView) -> None:
         width, height = self.size
-        keys = [
-            key for key in hardware_keys(view.sample for view in host.gpus) if key not in _NOT_HERE
-        ]
+        keys = [key for key in hardware_keys(host.hosts.gpus) if key not in _NOT_HERE]
         count = min(len(keys), max(1, width // CHART_WIDTH))
         self.first %= len(keys)
         await self._show_charts([keys[(self.first + at) % len(keys)] for at in range(count)], host)
-        self.numa.show(host, host.axis, width)
+        self.numa.show(host.hosts, host.axis, width)
         nodes = max(1, self.numa.node_rows(width))
         frames = 2 * BOTTOM if framed(self) else 0
         gpus = self.numa.gpus.shown_rows
@@ -176,7 +168,7 @@ class HostPanel(Vertical):
         if left - charts < nodes + _LEAST_PROCESS_ROWS:
             charts = 0
         most = (
-            max((len(view.cpus) for view in host.nodes), default=0)
+            max((len(view.cpus) for view in host.hosts.nodes), default=0)
             if self.numa.nodes.plot == "cores"
             else _MOST_PLOT_ROWS
         )
@@ -196,8 +188,8 @@ class HostPanel(Vertical):
             await self.row.mount_all(Chart(BY_KEY[key]) for key in keys)
             charts = {chart.id: chart for chart in self.row.query(Chart)}
         for key in keys:
-            named = sampled_lines(BY_KEY[key], host.sampled, coloured=not self.app.no_color)
-            marked = marked_lines(BY_KEY[key], host.sampled)
+            named = sampled_lines(BY_KEY[key], host.hosts.sampled, coloured=not self.app.no_color)
+            marked = marked_lines(BY_KEY[key], host.hosts.sampled)
             charts[key].show(named, host.axis, marked=marked)
 
 

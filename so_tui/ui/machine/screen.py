@@ -5,152 +5,68 @@ worst first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
+from rich.text import Span as RichSpan
+from rich.text import Text
 from textual import getters, work
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Span
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.worker import Worker
 
-from so_tui.machine.host import cpu_ranges
 from so_tui.machine.types import Software
-from so_tui.ui.lines import fill, usage_style
 from so_tui.ui.machine.host import HostPanel, Monitor
 from so_tui.ui.page import OTHER_MACHINE, Page
 from so_tui.ui.snapshot import HostView
 from so_tui.ui.text import Content, faint, finding_content, in_rows, wrapped
-from so_tui.ui.widgets import Rule, command_key, gpu_model
-from so_tui.units import memory_of, page_size, plural
-from so_tui.units import memory_size as memory
+from so_tui.ui.widgets import Rule, command_key
+from so_tui.units import plural
 
 if TYPE_CHECKING:
-    from so_tui.machine.types import Gpu, Machine, NumaNode
+    from rich.tree import Tree
+
+    from so_tui.machine.types import Machine
 
 
-def _tree_lines(machine: Machine, *, distances: bool = False) -> list[Content]:
-    """Return the host as a tree: node, cores, memory, GPU, the GPU's own memory node."""
-    pages = f", pages of {page_size(size)}" if (size := machine.page_size_bytes) else ""
-    about = f"   {machine.cpu_name}, {machine.architecture}{pages}"
-    nodes = machine.cpu_nodes
-    branches = [_node_branch(machine, node, distances) for node in nodes]
-    unknown = Content.styled("   NUMA node unknown", "$warning")
-    placed = {node.id for node in nodes}
-    branches += [
-        _Branch(_gpu_text(gpu) + unknown) for gpu in machine.gpus if gpu.numa_node not in placed
-    ]
-    lines = [Content.assemble((machine.label, "bold"), (about, "$faint")), *_drawn(branches)]
-    empty = tuple(node.id for node in machine.numa_nodes if node.kind == "empty")
-    if empty:
-        more = f"{plural(len(empty), 'more node')} without cores or memory: {cpu_ranges(empty)}"
-        lines.append(faint(f"   {more}"))
-    return lines
+_STYLES = {"bold": "bold", "bold green": "bold $gpu", "dim": "$faint", "yellow": "$warning"}
+"""Styles of the theme by those of the command that prints the same."""
 
 
-class _Branch(NamedTuple):
-    """A line of the tree, and what is below it."""
-
-    line: Content
-    twigs: Sequence[_Branch] = ()
-
-
-def _drawn(branches: Sequence[_Branch], under: str = "") -> Iterator[Content]:
-    for number, (line, twigs) in enumerate(branches, 1):
-        stem, below = ("└─ ", "   ") if number == len(branches) else ("├─ ", "│  ")
-        yield Content.assemble((under + stem, "$rule"), line)
-        yield from _drawn(twigs, under + below)
-
-
-def _node_branch(machine: Machine, node: NumaNode, distances: bool) -> _Branch:
-    allowed, cores = len(set(node.cpus) & set(machine.allowed_cpus)), len(node.cpus)
-    head = Content.assemble(
-        (f"node {node.id}", "bold"),
-        f"   {plural(cores, 'core')} {cpu_ranges(node.cpus)}",
-        (f"   {allowed} of them allowed" if allowed < cores else "", "$warning"),
-    )
-    twigs = [_Branch(Content.assemble("memory   ", _memory_text(node)))]
-    for gpu in machine.gpus:
-        if gpu.numa_node == node.id:
-            own: list[_Branch] = []
-            if gpu.memory_node is not None and not gpu.shares_memory:
-                its = machine.node(gpu.memory_node)
-                size = f"   its own memory, {memory(its.memory_total_bytes)}"
-                own.append(_Branch(Content.assemble((f"node {its.id}", "bold"), size)))
-            twigs.append(_Branch(_gpu_text(gpu), own))
-    if distances and node.distances:
-        between = " ".join(map(str, node.distances))
-        twigs.append(_Branch(Content.assemble(("distances   ", "$faint"), between)))
-    return _Branch(head, twigs)
+def _tree_lines(tree: Tree, stem: str = "", under: str = "") -> Iterator[Content]:
+    """Yield the lines of a tree of texts."""
+    text = tree.label
+    assert isinstance(text, Text)
+    spans = [RichSpan(0, len(text), text.style), *text.spans]
+    themed = [Span(span.start, span.end, _STYLES[str(span.style)]) for span in spans if span.style]
+    yield Content.assemble((stem, "$rule"), Content(text.plain, themed))
+    for number, branch in enumerate(tree.children, 1):
+        last = number == len(tree.children)
+        branch_stem, below = ("└─ ", "   ") if last else ("├─ ", "│  ")
+        yield from _tree_lines(branch, under + branch_stem, under + below)
 
 
-def _memory_text(node: NumaNode) -> Content:
-    if node.memory_free_bytes is None:
-        return Content(memory(node.memory_total_bytes))
-    used = node.memory_total_bytes - node.memory_free_bytes
-    share = used / node.memory_total_bytes if node.memory_total_bytes else 0.0
-    cache = f", {memory(node.file_cache_bytes)} cache" if node.file_cache_bytes else ""
-    return (
-        fill(share, 16, usage_style(share)) + f"  {memory_of(used, node.memory_total_bytes)}{cache}"
-    )
-
-
-def _gpu_text(gpu: Gpu) -> Content:
-    mode = "" if gpu.compute_mode in (None, "Default") else f"   compute mode {gpu.compute_mode}"
-    total = None if gpu.shares_memory else gpu.memory_total_bytes
-    size = "" if total is None else f"   {memory(total)}"
-    return Content.assemble(
-        (f"GPU {gpu.index}", "bold $gpu"),
-        f"   {gpu_model(gpu.name)}   {gpu.pci_bus_id}{size}",
-        ("   NVLink-C2C" if gpu.c2c else "", "$faint"),
-        ("   one memory with this node" if gpu.shares_memory else "", "$faint"),
-        (mode, "$warning"),
-    )
-
-
-def _software_lines(machine: Machine, width: int) -> list[Content]:
+def _software_lines(machine: Machine, versions: dict[str, str | None], width: int) -> list[Content]:
     """Return the software's versions, as many on a line as fit; missing packages are marked as
     absent.
 
     Of a machine that is only described, nothing is known of its software.
     """
-    software = machine.software
-    torch = software.torch and f"{software.torch} ({software.torch_built_for or 'CPU'})"
-    numactl = software.numactl and software.numactl + (
-        "" if software.numactl_works in (True, None) else " (cannot bind here)"
-    )
-    named = (
-        ("python", software.python),
-        ("torch", torch),
-        ("deepspeed", software.deepspeed),
-        ("transformers", software.transformers),
-        ("datasets", software.datasets),
-        ("flash-attn", software.flash_attn),
-        ("flash-attn 4", software.flash_attn_4),
-        ("numactl", numactl),
-        ("driver", software.nvidia_driver or software.amd_driver),
-        *((("CUDA toolkit", software.cuda_toolkit),) if machine.gpus else ()),
-        ("compiler", software.compiler),
-        ("ninja", software.ninja),
-    )
-    versions = [
+    named = [
         Content.assemble((f"{name} ", "$faint"), version or ("absent", "$warning"))
-        for name, version in named
+        for name, version in versions.items()
+        if version or machine.gpus or name != "CUDA toolkit"
     ]
     if not machine.live and machine.software == Software():
-        versions = [faint("software: not known of a described machine")]
-    sizes = (
-        ("host memory", machine.host_memory_bytes),
-        ("memory limit", machine.memory_limit_bytes),
-        ("/dev/shm", machine.shm_total_bytes),
-    )
-    host = "   ".join(f"{name} {memory(size)}" for name, size in sizes if size is not None)
+        named = [faint("software: not known of a described machine")]
     mpam = Content.assemble(
         ("memory bandwidth partitions (MPAM) ", "$faint"),
         f"{machine.mpam.state}: {machine.mpam.evidence}",
     )
     notes = (Content.assemble(("note ", "$warning"), note) for note in machine.notes)
-    return [*wrapped(versions, width), Content(host), mpam, *notes]
+    return [*wrapped(named, width), mpam, *notes]
 
 
 WIDE = 160
@@ -311,13 +227,16 @@ class MachineScreen(Page):
     # What it is made of.
 
     def _show(self) -> None:
+        from so_tui.machine.show import tree_of, versions_of
+
         machine = self.app.machine
         if machine is None:
             return
         self._share_columns()
         tree, software = self.query_one("#tree", Static), self.query_one("#software", Static)
-        tree.update(in_rows(_tree_lines(machine, distances=self._distances)))
-        software.update(in_rows(_software_lines(machine, self._about_width - 4)))
+        tree.update(in_rows(_tree_lines(tree_of(machine, distances=self._distances))))
+        versions = versions_of(machine.software)
+        software.update(in_rows(_software_lines(machine, versions, self._about_width - 4)))
 
     def _show_findings(self) -> None:
         findings = self.app.findings

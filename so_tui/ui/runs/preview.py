@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 from textual import getters
@@ -19,8 +20,8 @@ from so_tui.trust.text import brief_message
 from so_tui.ui.charts.chart import Chart, Look, Metric, look_of
 from so_tui.ui.charts.series import Axis
 from so_tui.ui.form import values_of
-from so_tui.ui.lines import Piece
-from so_tui.ui.run_rows import LossCurve, RunRow, means_note
+from so_tui.ui.lines import Pieces
+from so_tui.ui.run_rows import Curves, RunRow, means_note
 from so_tui.ui.run_status import state_piece
 from so_tui.ui.text import (
     Content,
@@ -45,7 +46,7 @@ def _facts(
     they are given, for ``width`` cells.
     """
     state = row.state
-    lines: list[list[Piece]] = [[state_piece(row.shown_state)]]
+    lines: list[Pieces] = [[state_piece(row.shown_state)]]
     if state.reason:
         style = "$error" if state.state in ("failed", "lost") else "$warning"
         lines.append([(brief_message(state.reason), style)])
@@ -67,14 +68,14 @@ def _facts(
     if exported is not None:
         lines.append(_place("exported", exported, width))
     texts = {name: result_text(results or RunResults(), key) for key, name in RESULTS.items()}
-    measured: list[list[Piece]] = [
+    measured: list[Pieces] = [
         [(f"{name:<16}", "$faint"), text] for name, text in texts.items() if text
     ]
     lines += [[""], *measured] if measured else []
     return in_rows(Content.assemble(*line) for line in lines)
 
 
-def _place(name: str, path: Path, width: int) -> list[Piece]:
+def _place(name: str, path: Path, width: int) -> Pieces:
     """Return a path behind its name, or below it where the path's own name has no room beside
     it.
     """
@@ -84,8 +85,7 @@ def _place(name: str, path: Path, width: int) -> list[Piece]:
     return [(before, "$faint"), shorten_path(str(path), max(18, room))]
 
 
-@dataclass(frozen=True)
-class _Comparison:
+class _Comparison(NamedTuple):
     """Runs side by side: their settings by path, as they are typed, and what came of them."""
 
     names: tuple[str, ...]
@@ -110,22 +110,23 @@ class _Comparison:
         """
         unlike = self.differing
         same = sorted(self.settings[0].keys() - set(unlike))
-        shown = RESULTS if self.results else {}
-        longest = max(map(len, (*unlike, *same, *shown.values())))
+        results = [
+            (name, [result_text(found, key) for found in self.results], 1)
+            for key, name in RESULTS.items()
+        ]
+        rows = [row for row in results if any(row[1])]
+        rows += [
+            (path, [values.get(path, "") for values in self.settings], MOST_FOLDS)
+            for path in unlike
+        ]
+        longest = max(map(len, (*(name for name, _, _ in rows), *same)), default=0)
         label = min(longest, max(NARROWEST, width - 2 * NARROWEST - 4))
         beside = max(1, min(len(self.names), (width - label) // (NARROWEST + 2)))
         column = max(NARROWEST, (width - label) // beside - 2)
         lines: list[str] = []
-        names = distinct(self.names, column)
         for start in range(0, len(self.names), beside):
-            part = range(start, min(len(self.names), start + beside))
-            lines += [*_rows("", [names[at] for at in part], label, column, 1)]
-            for key, name in shown.items():
-                texts = [result_text(self.results[at], key) for at in part]
-                lines += _rows(name, texts, label, column, 1) if any(texts) else []
-            for path in unlike:
-                values = [self.settings[at].get(path, "") for at in part]
-                lines += _rows(path, values, label, column, MOST_FOLDS)
+            for name, texts, most in [("", distinct(self.names, column), 1), *rows]:
+                lines += _rows(name, texts[start : start + beside], label, column, most)
             lines.append("")
         lines.append("the same in all:")
         column = max(NARROWEST, width - label - 2)
@@ -169,7 +170,7 @@ VALUE = 12
 
 
 def drawn_looks(
-    marked: Sequence[RunDirectory], curves: Mapping[RunDirectory, LossCurve], *, coloured: bool
+    marked: Sequence[RunDirectory], curves: Curves, *, coloured: bool
 ) -> dict[RunDirectory, Look]:
     """Return how those marked runs look whose losses are drawn: their lines, and their marks in the
     list.
@@ -222,7 +223,7 @@ class RunPreview(Vertical):
         self,
         row: RunRow,
         marked: Sequence[RunDirectory],
-        curves: Mapping[RunDirectory, LossCurve],
+        curves: Curves,
         progress: str,
         exported: Path | None = None,
     ) -> None:

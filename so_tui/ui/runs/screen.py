@@ -16,7 +16,7 @@ from so_tui.runs import RunDirectory
 from so_tui.ui import run_actions
 from so_tui.ui.charts.chart import Look
 from so_tui.ui.page import FiltersTable, ResizablePage, Size
-from so_tui.ui.run_rows import CurveReader, LossCurve, RunRow
+from so_tui.ui.run_rows import CurveReader, Curves, LossCurve, RunRow
 from so_tui.ui.runs.preview import RunPreview, comparison, drawn_looks
 from so_tui.ui.runs.table import GROUPS, SORTED_COLUMNS, SORTS, RunTable, ordered, searched_text
 from so_tui.ui.text import Content
@@ -115,7 +115,7 @@ class RunsScreen(FiltersTable, ResizablePage):
 
     def __init__(self) -> None:
         self._marked: list[RunDirectory] = []
-        self._curves: dict[RunDirectory, LossCurve] = {}
+        self._curves: Curves = {}
         self._curve_reader = CurveReader()
         self._progress = ""
         self._exported: dict[RunDirectory, Path] = {}
@@ -184,7 +184,7 @@ class RunsScreen(FiltersTable, ResizablePage):
             self._read_curves(rows)
 
     @work(thread=True, group="curve", name="read the losses", exit_on_error=False)
-    def _read_curves(self, rows: list[RunRow]) -> dict[RunDirectory, LossCurve]:
+    def _read_curves(self, rows: list[RunRow]) -> Curves:
         found: dict[RunDirectory, LossCurve] = {}
         for row in rows:
             try:
@@ -196,8 +196,8 @@ class RunsScreen(FiltersTable, ResizablePage):
         self.call_later(self._show_curves, found)
         return found
 
-    def _show_curves(self, found: dict[RunDirectory, LossCurve]) -> None:
-        self._curves |= found
+    def _show_curves(self, found: Curves) -> None:
+        self._curves = {**self._curves, **found}
         self.filtered()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
@@ -205,7 +205,7 @@ class RunsScreen(FiltersTable, ResizablePage):
         hours.
         """
         if event.worker.group == "curve" and event.state is WorkerState.SUCCESS and self.is_current:
-            found: dict[RunDirectory, LossCurve] = event.worker.result or {}
+            found: Curves = event.worker.result or {}
             long = {run for run, curve in found.items() if curve.unread_share}
             self._read_stale([row for row in self.table.shown if row.run in long])
 
@@ -291,16 +291,12 @@ class RunsScreen(FiltersTable, ResizablePage):
                 for other in self._marked or [row.run]
                 if other in self._curves
             ]
-            run_actions.ask_to_export(self, row, curves)
+            run_actions.ask_to_export(self, row, curves, self._exporting)
 
-    @on(run_actions.Exporting)
-    def _exporting(self, message: run_actions.Exporting) -> None:
-        self._progress = message.text
-        self._preview()
-
-    @on(run_actions.Exported)
-    def _was_exported(self, message: run_actions.Exported) -> None:
-        self._exported[message.run] = message.path
+    def _exporting(self, run: RunDirectory, progress: str, written: Path | None) -> None:
+        self._progress = progress
+        if written is not None:
+            self._exported[run] = written
         self._preview()
 
     def action_sort(self) -> None:

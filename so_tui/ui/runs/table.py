@@ -13,13 +13,12 @@ from so_tui.runs import results as comparison
 from so_tui.runs.results import RunResults, result_text
 from so_tui.settings import RunListSettings
 from so_tui.ui.charts.chart import Look
-from so_tui.ui.run_rows import LossCurve, RunRow
+from so_tui.ui.run_rows import Curves, LossCurve, RunRow
 from so_tui.ui.run_status import SIGNS
 from so_tui.ui.text import shorten
 from so_tui.ui.textual_fixes import FittedTable
 from so_tui.ui.widgets import command_key
 from so_tui.units import age, thousands
-from so_tui.units import memory_size as memory
 
 if TYPE_CHECKING:
     from so_tui.runs import RunDirectory
@@ -72,12 +71,13 @@ RESULT_COLUMNS = {
     "evaluation loss": "evaluation_loss",
     "tokens/s": "tokens_per_s",
     "MFU": "mfu",
+    "GPU memory": "gpu_memory_bytes",
 }
 HIGHEST_FIRST = ("step", "tokens/s", "MFU")
 
 
 def _cells_of(
-    row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], *, mark: Look | None = None
+    row: RunRow, curve: LossCurve | None, colours: Mapping[str, str], mark: Look | None
 ) -> Cells:
     """Return the cells of a run; ``colours`` are the theme's, by name. A marked run has the colour
     and the sign of its line.
@@ -87,12 +87,8 @@ def _cells_of(
     faint, accent = colours["faint"], colours["accent"]
     total = f" / {thousands(state.total_steps)}" if state.total_steps else ""
     results = curve.results if curve is not None else RunResults()
-    gpu_memory = results.gpu_memory_bytes
-    numbers = {
-        "step": f"{thousands(state.step)}{total}",
-        **{column: result_text(results, key) for column, key in RESULT_COLUMNS.items()},
-        "GPU memory": "" if gpu_memory is None else memory(gpu_memory),
-    }
+    numbers = {column: result_text(results, key) for column, key in RESULT_COLUMNS.items()}
+    numbers["step"] = f"{thousands(state.step)}{total}"
     since = age(time.time() - state.started) if state.started else ""
     return {
         MARK: Text(mark.sign or "▸", style=colours[mark.role]) if mark else Text(" ", style=accent),
@@ -111,7 +107,7 @@ def _model_of(row: RunRow) -> str:
     return row.spec.label if row.spec is not None else "?"
 
 
-def _heading(column: str, sorted_column: str = "") -> str:
+def _heading(column: str, sorted_column: str) -> str:
     """Return the heading of a column: ``name ▴`` where runs are sorted by it, ``▾`` where the
     highest comes first.
     """
@@ -121,7 +117,7 @@ def _heading(column: str, sorted_column: str = "") -> str:
 
 
 def _fitted(
-    rows: Sequence[Cells], room: int, padding: int, kept: str = ""
+    rows: Sequence[Cells], room: int, padding: int, kept: str
 ) -> tuple[list[str], Sequence[Cells]]:
     """Return the columns that ``_with_room`` finds, and the rows: a curve that has no room whole
     has every other of its bars.
@@ -133,7 +129,7 @@ def _fitted(
     return columns, rows
 
 
-def _with_room(rows: Sequence[Cells], room: int, padding: int, kept: str = "") -> list[str]:
+def _with_room(rows: Sequence[Cells], room: int, padding: int, kept: str) -> list[str]:
     """Return the columns that fit into ``room`` cells, padded on both sides. None is cut, since a
     cut number is another number.
 
@@ -159,9 +155,7 @@ SORTS: tuple[str, ...] = get_args(_TYPES["sort"])
 GROUPS: tuple[str, ...] = get_args(_TYPES["group"])
 
 
-def ordered(
-    rows: Iterable[RunRow], curves: Mapping[RunDirectory, LossCurve], settings: RunListSettings
-) -> list[RunRow]:
+def ordered(rows: Iterable[RunRow], curves: Curves, settings: RunListSettings) -> list[RunRow]:
     """Return rows, which come newest first, sorted, and the rows of a group together. Groups come
     in the order of their first row.
     """
@@ -221,7 +215,7 @@ class RunTable(FittedTable):
     def show(
         self,
         runs: Sequence[RunRow],
-        curves: Mapping[RunDirectory, LossCurve],
+        curves: Curves,
         marks: Mapping[RunDirectory, Look],
         order: RunListSettings,
         room: int,
@@ -237,9 +231,7 @@ class RunTable(FittedTable):
         """
         chosen = self.chosen()
         colours = self.app.theme_variables
-        cells = [
-            _cells_of(row, curves.get(row.run), colours, mark=marks.get(row.run)) for row in runs
-        ]
+        cells = [_cells_of(row, curves.get(row.run), colours, marks.get(row.run)) for row in runs]
         before = ""
         for row, own in zip(runs, cells, strict=True):
             if order.group != "none" and (name := _text_of(row, order.group)) != before:
@@ -248,7 +240,7 @@ class RunTable(FittedTable):
                     (f"{shorten(name, 20)} ", colours["accent"]), own["name"]
                 )
         by = SORTED_COLUMNS[order.sort]
-        columns, shown = _fitted(cells, room, self.cell_padding, kept=by)
+        columns, shown = _fitted(cells, room, self.cell_padding, by)
         self.shown, self.columns_shown = tuple(runs), tuple(columns)
         rows = [
             (str(row.run.path), [own[name] for name in columns])
@@ -257,4 +249,4 @@ class RunTable(FittedTable):
         self.fill([_heading(name, by).strip() for name in columns], rows)
         listed = [row.run for row in runs]
         found = chosen is not None and chosen.run in listed
-        self.move_cursor(row=listed.index(chosen.run) if chosen is not None and found else 0)
+        self.move_cursor(row=listed.index(chosen.run) if chosen and found else 0)
