@@ -337,7 +337,7 @@ def _batches(spec: Any, document: int, ranks: Any, *, end_to_end: bool) -> Any:
     tokens = random.integers(1, 2000, size=offsets[-1]).astype(np.int32)
     trained = np.arange(offsets[-1]) % document > 0
     batches = Batches(
-        Documents(tokens, trained, offsets, Counts(count, 0, 0), "random"),
+        Documents(tokens, trained, offsets, Counts(count, 0, 0), "random", np.arange(count)),
         spec,
         ranks.rank,
         pin=ranks.device.type == "cuda",

@@ -94,7 +94,7 @@ def uneven() -> Documents:
     trained = np.zeros_like(found.trained)
     for end in found.offsets[1:]:
         trained[end - 2 : end] = True
-    return Documents(found.tokens, trained, found.offsets, found.counts, "made-up")
+    return found._replace(trained=trained)
 
 
 def shared_spec(ranks: int, changes: dict[str, str]) -> RunSpec:

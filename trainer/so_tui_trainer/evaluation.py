@@ -70,8 +70,6 @@ def _rows(documents: Documents) -> Int64s:
     """Return the row of each document, counted over all sources, [documents]. Documents of a row
     are adjacent.
     """
-    if documents.rows is None:
-        return np.arange(len(documents.offsets) - 1)
     begins = np.diff(documents.rows, prepend=documents.rows[0] - 1) != 0
     begins[documents.source_starts[:-1]] = True  # Row numbers restart in every source.
     return np.cumsum(begins) - 1

@@ -226,9 +226,9 @@ def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -
     parts, position = [], 0
     for index in answers:
         start, stop = contents[index]
-        following = [contents[later][0] for later in sorted(contents) if later > index]
+        following = (contents[later][0] for later in sorted(contents) if later > index)
         end, closed = _answer_end(
-            chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole)
+            chat, conversation[: index + 1], whole, stop, next(following, len(whole))
         )
         start = _answer_start(chat, conversation[:index], whole, position, start)
         said = whole[start:end].removesuffix(chat.end).removesuffix(chat.stop).strip()
@@ -497,13 +497,11 @@ class Encoder:
         Raises:
             InputError: A row cannot be read.
         """
-        rows = opened.conversations(first, last)
         leading = leading_ids(self.chat.tokenizer)
-        number = first
-        while batch := list(islice(rows, _BATCH_ROWS)):
+        for start in range(first, last, _BATCH_ROWS):
+            batch = list(opened.conversations(start, min(start + _BATCH_ROWS, last)))
             parts = []
-            for conversation in batch:
-                number += 1
+            for number, conversation in enumerate(batch, start + 1):
                 try:
                     parts.append(_segments(self.chat, conversation, self.loss))
                 except TemplateError as error:
@@ -513,12 +511,12 @@ class Encoder:
                         number,
                         f"the chat template rejects it: {error}",
                     ) from error
-            for index, (conversation, tokens) in enumerate(
-                zip(batch, self.encode(parts), strict=True), number - len(batch) + 1
+            for number, (conversation, tokens) in enumerate(
+                zip(batch, self.encode(parts), strict=True), start + 1
             ):
                 bare = bool(conversation) and conversation[0].role == TEXT
                 yield self._fit(
-                    index, leading if bare or not self.chat.templated else [], tokens, bare=bare
+                    number, leading if bare or not self.chat.templated else [], tokens, bare=bare
                 )
 
     def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:
@@ -540,13 +538,15 @@ class Encoder:
             if end := _end(flags):
                 documents.append((piece[:end], flags[:end]))
         longer = len(ids) > limit
-        return _Encoded(
-            row,
-            documents,
-            truncated=longer and not bare and bool(documents),
-            too_long=longer and not documents,
-            cut=len(documents) > 1,
+        dropped = not documents
+        counts = Counts(
+            1,
+            truncated=int(longer and not bare and not dropped),
+            dropped=int(dropped),
+            dropped_too_long=int(longer and dropped),
+            cut=int(len(documents) > 1),
         )
+        return _Encoded(row, documents, counts)
 
 
 class _Encoded(NamedTuple):
@@ -555,18 +555,7 @@ class _Encoded(NamedTuple):
     row: int
     """From 1."""
     documents: list[Tokens]
-    truncated: bool
-    """The row lost its end."""
-    too_long: bool
-    """The row has no trained token within a sequence, because its prompt is too long."""
-    cut: bool
-    """The row became several documents."""
-
-    @property
-    def counts(self) -> Counts:
-        return Counts(
-            1, int(self.truncated), int(not self.documents), int(self.too_long), int(self.cut)
-        )
+    counts: Counts
 
 
 def _end(flags: npt.NDArray[np.bool_]) -> int:

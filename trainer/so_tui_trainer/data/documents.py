@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.spec import DataSpec, InputError, RunSpec
 from so_tui.spec.errors import reject
@@ -60,14 +61,15 @@ class Counts(Struct, frozen=True):
         )
 
 
-class _SourcePart(Struct, frozen=True):
+class SourcePart(Struct, frozen=True, omit_defaults=True):
     """The documents of one source; they are contiguous."""
 
-    source: str
-    weight: float
     layout: str
     documents: int
     counts: Counts
+    source: str = ""
+    """Not stored, like the weight: runs may name and weigh the same rows differently."""
+    weight: float = 1.0
 
 
 class Documents(NamedTuple):
@@ -82,12 +84,10 @@ class Documents(NamedTuple):
     counts: Counts
     fingerprint: str
     """Hash of the rows, the tokenizer and the options: equal data have an equal fingerprint."""
-    parts: tuple[_SourcePart, ...] = ()
+    rows: Int64s
+    """Number of each document's row in its source, from 1, [documents]."""
+    parts: tuple[SourcePart, ...] = ()
     """The sources in order; empty for one source."""
-    rows: Int64s | None = None
-    """Number of each document's row in its source, from 1, [documents]; None if each row is a
-    document.
-    """
     warnings: tuple[str, ...] = ()
 
     @property
@@ -115,10 +115,6 @@ class Documents(NamedTuple):
             counted.append(np.diff(totals[ends - ends[0]]))
         return np.concatenate(counted)
 
-    def row_of(self, document: int) -> int:
-        """Return the number of a document's row in its source, from 1."""
-        return document + 1 if self.rows is None else int(self.rows[document])
-
     def epoch(self, seed: int, members: Int64s | None = None) -> Int64s:
         """Return the documents of an epoch, where those of a source with a large weight occur
         several times.
@@ -134,7 +130,7 @@ class Documents(NamedTuple):
         if len(self.parts) < 2:
             return members
         source_members = np.split(members, np.searchsorted(members, self.source_starts[1:-1]))
-        self._check_weights([len(mine) for mine in source_members])
+        self._check_weights(list(map(len, source_members)))
         return _mixture(source_members, [part.weight for part in self.parts], seed)
 
     def _check_weights(self, sizes: Sequence[int]) -> None:
@@ -152,20 +148,13 @@ class Documents(NamedTuple):
         most, part = max(per_document, key=lambda pair: pair[0])
         rounds = most / min(weight for weight, _ in per_document)
         if rounds > MAX_ROUNDS:
-            times = f"{significant(rounds)} times; the limit is {thousands(MAX_ROUNDS)}"
-            message = (
-                f"an epoch, which uses every row of every source, would repeat its rows {times}"
-            )
-            remedy = (
-                'Lower the weight, or use a part of the largest source (split = "train[:10%]").'
-            )
-            value = f"weight {part.weight:g} of {part.source}"
             raise reject(
                 "data-weight-too-large",
                 "data.source",
-                value,
-                message,
-                remedy,
+                f"weight {part.weight:g} of {part.source}",
+                "an epoch, which uses every row of every source, would repeat its rows "
+                f"{significant(rounds)} times; the limit is {thousands(MAX_ROUNDS)}",
+                'Lower the weight, or use a part of the largest source (split = "train[:10%]").',
             )
 
 
@@ -225,16 +214,8 @@ killed.
 """
 
 
-class Tally(Struct, frozen=True):
-    """What became of the rows of a source, whatever its name and weight."""
-
-    layout: str
-    documents: int
-    counts: Counts
-
-
 class _Info(Struct, frozen=True):
-    tallies: tuple[Tally, ...]
+    tallies: tuple[SourcePart, ...]
     warnings: tuple[str, ...]
     files: dict[str, tuple[int, int]]
     """Bytes and CRC-32 of each array."""
@@ -287,11 +268,11 @@ def read(folder: Path, data: DataSpec) -> Documents:
         np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items()
     )
     parts = tuple(
-        _SourcePart(source.source, source.weight, tally.layout, tally.documents, tally.counts)
+        replace(tally, source=source.source, weight=source.weight)
         for source, tally in zip(data.sources, info.tallies, strict=True)
     )
     counts = sum((part.counts for part in parts), Counts(0, 0, 0))
-    return Documents(tokens, trained, offsets, counts, folder.name, parts, rows, info.warnings)
+    return Documents(tokens, trained, offsets, counts, folder.name, rows, parts, info.warnings)
 
 
 def intact(folder: Path) -> bool:
@@ -360,7 +341,7 @@ class Writer:
         except OSError as error:
             raise _unwritable(self._folder, error) from error
 
-    def close(self, tallies: tuple[Tally, ...], warnings: tuple[str, ...]) -> None:
+    def close(self, tallies: tuple[SourcePart, ...], warnings: tuple[str, ...]) -> None:
         """Publish the entry. If another run was faster, its entry stays.
 
         Raises:
@@ -424,10 +405,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def holding(self, documents: Int64s) -> Sequences:
-        """Return the same sequences with document ``i`` replaced by ``documents[i]``."""
-        return Sequences(documents[self.documents], self.offsets)
-
     def of(self, index: int) -> Int64s:
         """Return the documents of a sequence."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
@@ -457,7 +434,8 @@ def fill(lengths: Int64s, chosen: Int64s, spec: DataSpec) -> Sequences:
     """
     if not spec.packing:
         return Sequences(chosen, np.arange(len(chosen) + 1))
-    return _pack(lengths[chosen], spec.sequence_length).holding(chosen)
+    packed = _pack(lengths[chosen], spec.sequence_length)
+    return Sequences(chosen[packed.documents], packed.offsets)
 
 
 def _pack(lengths: Int64s, capacity: int) -> Sequences:

@@ -31,7 +31,7 @@ from so_tui.spec.attention import (
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, recurrent_kinds
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import apply, checkpointing, kinds_of
+from so_tui_trainer.model import Gradients, apply, checkpointing, kinds_of
 from so_tui_trainer.older_versions import cache_argument
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class _Trade(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         return ctx.back(gradients[0], ctx.ranks), None, None, None
 
 
@@ -218,9 +218,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         query, key, value, sinks, out, normaliser = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         of_query, of_key, of_value = ctx.kernels.backward(

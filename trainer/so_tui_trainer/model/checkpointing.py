@@ -31,7 +31,7 @@ from torch._C._nn import linear
 from torch.utils.checkpoint import checkpoint
 
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.model import apply
+from so_tui_trainer.model import Gradients, apply
 from so_tui_trainer.model.weights import decoder_of
 from superoffload.shared_states import pin, prefer_huge_pages, unpin
 
@@ -319,9 +319,7 @@ class _SavedLinear(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (gradient,) = gradients
         inputs, weight = ctx.saved_tensors
         flat = gradient.flatten(0, -2)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.spec.errors import reject
-from so_tui_trainer.model import apply, same_in_all_layers
+from so_tui_trainer.model import Gradients, apply, same_in_all_layers
 from so_tui_trainer.model.checkpointing import in_checkpointed_layer, save_or_reuse
 from so_tui_trainer.model.kernels import Gate
 from so_tui_trainer.model.weights import decoder_of
@@ -126,7 +126,7 @@ class _Spread(torch.autograd.Function):
         return hidden.index_select(0, routing.order // routing.row_of_pair.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         return _sums(gradients[0], ctx.routing.row_of_pair), None
 
 
@@ -141,7 +141,7 @@ class _Collected(torch.autograd.Function):
         return _sums(rows, routing.row_of_pair)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         return gradients[0].index_select(
             0, ctx.routing.order // ctx.routing.row_of_pair.shape[1]
         ), None
@@ -173,7 +173,7 @@ class _Product(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         rows, weight, ends = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         of_rows = grouped_mm(
@@ -216,7 +216,7 @@ class _Gated(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (gradient,) = gradients
         products, shares, bias = ctx.saved_tensors
         if products.is_cuda:
@@ -378,7 +378,7 @@ class _ProbabilitySum(torch.autograd.Function):
         return mask @ logits.softmax(-1, dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         logits, mask = ctx.saved_tensors
         (gradient,) = gradients
         softmax = logits.softmax(-1, dtype=torch.float32)

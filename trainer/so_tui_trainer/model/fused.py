@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from so_tui_trainer.model import apply
+from so_tui_trainer.model import Gradients, apply
 from so_tui_trainer.model.checkpointing import checkpointed_layers, mixing_blocks
 from so_tui_trainer.model.experts import Weights, mixture
 from so_tui_trainer.model.kernels import Gate, gated, rotate
@@ -367,7 +367,7 @@ class _Keep(torch.autograd.Function):
         return inputs.view_as(inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         return gradients[0], None
 
 
@@ -388,7 +388,7 @@ class _Tiles(torch.autograd.Function):
         return _forward(run, tile_tokens, inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (inputs,) = ctx.keeper.saved_tensors
         trained = [parameter for parameter in ctx.parameters if parameter.requires_grad]
         sums = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.model.flops import block_columns, kept_blocks
-from so_tui_trainer.model import apply
+from so_tui_trainer.model import Gradients, apply
 from so_tui_trainer.model.kernels import cross_entropy_gradient, log_sum_exp
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         return (normaliser - score).sum() * scale
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         (gradient,) = gradients
         # In place, since each is used once. A copy of the weight's gradient would be the largest

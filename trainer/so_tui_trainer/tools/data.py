@@ -161,7 +161,7 @@ def _in_turn(documents: Documents) -> Iterator[int]:
 def _origin(documents: Documents, index: int) -> Answer:
     """Return the source and the row of a document."""
     part = int(np.searchsorted(documents.source_starts, index, side="right")) - 1
-    return {"source": documents.parts[part].source, "row": documents.row_of(index)}
+    return {"source": documents.parts[part].source, "row": int(documents.rows[index])}
 
 
 def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int) -> Answer:
