@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -142,7 +143,8 @@ class Evaluation:
         training = model.training
         model.eval()
         try:
-            with torch.no_grad(), Prefetcher(self._batches(ranks.size), ranks.device) as batches:
+            batches = Prefetcher(self._batches(ranks.size), ranks.device)
+            with torch.no_grad(), closing(batches):
                 for batch in batches:
                     total += model(batch, 1.0)
         finally:

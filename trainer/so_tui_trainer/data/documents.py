@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from so_tui.spec import DataSpec, InputError, RunSpec
 from so_tui.spec.errors import reject
@@ -56,9 +57,7 @@ class Counts(Struct, frozen=True):
     """Rows of plain text that were cut into several documents, without loss."""
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            *(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__)
-        )
+        return Counts(*map(add, astuple(self), astuple(other)))
 
 
 class SourcePart(Struct, frozen=True, omit_defaults=True):
@@ -109,10 +108,8 @@ class Documents(NamedTuple):
         counted = []
         for first in range(0, len(self.offsets) - 1, _PART_DOCUMENTS):
             ends = self.offsets[first : first + _PART_DOCUMENTS + 1]
-            totals = np.concatenate(
-                ([0], np.cumsum(self.trained[ends[0] : ends[-1]], dtype=np.int64))
-            )
-            counted.append(np.diff(totals[ends - ends[0]]))
+            flags = self.trained[ends[0] : ends[-1]]
+            counted.append(np.add.reduceat(flags, ends[:-1] - ends[0], dtype=np.int64))
         return np.concatenate(counted)
 
     def epoch(self, seed: int, members: Int64s | None = None) -> Int64s:
@@ -287,9 +284,7 @@ def intact(folder: Path) -> bool:
 
 
 class Writer:
-    """Context manager that writes a new entry. ``close`` publishes it; leaving the block without it
-    removes everything.
-    """
+    """Writes a new entry in the folder ``partial``, until ``publish`` gives it its name."""
 
     def __init__(self, folder: Path) -> None:
         """Create a partial entry.
@@ -309,12 +304,6 @@ class Writer:
             )
         except OSError as error:
             raise _unwritable(folder, error) from error
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
 
     def append(self, name: str, values: npt.NDArray[Any]) -> None:
         """Append to an array.
@@ -341,8 +330,8 @@ class Writer:
         except OSError as error:
             raise _unwritable(self._folder, error) from error
 
-    def close(self, tallies: tuple[SourcePart, ...], warnings: tuple[str, ...]) -> None:
-        """Publish the entry. If another run was faster, its entry stays.
+    def publish(self, tallies: tuple[SourcePart, ...], warnings: tuple[str, ...]) -> None:
+        """Name the entry. If another run was faster, its entry stays.
 
         Raises:
             InputError: The entry cannot be written.
@@ -420,8 +409,7 @@ class Sequences:
 
     def sums(self, values: Int64s) -> Int64s:
         """Return for each sequence the sum of a value over its documents, [sequences]."""
-        totals = np.concatenate(([0], np.cumsum(values[self.documents], dtype=np.int64)))
-        return np.diff(totals[self.offsets])
+        return np.add.reduceat(values[self.documents], self.offsets[:-1])
 
 
 def fill(lengths: Int64s, chosen: Int64s, spec: DataSpec) -> Sequences:

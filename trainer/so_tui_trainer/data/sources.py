@@ -89,7 +89,7 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
             f"{path} is a pipe or a device",
             "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files.",
         )
-    if _READERS.get(ending(path)) != "json":
+    if _READERS.get(_ending(path)) != "json":
         return
     compressed = path.suffix.lower() in COMPRESSED
     try:
@@ -108,7 +108,7 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
         return
 
 
-def ending(path: Path) -> str:
+def _ending(path: Path) -> str:
     """Return a file's ending without that of a compression, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
     return suffixes[-1] if suffixes else ""
@@ -200,7 +200,7 @@ def _read_file(path: Path, source: DataSource) -> Dataset:
     Raises:
         InputError: The file has an unknown ending, or a subset was asked for.
     """
-    reader = _READERS.get(ending(path))
+    reader = _READERS.get(_ending(path))
     if reader is None:
         raise reject(
             "data-file-type-unknown",
@@ -263,18 +263,14 @@ def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dat
     rows = datasets.load_dataset(*what, split=source.split, **options)
     if "features" in options:
         return rows
-    if rows.info.builder_name == "csv":
-        return datasets.load_dataset(
-            *what, split=source.split, **options, **_text_columns(rows.column_names)
-        )
-    features = (
-        _verbatim_features(rows.features) if rows.info.builder_name == "json" else rows.features
-    )
-    return (
-        rows
-        if features == rows.features
-        else datasets.load_dataset(*what, split=source.split, **options, features=features)
-    )
+    kind = rows.info.builder_name
+    if kind == "csv":
+        options |= _text_columns(rows.column_names)
+    elif kind == "json" and (features := _verbatim_features(rows.features)) != rows.features:
+        options["features"] = features
+    else:
+        return rows
+    return datasets.load_dataset(*what, split=source.split, **options)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -295,7 +291,7 @@ def _separator(path: Path) -> str:
     """Return the separator of a CSV file: spreadsheets write semicolons where commas are decimal
     signs.
     """
-    if ending(path) == ".tsv":
+    if _ending(path) == ".tsv":
         return "\t"
     with fsspec.open(str(path), "rt", encoding="utf-8-sig", compression="infer") as text:
         header = text.readline()
@@ -331,18 +327,14 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
 
     config = datasets.load_dataset_builder(str(folder)).config
     used = {Path(file).resolve() for files in (config.data_files or {}).values() for file in files}
-    present = (
-        path.relative_to(folder)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.resolve() not in used
-    )
-    hidden = re.compile(r"(^|/)\.")
     ignored = [
-        str(path)
-        for path in present
-        if ending(path) in _READERS
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*"))
+        if _ending(path) in _READERS
         and path.name not in _METADATA_FILES
-        and not hidden.search(str(path))
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
+        and path.resolve() not in used
     ]
     if not ignored:
         return ()
@@ -460,13 +452,11 @@ def _verbatim_features(features: Any, name: str = "") -> Any:
 
 
 NOT_UTF8_REMEDY = "Save the file as UTF-8."
-_NO_ROWS_SELECTED = re.compile(r"corresponds to no data")
 _BAD_SUBSET = re.compile(r"config name is missing|builderconfig")
 _BAD_SPLIT = re.compile(
     r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no "
     r"data"
 )
-_MISSING_ZSTD = re.compile(r"zstd|zstandard")
 
 
 def _empty_source(source: DataSource) -> InputError:
@@ -497,7 +487,7 @@ def _unreadable_source(source: DataSource, error: Exception) -> InputError:
             f"{source.source}: {reason}",
             "Name one of its subsets.",
         )
-    no_rows = _NO_ROWS_SELECTED.search(text) is not None
+    no_rows = "corresponds to no data" in text
     if no_rows and "[" not in source.split:
         return _empty_source(source)
     if _BAD_SPLIT.search(text):
@@ -525,7 +515,7 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
         )
     if "UnicodeDecodeError" in names:
         return "data-not-utf8", NOT_UTF8_REMEDY
-    if _MISSING_ZSTD.search(text):
+    if "zstd" in text or "zstandard" in text:
         return "data-needs-zstandard", "Install the package zstandard, or decompress the file."
     found = exists(_path_of(source))
     if _looks_like_path(source.source) or found:
@@ -538,9 +528,9 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
             ),
         )
     # Asked for what this user may not have: the terms of a gated source, or a private one.
-    responses = (getattr(cause, "response", None) for cause in causes(error))
     if "GatedRepoError" in names or any(
-        getattr(response, "status_code", None) in (401, 403) for response in responses
+        getattr(getattr(cause, "response", None), "status_code", None) in (401, 403)
+        for cause in causes(error)
     ):
         return (
             "hub-access-denied",
@@ -602,18 +592,13 @@ def _reason(error: BaseException) -> str:
     """Return the message of the root cause in one line of at most 300 characters."""
     error = _root_cause(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines)[:300] if lines else type(error).__name__
+    return " ".join(text.split())[:300] or type(error).__name__
 
 
 def _root_cause(error: BaseException) -> BaseException:
     """Unwrap the DatasetGenerationError that ``datasets`` raises around the error of a reader."""
-    while (
-        type(error).__name__ == "DatasetGenerationError"
-        and (error.__cause__ or error.__context__) is not None
-    ):
-        error = error.__cause__ or error.__context__ or error
-    return error
+    inner = (each for each in causes(error) if type(each).__name__ != "DatasetGenerationError")
+    return next(inner, error)
 
 
 class Opened(NamedTuple):
@@ -638,12 +623,12 @@ class Opened(NamedTuple):
         except (
             UnicodeDecodeError
         ) as error:  # Arrow decodes text only when it becomes a Python string.
-            number = thousands(_undecodable_row(self.rows, first))
+            undecodable = thousands(_undecodable_row(self.rows, first))
             raise reject(
                 "data-not-utf8",
                 "data.source",
                 source.source,
-                f"row {number} has text that is not UTF-8",
+                f"row {undecodable} has text that is not UTF-8",
                 NOT_UTF8_REMEDY,
             ) from error
         for number, values in enumerate(zip(*batch.values(), strict=True), first + 1):

@@ -5,6 +5,7 @@ result is cached.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
@@ -235,7 +236,9 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
         for first in range(0, len(opened.rows), _TASK_ROWS)
     ]
     parts = [cache.SourcePart(opened.layout.name, 0, Counts(0, 0, 0)) for opened in sources]
-    with cache.Writer(folder) as writer, ExitStack() as stack:
+    with ExitStack() as stack:
+        writer = cache.Writer(folder)
+        stack.callback(shutil.rmtree, writer.partial, ignore_errors=True)
         worker = _Worker(encoder, tuple(sources), writer.partial)
         position = rows = 0
         writer.append("offsets", np.zeros(1, dtype=np.int64))
@@ -256,7 +259,7 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
             if not part.documents:
                 raise _no_trained_tokens(opened, part.counts, encoder.sequence_length)
         warnings = [warning for opened in sources for warning in opened.warnings]
-        writer.close(tuple(parts), (*warnings, *encoder.chat.warnings))
+        writer.publish(tuple(parts), (*warnings, *encoder.chat.warnings))
 
 
 class _Worker(NamedTuple):

@@ -128,7 +128,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         normaliser, score, saved_blocks = _normalise(
             hidden, weight, targets, cap, save=kept_blocks(len(hidden), len(weight))
         )
-        hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
         weight_gradient = torch.empty_like(weight)
         for block in _blocks(len(hidden), len(weight)):
             logits = saved_blocks.pop(block.start, None)
@@ -174,7 +174,7 @@ def _normalise(
         The log-sum-exp and the logit of the target, both [trained] fp32, and the saved logits by
         the block's first column.
     """
-    normaliser = torch.full(targets.shape, -math.inf, dtype=torch.float32, device=hidden.device)
+    normaliser = hidden.new_full(targets.shape, -math.inf, dtype=torch.float32)
     score = torch.zeros_like(normaliser)
     saved_blocks: dict[int, Tensor] = {}
     for index, block in enumerate(_blocks(len(hidden), len(weight))):

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 _OWNED = "_so_tui_documents"
-"""Attribute of a model that has its ``Documents``."""
+"""Attribute of a model that has its ``_Documents``."""
 
 
-class Documents:
+class _Documents:
     """The documents of the micro-batch that a model computes. Backward recomputes layers with the
     same.
     """
@@ -68,13 +68,13 @@ class Documents:
                 rotary.forward = partial(_by_document, rotary.forward, self)
 
 
-def documents_of(causal: PreTrainedModel) -> Documents:
+def documents_of(causal: PreTrainedModel) -> _Documents:
     """Return the documents by which layers of ``causal`` compute; the first call makes them do
     so.
     """
     if _OWNED not in causal.__dict__:
-        causal.__dict__[_OWNED] = Documents(causal)
-    found: Documents = causal.__dict__[_OWNED]
+        causal.__dict__[_OWNED] = _Documents(causal)
+    found: _Documents = causal.__dict__[_OWNED]
     return found
 
 
@@ -87,7 +87,7 @@ def documents_of(causal: PreTrainedModel) -> Documents:
 
 def _by_document(
     run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    documents: Documents,
+    documents: _Documents,
     x: Tensor,
     position_ids: Tensor,
 ) -> tuple[Tensor, ...]:
@@ -140,7 +140,7 @@ def _other_arguments(run: Callable[..., Any]) -> dict[str, None]:
 def _each_alone(
     run: Callable[..., Any],
     others: dict[str, None],
-    documents: Documents,
+    documents: _Documents,
     hidden_states: Tensor,
     *rest: Any,
     **options: Any,
@@ -156,7 +156,7 @@ def _each_alone(
     found = [run(part, **others) for part in parts]
     several = isinstance(found[0], tuple)
     mixed = [part[0] for part in found] if several else found
-    joined = apply(_Join, places, *mixed).unflatten(0, hidden_states.shape[:-1])
+    joined = apply(_Join, places, *mixed).view(*hidden_states.shape[:-1], -1)
     return (joined, *found[0][1:]) if several else joined
 
 
