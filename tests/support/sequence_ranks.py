@@ -189,7 +189,7 @@ ON_HOST = ("offloaded-inputs", "offloaded-results")
 class Measured(HostActivations):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        rooms = (self._inputs, *self._results)
+        rooms = (self._inputs, *self.results)
         kept_bytes.append(sum(room._slots.nbytes for room in rooms if room is not None))
 
 

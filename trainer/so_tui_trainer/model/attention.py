@@ -471,8 +471,8 @@ LOADERS: dict[AttentionBackend, Callable[[], Kernels]] = {
     "flash-attn-2": _flash_attn_2,
     "torch-flash": _torch_flash,
 }
-"""Return a backend's kernels, or raise ImportError without the package. ``sdpa`` and ``eager`` have
-none.
+"""What makes each backend's kernels, or raises ImportError without its package. ``sdpa`` and
+``eager`` have none.
 """
 
 

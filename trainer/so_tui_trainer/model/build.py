@@ -191,7 +191,7 @@ def _causal(
     from transformers.integrations.deepspeed import initialize_weights_zero3
 
     spec = run.model
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if AutoModelForCausalLM._model_mapping.get(type(config), None) is None:
         raise model_problem(
             "model-not-causal",
             spec,
