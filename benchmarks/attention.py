@@ -158,7 +158,7 @@ def _kernels(*, tiny: bool) -> list[dict[str, Any]]:
     """Return a row for each backend and pack."""
     import torch
 
-    from so_tui_trainer.tools.attention_rates import flops_per_s, usable_backends
+    from so_tui_trainer.tools.gpu_rates import flops_per_s, usable_backends
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
@@ -235,7 +235,7 @@ def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from so_tui_trainer.model.build import build
     from so_tui_trainer.model.trained import parameter_groups
     from so_tui_trainer.ranks import join
-    from so_tui_trainer.tools.attention_rates import usable_backends
+    from so_tui_trainer.tools.gpu_rates import usable_backends
 
     ranks = join(use_gpu=not arguments.tiny)
     torch.manual_seed(0)
@@ -337,7 +337,7 @@ def _batches(spec: Any, document: int, ranks: Any, *, end_to_end: bool) -> Any:
     tokens = random.integers(1, 2000, size=offsets[-1]).astype(np.int32)
     trained = np.arange(offsets[-1]) % document > 0
     batches = Batches(
-        Documents(tokens, trained, offsets, Counts(count, 0, 0), "random"),
+        Documents(tokens, trained, offsets, Counts(count, 0, 0), "random", np.arange(count)),
         spec,
         ranks.rank,
         pin=ranks.device.type == "cuda",

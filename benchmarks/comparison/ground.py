@@ -95,7 +95,7 @@ def _train_tokenizer(ground: Ground, shape: Shape) -> dict[str, Any]:
     """Train a tokenizer on the rows: nothing is downloaded, and its vocabulary size gives pieces of
     realistic length.
     """
-    from so_tui_trainer.tools.tokenizer import row_texts, trained, write
+    from tools.tiny_tokenizer import row_texts, trained, write
 
     texts = list(row_texts(Path(ground.rows)))
     tokenizer = trained(iter(texts), shape.vocabulary)

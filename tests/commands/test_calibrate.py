@@ -22,8 +22,8 @@ from so_tui.plan.rates import AttentionRate
 from so_tui.spec import SoTuiError
 from so_tui_trainer.model.attention import Kernels
 from so_tui_trainer.tools import calibrate
-from so_tui_trainer.tools.attention_rates import attention_rates
 from so_tui_trainer.tools.calibrate import _rank_counts
+from so_tui_trainer.tools.gpu_rates import attention_rates
 from tests.support.attention import plain_backward, plain_forward
 from tests.support.machines import x86
 from tests.support.schemas import valid

@@ -228,7 +228,7 @@ def test_tiny_needs_no_network_and_has_varied_rows() -> None:
 
 def test_the_tiny_tokenizer_loads_and_is_made_from_the_rows(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from so_tui_trainer.tools.tokenizer import row_texts, trained, write
+    from tools.tiny_tokenizer import row_texts, trained, write
 
     home = Path(resolve_source("builtin:tiny"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(home)

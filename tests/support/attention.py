@@ -7,7 +7,7 @@ from torch import Tensor
 
 from so_tui.spec.attention import KERNELS as KNOWN
 from so_tui.spec.attention import AttentionBackend, Needs, obstacle_to
-from so_tui_trainer.model.attention import Documents, Kernels, kernels_of, present
+from so_tui_trainer.model.attention import LOADERS, Documents, Kernels, present
 
 
 def visible(documents: Documents) -> Tensor:
@@ -84,4 +84,4 @@ def backends(needs: Needs | None = None) -> dict[AttentionBackend, Kernels]:
         for kernel in KNOWN
         if obstacle_to(kernel.name, needs or Needs(head_size=64), available) is None
     ]
-    return {name: kernels_of(name) for name in usable}
+    return {name: LOADERS[name]() for name in usable}

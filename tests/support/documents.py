@@ -16,7 +16,8 @@ def documents(count: int = 50, seed: int = 0, longest: int = 60) -> Documents:
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     trained = np.concatenate([np.arange(length) >= max(1, length // 4) for length in lengths])
     tokens = rng.integers(1, 2000, size=offsets[-1]).astype(np.int32)
-    return Documents(tokens, trained, offsets, Counts(count, 0, 0), "made-up")
+    rows = np.arange(1, count + 1)
+    return Documents(tokens, trained, offsets, Counts(count, 0, 0), "made-up", rows)
 
 
 def spec(**changes: str) -> RunSpec:

@@ -94,7 +94,7 @@ def uneven() -> Documents:
     trained = np.zeros_like(found.trained)
     for end in found.offsets[1:]:
         trained[end - 2 : end] = True
-    return Documents(found.tokens, trained, found.offsets, found.counts, "made-up")
+    return found._replace(trained=trained)
 
 
 def shared_spec(ranks: int, changes: dict[str, str]) -> RunSpec:
@@ -189,7 +189,7 @@ ON_HOST = ("offloaded-inputs", "offloaded-results")
 class Measured(HostActivations):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        rooms = (self._inputs, *self._results)
+        rooms = (self._inputs, *self.results)
         kept_bytes.append(sum(room._slots.nbytes for room in rooms if room is not None))
 
 

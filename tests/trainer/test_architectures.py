@@ -150,7 +150,7 @@ def test_documents_in_rows_train_as_if_each_were_alone(kind: str) -> None:
     """Padding after a document changes no loss or gradient. Packed, the same model is refused."""
     torch.manual_seed(0)
     config = load_config(another(kind))
-    needs = attention.needs_of(config, supports_sdpa=True, sinks=False, deterministic=False)
+    needs = attention.needs_of(meta_model(config), deterministic=False)
     implementation = attention._decide(another(kind), needs, Present(generation=9)).backend
     assert (needs.rows, implementation) == (True, "sdpa")
     causal = causal_model(config, dtype=torch.float32, attention=implementation)
@@ -237,17 +237,16 @@ def test_sink_attention_is_kept_with_activations(
 
 @pytest.mark.skipif("gemma4_text" not in OTHERS, reason="this transformers does not know Gemma 4")
 def test_the_widest_heads_decide() -> None:
-    config = load_config(another("gemma4_text"))
-    assert attention.needs_of(
-        config, supports_sdpa=True, sinks=False, deterministic=False
-    ) == Needs(head_size=32)
+    meta = meta_model(load_config(another("gemma4_text")))
+    assert attention.needs_of(meta, deterministic=False) == Needs(head_size=32)
 
 
 def test_sinks_are_never_left_out() -> None:
-    meta = meta_model(load_config(scaled_down("gpt-oss-20b")))
-    assert attention.has_sinks(meta)
-    assert not attention.has_sinks(meta_model(load_config(scaled_down("qwen3-14b"))))
-    needs = attention.needs_of(meta.config, supports_sdpa=False, sinks=True, deterministic=False)
+    other, meta = (
+        meta_model(load_config(scaled_down(name))) for name in ("qwen3-14b", "gpt-oss-20b")
+    )
+    assert not attention.needs_of(other, deterministic=False).sinks
+    needs = attention.needs_of(meta, deterministic=False)
     assert needs == Needs(head_size=16, sinks=True, plain=False)
     for generation, expected in ((9, "torch-flash"), (None, "eager")):
         assert (

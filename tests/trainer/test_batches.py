@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -148,7 +149,7 @@ def test_everything_comes_in_order() -> None:
     expected = [
         (step, batch.input_ids) for step in range(3, 6) for batch in batches.micro_batches(step)
     ]
-    with Prefetcher(batches.iterate(3, 5), CPU) as prefetcher:
+    with closing(Prefetcher(batches.iterate(3, 5), CPU)) as prefetcher:
         found = list(prefetcher)
     assert len(found) == len(expected) == 9
     for (step, ids), batch in zip(expected, found, strict=True):
@@ -165,7 +166,7 @@ def test_it_is_ahead_but_not_by_much_and_leaves_no_thread() -> None:
             yield portion
 
     before = threading.active_count()
-    with Prefetcher(source(), CPU) as prefetcher:
+    with closing(Prefetcher(source(), CPU)) as prefetcher:
         next(prefetcher)
         deadline = time.monotonic() + LIMIT_S
         while len(made) < 1 + PREFETCH_DEPTH and time.monotonic() < deadline:
@@ -180,7 +181,7 @@ def test_an_error_is_raised_where_the_batch_would_have_come() -> None:
         yield from Batches(documents(), spec(), 0).iterate(1, 1)
         raise OSError("the file is gone")
 
-    with Prefetcher(source(), CPU) as prefetcher:
+    with closing(Prefetcher(source(), CPU)) as prefetcher:
         for _ in range(3):
             next(prefetcher)
         for _ in range(2):

@@ -22,6 +22,7 @@ from so_tui_trainer.data.documents import intact, read
 from so_tui_trainer.data.tokens import _row_shares, load_tokenizer, prepare
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
+from so_tui_trainer.recorder import Recorder
 from tests.support.launching import tiny
 from tests.support.problems import coded, refusal
 
@@ -279,4 +280,4 @@ def test_a_rank_that_does_not_see_the_first_ones_cache_says_so(
         "so_tui_trainer.data.tokens.prepare", lambda *_, **__: tmp_path / "on-another-host"
     )
     with coded(TrainingError, "cache-not-shared"):
-        session._read_training_data(tiny(), single_rank, lambda _: None, lambda *_: None)
+        session._read_training_data(tiny(), single_rank, Recorder(None, 1))

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from so_tui.runs.records import EvaluationRecord
 from so_tui_trainer.data.batches import Batches
-from so_tui_trainer.data.documents import Counts, _SourcePart
+from so_tui_trainer.data.documents import Counts, SourcePart
 from so_tui_trainer.evaluation import Evaluation, divide, evaluation_spec, trained_fingerprint
 from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.model.config import load_config
@@ -50,7 +50,7 @@ def test_a_row_that_was_cut_is_held_out_whole() -> None:
     """Rows of one to three documents; the second source begins with the first one's last number."""
     cut = np.array([1, 2, 2, 3, 3, 3, 3, 4, 5, 6, 7, 7])
     counts = Counts(3, 0, 0)
-    sources = (_SourcePart("a", 1.0, "text", 6, counts), _SourcePart("b", 1.0, "text", 6, counts))
+    sources = (SourcePart("text", 6, counts, "a"), SourcePart("text", 6, counts, "b"))
     docs = documents(12)._replace(rows=cut, parts=sources)
     held_out = divide(docs, spec(data__held_out="3")).held_out
     rows = [(document < 6, cut[document]) for document in range(12)]

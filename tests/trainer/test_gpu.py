@@ -1,6 +1,7 @@
 """Tests that need a CUDA device: variable-length kernels, and training in each mode."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_micro_batches_come_whole_and_without_a_wait_for_the_gpu() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with Prefetcher(batches.iterate(1, 5), device) as prefetcher:
+        with closing(Prefetcher(batches.iterate(1, 5), device)) as prefetcher:
             for batch in prefetcher:
                 # The GPU is far behind, and memory of earlier batches is used again meanwhile.
                 for _ in range(20):

@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -460,9 +462,20 @@ class Reads:
         return self.made
 
 
-def test_a_step_never_waits_for_a_measurement_but_the_first() -> None:
+def host_memory(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[], int], now: list[float]
+) -> _HostMemory:
+    monkeypatch.setattr("so_tui_trainer.metrics._rank_memory_bytes", read)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("so_tui_trainer.metrics.time", clock)
+    return _HostMemory()
+
+
+def test_a_step_never_waits_for_a_measurement_but_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, reads = [0.0], Reads()
-    memory = _HostMemory(reads, lambda: now[0])
+    memory = host_memory(monkeypatch, reads, now)
     assert memory.latest_bytes() == 1
     reads.may_end.clear()
     now[0] = 25.0
@@ -474,14 +487,16 @@ def test_a_step_never_waits_for_a_measurement_but_the_first() -> None:
 
 
 @pytest.mark.parametrize(("age_s", "interval_s"), [(60.0, 20.0), (200.0, 500.0)])
-def test_costly_measurements_become_rare(age_s: float, interval_s: float) -> None:
+def test_costly_measurements_become_rare(
+    age_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, reads = [0.0], Reads()
 
     def slow() -> int:
         now[0] += 5.0
         return reads()
 
-    memory = _HostMemory(slow, lambda: now[0])
+    memory = host_memory(monkeypatch, slow, now)
     memory.latest_bytes()
     now[0] = age_s
     memory.latest_bytes()

@@ -81,6 +81,7 @@ def nested(opening: str, closing: str, levels: int) -> str:
         ("rows.json", "not json at all", "data-row-not-json", 1),
         ("rows.jsonl", f'{GOOD}\n{GOOD}\n{{"instruction": "a"', "data-row-not-json", 3),
         ("rows.jsonl", f'{GOOD}\n{{"instruction": "a",\n{GOOD}\n', "data-row-not-json", 2),
+        ("rows.jsonl.gz", f'{GOOD}\n{{"instruction": "a"', "data-row-not-json", 2),
         ("rows.jsonl", nested("[", "]", 3_000), "data-row-too-deep", 3),
         ("rows.jsonl", nested('{"a":', "}", 50_000), "data-row-too-deep", 3),
         ("rows.json", f"[{GOOD},\n{GOOD},\n{DEEP}]", "data-row-too-deep", None),

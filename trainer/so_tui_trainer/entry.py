@@ -11,16 +11,15 @@ import argparse
 import atexit
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from so_tui.plan.plan import Launch
 from so_tui.runs import MetricsWriter, RunDirectory
-from so_tui.runs.records import PhaseRecord
 from so_tui.trust.decoding import read_json
 from so_tui_trainer import binding
 from so_tui_trainer.hub import stay_offline_when_cut_off
+from so_tui_trainer.recorder import Recorder, trackers_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,23 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if launch.plan.spec.train.deterministic:
         # cuBLAS reads it when it is loaded.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    writer = MetricsWriter(run, given.attempt) if report.rank == 0 else None
-    if writer is not None:
-        record = PhaseRecord(
-            attempt=given.attempt,
-            time=time.time(),
-            phase="loading",
-            stage="imports",
-            detail="importing torch and DeepSpeed",
-        )
-        try:
-            writer.append(record)
-        except OSError as error:  # a full disk, which later records report
-            print(f"records of the run cannot be written: {error}", file=sys.stderr, flush=True)
+    first = report.rank == 0
+    recorder = Recorder(
+        MetricsWriter(run, given.attempt) if first else None,
+        given.attempt,
+        trackers_of(run, launch.plan.spec) if first else (),
+    )
+    recorder.phase("loading", "importing torch and DeepSpeed", stage="imports")
 
     from so_tui_trainer.session import Session  # imports them
 
-    code = Session(run, given.attempt, launch, report, writer).main()
+    code = Session(run, launch, report, recorder).main()
     _leave(code)
     return code
 

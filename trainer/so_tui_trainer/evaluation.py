@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,8 +71,6 @@ def _rows(documents: Documents) -> Int64s:
     """Return the row of each document, counted over all sources, [documents]. Documents of a row
     are adjacent.
     """
-    if documents.rows is None:
-        return np.arange(len(documents.offsets) - 1)
     begins = np.diff(documents.rows, prepend=documents.rows[0] - 1) != 0
     begins[documents.source_starts[:-1]] = True  # Row numbers restart in every source.
     return np.cumsum(begins) - 1
@@ -144,7 +143,8 @@ class Evaluation:
         training = model.training
         model.eval()
         try:
-            with torch.no_grad(), Prefetcher(self._batches(ranks.size), ranks.device) as batches:
+            batches = Prefetcher(self._batches(ranks.size), ranks.device)
+            with torch.no_grad(), closing(batches):
                 for batch in batches:
                     total += model(batch, 1.0)
         finally:

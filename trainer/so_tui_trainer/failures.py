@@ -88,8 +88,7 @@ def explain(
         step: The last completed step.
         given: What the plan had to give, for suggestions.
     """
-    code, reason, suggestion = _explanation(error, spec, given)
-    return Failure(rank=rank, code=code, reason=reason, suggestion=suggestion, step=step)
+    return Failure(rank=rank, step=step, **_explanation(error, spec, given)._asdict())
 
 
 def report(failure: Failure, run: RunDirectory, attempt: int) -> None:
@@ -115,9 +114,7 @@ def reported(run: RunDirectory, attempt: int, ranks: int) -> Failure | None:
     return min(found)[2] if found else None
 
 
-def _explanation(
-    error: BaseException, spec: RunSpec, given: GivenMemory = NOTHING_KNOWN
-) -> Explanation:
+def _explanation(error: BaseException, spec: RunSpec, given: GivenMemory) -> Explanation:
     """Return the code, the reason and the suggestion for an exception."""
     match error:
         case TrainingError():

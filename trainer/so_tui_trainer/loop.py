@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -37,7 +39,7 @@ from superoffload.errors import NonFiniteGradientError
 # Requests of users, and checkpoints by rank 0's clock: all ranks act on them after the same step.
 
 
-_STOP, _CHECKPOINT = 1, 2
+_ACTIONS: tuple[run_state.Action, ...] = ("stop", "checkpoint")
 _NEWER_CHECK_S = 10.0
 
 
@@ -86,7 +88,7 @@ class Control:
         self._run, self._ranks, self._attempt = run, ranks, attempt
         self._newer_checked_at = time.monotonic()
         self._every_s, self._saved_at = every_s, time.monotonic()
-        self._flags = torch.zeros(1, dtype=torch.int64)
+        self._flags = torch.zeros(len(_ACTIONS), dtype=torch.bool)
         self._broadcast: dist.Work | None = None
         self._told = False
         """The log says that a request waits."""
@@ -106,25 +108,22 @@ class Control:
         """Return what was broadcast after the step before, and broadcast what is requested now. All
         ranks must call it after every step.
         """
-        if self._broadcast is not None:
-            self._broadcast.wait()
-        received = int(self._flags)
-        self._flags = torch.zeros(1, dtype=torch.int64)
+        self.close()
+        received = self._flags.tolist()
+        self._flags = torch.zeros(len(_ACTIONS), dtype=torch.bool)
         if self._ranks.first:
             if self._attempt and time.monotonic() >= self._newer_checked_at + _NEWER_CHECK_S:
                 self._newer_checked_at = time.monotonic()
                 _refuse_if_superseded(self._run, self._attempt)
             requested = run_state.pending(self._run)
             # A request for a checkpoint is broadcast once; one to stop stays until the run ends.
-            self._flags[0] = _STOP * ("stop" in requested) | _CHECKPOINT * (
-                "checkpoint" in requested and self._cleared()
-            )
+            checkpoint = "checkpoint" in requested and self._cleared()
             if self._every_s and time.monotonic() >= self._saved_at + self._every_s:
-                self._flags[0] |= _CHECKPOINT
+                checkpoint = True
                 self.saved()
+            self._flags = torch.tensor(["stop" in requested, checkpoint])
         self._broadcast = dist.broadcast(self._flags, src=0, group=self._ranks.group, async_op=True)
-        actions: dict[run_state.Action, int] = {"stop": _STOP, "checkpoint": _CHECKPOINT}
-        return frozenset(action for action, bit in actions.items() if received & bit)
+        return frozenset(compress(_ACTIONS, received))
 
     def _cleared(self) -> bool:
         """Remove the request for a checkpoint. While its folder cannot be written it has to wait:
@@ -148,7 +147,7 @@ class Control:
         self._saved_at = time.monotonic()
 
     def close(self) -> None:
-        """Wait for the last broadcast, so that the process group can be destroyed."""
+        """Wait for the last broadcast, before the process group is destroyed."""
         if self._broadcast is not None:
             self._broadcast.wait()
 
@@ -177,21 +176,14 @@ def learning_rate(step: int, total_steps: int, train: TrainSpec) -> float:
     if train.schedule == "wsd":
         falling = min(falling, math.ceil(train.decay_ratio * total_steps))
     progress = max(0, step - (total_steps - falling) - 1) / max(1, falling)
-    return train.learning_rate * (
-        train.min_learning_rate_ratio
-        + (1 - train.min_learning_rate_ratio) * _height(progress, train)
-    )
-
-
-def _height(progress: float, train: TrainSpec) -> float:
-    """Return the share of the decay that is left, from 1 at its start towards 0 at its end."""
-    match train.schedule:
-        case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * progress))
-        case "linear" | "wsd":
-            return 1 - progress
-        case "constant":
-            return 1.0
+    # The share of the decay that is left, from 1 at its start towards 0 at its end.
+    height = 1 - progress
+    if train.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    elif train.schedule == "constant":
+        height = 1.0
+    floor = train.min_learning_rate_ratio
+    return train.learning_rate * (floor + (1 - floor) * height)
 
 
 _UNUSUAL_LOSS_DIFFERENCE = 0.5
@@ -273,9 +265,8 @@ class Loop:
             self.ask()
             if self.spec.model.weights == "pretrained":
                 self.evaluate()  # What training is to improve; the loss of random weights is known.
-        with Prefetcher(
-            self.batches.iterate(self.step + 1, self.total_steps), self.ranks.device
-        ) as micro_batches:
+        steps = self.batches.iterate(self.step + 1, self.total_steps)
+        with closing(Prefetcher(steps, self.ranks.device)) as micro_batches:
             self.clock.restart()
             while self.step < self.total_steps and not stop_requested:
                 step = self.train_step(micro_batches)
@@ -447,9 +438,7 @@ class Loop:
         folder = checkpoints_folder(self.run, self.spec)
         if self.ranks.first:
             claim(self.run, self.spec)  # again: it may have been removed since the start
-        waited_since = due_step if due_step != self.step else None
         attempt = self.recorder.attempt
-        check = partial(_refuse_if_superseded, self.run, attempt)
         self._saving = Saving(
             self.engine,
             manifest,
@@ -457,8 +446,8 @@ class Loop:
             self.ranks,
             attempt,
             background=background,
-            due_step=waited_since,
-            check=check,
+            due_step=due_step if due_step != self.step else None,
+            check=partial(_refuse_if_superseded, self.run, attempt),
         )
         if not background:
             self._record_saved(self._saving.wait())

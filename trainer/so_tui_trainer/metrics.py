@@ -11,8 +11,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -64,22 +64,18 @@ class _StepTimes(NamedTuple):
         return sum(self)
 
 
-@dataclass
-class _Laps:
+class _Laps(NamedTuple):
     """The laps of one step."""
 
     clock: Transfers
-    start: Mark
-    ends: list[tuple[StepPart, Mark]] = field(default_factory=list)
-    """The part that a lap belongs to, and when it ended."""
+    marks: list[tuple[StepPart, Mark]]
+    """The part that a lap belongs to, and when it ended; before them, when the step began."""
 
     def read(self) -> _StepTimes:
         """Return the seconds of each part. Waits until the GPU has passed the last lap."""
         seconds = dict.fromkeys(_StepTimes._fields, 0.0)
-        before = self.start
-        for part, end in self.ends:
-            seconds[part] += self.clock.seconds(before, end)
-            before = end
+        for (_, begin), (part, end) in pairwise(self.marks):
+            seconds[part] += self.clock.seconds(begin, end)
         return _StepTimes(**seconds)
 
 
@@ -94,17 +90,17 @@ class StepClock:
 
     def restart(self) -> None:
         """Exclude the time since the last lap (a checkpoint, an evaluation)."""
-        self._laps = _Laps(self._clock, self._clock.mark())
+        self._laps = _Laps(self._clock, [])
+        self.lap("other")
 
     def lap(self, part: StepPart) -> None:
         """Assign the time since the last lap to ``part``."""
-        self._laps.ends.append((part, self._clock.mark()))
+        self._laps.marks.append((part, self._clock.mark()))
 
     def end_step(self) -> _Laps:
         """Return the step's laps, and start the next step where the last one ended."""
         laps = self._laps
-        _, end = laps.ends[-1]
-        self._laps = _Laps(self._clock, end)
+        self._laps = _Laps(self._clock, laps.marks[-1:])
         return laps
 
 
@@ -131,12 +127,7 @@ def _rank_memory_bytes() -> int:
 class _HostMemory:
     """The newest measurement. The first is made at once, each later one by a thread."""
 
-    def __init__(
-        self,
-        read: Callable[[], int] = _rank_memory_bytes,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._read, self._clock = read, clock
+    def __init__(self) -> None:
         self._reading: threading.Thread | None = None
         self._bytes = 0
         self._begun: float | None = None
@@ -144,7 +135,7 @@ class _HostMemory:
 
     def latest_bytes(self) -> int:
         """Return the newest measurement, and begin another one if it is due."""
-        now = self._clock()
+        now = time.monotonic()
         if self._begun is None:
             self._begun = now
             self._measure()
@@ -156,9 +147,9 @@ class _HostMemory:
 
     def _measure(self) -> None:
         assert self._begun is not None
-        before = self._clock()
-        self._bytes = self._read()
-        after = self._clock()
+        before = time.monotonic()
+        self._bytes = _rank_memory_bytes()
+        after = time.monotonic()
         settled = after - self._begun >= _SETTLES_S
         self._due = after + (
             max(_INTERVAL_S, (after - before) / _COST_SHARE) if settled else _INTERVAL_S
@@ -194,13 +185,9 @@ class Metrics:
         """
         self._spec, self._ranks, self._recorder = spec, ranks, recorder
         self._parameters = parameters
-        self._shape: Architecture = architecture(spec.model.config)
-        self._flops: Flops = flops_of(spec.model)
-        self._peak = (
-            peak_flops(torch.cuda.get_device_name(ranks.device))
-            if ranks.device.type == "cuda"
-            else None
-        )
+        self._shape = architecture(spec.model.config)
+        self._flops = flops_of(spec.model)
+        self._peak = peak_flops(ranks.device_name)
         self._first_bad_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self._memory = _HostMemory()
         self._measured: list[Step] = []
@@ -320,17 +307,12 @@ class Metrics:
         return medians | {"measured_steps": float(len(every))}
 
     def _measured_rates(self, steps: Iterable[Step]) -> list[dict[str, Any]]:
-        nothing = OffloadStats()
-        return [
-            self._rates(
-                step.counts,
-                _separate_exposed_optimizer(
-                    step.laps.read(),
-                    self._engine_stats.get(step.number, nothing).exposed_in_forward_s,
-                ),
-            )
-            for step in steps
-        ]
+        found = []
+        for step in steps:
+            stats = self._engine_stats.get(step.number, OffloadStats())
+            times = _separate_exposed_optimizer(step.laps.read(), stats.exposed_in_forward_s)
+            found.append(self._rates(step.counts, times))
+        return found
 
     def _rates(self, counts: StepCounts, times: _StepTimes) -> dict[str, Any]:
         """Return every field of a record that is a time or a quantity per time."""

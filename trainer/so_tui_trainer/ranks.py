@@ -30,6 +30,11 @@ class Ranks(NamedTuple):
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU; empty without one."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self.group)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import superoffload.api
 from so_tui.model.flops import peak_flops
 from so_tui.plan.plan import Launch
-from so_tui.runs import MetricsWriter, RunDirectory
+from so_tui.runs import RunDirectory
 from so_tui.runs import state as run_control
 from so_tui.runs.directory import checkpoints_folder
 from so_tui.runs.records import (
@@ -57,7 +57,7 @@ from so_tui_trainer.model.kernels import replace_slow_matmuls
 from so_tui_trainer.model.loss import expected_first_loss
 from so_tui_trainer.model.trained import parameter_count, parameter_groups
 from so_tui_trainer.ranks import Ranks, join
-from so_tui_trainer.recorder import Recorder, trackers_of
+from so_tui_trainer.recorder import Recorder
 from superoffload.settings import Settings
 
 # Python's garbage collection during training.
@@ -119,12 +119,6 @@ def _call(action: Callable[[], None]) -> None:
 # Read what a rank trains and evaluates on, from the cache that rank 0 fills.
 
 
-OnProgress = Callable[[str], None]
-"""Called with a description of the current work."""
-OnWarning = Callable[[str, str, str], None]
-"""Called with a code, a message and a suggestion."""
-
-
 class _TrainingData(NamedTuple):
     """The data of one rank."""
 
@@ -135,18 +129,16 @@ class _TrainingData(NamedTuple):
     evaluation: Evaluation | None
 
 
-def _read_training_data(
-    spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning
-) -> _TrainingData:
+def _read_training_data(spec: RunSpec, ranks: Ranks, recorder: Recorder) -> _TrainingData:
     """Read the spec's data; rank 0 tokenises them if needed.
 
     Raises:
         InputError: They cannot be read, or nothing would be left to train on.
     """
-    documents = _documents(spec, ranks, on_progress, warn)
+    documents = _documents(spec, ranks, recorder)
     training, held_out = divide(documents, spec)
     other = evaluation_spec(spec)
-    evaluated = documents if other is None else _documents(other, ranks, on_progress, warn)
+    evaluated = documents if other is None else _documents(other, ranks, recorder)
     members = held_out if other is None else np.arange(len(evaluated.lengths))
     pin = ranks.device.type == "cuda"
     return _TrainingData(
@@ -161,14 +153,14 @@ def _read_training_data(
     )
 
 
-def _check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarning) -> None:
+def _check_sizes(config: Any, documents: Documents, spec: RunSpec, recorder: Recorder) -> None:
     """Compare the documents with the model's shape.
 
     Args:
         config: The model's configuration.
         documents: The tokenised data.
         spec: The run's spec.
-        warn: Called if documents are longer than the model's positions.
+        recorder: Gets a warning if documents are longer than the model's positions.
 
     Raises:
         InputError: A token id exceeds the model's vocabulary.
@@ -184,7 +176,7 @@ def _check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarni
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions and int(documents.lengths.max()) > positions:
-        warn(
+        recorder.warn(
             "documents-exceed-positions",
             f"some documents are longer than the {thousands(positions)} positions that the model "
             "supports",
@@ -192,7 +184,7 @@ def _check_sizes(config: Any, documents: Documents, spec: RunSpec, warn: OnWarni
         )
 
 
-def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWarning) -> Documents:
+def _documents(spec: RunSpec, ranks: Ranks, recorder: Recorder) -> Documents:
     """Tokenise on rank 0, and read on all ranks.
 
     Raises:
@@ -201,7 +193,8 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
     """
 
     def progress(rows: int, total: int) -> None:
-        on_progress(f"tokenising the data, {thousands(rows)} of {thousands(total)} rows")
+        doing = f"tokenising the data, {thousands(rows)} of {thousands(total)} rows"
+        recorder.phase("loading", doing, stage="data")
 
     folder = ranks.broadcast(
         tokens.prepare(spec, on_progress=progress) if ranks.first else None, Path
@@ -214,7 +207,7 @@ def _documents(spec: RunSpec, ranks: Ranks, on_progress: OnProgress, warn: OnWar
         )
     documents = cache.read(folder, spec.data)
     for warning in documents.warnings:
-        warn("data", warning, "")
+        recorder.warn("data", warning)
     return documents
 
 
@@ -226,13 +219,11 @@ class Session:
     """Everything that must be reported or closed, however the attempt ends."""
 
     run: RunDirectory
-    attempt: int
     launch: Launch
     """The attempt's plan, and how it was started."""
     report: RankBindingReport
     """This rank's binding."""
-    writer: MetricsWriter | None
-    """Writes the run's records; only the first rank has one."""
+    recorder: Recorder
     engine: Any = None
     loop: Loop | None = None
 
@@ -240,8 +231,7 @@ class Session:
         self.plan = self.launch.plan
         self.spec: RunSpec = self.plan.spec
         self.rank = self.report.rank
-        trackers = trackers_of(self.run, self.spec) if self.writer else ()
-        self.recorder = Recorder(self.writer, self.attempt, trackers)
+        self.attempt = self.recorder.attempt
 
     def main(self) -> int:
         """Load, train, save, and write the end record.
@@ -380,9 +370,7 @@ class Session:
         self._seed(0)
         control.stop_early()
         self._load_stage("data", "reading the data")
-        data = _read_training_data(
-            self.spec, ranks, lambda doing: self._load_stage("data", doing), self.recorder.warn
-        )
+        data = _read_training_data(self.spec, ranks, self.recorder)
         control.stop_early()
         loading = f"loading {self.spec.label}"
         self._load_stage("weights", loading)
@@ -397,7 +385,7 @@ class Session:
             data.batches.end_to_end = True
             if data.evaluation:
                 data.evaluation.batches.end_to_end = True
-        _check_sizes(model.causal.config, data.documents, self.spec, self.recorder.warn)
+        _check_sizes(model.causal.config, data.documents, self.spec, self.recorder)
         parameters = parameter_count(model)
         control.stop_early()
         self._load_stage("optimizer", "preparing the optimizer")
@@ -468,9 +456,7 @@ class Session:
 
     def _start_record(self, ranks: Ranks, total_steps: int, parameters: int) -> None:
         hostnames = tuple(dict.fromkeys(ranks.all_gather(socket.gethostname(), str)))
-        cuda = ranks.device.type == "cuda"
-        device_name = torch.cuda.get_device_name(ranks.device) if cuda else ""
-        peak = peak_flops(device_name) if cuda else None
+        peak = peak_flops(ranks.device_name)
         self.recorder.write(
             StartRecord(
                 attempt=self.attempt,
@@ -483,7 +469,7 @@ class Session:
                 gradient_accumulation_steps=self.spec.gradient_accumulation_steps,
                 tokens_per_step=self.plan.tokens_per_step,
                 hostnames=hostnames,
-                device_name=device_name,
+                device_name=ranks.device_name,
                 peak_tflops_per_gpu=peak / 1e12 if peak else None,
                 versions={
                     name: version(name)

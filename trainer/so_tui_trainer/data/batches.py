@@ -347,15 +347,8 @@ class Batches:
         """Return the indices of the next ``count`` sequences from position ``first`` of the
         order.
         """
-        positions = np.arange(first, first + count)
-        epochs, indices_in_epoch = np.divmod(positions, len(self.sequences))
-        return np.array(
-            [
-                self._epoch_order(int(epoch))[index]
-                for epoch, index in zip(epochs, indices_in_epoch, strict=True)
-            ],
-            dtype=np.int64,
-        )
+        places = (divmod(at, len(self.sequences)) for at in range(first, first + count))
+        return np.array([self._epoch_order(epoch)[index] for epoch, index in places], np.int64)
 
     def _shuffled(self, epoch: int) -> Int64s:
         return np.random.default_rng((self.spec.train.seed, epoch)).permutation(len(self.sequences))
@@ -448,27 +441,22 @@ class Prefetcher:
     same order.
 
     On a GPU the copies run on a separate stream, and the compute stream waits for them; the host
-    never does. An exception in ``source`` is raised when its batch would have been returned. Use as
-    a context manager, or call ``close``, unless all are taken.
+    never does. An exception in ``source`` is raised when its batch would have been returned. Call
+    ``close``, unless all are taken.
     """
 
     def __init__(self, source: Iterator[Batch], device: torch.device) -> None:
         self._source = source
         self._device = device
-        stream: Any = torch.cuda.Stream
-        self._stream = stream(device) if device.type == "cuda" else None
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._queue: queue.Queue[tuple[Batch, torch.cuda.Event | None] | BaseException] = (
             queue.Queue(PREFETCH_DEPTH)
         )
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="prefetcher", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Prefetcher:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -522,7 +510,4 @@ class Prefetcher:
         if self._stream is None:
             return batch, None
         with torch.cuda.stream(self._stream):
-            moved = batch.to(self._device)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        return moved, event
+            return batch.to(self._device), self._stream.record_event()

@@ -135,7 +135,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase) -> Chat:
     specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     stops = (token for token in specials if closing.lstrip().startswith(token))
     stop = max(stops, key=len, default="")
-    if stop == "" and not end:
+    if not stop and not end:
         raise _no_stop_token(
             "tokenizer-no-end-token",
             "has no end-of-text token, and its chat template ends answers without a special token",
@@ -226,15 +226,13 @@ def _templated(chat: Chat, conversation: Conversation, answers: Sequence[int]) -
     parts, position = [], 0
     for index in answers:
         start, stop = contents[index]
-        following = [contents[later][0] for later in sorted(contents) if later > index]
-        end, closed = _answer_end(
-            chat, conversation[: index + 1], whole, stop, following[0] if following else len(whole)
-        )
+        following = (contents[later][0] for later in sorted(contents) if later > index)
+        end = _answer_end(chat, conversation[: index + 1], whole, stop, next(following, len(whole)))
         start = _answer_start(chat, conversation[:index], whole, position, start)
         said = whole[start:end].removesuffix(chat.end).removesuffix(chat.stop).strip()
         parts += [
             _Segment(whole[position:start], False),
-            _Segment(whole[start:end] + ("" if closed else chat.end), bool(said)),
+            _Segment(whole[start:end] + ("" if chat.stop else chat.end), bool(said)),
         ]
         position = end
     return [*parts, _Segment(whole[position:], False)]
@@ -313,28 +311,24 @@ def _answer_start(
     The template may write more before the content; that is trained too.
     """
     # More than one generation prompt: a thought or a tool call has a message of its own.
-    again = bool(chat.asking) and whole.count(chat.asking, position, content) > 1
-    if (again or not chat.asking) and any(message.role != TOOLS for message in before):
+    again = not chat.asking or whole.count(chat.asking, position, content) > 1
+    if again and any(message.role != TOOLS for message in before):
         prompt = chat.render(before, ask=True)
         if whole.startswith(prompt) and position <= len(prompt) <= content:
             return len(prompt)
-    if chat.asking:
-        # The generation prompt may contain more than the rendered turn has (an opened thought,
-        # say).
-        for length in range(len(chat.asking), 0, -1):
-            at = whole.rfind(chat.asking[:length], position, content)
-            if at >= 0:
-                start = at + length
-                whole_prompt = length == len(chat.asking)
-                return start if whole_prompt or not whole[start:content].strip() else content
+    # The generation prompt may contain more than the rendered turn has (an opened thought, say).
+    for length in range(len(chat.asking), 0, -1):
+        at = whole.rfind(chat.asking[:length], position, content)
+        if at >= 0:
+            start = at + length
+            whole_prompt = length == len(chat.asking)
+            return start if whole_prompt or not whole[start:content].strip() else content
     return content
 
 
-def _answer_end(
-    chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int
-) -> tuple[int, bool]:
-    """Return where the last answer of ``said`` ends, and whether it has a stop token there. Tool
-    calls may precede the stop token.
+def _answer_end(chat: Chat, said: Sequence[Message], whole: str, content: int, limit: int) -> int:
+    """Return where the last answer of ``said`` ends: behind its stop token, which tool calls may
+    precede.
 
     Templates may close earlier turns with another token than the last one. Such a token is not
     trained, as it does not stop the model, except at the end of a tool call. An end-of-text token
@@ -345,14 +339,12 @@ def _answer_end(
         at = whole.find(chat.stop, content, limit)
         if at >= 0 and (calls or not whole[content:at].strip()):
             behind = at + len(chat.stop)
-            return behind + (
-                len(chat.end) if chat.end and whole.startswith(chat.end, behind) else 0
-            ), True
+            return behind + (len(chat.end) if whole.startswith(chat.end, behind) else 0)
     if any(name == "tool_calls" for name, _ in said[-1].extra):
         through = chat.render(said).rstrip()
         if whole.startswith(through) and content <= len(through) <= limit:
-            return len(through), bool(chat.stop)
-    return content, bool(chat.stop)
+            return len(through)
+    return content
 
 
 def _placeholder(index: int) -> str:
@@ -365,11 +357,11 @@ def _with_placeholder(message: Message, index: int) -> Message:
 
 def _with_placeholder_calls(message: Message) -> Message:
     """Return the message with the names of the tools it calls replaced."""
-    extra = dict(message.extra)
-    calls = extra.get("tool_calls")
-    if isinstance(calls, list):
-        extra["tool_calls"] = [_renamed(call) for call in calls]
-    return message._replace(extra=tuple(extra.items()))
+    extra = (
+        (name, [_renamed(call) for call in value] if name == "tool_calls" else value)
+        for name, value in message.extra
+    )
+    return message._replace(extra=tuple(extra))
 
 
 def _renamed(call: Any) -> Any:
@@ -383,25 +375,21 @@ def _renamed(call: Any) -> Any:
 
 def _stop_warnings(
     tokenizer: PreTrainedTokenizerBase, stop: str, end: str, closing: str
-) -> list[str]:
-    if stop and end and stop != end and not closing.lstrip().startswith(stop + end):
+) -> Iterator[str]:
+    closing = closing.strip()
+    if stop and end and stop != end and not closing.startswith(stop + end):
         number = tokenizer.convert_tokens_to_ids(stop)
-        return [
-            (
-                f"an answer ends with {stop}, but the tokenizer's end-of-text token is {end}: "
-                f"generate with eos_token_id = {number}"
-            )
-        ]
-    if not stop and closing.strip():
-        pieces = len(tokenizer(closing.strip(), add_special_tokens=False)["input_ids"])
-        shown = closing.strip().split("\n")[0][:40]
-        return [
-            (
-                f"the chat template ends an answer with {shown!r}, which is {pieces} tokens here, "
-                f"not a special token; {end} is put before it"
-            )
-        ]
-    return []
+        yield (
+            f"an answer ends with {stop}, but the tokenizer's end-of-text token is {end}: "
+            f"generate with eos_token_id = {number}"
+        )
+    elif not stop and closing:
+        pieces = len(tokenizer(closing, add_special_tokens=False)["input_ids"])
+        shown = closing.split("\n")[0][:40]
+        yield (
+            f"the chat template ends an answer with {shown!r}, which is {pieces} tokens here, "
+            f"not a special token; {end} is put before it"
+        )
 
 
 def _no_stop_token(code: str, message: str, tokenizer: PreTrainedTokenizerBase) -> InputError:
@@ -497,13 +485,11 @@ class Encoder:
         Raises:
             InputError: A row cannot be read.
         """
-        rows = opened.conversations(first, last)
         leading = leading_ids(self.chat.tokenizer)
-        number = first
-        while batch := list(islice(rows, _BATCH_ROWS)):
+        for start in range(first, last, _BATCH_ROWS):
+            batch = list(opened.conversations(start, min(start + _BATCH_ROWS, last)))
             parts = []
-            for conversation in batch:
-                number += 1
+            for number, conversation in enumerate(batch, start + 1):
                 try:
                     parts.append(_segments(self.chat, conversation, self.loss))
                 except TemplateError as error:
@@ -513,12 +499,12 @@ class Encoder:
                         number,
                         f"the chat template rejects it: {error}",
                     ) from error
-            for index, (conversation, tokens) in enumerate(
-                zip(batch, self.encode(parts), strict=True), number - len(batch) + 1
+            for number, (conversation, tokens) in enumerate(
+                zip(batch, self.encode(parts), strict=True), start + 1
             ):
                 bare = bool(conversation) and conversation[0].role == TEXT
                 yield self._fit(
-                    index, leading if bare or not self.chat.templated else [], tokens, bare=bare
+                    number, leading if bare or not self.chat.templated else [], tokens, bare=bare
                 )
 
     def _fit(self, row: int, leading: Sequence[int], tokens: Tokens, *, bare: bool) -> _Encoded:
@@ -540,13 +526,15 @@ class Encoder:
             if end := _end(flags):
                 documents.append((piece[:end], flags[:end]))
         longer = len(ids) > limit
-        return _Encoded(
-            row,
-            documents,
-            truncated=longer and not bare and bool(documents),
-            too_long=longer and not documents,
-            cut=len(documents) > 1,
+        dropped = not documents
+        counts = Counts(
+            1,
+            truncated=int(longer and not bare and not dropped),
+            dropped=int(dropped),
+            dropped_too_long=int(longer and dropped),
+            cut=int(len(documents) > 1),
         )
+        return _Encoded(row, documents, counts)
 
 
 class _Encoded(NamedTuple):
@@ -555,18 +543,7 @@ class _Encoded(NamedTuple):
     row: int
     """From 1."""
     documents: list[Tokens]
-    truncated: bool
-    """The row lost its end."""
-    too_long: bool
-    """The row has no trained token within a sequence, because its prompt is too long."""
-    cut: bool
-    """The row became several documents."""
-
-    @property
-    def counts(self) -> Counts:
-        return Counts(
-            1, int(self.truncated), int(not self.documents), int(self.too_long), int(self.cut)
-        )
+    counts: Counts
 
 
 def _end(flags: npt.NDArray[np.bool_]) -> int:

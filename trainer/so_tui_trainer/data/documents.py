@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import astuple, replace
 
 from so_tui.spec import DataSpec, InputError, RunSpec
 from so_tui.spec.errors import reject
@@ -55,19 +57,18 @@ class Counts(Struct, frozen=True):
     """Rows of plain text that were cut into several documents, without loss."""
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            *(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__)
-        )
+        return Counts(*map(add, astuple(self), astuple(other)))
 
 
-class _SourcePart(Struct, frozen=True):
+class SourcePart(Struct, frozen=True, omit_defaults=True):
     """The documents of one source; they are contiguous."""
 
-    source: str
-    weight: float
     layout: str
     documents: int
     counts: Counts
+    source: str = ""
+    """Not stored, like the weight: runs may name and weigh the same rows differently."""
+    weight: float = 1.0
 
 
 class Documents(NamedTuple):
@@ -82,12 +83,10 @@ class Documents(NamedTuple):
     counts: Counts
     fingerprint: str
     """Hash of the rows, the tokenizer and the options: equal data have an equal fingerprint."""
-    parts: tuple[_SourcePart, ...] = ()
+    rows: Int64s
+    """Number of each document's row in its source, from 1, [documents]."""
+    parts: tuple[SourcePart, ...] = ()
     """The sources in order; empty for one source."""
-    rows: Int64s | None = None
-    """Number of each document's row in its source, from 1, [documents]; None if each row is a
-    document.
-    """
     warnings: tuple[str, ...] = ()
 
     @property
@@ -109,15 +108,9 @@ class Documents(NamedTuple):
         counted = []
         for first in range(0, len(self.offsets) - 1, _PART_DOCUMENTS):
             ends = self.offsets[first : first + _PART_DOCUMENTS + 1]
-            totals = np.concatenate(
-                ([0], np.cumsum(self.trained[ends[0] : ends[-1]], dtype=np.int64))
-            )
-            counted.append(np.diff(totals[ends - ends[0]]))
+            flags = self.trained[ends[0] : ends[-1]]
+            counted.append(np.add.reduceat(flags, ends[:-1] - ends[0], dtype=np.int64))
         return np.concatenate(counted)
-
-    def row_of(self, document: int) -> int:
-        """Return the number of a document's row in its source, from 1."""
-        return document + 1 if self.rows is None else int(self.rows[document])
 
     def epoch(self, seed: int, members: Int64s | None = None) -> Int64s:
         """Return the documents of an epoch, where those of a source with a large weight occur
@@ -134,7 +127,7 @@ class Documents(NamedTuple):
         if len(self.parts) < 2:
             return members
         source_members = np.split(members, np.searchsorted(members, self.source_starts[1:-1]))
-        self._check_weights([len(mine) for mine in source_members])
+        self._check_weights(list(map(len, source_members)))
         return _mixture(source_members, [part.weight for part in self.parts], seed)
 
     def _check_weights(self, sizes: Sequence[int]) -> None:
@@ -152,20 +145,13 @@ class Documents(NamedTuple):
         most, part = max(per_document, key=lambda pair: pair[0])
         rounds = most / min(weight for weight, _ in per_document)
         if rounds > MAX_ROUNDS:
-            times = f"{significant(rounds)} times; the limit is {thousands(MAX_ROUNDS)}"
-            message = (
-                f"an epoch, which uses every row of every source, would repeat its rows {times}"
-            )
-            remedy = (
-                'Lower the weight, or use a part of the largest source (split = "train[:10%]").'
-            )
-            value = f"weight {part.weight:g} of {part.source}"
             raise reject(
                 "data-weight-too-large",
                 "data.source",
-                value,
-                message,
-                remedy,
+                f"weight {part.weight:g} of {part.source}",
+                "an epoch, which uses every row of every source, would repeat its rows "
+                f"{significant(rounds)} times; the limit is {thousands(MAX_ROUNDS)}",
+                'Lower the weight, or use a part of the largest source (split = "train[:10%]").',
             )
 
 
@@ -225,16 +211,8 @@ killed.
 """
 
 
-class Tally(Struct, frozen=True):
-    """What became of the rows of a source, whatever its name and weight."""
-
-    layout: str
-    documents: int
-    counts: Counts
-
-
 class _Info(Struct, frozen=True):
-    tallies: tuple[Tally, ...]
+    tallies: tuple[SourcePart, ...]
     warnings: tuple[str, ...]
     files: dict[str, tuple[int, int]]
     """Bytes and CRC-32 of each array."""
@@ -287,11 +265,11 @@ def read(folder: Path, data: DataSpec) -> Documents:
         np.memmap(folder / f"{name}.bin", dtype=kind, mode="r") for name, kind in _ARRAYS.items()
     )
     parts = tuple(
-        _SourcePart(source.source, source.weight, tally.layout, tally.documents, tally.counts)
+        replace(tally, source=source.source, weight=source.weight)
         for source, tally in zip(data.sources, info.tallies, strict=True)
     )
     counts = sum((part.counts for part in parts), Counts(0, 0, 0))
-    return Documents(tokens, trained, offsets, counts, folder.name, parts, rows, info.warnings)
+    return Documents(tokens, trained, offsets, counts, folder.name, rows, parts, info.warnings)
 
 
 def intact(folder: Path) -> bool:
@@ -306,9 +284,7 @@ def intact(folder: Path) -> bool:
 
 
 class Writer:
-    """Context manager that writes a new entry. ``close`` publishes it; leaving the block without it
-    removes everything.
-    """
+    """Writes a new entry in the folder ``partial``, until ``publish`` gives it its name."""
 
     def __init__(self, folder: Path) -> None:
         """Create a partial entry.
@@ -328,12 +304,6 @@ class Writer:
             )
         except OSError as error:
             raise _unwritable(folder, error) from error
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
 
     def append(self, name: str, values: npt.NDArray[Any]) -> None:
         """Append to an array.
@@ -360,8 +330,8 @@ class Writer:
         except OSError as error:
             raise _unwritable(self._folder, error) from error
 
-    def close(self, tallies: tuple[Tally, ...], warnings: tuple[str, ...]) -> None:
-        """Publish the entry. If another run was faster, its entry stays.
+    def publish(self, tallies: tuple[SourcePart, ...], warnings: tuple[str, ...]) -> None:
+        """Name the entry. If another run was faster, its entry stays.
 
         Raises:
             InputError: The entry cannot be written.
@@ -424,10 +394,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def holding(self, documents: Int64s) -> Sequences:
-        """Return the same sequences with document ``i`` replaced by ``documents[i]``."""
-        return Sequences(documents[self.documents], self.offsets)
-
     def of(self, index: int) -> Int64s:
         """Return the documents of a sequence."""
         return self.documents[self.offsets[index] : self.offsets[index + 1]]
@@ -443,8 +409,7 @@ class Sequences:
 
     def sums(self, values: Int64s) -> Int64s:
         """Return for each sequence the sum of a value over its documents, [sequences]."""
-        totals = np.concatenate(([0], np.cumsum(values[self.documents], dtype=np.int64)))
-        return np.diff(totals[self.offsets])
+        return np.add.reduceat(values[self.documents], self.offsets[:-1])
 
 
 def fill(lengths: Int64s, chosen: Int64s, spec: DataSpec) -> Sequences:
@@ -457,7 +422,8 @@ def fill(lengths: Int64s, chosen: Int64s, spec: DataSpec) -> Sequences:
     """
     if not spec.packing:
         return Sequences(chosen, np.arange(len(chosen) + 1))
-    return _pack(lengths[chosen], spec.sequence_length).holding(chosen)
+    packed = _pack(lengths[chosen], spec.sequence_length)
+    return Sequences(chosen[packed.documents], packed.offsets)
 
 
 def _pack(lengths: Int64s, capacity: int) -> Sequences:

@@ -64,15 +64,12 @@ class Layout(NamedTuple):
 
 
 class _RowError(Exception):
-    """A row that cannot be read.
-
-    Attributes:
-        column: The column, with the path of a nested value: ``messages[0].role``.
-        message: What is wrong with it.
-    """
+    """A row that cannot be read."""
 
     def __init__(self, column: str, message: str) -> None:
-        self.column, self.message = column, message
+        """Name the column, with the path of a nested value (``messages[0].role``), and what is
+        wrong with it.
+        """
         super().__init__(f"column {column}: {message}")
 
 
@@ -88,15 +85,12 @@ def _history(row: Row) -> Iterator[Message]:
     """
     pairs = row.get("history")
     for index, pair in enumerate(pairs if isinstance(pairs, list) else ()):
-        if (
-            not isinstance(pair, Sequence)
-            or isinstance(pair, str)
-            or not len(pair) == 2
-            or not all(isinstance(said, str) for said in pair)
-        ):
-            raise _RowError(f"history[{index}]", f"is {_short_repr(pair)}, not a pair of texts")
-        yield Message("user", pair[0])
-        yield Message("assistant", pair[1])
+        match pair:
+            case [str(prompt), str(answer)]:
+                yield Message("user", prompt)
+                yield Message("assistant", answer)
+            case _:
+                raise _RowError(f"history[{index}]", f"is {_short_repr(pair)}, not a pair of texts")
 
 
 def _prompt_completion(row: Row) -> Conversation:

@@ -15,6 +15,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -63,7 +64,6 @@ quote in it.
 _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 _CHUNK_BYTES = 1 << 20
-_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 
@@ -89,7 +89,7 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
             f"{path} is a pipe or a device",
             "Name a JSON, JSONL, Parquet, CSV or TSV file, or a folder of such files.",
         )
-    if ending(path) not in _LINES:
+    if _READERS.get(_ending(path)) != "json":
         return
     compressed = path.suffix.lower() in COMPRESSED
     try:
@@ -108,7 +108,7 @@ def _check_file(path: Path, source: DataSource, name: str = "") -> None:
         return
 
 
-def ending(path: Path) -> str:
+def _ending(path: Path) -> str:
     """Return a file's ending without that of a compression, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
     return suffixes[-1] if suffixes else ""
@@ -200,7 +200,7 @@ def _read_file(path: Path, source: DataSource) -> Dataset:
     Raises:
         InputError: The file has an unknown ending, or a subset was asked for.
     """
-    reader = _READERS.get(ending(path))
+    reader = _READERS.get(_ending(path))
     if reader is None:
         raise reject(
             "data-file-type-unknown",
@@ -235,7 +235,7 @@ def _read_folder(path: Path, source: DataSource) -> tuple[Dataset, tuple[str, ..
     """
     import datasets
 
-    if _is_saved_dataset(path):
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.Dataset):
             return saved, ()
@@ -263,23 +263,14 @@ def _read_verbatim(source: DataSource, *what: str | None, **options: Any) -> Dat
     rows = datasets.load_dataset(*what, split=source.split, **options)
     if "features" in options:
         return rows
-    if rows.info.builder_name == "csv":
-        return datasets.load_dataset(
-            *what, split=source.split, **options, **_text_columns(rows.column_names)
-        )
-    features = (
-        _verbatim_features(rows.features) if rows.info.builder_name == "json" else rows.features
-    )
-    return (
-        rows
-        if features == rows.features
-        else datasets.load_dataset(*what, split=source.split, **options, features=features)
-    )
-
-
-def _is_saved_dataset(folder: Path) -> bool:
-    """Return whether ``save_to_disk`` wrote the folder, with one split or several."""
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    kind = rows.info.builder_name
+    if kind == "csv":
+        options |= _text_columns(rows.column_names)
+    elif kind == "json" and (features := _verbatim_features(rows.features)) != rows.features:
+        options["features"] = features
+    else:
+        return rows
+    return datasets.load_dataset(*what, split=source.split, **options)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -291,27 +282,16 @@ def _looks_like_path(name: str) -> bool:
     )
 
 
-def _files_read(folder: Path, subset: str = "") -> set[Path]:
-    """Return the files of a folder that ``datasets`` reads.
-
-    Raises:
-        Whatever ``datasets`` raises if it finds nothing to read.
-    """
-    import datasets
-
-    builder = datasets.load_dataset_builder(str(folder), subset or None)
-    return {
-        Path(file).resolve()
-        for files in (builder.config.data_files or {}).values()
-        for file in files
-    }
+def _path_of(source: DataSource) -> Path:
+    """Return the path that a source names, if it does not name a data set on the hub."""
+    return Path(resolve_source(source.source)).expanduser()
 
 
 def _separator(path: Path) -> str:
     """Return the separator of a CSV file: spreadsheets write semicolons where commas are decimal
     signs.
     """
-    if ending(path) == ".tsv":
+    if _ending(path) == ".tsv":
         return "\t"
     with fsspec.open(str(path), "rt", encoding="utf-8-sig", compression="infer") as text:
         header = text.readline()
@@ -343,19 +323,18 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
 
     It reads files of one kind only, and if file names mention splits, only those files.
     """
-    used = _files_read(folder)
-    present = (
-        path.relative_to(folder)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.resolve() not in used
-    )
-    hidden = re.compile(r"(^|/)\.")
+    import datasets
+
+    config = datasets.load_dataset_builder(str(folder)).config
+    used = {Path(file).resolve() for files in (config.data_files or {}).values() for file in files}
     ignored = [
-        str(path)
-        for path in present
-        if ending(path) in _READERS
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*"))
+        if _ending(path) in _READERS
         and path.name not in _METADATA_FILES
-        and not hidden.search(str(path))
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
+        and path.resolve() not in used
     ]
     if not ignored:
         return ()
@@ -387,7 +366,7 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
             config = datasets.load_dataset_builder(*what, **options).config
             if type(config).__name__ != "JsonConfig":
                 raise
-            columns = _json_columns(file for files in config.data_files.values() for file in files)
+            columns = _json_columns(chain.from_iterable(config.data_files.values()), source)
             partial = columns_file.with_suffix(
                 f".{os.getpid()}"
             )  # another run may be writing the same file
@@ -399,24 +378,41 @@ def _read_mixed_columns(source: DataSource, *what: str | None, **options: Any) -
     return _read_verbatim(source, *what, **options, features=features)
 
 
-def _json_columns(files: Iterable[str]) -> list[str]:
-    """Return the keys of all rows of JSON files.
+def _json_columns(files: Iterable[str], source: DataSource) -> list[str]:
+    """Return the keys of all rows of a source's JSON files.
 
     Raises:
-        ValueError: A file or a row is not JSON.
+        InputError: Names the file and the row that is not a JSON object.
+        ValueError: A file that is one list is not JSON; the message names the position.
     """
+    folder = _path_of(source)
     found: dict[str, None] = {}
     for file in files:
+        name = str(Path(source.source) / os.path.relpath(file, folder))
         with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as text:
             is_list = text.read(1) == "["
             text.seek(0)
-            for row in (
-                json.load(text) if is_list else (json.loads(line) for line in text if line.strip())
-            ):
+            for number, line in enumerate(json.load(text) if is_list else text, 1):
+                row = line if is_list else _json_row(line, name, number)
                 if not isinstance(row, dict):
-                    raise ValueError(f"{file}: a row is not a JSON object")
+                    raise bad_row("data-row-not-object", name, number, "is not a JSON object")
                 found |= dict.fromkeys(row)
     return list(found)
+
+
+def _json_row(line: str, name: str, number: int) -> Any:
+    """Decode a line of a file of rows; a blank one is a row without columns."""
+    try:
+        return json.loads(line) if line.strip() else {}
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg.removesuffix(' at')} at character {error.colno}"
+        raise bad_row("data-row-not-json", name, number, f"is not JSON ({reason})") from error
+    except RecursionError as error:
+        raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
+    except ValueError as error:  # Python converts integers of up to 4,300 digits
+        raise bad_row(
+            "data-number-too-long", name, number, "has a number of thousands of digits"
+        ) from error
 
 
 def _text_columns(columns: Iterable[str]) -> dict[str, Any]:
@@ -456,13 +452,11 @@ def _verbatim_features(features: Any, name: str = "") -> Any:
 
 
 NOT_UTF8_REMEDY = "Save the file as UTF-8."
-_NO_ROWS_SELECTED = re.compile(r"corresponds to no data")
 _BAD_SUBSET = re.compile(r"config name is missing|builderconfig")
 _BAD_SPLIT = re.compile(
     r"unknown split|bad split|no split|unrecognized instruction|slice boundar|corresponds to no "
     r"data"
 )
-_MISSING_ZSTD = re.compile(r"zstd|zstandard")
 
 
 def _empty_source(source: DataSource) -> InputError:
@@ -493,7 +487,7 @@ def _unreadable_source(source: DataSource, error: Exception) -> InputError:
             f"{source.source}: {reason}",
             "Name one of its subsets.",
         )
-    no_rows = _NO_ROWS_SELECTED.search(text) is not None
+    no_rows = "corresponds to no data" in text
     if no_rows and "[" not in source.split:
         return _empty_source(source)
     if _BAD_SPLIT.search(text):
@@ -521,9 +515,9 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
         )
     if "UnicodeDecodeError" in names:
         return "data-not-utf8", NOT_UTF8_REMEDY
-    if _MISSING_ZSTD.search(text):
+    if "zstd" in text or "zstandard" in text:
         return "data-needs-zstandard", "Install the package zstandard, or decompress the file."
-    found = exists(Path(resolve_source(source.source)).expanduser())
+    found = exists(_path_of(source))
     if _looks_like_path(source.source) or found:
         code = "data-source-unreadable" if found else "data-source-missing"
         return (
@@ -534,9 +528,9 @@ def _classify(source: DataSource, error: Exception, text: str) -> tuple[str, str
             ),
         )
     # Asked for what this user may not have: the terms of a gated source, or a private one.
-    responses = (getattr(cause, "response", None) for cause in causes(error))
     if "GatedRepoError" in names or any(
-        getattr(response, "status_code", None) in (401, 403) for response in responses
+        getattr(getattr(cause, "response", None), "status_code", None) in (401, 403)
+        for cause in causes(error)
     ):
         return (
             "hub-access-denied",
@@ -563,85 +557,29 @@ def _unwritable_cache(error: BaseException) -> InputError | None:
     error = _root_cause(error)
     if not isinstance(error, OSError):
         return None
-    variables = {
+    caches = {
         Path(datasets.config.HF_DATASETS_CACHE): ("HF_DATASETS_CACHE", "HF_HOME"),
         Path(constants.HF_HUB_CACHE): ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"),
     }
+    folder = None
     if error.filename:
         path = Path(os.fsdecode(error.filename))
-        folders = [
-            folder
-            for folder in variables
-            if path == folder or folder in path.parents or path in folder.parents
-        ]
+        near = (each for each in caches if path.is_relative_to(each) or each.is_relative_to(path))
+        folder = next(near, None)
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         # Nothing else is written. The error does not name the folder, so take the one with the
         # least space.
-        folders = sorted(variables, key=_free_bytes)
-    else:
-        folders = []
-    if not folders:
+        folder = min(caches, key=_free_bytes)
+    if folder is None:
         return None
-    variable = next(
-        (name for name in variables[folders[0]] if name in os.environ), "XDG_CACHE_HOME"
-    )
+    variable = next((name for name in caches[folder] if name in os.environ), "XDG_CACHE_HOME")
     return reject(
         "cache-unwritable",
         variable,
-        str(folders[0]),
+        str(folder),
         f"cannot be written ({error.strerror})",
         f"Free some space there, or set {variable} to a folder that you may write to.",
     )
-
-
-def _raise_for_bad_json(path: Path, source: DataSource) -> None:
-    """Look for the first row that is not a JSON object; return if there is none.
-
-    Args:
-        path: The file or folder of the source; a hub id is ignored.
-        source: The source, for the names of the files in the error.
-
-    Raises:
-        InputError: Names the file and the row.
-    """
-    import datasets
-
-    if path.is_file():
-        _check_row_columns(path, source.source)
-    elif path.is_dir() and not _is_saved_dataset(path):
-        try:
-            files = sorted(_files_read(path, source.subset))
-        except (OSError, ValueError, datasets.exceptions.DatasetsError):
-            return  # The files cannot even be listed, which the caller reports.
-        for file in files:
-            _check_row_columns(file, str(Path(source.source) / file.relative_to(path.resolve())))
-
-
-def _check_row_columns(path: Path, name: str) -> None:
-    if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        if file.read(1) == "[":
-            return  # One list: the reader's own message names the position.
-        file.seek(0)
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line) if line.strip() else {}
-            except json.JSONDecodeError as error:
-                raise bad_row(
-                    "data-row-not-json",
-                    name,
-                    number,
-                    f"is not JSON ({error.msg.removesuffix(' at')} at character {error.colno})",
-                ) from error
-            except RecursionError as error:
-                raise bad_row("data-row-too-deep", name, number, "is nested too deeply") from error
-            except ValueError as error:  # Python converts integers of up to 4,300 digits
-                raise bad_row(
-                    "data-number-too-long", name, number, "has a number of thousands of digits"
-                ) from error
-            if not isinstance(row, dict):
-                raise bad_row("data-row-not-object", name, number, "is not a JSON object")
 
 
 def _free_bytes(folder: Path) -> int:
@@ -654,21 +592,13 @@ def _reason(error: BaseException) -> str:
     """Return the message of the root cause in one line of at most 300 characters."""
     error = _root_cause(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines)[:300] if lines else type(error).__name__
+    return " ".join(text.split())[:300] or type(error).__name__
 
 
 def _root_cause(error: BaseException) -> BaseException:
     """Unwrap the DatasetGenerationError that ``datasets`` raises around the error of a reader."""
-    while (
-        type(error).__name__ == "DatasetGenerationError"
-        and (error.__cause__ or error.__context__) is not None
-    ):
-        error = error.__cause__ or error.__context__ or error
-    return error
-
-
-_BATCH_ROWS = 1000
+    inner = (each for each in causes(error) if type(each).__name__ != "DatasetGenerationError")
+    return next(inner, error)
 
 
 class Opened(NamedTuple):
@@ -682,31 +612,29 @@ class Opened(NamedTuple):
     warnings: tuple[str, ...] = ()
 
     def conversations(self, first: int = 0, last: int | None = None) -> Iterator[Conversation]:
-        """Yield rows ``first`` to ``last`` (exclusive) in order.
+        """Yield rows ``first`` to ``last`` (exclusive) in order; they are read together.
 
         Raises:
             InputError: Names the first row that cannot be read.
         """
-        rows, layout, source = self.rows, self.layout, self.source
-        last = len(rows) if last is None else min(last, len(rows))
-        for start in range(first, last, _BATCH_ROWS):
-            stop = min(start + _BATCH_ROWS, last)
-            try:
-                batch = rows[start:stop]
-            except (
-                UnicodeDecodeError
-            ) as error:  # Arrow decodes text only when it becomes a Python string.
-                raise reject(
-                    "data-not-utf8",
-                    "data.source",
-                    source.source,
-                    f"row {thousands(_undecodable_row(rows, start))} has text that is not UTF-8",
-                    NOT_UTF8_REMEDY,
-                ) from error
-            for index in range(len(next(iter(batch.values())))):
-                row = {name: values[index] for name, values in batch.items()}
-                row_layout = layout_of_row(row, layout) if source.format == "auto" else layout
-                yield read_row(row, row_layout, source.source, start + index + 1)
+        layout, source = self.layout, self.source
+        try:
+            batch = self.rows[first:last]
+        except (
+            UnicodeDecodeError
+        ) as error:  # Arrow decodes text only when it becomes a Python string.
+            undecodable = thousands(_undecodable_row(self.rows, first))
+            raise reject(
+                "data-not-utf8",
+                "data.source",
+                source.source,
+                f"row {undecodable} has text that is not UTF-8",
+                NOT_UTF8_REMEDY,
+            ) from error
+        for number, values in enumerate(zip(*batch.values(), strict=True), first + 1):
+            row = dict(zip(batch, values, strict=True))
+            row_layout = layout_of_row(row, layout) if source.format == "auto" else layout
+            yield read_row(row, row_layout, source.source, number)
 
 
 def open_sources(spec: DataSpec) -> tuple[Opened, ...]:
@@ -732,8 +660,7 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     # HTTPError is httpx's own, of whichever httpx it uses.
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
-    name = resolve_source(source.source)
-    path = Path(name).expanduser()
+    name, path = resolve_source(source.source), _path_of(source)
     try:
         if path.exists() and not path.is_dir():
             _check_file(path, source)
@@ -756,8 +683,6 @@ def _load(source: DataSource) -> tuple[Dataset, tuple[str, ...]]:
     ) as error:
         if problem := _unwritable_cache(error):
             raise problem from error
-        if not isinstance(error, OSError):
-            _raise_for_bad_json(path, source)
         raise _unreadable_source(source, error) from error
 
 

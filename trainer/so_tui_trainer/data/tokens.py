@@ -5,6 +5,7 @@ result is cached.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
@@ -234,9 +235,10 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
         for index, opened in enumerate(sources)
         for first in range(0, len(opened.rows), _TASK_ROWS)
     ]
-    counts = [Counts(0, 0, 0)] * len(sources)
-    documents = [0] * len(sources)
-    with cache.Writer(folder) as writer, ExitStack() as stack:
+    parts = [cache.SourcePart(opened.layout.name, 0, Counts(0, 0, 0)) for opened in sources]
+    with ExitStack() as stack:
+        writer = cache.Writer(folder)
+        stack.callback(shutil.rmtree, writer.partial, ignore_errors=True)
         worker = _Worker(encoder, tuple(sources), writer.partial)
         position = rows = 0
         writer.append("offsets", np.zeros(1, dtype=np.int64))
@@ -247,24 +249,17 @@ def _tokenise(sources: Sequence[Opened], encoder: Encoder, folder: Path) -> Iter
             writer.take("trained", done.stem.with_suffix(".trained"))
             writer.append("offsets", ends)
             writer.append("rows", done.rows)
-            counts[done.task.source] += done.counts
-            documents[done.task.source] += len(done.lengths)
+            part = parts[done.task.source]
+            parts[done.task.source] = cache.SourcePart(
+                part.layout, part.documents + len(done.lengths), part.counts + done.counts
+            )
             rows += done.counts.rows
             yield rows, total
-        for opened, count, found in zip(sources, counts, documents, strict=True):
-            if not found:
-                raise _no_trained_tokens(opened, count, encoder.sequence_length)
-        tallies = tuple(
-            cache.Tally(o.layout.name, n, c)
-            for o, n, c in zip(sources, documents, counts, strict=True)
-        )
-        writer.close(
-            tallies,
-            (
-                *(warning for opened in sources for warning in opened.warnings),
-                *encoder.chat.warnings,
-            ),
-        )
+        for opened, part in zip(sources, parts, strict=True):
+            if not part.documents:
+                raise _no_trained_tokens(opened, part.counts, encoder.sequence_length)
+        warnings = [warning for opened in sources for warning in opened.warnings]
+        writer.publish(tuple(parts), (*warnings, *encoder.chat.warnings))
 
 
 class _Worker(NamedTuple):

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
+Gradients = tuple["Tensor | None", ...]
+"""What the backward of an autograd function returns: a gradient for each argument of its forward,
+None where there is none.
+"""
+
 
 # What a model's configuration says of its layers: their kinds, by transformers' names, and what
 # all of them share.

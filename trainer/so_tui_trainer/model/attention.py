@@ -31,11 +31,11 @@ from so_tui.spec.attention import (
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, recurrent_kinds
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import apply, checkpointing, kinds_of
+from so_tui_trainer.model import Gradients, apply, checkpointing, kinds_of
 from so_tui_trainer.older_versions import cache_argument
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 Arguments = dict[str, Any]
@@ -59,35 +59,22 @@ class _SequenceGroup(NamedTuple):
     """Which part is this rank's."""
     group: dist.ProcessGroup
 
-    def queries(self, tensor: Tensor) -> Tensor:
-        """Trade a part of the tokens with all heads for all tokens with a part of the heads.
+    def all_tokens(self, tensor: Tensor) -> Tensor:
+        """Trade a part of the tokens with all heads for all tokens with a part of the heads. Each
+        rank gets at least one: where there are fewer heads of keys and values, several get the
+        same.
 
         Args:
             tensor: [tokens, heads, size]
 
         Returns:
-            [all tokens, heads / ranks, size]
-        """
-        return apply(_Trade, tensor, self, _tokens_for_heads, _heads_for_tokens)
-
-    def keys(self, tensor: Tensor) -> Tensor:
-        """Do the same for keys or values, of which each rank gets at least one head: where there
-        are fewer, several get the same.
-
-        Args:
-            tensor: [tokens, key heads, size]
-
-        Returns:
-            [all tokens, max(1, key heads / ranks), size]
+            [all tokens, max(1, heads / ranks), size]
         """
         copies = self.size // tensor.shape[1]
-        return self.queries(tensor.repeat_interleave(copies, dim=1) if copies > 1 else tensor)
+        whole = tensor.repeat_interleave(copies, dim=1) if copies > 1 else tensor
+        return apply(_Trade, whole, self, True)
 
-    def sinks(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of one number a head, [heads]."""
-        return tensor.chunk(self.size)[self.position]
-
-    def results(self, tensor: Tensor) -> Tensor:
+    def all_heads(self, tensor: Tensor) -> Tensor:
         """Trade attention's results back.
 
         Args:
@@ -96,7 +83,7 @@ class _SequenceGroup(NamedTuple):
         Returns:
             [tokens, heads, size]
         """
-        return apply(_Trade, tensor, self, _heads_for_tokens, _tokens_for_heads)
+        return apply(_Trade, tensor, self, False)
 
 
 def sequence_group(ranks_per_sequence: int) -> _SequenceGroup | None:
@@ -115,34 +102,28 @@ class _Trade(torch.autograd.Function):
     """A trade between the ranks, and the opposite one of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: _SequenceGroup, there: Any, back: Any) -> Tensor:
-        ctx.ranks, ctx.back = ranks, back
-        result: Tensor = there(tensor, ranks)
-        return result
+    def forward(ctx: Any, tensor: Tensor, ranks: _SequenceGroup, all_tokens: bool) -> Tensor:
+        ctx.ranks, ctx.all_tokens = ranks, all_tokens
+        return _traded(tensor, ranks, all_tokens)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(gradients[0], ctx.ranks), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        return _traded(gradients[0], ctx.ranks, not ctx.all_tokens), None, None
 
 
-def _tokens_for_heads(tensor: Tensor, ranks: _SequenceGroup) -> Tensor:
-    by_rank = tensor.reshape(len(tensor), ranks.size, -1, tensor.shape[-1]).transpose(0, 1)
-    return _all_to_all(by_rank, ranks).flatten(0, 1)
-
-
-def _heads_for_tokens(tensor: Tensor, ranks: _SequenceGroup) -> Tensor:
-    by_rank = tensor.reshape(ranks.size, -1, *tensor.shape[1:])
-    return _all_to_all(by_rank, ranks).transpose(0, 1).flatten(1, 2)
-
-
-def _all_to_all(by_rank: Tensor, ranks: _SequenceGroup) -> Tensor:
-    """Send part i of the first dimension to rank i, and return what the ranks sent, in their
-    order.
+def _traded(tensor: Tensor, ranks: _SequenceGroup, all_tokens: bool) -> Tensor:
+    """Send each rank its part of the heads, for all tokens; else its part of the tokens, for all
+    heads.
     """
+    by_rank = (
+        tensor.reshape(len(tensor), ranks.size, -1, tensor.shape[-1]).transpose(0, 1)
+        if all_tokens
+        else tensor.reshape(ranks.size, -1, *tensor.shape[1:])
+    )
     sent = by_rank.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=ranks.group)
-    return received
+    return received.flatten(0, 1) if all_tokens else received.transpose(0, 1).flatten(1, 2)
 
 
 # Attention over packed documents by any kernel, with the attention sinks of gpt-oss.
@@ -218,9 +199,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         query, key, value, sinks, out, normaliser = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         of_query, of_key, of_value = ctx.kernels.backward(
@@ -315,9 +294,9 @@ def register(kernels: Kernels, ranks: _SequenceGroup | None = None) -> str:
         if ranks is None or not is_part:
             mixed = apply(_Attention, flat_query, flat_key, flat_value, s_aux, documents, kernels)
         else:
-            sinks = None if s_aux is None else ranks.sinks(s_aux)
-            whole = (ranks.queries(flat_query), ranks.keys(flat_key), ranks.keys(flat_value))
-            mixed = ranks.results(apply(_Attention, *whole, sinks, documents, kernels))
+            sinks = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.position]
+            whole = map(ranks.all_tokens, (flat_query, flat_key, flat_value))
+            mixed = ranks.all_heads(apply(_Attention, *whole, sinks, documents, kernels))
         return mixed[..., :of_value].reshape(rows, width, heads, of_value).contiguous(), None
 
     AttentionInterface.register(NAME, attention)
@@ -331,13 +310,6 @@ def register(kernels: Kernels, ranks: _SequenceGroup | None = None) -> str:
 # attn wraps in ``autograd.Function``; packages are imported when a backend is chosen.
 #
 # Head sizes of keys and values are equal here: ``varlen`` pads values whose heads are smaller.
-
-
-def kernels_of(backend: AttentionBackend) -> Kernels:
-    """Return a backend's kernels. Raises KeyError for ``sdpa`` and ``eager``, which have none, and
-    ImportError without the package.
-    """
-    return _LOADERS[backend]()
 
 
 def _torch_flash() -> Kernels:
@@ -493,12 +465,15 @@ def _backward_into(
     return of_query, of_key, of_value
 
 
-_LOADERS: dict[AttentionBackend, Callable[[], Kernels]] = {
+LOADERS: dict[AttentionBackend, Callable[[], Kernels]] = {
     "flash-attn-4": _flash_attn_4,
     "flash-attn-3": _flash_attn_3,
     "flash-attn-2": _flash_attn_2,
     "torch-flash": _torch_flash,
 }
+"""What makes each backend's kernels, or raises ImportError without its package. ``sdpa`` and
+``eager`` have none.
+"""
 
 
 # Choose a model's attention backend, and give it the boundaries of packed documents.
@@ -537,18 +512,15 @@ def present(device: torch.device) -> Present:
     return Present(generation=generation, packages=packages)
 
 
-def needs_of(
-    config: PretrainedConfig, *, supports_sdpa: bool, sinks: bool, deterministic: bool
-) -> Needs:
-    """Return what a model asks of attention.
+def needs_of(causal: PreTrainedModel, *, deterministic: bool) -> Needs:
+    """Return what a model, which may be on meta tensors, asks of attention.
 
     Args:
-        config: The model's configuration.
-        supports_sdpa: Whether transformers supports SDPA for it, as it does where a model computes
-            plain softmax attention.
-        sinks: Whether its heads have sinks.
+        causal: The model. Its heads may have sinks (gpt-oss), and transformers supports SDPA for it
+            if it computes plain softmax attention.
         deterministic: Whether backward passes must be deterministic.
     """
+    config: Any = causal.config
     latent = sum(
         getattr(config, key, None) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim")
     )
@@ -559,11 +531,11 @@ def needs_of(
     )
     return Needs(
         head_size=latent or widest,
-        sinks=sinks,
+        sinks=any(name.endswith(".sinks") for name, _ in causal.named_parameters()),
         softcap=bool(getattr(config, "attn_logit_softcapping", None)),
         rows=needs_rows(config),
         deterministic=deterministic,
-        plain=supports_sdpa,
+        plain=bool(causal._supports_sdpa),
     )
 
 
@@ -600,7 +572,7 @@ def choose(
     """
     backend = _decide(model, needs, present(device)).backend
     if backend not in MASKED_BACKENDS:
-        return register(kernels_of(backend), sequence_group(ranks_per_sequence))
+        return register(LOADERS[backend](), sequence_group(ranks_per_sequence))
     if ranks_per_sequence == 1:
         return backend
     raise reject(
@@ -610,11 +582,6 @@ def choose(
         f"needs attention that takes document boundaries, and here it runs on {backend}",
         "Set it to 1.",
     )
-
-
-def has_sinks(model: nn.Module) -> bool:
-    """Return whether the model's attention heads have sinks (gpt-oss)."""
-    return any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 def needs_rows(config: PretrainedConfig) -> bool:

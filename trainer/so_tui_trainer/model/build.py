@@ -167,13 +167,10 @@ def _host_activations(
     if not offloads_inputs(spec.model) and not offloads_results(spec.model):
         return None
     layers = len(checkpointing.checkpointed_layers(causal))
-    tokens = spec.micro_batch_tokens
-    inputs = None
-    results = list[Room]()
+    tokens, text = spec.micro_batch_tokens, causal.config.get_text_config()
+    inputs, results = None, list[Room]()
     if offloads_inputs(spec.model):
-        inputs = Room(
-            layers, tokens * causal.config.get_text_config().hidden_size * causal.dtype.itemsize
-        )
+        inputs = Room(layers, tokens * text.hidden_size * causal.dtype.itemsize)
     if offloads_results(spec.model) and attention.takes_boundaries(
         implementation
     ):  # others compute attention again
@@ -194,21 +191,15 @@ def _causal(
     from transformers.integrations.deepspeed import initialize_weights_zero3
 
     spec = run.model
-    try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError as error:
+    if AutoModelForCausalLM._model_mapping.get(type(config), None) is None:
         raise model_problem(
             "model-not-causal",
             spec,
             f"is a {config.model_type}, which transformers has no causal language model for",
             "Choose a causal language model.",
-        ) from error
+        )
     meta = meta_model(config, trust_remote_code=spec.trust_remote_code)
-    plain = bool(model_class._supports_sdpa)
-    sinks = attention.has_sinks(meta)
-    needs = attention.needs_of(
-        config, supports_sdpa=plain, sinks=sinks, deterministic=run.train.deterministic
-    )
+    needs = attention.needs_of(meta, deterministic=run.train.deterministic)
     implementation = attention.choose(spec, needs, device, run.train.sequence_parallel)
     index, found = {}, None
     if spec.weights == "pretrained":

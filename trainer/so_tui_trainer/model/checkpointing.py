@@ -31,7 +31,7 @@ from torch._C._nn import linear
 from torch.utils.checkpoint import checkpoint
 
 from so_tui_trainer.failures import TrainingError
-from so_tui_trainer.model import apply
+from so_tui_trainer.model import Gradients, apply
 from so_tui_trainer.model.weights import decoder_of
 from superoffload.shared_states import pin, prefer_huge_pages, unpin
 
@@ -88,16 +88,12 @@ class HostActivations:
         Raises:
             OffloadError: The memory cannot be pinned (``pinning``).
         """
-        # One stream for all copies: they keep their order.
-        stream: Any = torch.cuda.Stream
-        copies = stream(device) if device.type == "cuda" else None
+        copies = None
+        if device.type == "cuda":
+            # One stream for all copies: they keep their order.
+            copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._inputs = None if inputs is None else _Slots(inputs, device, copies)
-        self._results = [_Slots(room, device, copies) for room in results]
-
-    @property
-    def keeps_results(self) -> bool:
-        """Whether there is room for attention's results."""
-        return bool(self._results)
+        self.results = [_Slots(room, device, copies) for room in results]
 
     def checkpoint(
         self, checkpoint: Checkpoint, layer: Callable[..., Any], inputs: Tensor, *others: Any
@@ -121,14 +117,6 @@ class HostActivations:
             return layer(first.pop() if first else slots.take(kept).requires_grad_(), *others)
 
         return checkpoint(run, *others)
-
-    def keep_results(self, results: Results) -> list[_Kept]:
-        """Keep what attention of a layer computed. Raises TrainingError as ``checkpoint``."""
-        return [slots.keep(result) for slots, result in zip(self._results, results, strict=True)]
-
-    def take_results(self, kept: Sequence[Any]) -> Results:
-        """Return what ``keep_results`` kept, on the device."""
-        return tuple(slots.take(one) for slots, one in zip(self._results, kept, strict=True))
 
 
 class _Slots:
@@ -259,17 +247,16 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
     # Not reentrant, which would run ZeRO-3's end-of-backward work several times per backward pass.
     # There is no dropout to repeat, but some routers draw random numbers. The tests check that both
     # passes save equal shapes.
-    options: dict[str, Any] = {
-        "use_reentrant": False,
+    run = partial(
+        checkpoint,
+        use_reentrant=False,
         # Routers draw random numbers in training: noise (Mixtral, if asked for), or the experts
         # themselves (Phi-3.5-MoE).
-        "preserve_rng_state": any(
+        preserve_rng_state=any(
             value for name, value in causal.config.to_dict().items() if "jitter" in name
         ),
-        "determinism_check": "none",
-    }
-    options["context_fn"] = partial(
-        _contexts, _SAVED[policy], host if host and host.keeps_results else None
+        determinism_check="none",
+        context_fn=partial(_contexts, _SAVED[policy], host.results if host else ()),
     )
     for layer in checkpointed_layers(causal):
         inner, ending = _linear_layers(layer)
@@ -277,7 +264,6 @@ def install(causal: PreTrainedModel, policy: Policy, host: HostActivations | Non
             module.forward = partial(_plain_linear, module)  # type: ignore[method-assign]
         for module in inner if policy == "selective" else ():
             module.forward = partial(_saved_linear, module)  # type: ignore[method-assign]
-    run = partial(checkpoint, **options)
     causal._set_gradient_checkpointing(True, partial(host.checkpoint, run) if host else run)
 
 
@@ -319,9 +305,7 @@ class _SavedLinear(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (gradient,) = gradients
         inputs, weight = ctx.saved_tensors
         flat = gradient.flatten(0, -2)
@@ -332,10 +316,14 @@ class _SavedLinear(torch.autograd.Function):
 
 
 def _contexts(
-    saved: frozenset[Operation], host: HostActivations | None
+    saved: frozenset[Operation], slots: Sequence[_Slots]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts around a layer's first pass and around its recomputation, which also mark
     the layer as checkpointed.
+
+    Args:
+        saved: The operations whose results are saved.
+        slots: Host memory for each tensor of attention's results; nothing keeps them on the device.
     """
     kept: deque[Any] = deque()
 
@@ -345,14 +333,21 @@ def _contexts(
             # Detached, since the returned tensors join the graph, which holds these contexts: a
             # reference cycle.
             results = tuple(tensor.detach() for tensor in computed)
-            kept.append(host.keep_results(results) if host else results)
+            kept.append(
+                [slot.keep(result) for slot, result in zip(slots, results, strict=True)]
+                if slots
+                else results
+            )
         return computed
 
     def again(operation: Operation, compute: Callable[[], Results]) -> Results:
         if operation not in saved:
             return compute()
-        results: Results = kept.popleft()
-        return host.take_results(results) if host else results
+        results = kept.popleft()
+        if slots:
+            results = tuple(slot.take(one) for slot, one in zip(slots, results, strict=True))
+        found: Results = results
+        return found
 
     return _with_store(first), _with_store(again)
 

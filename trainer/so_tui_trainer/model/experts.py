@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.spec.errors import reject
-from so_tui_trainer.model import apply, same_in_all_layers
+from so_tui_trainer.model import Gradients, apply, same_in_all_layers
 from so_tui_trainer.model.checkpointing import in_checkpointed_layer, save_or_reuse
 from so_tui_trainer.model.kernels import Gate
 from so_tui_trainer.model.weights import decoder_of
@@ -71,7 +71,7 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
     """
     # Reused when the layer is recomputed, since the saved products are in this order.
     routing = _Routing(*save_or_reuse("product", lambda: _route(chosen, len(weights.first))))
-    rows = apply(_Spread, hidden, routing)
+    rows = apply(_Moved, hidden, routing, True)
     products = apply(_Product, rows, weights.first, routing.ends, weights.inputs_first)
     narrow = apply(_Gated, products, shares, weights.first_bias, routing, gate)
     shared_bias = None
@@ -79,7 +79,7 @@ def mixture(hidden: Tensor, chosen: Tensor, shares: Tensor, weights: Weights, ga
         by_expert = shares.new_zeros(len(shares), len(weights.second)).scatter(1, chosen, shares)
         shared_bias = by_expert.to(weights.second_bias.dtype) @ weights.second_bias
     rows = _second_product(narrow, weights, routing.ends)
-    result = apply(_Collected, rows, routing)
+    result = apply(_Moved, rows, routing, False)
     return result if shared_bias is None else result + shared_bias
 
 
@@ -117,34 +117,26 @@ def _route(chosen: Tensor, experts: int) -> _Routing:
     return _Routing(order, row_of_pair.view(chosen.shape), ends)
 
 
-class _Spread(torch.autograd.Function):
-    """Copies each token's row for each of its pairs, in the order of the experts."""
+class _Moved(torch.autograd.Function):
+    """Copies each token's row for each of its pairs, in the order of the experts; or the opposite:
+    sums the rows of each token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, routing: _Routing) -> Tensor:
-        ctx.routing = routing
-        return hidden.index_select(0, routing.order // routing.row_of_pair.shape[1])
+    def forward(ctx: Any, rows: Tensor, routing: _Routing, to_experts: bool) -> Tensor:
+        # Not by save_for_backward, which would extend the recomputation up to the sums.
+        ctx.routing, ctx.to_experts = routing, to_experts
+        return _moved(rows, routing, to_experts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sums(gradients[0], ctx.routing.row_of_pair), None
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+        return _moved(gradients[0], ctx.routing, not ctx.to_experts), None, None
 
 
-class _Collected(torch.autograd.Function):
-    """Sums the rows of each token."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, routing: _Routing) -> Tensor:
-        ctx.routing = (
-            routing  # Not by save_for_backward, which would extend the recomputation up to here.
-        )
+def _moved(rows: Tensor, routing: _Routing, to_experts: bool) -> Tensor:
+    if not to_experts:
         return _sums(rows, routing.row_of_pair)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(
-            0, ctx.routing.order // ctx.routing.row_of_pair.shape[1]
-        ), None
+    return rows.index_select(0, routing.order // routing.row_of_pair.shape[1])
 
 
 def _sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
@@ -173,7 +165,7 @@ class _Product(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         rows, weight, ends = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         of_rows = grouped_mm(
@@ -216,7 +208,7 @@ class _Gated(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (gradient,) = gradients
         products, shares, bias = ctx.saved_tensors
         if products.is_cuda:
@@ -378,7 +370,7 @@ class _ProbabilitySum(torch.autograd.Function):
         return mask @ logits.softmax(-1, dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         logits, mask = ctx.saved_tensors
         (gradient,) = gradients
         softmax = logits.softmax(-1, dtype=torch.float32)
@@ -390,14 +382,9 @@ def _routers(causal: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     """Return the modules whose logits transformers itself would record, and where in their result
     these are: second in Llama 4.
     """
-    recorded = getattr(causal, "_can_record_outputs", None) or {}
-    recorder = recorded.get("router_logits") or (
-        getattr(decoder_of(causal), "_can_record_outputs", None) or {}
-    ).get("router_logits")
-    kind = getattr(recorder, "target_class", None)
-    place = getattr(recorder, "index", 0)
-    return (
-        []
-        if kind is None
-        else [(module, place) for module in causal.modules() if isinstance(module, kind)]
-    )
+    for owner in (causal, decoder_of(causal)):
+        recorder = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorder:
+            kind, place = getattr(recorder, "target_class", ()), getattr(recorder, "index", 0)
+            return [(module, place) for module in causal.modules() if isinstance(module, kind)]
+    return []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from so_tui_trainer.model import apply
+from so_tui_trainer.model import Gradients, apply
 from so_tui_trainer.model.checkpointing import checkpointed_layers, mixing_blocks
 from so_tui_trainer.model.experts import Weights, mixture
 from so_tui_trainer.model.kernels import Gate, gated, rotate
@@ -144,15 +144,10 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     """Return the module's attributes besides its parameters, with limits so low that the random
     numbers reach them.
     """
-    found = {
-        name: value
+    return {
+        name: 1.0 if name.endswith("limit") and isinstance(value, int | float) else value
         for name, value in vars(module).items()
         if not name.startswith("_") and name != "forward"
-    }
-    return found | {
-        name: 1.0
-        for name, value in found.items()
-        if name.endswith("limit") and isinstance(value, int | float)
     }
 
 
@@ -164,14 +159,15 @@ def _is_mixture(kind: type[nn.Module], module: nn.Module) -> bool:
     } or not hasattr(module, "is_transposed"):
         return False
     experts, size, width = 4, 8, 12
+    first, second = (size, 2 * width), (width, size)
+    if not module.is_transposed:
+        first, second = first[::-1], second[::-1]
     shapes: dict[str, tuple[int, ...]] = {
+        "gate_up_proj": (experts, *first),
+        "down_proj": (experts, *second),
         "gate_up_proj_bias": (experts, 2 * width),
         "down_proj_bias": (experts, size),
     }
-    if module.is_transposed:
-        shapes |= {"gate_up_proj": (experts, size, 2 * width), "down_proj": (experts, width, size)}
-    else:
-        shapes |= {"gate_up_proj": (experts, 2 * width, size), "down_proj": (experts, size, width)}
     weights = {name: _random(*shapes[name]).float() for name in names}
     children = dict(module.named_children())
     settings = _settings(module) | {
@@ -367,7 +363,7 @@ class _Keep(torch.autograd.Function):
         return inputs.view_as(inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         return gradients[0], None
 
 
@@ -388,15 +384,13 @@ class _Tiles(torch.autograd.Function):
         return _forward(run, tile_tokens, inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (inputs,) = ctx.keeper.saved_tensors
         trained = [parameter for parameter in ctx.parameters if parameter.requires_grad]
-        sums = {
-            id(parameter): torch.zeros_like(
-                parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
-            )
+        sums = [
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             for parameter in trained
-        }
+        ]
         of_inputs = torch.empty_like(inputs)
         for tile in _tiles(inputs.shape[1], ctx.tile_tokens):
             with torch.enable_grad():
@@ -406,10 +400,11 @@ class _Tiles(torch.autograd.Function):
                 result, (part, *trained), gradients[0][:, tile]
             )
             of_inputs[:, tile] = of_part
-            for parameter, gradient in zip(trained, of_parameters, strict=True):
-                sums[id(parameter)] += gradient
+            for total, gradient in zip(sums, of_parameters, strict=True):
+                total += gradient
+        totals = iter(sums)
         of_weights = (
-            sums[id(parameter)].to(parameter.dtype) if id(parameter) in sums else None
+            next(totals).to(parameter.dtype) if parameter.requires_grad else None
             for parameter in ctx.parameters
         )
         return of_inputs, None, None, None, *of_weights
@@ -417,7 +412,7 @@ class _Tiles(torch.autograd.Function):
 
 def _forward(run: Block, tile_tokens: int, inputs: Tensor) -> Tensor:
     first = run(inputs[:, :tile_tokens])
-    result = torch.empty(inputs.shape, dtype=first.dtype, device=first.device)
+    result = first.new_empty(inputs.shape)
     result[:, :tile_tokens] = first
     for tile in _tiles(inputs.shape[1], tile_tokens, tile_tokens):
         result[:, tile] = run(inputs[:, tile])

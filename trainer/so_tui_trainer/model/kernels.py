@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from so_tui_trainer.model import apply
+from so_tui_trainer.model import Gradients, apply
 
 # Gated activation, with its backward pass. Without a GPU, plain formulas compute it.
 
@@ -52,7 +52,7 @@ class _Gated(torch.autograd.Function):
         return torch.nn.functional.silu(gate) * up
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (gradient,) = gradients
         gate, up = ctx.saved_tensors
         if gate.is_cuda:
@@ -88,7 +88,7 @@ class _Rotated(torch.autograd.Function):
         return _turn(heads, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (gradient,) = gradients
         cos, sin = ctx.saved_tensors
         return _turn(gradient, cos, sin, -1), None, None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from so_tui.model.flops import block_columns, kept_blocks
-from so_tui_trainer.model import apply
+from so_tui_trainer.model import Gradients, apply
 from so_tui_trainer.model.kernels import cross_entropy_gradient, log_sum_exp
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         normaliser, score, saved_blocks = _normalise(
             hidden, weight, targets, cap, save=kept_blocks(len(hidden), len(weight))
         )
-        hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
         weight_gradient = torch.empty_like(weight)
         for block in _blocks(len(hidden), len(weight)):
             logits = saved_blocks.pop(block.start, None)
@@ -145,7 +145,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         return (normaliser - score).sum() * scale
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         (gradient,) = gradients
         # In place, since each is used once. A copy of the weight's gradient would be the largest
@@ -174,7 +174,7 @@ def _normalise(
         The log-sum-exp and the logit of the target, both [trained] fp32, and the saved logits by
         the block's first column.
     """
-    normaliser = torch.full(targets.shape, -math.inf, dtype=torch.float32, device=hidden.device)
+    normaliser = hidden.new_full(targets.shape, -math.inf, dtype=torch.float32)
     score = torch.zeros_like(normaliser)
     saved_blocks: dict[int, Tensor] = {}
     for index, block in enumerate(_blocks(len(hidden), len(weight))):

@@ -69,6 +69,11 @@ class Stored(NamedTuple):
         """
         return self.elements(0, self.numel).view(self.shape)
 
+    def part(self, index: int) -> Tensor:
+        """Read one part of the first dimension. Raises as ``read``."""
+        shape = self.shape[1:]
+        return self.elements(index * prod(shape), (index + 1) * prod(shape)).view(shape)
+
     def elements(self, start: int, stop: int) -> Tensor:
         """Read elements ``start`` to ``stop`` (exclusive) of the flattened tensor.
 
@@ -358,17 +363,8 @@ def _outputs(index: Mapping[str, Stored]) -> dict[str, dict[str, _Output]]:
 
 def _experts(blocks: Stored, scales: Stored) -> Iterator[Tensor]:
     """Yield the experts' matrices."""
-    experts = blocks.shape[0]
-    of_blocks = prod(blocks.shape[1:])
-    of_scales = prod(scales.shape[1:])
-    for expert in range(experts):
-        packed = blocks.elements(expert * of_blocks, (expert + 1) * of_blocks).view(
-            blocks.shape[1:]
-        )
-        exponents = scales.elements(expert * of_scales, (expert + 1) * of_scales).view(
-            scales.shape[1:]
-        )
-        yield _dequantised(packed, exponents)
+    for expert in range(blocks.shape[0]):
+        yield _dequantised(blocks.part(expert), scales.part(expert))
 
 
 def _write_file(path: Path, tensors: Mapping[str, _Output]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from so_tui.spec import RunSpec
 from so_tui.spec.run_spec import decays
 from so_tui_trainer.data.batches import Batch
-from so_tui_trainer.model import apply, attention, kinds_of
+from so_tui_trainer.model import Gradients, apply, attention, kinds_of
 from so_tui_trainer.model.checkpointing import checkpointed_layers
 from so_tui_trainer.model.experts import RouterLoss
 from so_tui_trainer.model.loss import HeadLoss, logit_changes
@@ -24,6 +24,60 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# What some layers must know of the documents in a micro-batch: where each begins, or its length.
+
+
+_OWNED = "_so_tui_documents"
+"""Attribute of a model that has its ``_Documents``."""
+
+
+class _Documents:
+    """The documents of the micro-batch that a model computes. Backward recomputes layers with the
+    same.
+    """
+
+    rows: tuple[Tensor, ...] = ()
+    """The documents as rows (``Batch.apart``), on the model's device."""
+    long: Tensor | None = None
+    """[rows, width] bool, tokens of documents that are longer than ``original_length``; None before
+    the first micro-batch.
+    """
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        """Make the layers of ``causal`` that carry a state compute each document as a row, and
+        LongRoPE choose its frequencies by document.
+        """
+        kinds = chain(kinds_of(causal.config.get_text_config()), repeat(None))
+        mixers = [
+            mixer
+            for layer, kind in zip(checkpointed_layers(causal), kinds, strict=False)
+            if (mixer := _mixer(layer, kind)) is not None
+        ]
+        for mixer in mixers:
+            others = _other_arguments(mixer.forward)
+            mixer.forward = partial(_each_alone, mixer.forward, others, self)
+        self.layers = len(mixers)
+        """How many layers of the model carry a state from token to token."""
+        self.original_length = 0
+        """Tokens that a model with LongRoPE was first trained on; 0 for others."""
+        for module in causal.modules():
+            if getattr(module, "rope_type", None) == "longrope":
+                rotary: Any = module
+                parameters = rotary.config.rope_parameters
+                self.original_length = int(parameters["original_max_position_embeddings"])
+                rotary.forward = partial(_by_document, rotary.forward, self)
+
+
+def documents_of(causal: PreTrainedModel) -> _Documents:
+    """Return the documents by which layers of ``causal`` compute; the first call makes them do
+    so.
+    """
+    if _OWNED not in causal.__dict__:
+        causal.__dict__[_OWNED] = _Documents(causal)
+    found: _Documents = causal.__dict__[_OWNED]
+    return found
+
+
 # LongRoPE (Phi-3, Phi-4-mini, MiniCPM 3): rotary frequencies by the length of each document.
 #
 # Such a model has other frequencies in sequences that are longer than its original length.
@@ -31,60 +85,22 @@ if TYPE_CHECKING:
 # That is wrong where documents are packed, and where ranks have parts of them.
 
 
-_OWNED_LONG = "_so_tui_long_documents"
-"""Attribute of a model that has its ``_LongDocuments``."""
-
-
-class _LongDocuments:
-    """Which tokens of the micro-batch that a model computes are in documents longer than its
-    original length.
-    """
-
-    def __init__(self, original_length: int | None) -> None:
-        self.original_length = original_length
-        """Tokens; None for a model without LongRoPE."""
-        self.tokens: Tensor | None = None
-        """[rows, width] bool; None before the first micro-batch."""
-
-
-def _long_documents_of(causal: PreTrainedModel) -> _LongDocuments:
-    """Return the documents by which ``causal`` chooses its frequencies; the first call makes it do
-    so.
-    """
-    found = causal.__dict__.get(_OWNED_LONG)
-    if not isinstance(found, _LongDocuments):
-        rotary: list[Any] = [
-            module
-            for module in causal.modules()
-            if getattr(module, "rope_type", None) == "longrope"
-        ]
-        length = (
-            int(rotary[0].config.rope_parameters["original_max_position_embeddings"])
-            if rotary
-            else None
-        )
-        found = causal.__dict__[_OWNED_LONG] = _LongDocuments(length)
-        for module in rotary:
-            module.forward = partial(_by_document, module.forward, found)
-    return found
-
-
 def _by_document(
     run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    documents: _LongDocuments,
+    documents: _Documents,
     x: Tensor,
     position_ids: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return cosines and sines of each token, [rows, width, size]: ``run`` once with each set of
     frequencies.
     """
-    if documents.tokens is None or documents.original_length is None:
+    if documents.long is None:
         return run(x, position_ids)
     short = run(x, position_ids.clamp(max=documents.original_length - 1))
     beyond = position_ids.new_full((len(position_ids), 1), documents.original_length)
     long = run(x, torch.cat((position_ids, beyond), dim=1))
     return tuple(
-        torch.where(documents.tokens[..., None], angles[:, :-1], other)
+        torch.where(documents.long[..., None], angles[:, :-1], other)
         for angles, other in zip(long, short, strict=True)
     )
 
@@ -96,43 +112,6 @@ def _by_document(
 # of a layer that mixes tokens computes each document as a row of its own
 # (``so_tui_trainer.data.batches``); attention and feed-forward blocks see the packed tokens as
 # always.
-
-
-_OWNED = "_so_tui_documents"
-"""Attribute of a model that has its ``Documents``."""
-
-
-class Documents:
-    """The documents of the micro-batch that a model computes, as rows. Backward recomputes layers
-    with the same.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-        """How many layers of the model carry a state from token to token."""
-        self.rows: tuple[Tensor, ...] = ()
-        """What ``rows_apart`` returned, on the model's device."""
-
-
-def documents_of(causal: PreTrainedModel) -> Documents:
-    """Return the documents that the layers of ``causal`` compute which carry a state; the first
-    call makes them do so.
-    """
-    found = causal.__dict__.get(_OWNED)
-    if not isinstance(found, Documents):
-        layers = checkpointed_layers(causal)
-        kinds = chain(kinds_of(causal.config.get_text_config()), repeat(None))
-        mixers = [
-            mixer
-            for layer, kind in zip(layers, kinds, strict=False)
-            if (mixer := _mixer(layer, kind)) is not None
-        ]
-        found = causal.__dict__[_OWNED] = Documents(len(mixers))
-        for mixer in mixers:
-            mixer.forward = partial(
-                _each_alone, mixer.forward, _other_arguments(mixer.forward), found
-            )
-    return found
 
 
 def _mixer(layer: nn.Module, kind: str | None) -> nn.Module | None:
@@ -161,7 +140,7 @@ def _other_arguments(run: Callable[..., Any]) -> dict[str, None]:
 def _each_alone(
     run: Callable[..., Any],
     others: dict[str, None],
-    documents: Documents,
+    documents: _Documents,
     hidden_states: Tensor,
     *rest: Any,
     **options: Any,
@@ -175,14 +154,10 @@ def _each_alone(
     spread: Any = _Spread
     parts = spread.apply(hidden_states.flatten(0, 1), places, *groups)
     found = [run(part, **others) for part in parts]
-    if isinstance(found[0], tuple):
-        return _joined([part[0] for part in found], places, hidden_states), *found[0][1:]
-    return _joined(found, places, hidden_states)
-
-
-def _joined(parts: Sequence[Tensor], places: Tensor, like: Tensor) -> Tensor:
-    joined = apply(_Join, places, *parts)
-    return joined.view(*like.shape[:-1], joined.shape[-1])
+    several = isinstance(found[0], tuple)
+    mixed = [part[0] for part in found] if several else found
+    joined = apply(_Join, places, *mixed).view(*hidden_states.shape[:-1], -1)
+    return (joined, *found[0][1:]) if several else joined
 
 
 class _Spread(torch.autograd.Function):
@@ -196,7 +171,7 @@ class _Spread(torch.autograd.Function):
         return tuple(tokens[group] for group in groups)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (places,) = ctx.saved_tensors
         together = torch.cat([gradient.flatten(0, 1) for gradient in gradients])
         return together[places], None, *(None for _ in gradients)
@@ -212,7 +187,7 @@ class _Join(torch.autograd.Function):
         return torch.cat([part.flatten(0, 1) for part in parts])[places]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
         (places,) = ctx.saved_tensors
         sizes = [rows * width for rows, width, _ in ctx.shapes]
         together = gradients[0].new_zeros(sum(sizes), gradients[0].shape[-1])
@@ -254,7 +229,6 @@ class TrainedModel(nn.Module):
         """
         self.router = router
         self._documents = documents_of(causal)
-        self._long_documents = _long_documents_of(causal)
         self.last_router_loss: Tensor | None = None
         """The router loss of the last forward pass, scaled but without its coefficient;
         detached.
@@ -287,8 +261,8 @@ class TrainedModel(nn.Module):
 
     def _of_hidden(self, batch: Batch, targets: Tensor | None, scale: float = 1.0) -> Tensor:
         self._documents.rows = batch.apart
-        if (original := self._long_documents.original_length) is not None:
-            self._long_documents.tokens = batch.document_lengths() > original
+        if original := self._documents.original_length:
+            self._documents.long = batch.document_lengths() > original
         hidden = decoder_of(self.causal)(
             input_ids=batch.input_ids,
             use_cache=False,
@@ -304,21 +278,19 @@ def parameter_groups(model: nn.Module, spec: RunSpec) -> list[dict[str, Any]]:
 
     Under ZeRO-3 a parameter is empty, and its shape is in ``ds_shape``.
     """
-    named = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
     groups = []
     for decay in (True, False):
-        members = [
-            (name, parameter)
-            for name, parameter in named
-            if decays(name, len(getattr(parameter, "ds_shape", parameter.shape))) == decay
-        ]
+        members = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+            and decays(name, len(getattr(parameter, "ds_shape", parameter.shape))) == decay
+        }
         if members:
             groups.append(
                 {
-                    "params": [parameter for _, parameter in members],
-                    "names": [name for name, _ in members],
+                    "params": list(members.values()),
+                    "names": list(members),
                     "weight_decay": spec.train.weight_decay if decay else 0.0,
                     "lr": spec.train.learning_rate,
                 }

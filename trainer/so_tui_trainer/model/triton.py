@@ -17,7 +17,7 @@ _COLUMNS = 1024
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``gate.gated`` on the GPU."""
     gate_rows, up_rows = _rows(gate), _rows(up)
-    result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    result = gate.new_empty(gate.shape)
     rows, columns = gate_rows.shape
     grid = (rows, triton.cdiv(columns, _COLUMNS))
     _gated_kernel[grid](
@@ -29,7 +29,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up, contiguous."""
     gradient_rows, gate_rows, up_rows = _rows(gradient), _rows(gate), _rows(up)
-    of_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    of_gate = gate.new_empty(gate.shape)
     of_up = torch.empty_like(of_gate)
     rows, columns = gate_rows.shape
     strides = gradient_rows.stride(0), gate_rows.stride(0), up_rows.stride(0)
@@ -43,9 +43,7 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Compute ``rotary._turn`` on the GPU."""
     rows, count, width, size = heads.shape
-    result = torch.empty(
-        (rows, width, count, size), dtype=heads.dtype, device=heads.device
-    ).transpose(1, 2)
+    result = heads.new_empty(rows, width, count, size).transpose(1, 2)
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
     angles = cos.shape[-1]  # The head size, or half of it if both halves share the angles.
@@ -73,7 +71,7 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Compute ``softmax.log_sum_exp`` on the GPU."""
-    result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    result = logits.new_empty(len(logits), dtype=torch.float32)
     if len(logits):
         _log_sum_exp_kernel[(len(logits),)](
             logits, result, logits.shape[1], logits.stride(0), block=_COLUMNS

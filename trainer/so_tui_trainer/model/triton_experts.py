@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +22,7 @@ def sums(rows: Tensor, row_of_pair: Tensor) -> Tensor:
         [tokens, columns]
     """
     rows, (tokens, count), columns = rows.contiguous(), row_of_pair.shape, rows.shape[1]
-    result = torch.empty((tokens, columns), dtype=rows.dtype, device=rows.device)
+    result = rows.new_empty(tokens, columns)
     if tokens:
         _sums_kernel[(tokens, triton.cdiv(columns, _COLUMNS))](
             rows, row_of_pair, result, columns, count=count, block=_COLUMNS
@@ -53,7 +52,7 @@ def gated(
         [pairs, columns]
     """
     rows, columns = products.shape[0], products.shape[1] // 2
-    result = torch.empty((rows, columns), dtype=products.dtype, device=products.device)
+    result = products.new_empty(rows, columns)
     if rows:
         _gated_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
             products.contiguous(), shares.contiguous(), order, bias, experts, result, columns,
@@ -73,8 +72,7 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``products`` and ``shares``."""
     rows, columns = products.shape[0], products.shape[1] // 2
-    of_products = torch.empty(products.shape, dtype=products.dtype, device=products.device)
-    of_shares = torch.empty(shares.shape, dtype=shares.dtype, device=shares.device)
+    of_products, of_shares = products.new_empty(products.shape), shares.new_empty(shares.shape)
     if rows:
         _gated_backward_kernel[(rows,)](
             gradient.contiguous(), products.contiguous(), shares.contiguous(), order, bias, experts,

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import superoffload
 from so_tui.folders import cache_home
-from so_tui.spec import InputError, ModelSpec, first_line, resolve_source
+from so_tui.spec import ModelSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
+from so_tui.units import plural
 from so_tui_trainer.model import stored as mxfp4
 from so_tui_trainer.model.stored import Stored, read_index
 
@@ -45,7 +46,7 @@ class _Conversion(NamedTuple):
 
     target: str
     """The model's tensor; the first one if there are several."""
-    sources: tuple[tuple[str, str], ...]
+    sources: list[tuple[str, str]]
     """(pattern of the converter, name in the checkpoint) of each part, in order."""
     converter: Any
     """transformers' ``WeightConverter``; None if the stored tensor is the model's, perhaps under
@@ -106,20 +107,25 @@ def match_weights(model: PreTrainedModel, index: Mapping[str, Stored]) -> _Match
         index: The stored tensors.
     """
     wanted: dict[str, Tensor] = model.state_dict()
-    groups, unexpected = _grouped(model, wanted, _of_language(wanted, index))
+
+    def on_meta(name: str) -> Tensor:
+        return torch.empty(index[name].shape, dtype=index[name].dtype, device="meta")
+
+    drafts, unexpected = _grouped(model, wanted, _of_language(wanted, index))
     conversions: list[_Conversion] = []
     mismatched: dict[str, str] = {}
-    for target, converter, sources in groups:
+    for draft in drafts:
         try:
-            shapes = _outputs(model, target, converter, sources, index)
+            made = _realised(model, draft, on_meta)
         except (
             RuntimeError,
             ValueError,
             AssertionError,
         ) as error:  # The parts do not fit together. Older torch only asserts that.
-            mismatched[target] = f"{target} ({first_line(error)})"
+            mismatched[draft.target] = f"{draft.target} ({first_line(error)})"
             continue
-        conversions.append(_Conversion(target, tuple(sources), converter, shapes))
+        shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+        conversions.append(draft._replace(shapes=shapes))
         for name, shape in shapes.items():
             if name in wanted and tuple(wanted[name].shape) != shape:
                 mismatched[name] = (
@@ -212,10 +218,10 @@ own; of the two ways that transformers has written them.
 
 
 def _grouped(
-    model: PreTrainedModel, wanted: Mapping[str, Tensor], names: Mapping[str, str]
-) -> tuple[list[tuple[str, Any, list[tuple[str, str]]]], list[str]]:
-    """Return the stored tensors that make each target, with its converter; also those that the
-    model does not have.
+    model: PreTrainedModel, wanted: dict[str, Tensor], names: Mapping[str, str]
+) -> tuple[list[_Conversion], list[str]]:
+    """Return the conversions, as yet without shapes, and the stored tensors that the model does not
+    have.
 
     ``names``: each stored tensor's own name, by the name that the model's conversions know.
     """
@@ -230,45 +236,26 @@ def _grouped(
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    numbers = {
-        pattern: number
-        for number, converter in enumerate(converters)
-        for pattern in converter.source_patterns
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    groups: dict[tuple[str, int | None], list[tuple[str, str]]] = {}
+    found: dict[tuple[str, int], _Conversion] = {}
     unexpected = []
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, dict(wanted)
+            name, renamings, converters, model.base_model_prefix, wanted
         )
         if target not in wanted and name in wanted:
             target, pattern = name, None
         if target in wanted:
-            number = None if pattern is None else numbers[pattern]
-            groups.setdefault((target, number), []).append((pattern or name, names[name]))
+            converter = None if pattern is None else by_pattern[pattern]
+            draft = found.setdefault(
+                (target, id(converter)), _Conversion(target, [], converter, {})
+            )
+            draft.sources.append((pattern or name, names[name]))
         else:
             unexpected.append(names[name])
-    joined = [
-        (target, None if number is None else converters[number], sources)
-        for (target, number), sources in groups.items()
-    ]
-    return joined, unexpected
-
-
-def _outputs(
-    model: PreTrainedModel,
-    target: str,
-    converter: Any,
-    sources: list[tuple[str, str]],
-    index: Mapping[str, Stored],
-) -> dict[str, tuple[int, ...]]:
-    draft = _Conversion(target, tuple(sources), converter, {})
-    made = _realised(
-        model,
-        draft,
-        lambda name: torch.empty(index[name].shape, dtype=index[name].dtype, device="meta"),
-    )
-    return {name: tuple(tensor.shape) for name, tensor in made.items()}
+    return list(found.values()), unexpected
 
 
 def _ties(model: PreTrainedModel) -> dict[str, set[str]]:
@@ -286,7 +273,7 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> tuple[str,
 
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:_NAMED])}{more})"
+    return f"{plural(len(names), 'tensor')} ({', '.join(names[:_NAMED])}{more})"
 
 
 def _text(shape: Iterable[int]) -> str:
@@ -309,7 +296,7 @@ def weights_folder(model: ModelSpec) -> Path:
     """
     for line in prepare_weights(model):
         print(line, flush=True)
-    return trainable_folder(_downloaded(model))
+    return trainable_folder(downloaded(model))
 
 
 def prepare_weights(model: ModelSpec) -> Iterator[str]:
@@ -318,7 +305,7 @@ def prepare_weights(model: ModelSpec) -> Iterator[str]:
     Yields:
         A line of progress before each part.
     """
-    source = _downloaded(model)
+    source = downloaded(model)
     target = trainable_folder(source)
     if target.is_dir():
         return
@@ -326,14 +313,6 @@ def prepare_weights(model: ModelSpec) -> Iterator[str]:
     with target.with_name(target.name + ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # which the kernel releases when the process ends
         yield from mxfp4.convert(source, target)
-
-
-def downloaded(model: ModelSpec) -> Path | None:
-    """Return the model's own folder if all of it is on this machine, otherwise None."""
-    try:
-        return _downloaded(model, local_files_only=True)
-    except InputError:
-        return None
 
 
 def trainable_folder(source: Path) -> Path:
@@ -373,13 +352,20 @@ def _converted_folder(source: Path) -> Path:
     """Return the cache folder for the bf16 weights of an MXFP4 folder, named by the content of that
     folder.
     """
-    files = sorted(path for path in source.glob("*.safetensors"))
-    content = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    content = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(source.glob("*.safetensors"))
+    ]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     return cache_home() / "models" / key
 
 
-def _downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
+def downloaded(model: ModelSpec, *, local_files_only: bool = False) -> Path:
+    """Return the model's own folder, after downloading what is not on this machine.
+
+    Raises:
+        InputError: It cannot be downloaded, or is not here and must be (``local_files_only``).
+    """
     given = Path(resolve_source(model.id)).expanduser()
     if given.is_dir():
         return given
@@ -462,26 +448,18 @@ def _initial(meta: PreTrainedModel) -> dict[str, Tensor]:
     """
     owner: Any = meta
     for module in meta.modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        frozen = {
-            name: tensor
+        frozen = [
+            (name, tensor)
             for name, tensor in module.named_parameters(recurse=False)
             if not tensor.requires_grad
-        }
-        for name, buffer in buffers.items():
-            setattr(
-                module,
-                name,
-                torch.full_like(
-                    buffer, torch.nan if buffer.is_floating_point() else 0, device="cpu"
-                ),
-            )
-        for name, parameter in frozen.items():
-            setattr(
-                module,
-                name,
-                nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=False),
-            )
+        ]
+        buffers = [*module.named_buffers(recurse=False)]
+        for name, buffer in buffers:
+            unknown = torch.nan if buffer.is_floating_point() else 0
+            setattr(module, name, torch.full_like(buffer, unknown, device="cpu"))
+        for name, parameter in frozen:
+            zeros = torch.zeros_like(parameter, device="cpu")
+            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
         if buffers or frozen:
             owner._init_weights(module)
     frozen_now = {
@@ -617,6 +595,6 @@ def _compute_buffers(causal: PreTrainedModel, meta: PreTrainedModel) -> None:
         for key, like in buffers.items():
             have = getattr(module, key)
             if have.dtype != like.dtype:
-                setattr(module, key, torch.empty(like.shape, dtype=like.dtype, device=have.device))
+                setattr(module, key, torch.empty_like(like, device=have.device))
         owner: Any = causal
         owner._init_weights(module)

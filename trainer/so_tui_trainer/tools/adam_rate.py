@@ -10,25 +10,22 @@ which are the first to touch the memory.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import mmap
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 
 def main(request: dict[str, Any]) -> None:
     """Measure and print the answer."""
     os.sched_setaffinity(0, request["cpus"])
-    specification = importlib.util.spec_from_file_location("worker", request["worker"])
-    assert specification is not None
-    assert specification.loader is not None
-    worker = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(worker)
+    worker = SimpleNamespace(**runpy.run_path(request["worker"]))
     numel = request["parameters"]
     size = worker.MemorySize(((worker.Segment(numel),),), 2, True)
     memory = mmap.mmap(-1, worker.layout(size).bytes)

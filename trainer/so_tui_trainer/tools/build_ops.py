@@ -8,13 +8,14 @@ which only some settings need, cannot be compiled.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 
+from so_tui_trainer.tools.channel import Answer, serve
 
-def build() -> dict[str, object]:
+
+def build() -> Answer:
     """Load the kernels, and compile those that are not cached.
 
     Raises:
@@ -29,20 +30,12 @@ def build() -> dict[str, object]:
     kernel.library()
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
-
     from superoffload.deepspeed_adapter.engine import load_cpu_adam
 
     reason = ""
     try:
         load_cpu_adam()
-    except (
-        RuntimeError,
-        OSError,
-        AssertionError,
-        CUDAMismatchException,
-        MissingCUDAException,
-    ) as error:
+    except Exception as error:  # noqa: BLE001 -- DeepSpeed's, a compiler's, or whatever it leads to
         reason = first_line(error)
     seconds = time.monotonic() - began
     # Loading a cached build takes a second or two, compiling most of a minute.
@@ -53,16 +46,5 @@ def build() -> dict[str, object]:
     }
 
 
-def main() -> int:
-    """Answer the request on stdin."""
-    # The compiler and DeepSpeed print to stdout, which is reserved for the answer.
-    answer_stream = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.stdin.read()
-    json.dump(build(), answer_stream)
-    answer_stream.close()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(lambda _: iter([build()])))

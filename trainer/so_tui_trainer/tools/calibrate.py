@@ -22,9 +22,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from so_tui.plan.plan import MemoryPolicy
 from so_tui.spec import SoTuiError
@@ -56,16 +58,13 @@ def _work(request: Answer) -> Iterator[Answer]:
     scale = float(request.get("scale", 1.0))
     rates: Fields = {"measured": datetime.now(UTC).isoformat(timespec="seconds")}
     yield {"message": "compiling the CPU Adam kernel, unless it is cached"}
-    for answer in _cpu(request["nodes"], request["gpus"] or request.get("pretend_gpus", []), scale):
+    gpus, device = request["gpus"], "cuda:0"
+    if not gpus:
+        gpus, device = request.get("pretend_gpus", []), "cpu"
+    on_gpus = _gpus(gpus, device, scale) if gpus else ()
+    for answer in chain(_cpu(request["nodes"], gpus, scale), on_gpus):
         rates |= answer.pop("rates", {})
         yield answer
-    gpus, device = (
-        (request["gpus"], "cuda:0") if request["gpus"] else (request.get("pretend_gpus", []), "cpu")
-    )
-    if gpus:
-        for answer in _gpus(gpus, device, scale):
-            rates |= answer.pop("rates", {})
-            yield answer
     rates["seconds"] = round(time.monotonic() - begun, 1)
     yield {"rates": rates, "done": True}
 
@@ -75,17 +74,22 @@ def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Itera
     points: Points = []
     together: Points = []
     bandwidth: Points = []
-    for position, node in enumerate(nodes):
+    for node in nodes:
         cpus = node["cpus"]
         # Over all numbers of cores: on a busy host, all cores may be slower than half of them.
-        best = 0.0
+        best = fastest_step = 0.0
         # The first node gets a curve: few cores, where it rises, and the default shares of cores.
-        shares = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1) if position == 0 else (0.5, 1)
-        rounded = round if position == 0 else math.ceil
+        has_curve = node is nodes[0]
+        shares = (0, 0.25, 0.5, 0.7, 0.8, 0.9, 1) if has_curve else (0.5, 1)
+        rounded = round if has_curve else math.ceil
         for count in sorted({max(1, rounded(len(cpus) * share)) for share in shares}):
             found = _adam(cpus[:count], scale)
-            points += [(count, found["step_bytes_per_s"])] if position == 0 else []
             best = max(best, *found.values())
+            fastest_step = max(fastest_step, found["step_bytes_per_s"])
+            if has_curve:
+                # More cores than the memory can feed slow Adam down a little, but a rank need not
+                # use all.
+                points.append((count, fastest_step))
             cores = "1 core" if count == 1 else f"{count} cores"
             yield {
                 "message": (
@@ -113,14 +117,7 @@ def _cpu(nodes: Sequence[Fields], gpus: Sequence[Fields], scale: float) -> Itera
             )
         }
     rates = {
-        # More cores than the memory can feed slow Adam down a little, but a rank need not use all.
-        "adam": list(
-            zip(
-                (cores for cores, _ in points),
-                accumulate((rate for _, rate in points), max),
-                strict=True,
-            )
-        ),
+        "adam": points,
         "adam_remote": remote,
         "adam_together": together,
         "node_bytes_per_s": bandwidth,
@@ -151,12 +148,11 @@ def _rank_counts(nodes: Sequence[Fields], gpus: Sequence[Fields]) -> tuple[int, 
     """Return how many ranks may share the first node: 2, 4, ... up to the number of its GPUs,
     limited by its cores.
     """
-    near = (
-        sum(not gpu["cpus"] or bool(set(gpu["cpus"]) & set(nodes[0]["cpus"])) for gpu in gpus)
-        if nodes
-        else 0
-    )
-    return _up_to(min(near, len(nodes[0]["cpus"]))) if nodes else ()
+    if not nodes:
+        return ()
+    cpus = set(nodes[0]["cpus"])
+    near = sum(not gpu["cpus"] or not cpus.isdisjoint(gpu["cpus"]) for gpu in gpus)
+    return _up_to(min(near, len(cpus)))
 
 
 def _up_to(most: int) -> tuple[int, ...]:
@@ -184,8 +180,8 @@ def slowest_together(shares: Sequence[Sequence[int]], scale: float = 1.0) -> flo
 def _start_adam(cpus: Sequence[int], scale: float, together: int = 1) -> subprocess.Popen[str]:
     from superoffload import kernel, worker
 
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    parameters = int(min(_ADAM_PARAMETERS * scale, available / 8 / _ADAM_BYTES / together))
+    free = psutil.virtual_memory().free
+    parameters = int(min(_ADAM_PARAMETERS * scale, free / 8 / _ADAM_BYTES / together))
     request: Fields = {
         "worker": worker.__file__,
         "cpus": list(cpus),

@@ -75,8 +75,11 @@ def _weights(spec: RunSpec) -> list[str]:
                     "downloads them beforehand"
                 )
             ]
-    source = downloaded(spec.model)
-    return [] if source is None else _stored(spec, source)
+    try:
+        source = downloaded(spec.model, local_files_only=True)
+    except InputError:
+        return []
+    return _stored(spec, source)
 
 
 def _stored(spec: RunSpec, source: Path) -> list[str]:

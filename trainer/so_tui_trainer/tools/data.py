@@ -116,24 +116,24 @@ def _sources(documents: Documents, epoch: Int64s) -> list[Answer]:
     met = np.bincount(
         np.searchsorted(firsts, epoch, side="right") - 1, minlength=len(documents.parts)
     )
-    lengths, trained = documents.lengths, documents.trained_lengths
-    answers = []
-    for index, part in enumerate(documents.parts):
-        here = slice(firsts[index], firsts[index + 1])
-        answers.append(
-            {
-                **msgspec.to_builtins(part.counts),
-                "source": part.source,
-                "format": part.layout,
-                "weight": part.weight,
-                "documents": part.documents,
-                "tokens": int(lengths[here].sum()),
-                "trained_tokens": int(trained[here].sum()),
-                "share": float(met[index] / len(epoch)),
-                "times_an_epoch": float(met[index] / part.documents),
-            }
-        )
-    return answers
+    tokens, trained = (
+        np.add.reduceat(lengths, firsts[:-1]).tolist()
+        for lengths in (documents.lengths, documents.trained_lengths)
+    )
+    return [
+        {
+            **msgspec.to_builtins(part.counts),
+            "source": part.source,
+            "format": part.layout,
+            "weight": part.weight,
+            "documents": part.documents,
+            "tokens": tokens[index],
+            "trained_tokens": trained[index],
+            "share": float(met[index] / len(epoch)),
+            "times_an_epoch": float(met[index] / part.documents),
+        }
+        for index, part in enumerate(documents.parts)
+    ]
 
 
 def _sequence(documents: Documents, sequences: Sequences) -> Answer:
@@ -161,7 +161,7 @@ def _in_turn(documents: Documents) -> Iterator[int]:
 def _origin(documents: Documents, index: int) -> Answer:
     """Return the source and the row of a document."""
     part = int(np.searchsorted(documents.source_starts, index, side="right")) - 1
-    return {"source": documents.parts[part].source, "row": documents.row_of(index)}
+    return {"source": documents.parts[part].source, "row": int(documents.rows[index])}
 
 
 def _sample(documents: Documents, tokenizer: PreTrainedTokenizerBase, index: int) -> Answer:

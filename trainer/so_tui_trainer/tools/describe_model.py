@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,7 +34,7 @@ from so_tui.spec.check import exists, is_folder
 from so_tui.spec.errors import reject
 from so_tui.spec.model_table import mixing_kinds, packing_problem, recurrent_kinds
 from so_tui.spec.run_spec import TensorKind, is_matrix
-from so_tui_trainer.hub import causes, remote_files, stay_offline_when_cut_off
+from so_tui_trainer.hub import causes, model_problem, remote_files, stay_offline_when_cut_off
 from so_tui_trainer.model import kinds_of, same_in_all_layers
 from so_tui_trainer.tools.channel import Answer, serve
 
@@ -45,55 +45,47 @@ if TYPE_CHECKING:
 # Why a model cannot be described: refusals that name the cause and a remedy.
 
 
-def _refuse_unreadable(model: ModelSpec, error: Exception) -> NoReturn:
+def _unreadable(model: ModelSpec, error: Exception) -> InputError:
     """Explain why transformers cannot load a config. Its errors share types, so their texts are
     matched here, and nowhere else.
-
-    Raises:
-        InputError: Always.
     """
     text = str(error)
     if "trust_remote_code" in text and not model.trust_remote_code:
-        _refuse(
+        return model_problem(
             "model-needs-remote-code",
             model,
             "comes with its own Python code, which is not run by default",
             "Read that code first. If you trust it, add --trust-remote-code.",
-            error,
         )
     if any(type(cause).__name__ == "GatedRepoError" for cause in causes(error)):
-        _refuse(
+        return model_problem(
             "hub-access-denied",
             model,
             "is gated, and this user has no access",
             "Accept its terms on its page on the hub, then log in with `hf auth login` (or set "
             "HF_TOKEN).",
-            error,
         )
     if "Unrecognized model" in text:
-        _refuse(
+        return model_problem(
             "model-type-missing",
             model,
             "does not say what kind of model it is (its config.json has no `model_type`)",
             "Name a folder whose config.json has `model_type`, in the format of transformers.",
-            error,
         )
     if "does not recognize this architecture" in text:
         from transformers import __version__
 
-        _refuse(
+        return model_problem(
             "model-type-unknown",
             model,
             f"is of a kind that transformers {__version__} does not know",
             "Install a newer transformers, or choose another model.",
-            error,
         )
-    _refuse(
+    return model_problem(
         "model-config-unreadable",
         model,
         f"its config.json cannot be read ({_reason(error)})",
         "Correct it, or download it again.",
-        error,
     )
 
 
@@ -111,12 +103,12 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     remedy = "Choose a model for text generation (a causal language model)."
     classes = tuple(config.architectures or ())
     if getattr(config, "is_encoder_decoder", False):
-        _refuse(
+        raise model_problem(
             "model-not-causal", model, "is an encoder-decoder, not a causal language model", remedy
         )
     text = config.get_text_config()
     if text is not config:
-        _refuse(
+        raise model_problem(
             "model-multimodal",
             model,
             "is a multimodal model, and transformers has no model for its language part alone "
@@ -126,47 +118,34 @@ def _refuse_other_kinds(model: ModelSpec, config: PretrainedConfig) -> None:
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     ):
-        _refuse(
+        raise model_problem(
             "model-not-causal",
             model,
             f"is an encoder ({classes[0] if classes else config.model_type}), not a causal "
             "language model",
             remedy,
         )
-    known = set(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    known = {
+        name
+        for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        for name in ((names,) if isinstance(names, str) else names)
+    }
     own_code = model.trust_remote_code and "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
     )
     if own_code:
         return
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        _refuse(
+        raise model_problem(
             "model-not-causal",
             model,
             f"is a {config.model_type}, which transformers has no causal language model for",
             remedy,
         )
     if classes and not known & set(classes):
-        _refuse(
+        raise model_problem(
             "model-not-causal", model, f"is a {classes[0]}, not a causal language model", remedy
         )
-
-
-def _refuse(
-    code: str, model: ModelSpec, message: str, remedy: str, error: Exception | None = None
-) -> NoReturn:
-    raise reject(
-        code,
-        "model.id",
-        model.id,
-        message,
-        remedy,
-    ) from error
-
-
-def _names(mapping: Mapping[str, str | tuple[str, ...]]) -> Iterator[str]:
-    for names in mapping.values():
-        yield from (names,) if isinstance(names, str) else names
 
 
 def _reason(error: BaseException) -> str:
@@ -228,7 +207,11 @@ def shape_of(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any
 
 def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str, Any]:
     """Return what the planner reads of a model, by the names that it uses."""
-    own = _without_layers(config)
+    own = config
+    if getattr(config, "is_heterogeneous", False):
+        # What single layers have of their own (Gemma 4) makes reading the others' values an error.
+        own = deepcopy(config)
+        own.per_layer_config = None
     named = {key: same_in_all_layers(getattr(own, key, None)) for key in _SHAPE}
     named["intermediate_size"] = named["intermediate_size"] or _width(config, causal)
     named["num_key_value_heads"] = named["num_key_value_heads"] or getattr(
@@ -241,17 +224,6 @@ def planned_shape(config: PretrainedConfig, causal: PreTrainedModel) -> dict[str
     return (
         shape | {"layer_types": kinds} if mixing_kinds(kinds) or recurrent_kinds(kinds) else shape
     )
-
-
-def _without_layers(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config without what single layers have of their own (Gemma 4), which makes reading
-    the others' values an error.
-    """
-    if not getattr(config, "is_heterogeneous", False):
-        return config
-    plain = deepcopy(config)
-    plain.per_layer_config = None
-    return plain
 
 
 def _width(config: PretrainedConfig, causal: PreTrainedModel) -> int | None:
@@ -279,10 +251,11 @@ def _toml_values(value: Any) -> Any:
     (``time_step_limit``), which JSON cannot hold.
     """
     if isinstance(value, dict):
-        known = {
-            key: item for key, item in value.items() if isinstance(key, str) and item is not None
+        return {
+            key: _toml_values(item)
+            for key, item in value.items()
+            if isinstance(key, str) and item is not None and not _unwritable(item)
         }
-        return {key: _toml_values(item) for key, item in known.items() if not _unwritable(item)}
     if isinstance(value, list | tuple):
         return [_toml_values(item) for item in value if item is not None]
     return value
@@ -291,9 +264,7 @@ def _toml_values(value: Any) -> Any:
 def _unwritable(value: Any) -> bool:
     if isinstance(value, dict):
         return any(not isinstance(key, str) for key in value)
-    return isinstance(value, list | tuple) and any(
-        isinstance(item, float) and math.isinf(item) for item in value
-    )
+    return isinstance(value, list | tuple) and any(item in (math.inf, -math.inf) for item in value)
 
 
 def ordered_tensors(model: PreTrainedModel) -> Iterator[Tensor]:
@@ -384,15 +355,13 @@ def describe(request: Answer) -> Iterator[Answer]:
     if not Path(resolve_source(asked.id)).is_dir():
         files = remote_files(asked)
         if files and "config.json" not in files:
-            _refuse(
+            raise model_problem(
                 "model-config-missing",
                 asked,
                 "has no config.json on the hub",
                 "Choose a model in the format of transformers.",
             )
     # Imported late: torch and transformers take seconds.
-    from huggingface_hub.errors import StrictDataclassError
-
     from so_tui.model.flops import flops_of
     from so_tui_trainer.model.build import refuse_unsupported
     from so_tui_trainer.model.config import language_part, stored_config
@@ -400,16 +369,8 @@ def describe(request: Answer) -> Iterator[Answer]:
 
     try:
         whole = stored_config(asked)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        StrictDataclassError,
-    ) as error:
-        _refuse_unreadable(asked, error)
+    except Exception as error:  # a damaged config.json raises whatever it leads to
+        raise _unreadable(asked, error) from error
     config = language_part(whole)
     _refuse_other_kinds(asked, config)
     notes = _notes(asked, config)
@@ -423,23 +384,15 @@ def describe(request: Answer) -> Iterator[Answer]:
             delattr(config, key)
     try:
         causal = meta_model(config, trust_remote_code=asked.trust_remote_code)
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        AssertionError,
-        ImportError,
-        RuntimeError,
-    ) as error:
-        _refuse(
+    except Exception as error:  # so does a shape that its code does not expect
+        raise model_problem(
             "model-shape-invalid",
             asked,
             f"its shape cannot be built: {_reason(error)}",
             "Check its config.json. Some models need other packages, or a newer transformers.",
-        )
+        ) from error
     if causal.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        _refuse(
+        raise model_problem(
             "model-head-missing",
             asked,
             "has no output projection that so-tui can find",
@@ -462,14 +415,13 @@ def describe(request: Answer) -> Iterator[Answer]:
         flops_of(found)
     except InputError as error:
         missing = ", ".join(problem.field.rpartition(".")[2] for problem in error.problems)
-        _refuse(
+        raise model_problem(
             "model-not-plannable",
             found,
             f"a {found.config.get('model_type')} has no {missing}: this kind of model cannot be "
             "planned",
             "Choose a decoder with attention in every layer.",
-            error,
-        )
+        ) from error
     yield {
         "model": msgspec.to_builtins(found),
         "parameters": found.parameter_count,
@@ -532,7 +484,7 @@ def _notes(model: ModelSpec, config: PretrainedConfig) -> list[str]:
         notes.append(f"{problem.message}: each is a sequence of its own (data.packing = false)")
     if method := _quantisation(config):
         if (method, config.model_type) != _DEQUANTISED:
-            _refuse(
+            raise model_problem(
                 "weights-quantised",
                 model,
                 f"its weights are quantised ({method}), and quantised weights cannot be trained",

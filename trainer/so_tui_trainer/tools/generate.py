@@ -63,7 +63,8 @@ def _serve(lines: Iterator[str]) -> Iterator[channel.Answer]:
     writers = yield from changed(_loading(load), msgspec.to_builtins)
     requests = _Requests(lines)
     for ask in requests:
-        yield from map(msgspec.to_builtins, _answers(writers, ask, requests))
+        answers = (_answer(writers[prompt.side], prompt, ask, requests) for prompt in ask.prompts)
+        yield from map(msgspec.to_builtins, _in_turn(answers))
 
 
 class _Requests:
@@ -98,15 +99,6 @@ class _Requests:
         finally:
             self._over = True
             self._asks.put(None)
-
-
-def _answers(writers: Writers, ask: Ask, requests: _Requests) -> Iterator[Event]:
-    """Answer all prompts of a request, a token of each in turn.
-
-    Returns:
-        Pieces, and the answers.
-    """
-    return _in_turn(_answer(writers[prompt.side], prompt, ask, requests) for prompt in ask.prompts)
 
 
 def _answer(writer: Writer, prompt: Prompt, ask: Ask, requests: _Requests) -> Iterator[Event]:

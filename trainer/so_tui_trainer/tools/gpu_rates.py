@@ -14,9 +14,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median_high
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from so_tui.model.flops import attention_pairs
+from so_tui.plan.step_time import BACKWARD_ATTENTION
+from so_tui.spec.attention import KERNELS, AttentionBackend, Needs, obstacle_to
+
+if TYPE_CHECKING:
+    from so_tui_trainer.model.attention import Kernels
 
 Fields = dict[str, Any]
 """A request or an answer."""
@@ -34,6 +41,12 @@ SMALL_WIDTH = 64
 """Width of those layers. They keep no GPU busy, so their time is that of the Python around them."""
 ROUNDS = 96
 """Passes that ranks make together."""
+HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
+"""Of an 8B model's attention."""
+PACKS = {160: 100, 1024: 16, 4096: 4, 16384: 1, 65536: 1}
+"""Length of documents -> how many of them are packed."""
+Seconds = Callable[[Callable[[], object]], float]
+"""Measures how long a call takes on the device."""
 
 
 def main(request: Fields) -> None:
@@ -60,26 +73,18 @@ def _measure_one_gpu(request: Fields, device: Any) -> Fields:
     """Measure matrix products, copies and the layer launch overhead of one GPU."""
     import torch
 
-    limit_s, scale = request["seconds"], request["scale"]
-    tokens = max(16, int(TOKENS * scale))
-    layers = [
-        (
-            torch.randn(tokens, max(16, int(wide * scale)), device=device, dtype=torch.bfloat16),
-            torch.randn(
-                max(16, int(wide * scale)),
-                max(16, int(out * scale)),
-                device=device,
-                dtype=torch.bfloat16,
-            ),
-        )
-        for wide, out in SHAPES
-    ]
+    limit_s = request["seconds"]
+
+    def matrix(*shape: int) -> Any:
+        sizes = [max(16, int(size * request["scale"])) for size in shape]
+        return torch.randn(sizes, device=device, dtype=torch.bfloat16)
+
+    layers = [(matrix(TOKENS, wide), matrix(wide, out)) for wide, out in SHAPES]
     flops = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right in layers)
     products = _seconds(lambda: [left @ right for left, right in layers], device, limit_s)
-    small = _small_layers(device)
     return _measure_copies(request, device) | {
         "matrix_flops": flops / products,
-        "small_layer_s": _seconds(small, device, limit_s) / SMALL_LAYERS,
+        "small_layer_s": _seconds(_small_layers(device), device, limit_s) / SMALL_LAYERS,
     }
 
 
@@ -89,16 +94,16 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
     """
     import torch
 
-    limit_s, scale = request["seconds"], request["scale"]
-    size = max(4096, int(COPY_BYTES * scale) // 4 * 4)
+    size = max(4096, int(COPY_BYTES * request["scale"]) // 4 * 4)
     near, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     pinned = device.type == "cuda"
     host, host_too = (torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
-    within = _seconds(lambda: near.copy_(other), device, limit_s)
-    d2h = _seconds(lambda: host.copy_(near, non_blocking=True), device, limit_s)
-    h2d = _seconds(lambda: near.copy_(host, non_blocking=True), device, limit_s)
-    stream: Any = torch.cuda.Stream
-    streams = [stream(device) for _ in range(2)] if pinned else []
+    pageable = torch.zeros(size, dtype=torch.uint8)
+    masters = pageable.view(torch.float32)
+    weights = near.view(torch.bfloat16)[: size // 4]
+    streams = []
+    if pinned:
+        streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def both() -> None:
         if not streams:
@@ -110,37 +115,84 @@ def _measure_copies(request: Fields, device: Any) -> Fields:
         with torch.cuda.stream(streams[1]):
             other.copy_(host_too, non_blocking=True)
 
-    together = _seconds(both, device, limit_s)
-    pageable = torch.zeros(size, dtype=torch.uint8)
-    masters = pageable.view(torch.float32)
-    weights = near.view(torch.bfloat16)[: size // 4]
+    def rate(run: Callable[[], object]) -> float:
+        return size / _seconds(run, device, request["seconds"])
+
     return {
-        "hbm_bytes_per_s": 2 * size / within,
-        "down_bytes_per_s": size / d2h,
-        "up_bytes_per_s": size / h2d,
-        "pageable_d2h_bytes_per_s": size / _seconds(lambda: pageable.copy_(near), device, limit_s),
-        "pageable_h2d_bytes_per_s": size / _seconds(lambda: near.copy_(pageable), device, limit_s),
-        "cast_h2d_bytes_per_s": size
-        / 2
-        / _seconds(lambda: weights.copy_(masters), device, limit_s),
-        "both_ways_bytes_per_s": [size / together, size / together],
+        "hbm_bytes_per_s": 2 * rate(lambda: near.copy_(other)),
+        "down_bytes_per_s": rate(lambda: host.copy_(near, non_blocking=True)),
+        "up_bytes_per_s": rate(lambda: near.copy_(host, non_blocking=True)),
+        "both_ways_bytes_per_s": [rate(both)] * 2,
+        "pageable_d2h_bytes_per_s": rate(lambda: pageable.copy_(near)),
+        "pageable_h2d_bytes_per_s": rate(lambda: near.copy_(pageable)),
+        "cast_h2d_bytes_per_s": rate(lambda: weights.copy_(masters)) / 2,
     }
 
 
 def _measure_attention(request: Fields, device: Any) -> Fields:
     """Measure the attention backends that this GPU can use."""
-
-    from so_tui_trainer.tools.attention_rates import attention_rates, usable_backends
-
     limit_s = request["seconds"] / 4
+    found = attention_rates(
+        usable_backends(device),
+        device,
+        lambda run: _seconds(run, device, limit_s),
+        request["scale"],
+    )
+    return {"attention": found}
+
+
+def usable_backends(device: Any) -> dict[AttentionBackend, Kernels]:
+    """Return the kernels of every attention backend that can be used on a device."""
+    from so_tui_trainer.model.attention import LOADERS, present
+
+    needs, available = Needs(head_size=HEAD_SIZE), present(device)
     return {
-        "attention": attention_rates(
-            usable_backends(device),
-            device,
-            lambda run: _seconds(run, device, limit_s),
-            request["scale"],
-        )
+        kernel.name: LOADERS[kernel.name]()
+        for kernel in KERNELS
+        if obstacle_to(kernel.name, needs, available) is None
     }
+
+
+def attention_rates(
+    backends: Mapping[AttentionBackend, Kernels], device: Any, seconds: Seconds, scale: float
+) -> list[tuple[AttentionBackend, list[tuple[int, float, float]]]]:
+    """Return (length of documents, FLOP/s of forward, FLOP/s of backward) of each backend, as
+    ``so_tui.plan.rates.AttentionRate``.
+    """
+    lengths = {max(1, int(length * scale)): count for length, count in PACKS.items()}
+    return [
+        (
+            backend,
+            [
+                (length, *flops_per_s(kernels, [length] * count, device, seconds))
+                for length, count in lengths.items()
+            ],
+        )
+        for backend, kernels in backends.items()
+    ]
+
+
+def flops_per_s(
+    kernels: Kernels, lengths: Sequence[int], device: Any, seconds: Seconds
+) -> tuple[float, float]:
+    """Return the FLOP/s of attention forward and backward within documents of these lengths."""
+    import torch
+
+    from so_tui_trainer.model.attention import Documents
+
+    boundaries = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    documents = Documents(boundaries, max(lengths), HEAD_SIZE**-0.5)
+    query, key, value, gradient = (
+        torch.randn((sum(lengths), heads, HEAD_SIZE), device=device, dtype=torch.bfloat16)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    )
+    out, normaliser = kernels.forward(query, key, value, documents)
+    flops = 4.0 * HEADS * HEAD_SIZE * sum(map(attention_pairs, lengths))
+    forward_s = seconds(lambda: kernels.forward(query, key, value, documents))
+    backward_s = seconds(
+        lambda: kernels.backward(gradient, query, key, value, out, normaliser, documents)
+    )
+    return flops / forward_s, BACKWARD_ATTENTION * flops / backward_s
 
 
 def _small_layers(device: Any) -> Callable[[], object]:
@@ -187,14 +239,10 @@ def _measure_between_gpus(request: Fields, device: Any) -> Fields:
     for _ in range(8):  # The same number on every rank, whatever it measures.
         distributed.barrier()
         times.append(_once(lambda: all_gather_single(whole, share), device))
-    seconds = median_high(times)
-    together = [
-        (count, _small_layer_together_s(count, request, device)) for count in request["counts"]
-    ]
     return {
-        "peer_bytes_per_s": (ranks - 1) * share.numel() / seconds,
+        "peer_bytes_per_s": (ranks - 1) * share.numel() / median_high(times),
         "small_layer_together": [
-            (count, seconds) for count, seconds in together if seconds is not None
+            (count, _small_layer_together_s(count, request, device)) for count in request["counts"]
         ],
     }
 

@@ -1,6 +1,6 @@
 """Train the byte-level BPE tokenizer of the embedded `tiny` preset on its own rows.
 
-    python -m so_tui_trainer.tools.tokenizer [--rows FILE] [--folder FOLDER] [--vocabulary 2048]
+    python -m tools.tiny_tokenizer [--rows FILE] [--folder FOLDER] [--vocabulary 2048]
 
 Writes ``tokenizer.json`` and ``tokenizer_config.json``, for
 ``AutoTokenizer.from_pretrained(FOLDER)``. Deterministic: the same rows give the same files.
@@ -75,7 +75,7 @@ def main() -> None:
     """Train and write the tokenizer."""
     home = Path(resolve_source("builtin:tiny"))
     parser = argparse.ArgumentParser(
-        prog="python -m so_tui_trainer.tools.tokenizer",
+        prog="python -m tools.tiny_tokenizer",
         description=__doc__.partition("\n\n")[0] if __doc__ else None,
     )
     parser.add_argument("--rows", type=Path, default=home / "rows.jsonl")
