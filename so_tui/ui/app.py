@@ -26,7 +26,7 @@ from so_tui.trust.text import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.page import PAGES, Page
 from so_tui.ui.preset_actions import go_back, start_launch
-from so_tui.ui.shared_app import Checking, SharedApp, StartRun
+from so_tui.ui.shared_app import Checking, SharedApp
 from so_tui.ui.textual_fixes import settle, terminal_lost
 from so_tui.ui.widgets import command_key
 from so_tui.units import plural
@@ -98,9 +98,7 @@ class SoTuiApp(SharedApp):
             )
             for number, (name, title) in enumerate(PAGES, 1)
         ),
-        command_key(
-            "question_mark,f1", "help", "Help", "Every key of this screen", display="?", show=False
-        ),
+        command_key("question_mark,f1", "help", "Help", "Every key of this screen", show=False),
         command_key("q", "quit", "Quit", "Leave the screen; runs continue training"),
     ]
 
@@ -113,7 +111,6 @@ class SoTuiApp(SharedApp):
         *,
         launch: Launch | None = None,
         machine_file: str = "",
-        start: StartRun | None = None,
         settings: Loaded | None = None,
     ) -> None:
         """Create the application.
@@ -123,8 +120,6 @@ class SoTuiApp(SharedApp):
                 the application.
             machine_file: File that describes ``machine``, where that is another one.
             settings: The user's settings; the defaults if absent.
-            start: Replaces ``so_tui.launch.lifecycle.start`` in tests whose subject is not the
-                launch.
         """
         self._launch = launch
         self.launched: RunDirectory | None = None
@@ -137,7 +132,7 @@ class SoTuiApp(SharedApp):
         # Set on the instance before Textual reads it, so that a given run is shown without another
         # screen first.
         self.__dict__["DEFAULT_MODE"] = "dashboard" if at_run else "presets"
-        super().__init__(catalog, machine, machine_file, runs_dir, start, settings)
+        super().__init__(catalog, machine, machine_file, runs_dir, settings)
         self.set_reactive(SoTuiApp.opened, open_run)
         self.set_reactive(SoTuiApp.inspecting, not at_run or machine is not None)
         if launch is not None:
@@ -247,24 +242,18 @@ class SoTuiApp(SharedApp):
 
     async def action_quit(self) -> None:
         """Quit. Ask first where unsaved edits in Configure would be lost."""
-        from so_tui.ui.configure.screen import ConfigureScreen
-        from so_tui.ui.dialogs import QuitQuestion
+        from so_tui.ui.dialogs import Question
 
-        try:
-            bottom = self.get_screen_stack("configure")[:1]
-        except KeyError:  # never opened
-            bottom = []
-        unsaved = bottom[0].unsaved() if bottom and isinstance(bottom[0], ConfigureScreen) else {}
+        unsaved = self.unsaved()
         if not unsaved:
             self._leave()
-        elif not isinstance(self.screen, QuitQuestion):
+        elif self.screen.id != "quit":  # it is being asked already
             lines = [
                 f"Configure: {plural(count, 'change')} to preset {preset}, not saved"
                 for preset, count in unsaved.items()
             ]
-            question = QuitQuestion(
-                "Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay"
-            )
+            title = "Quit and lose unsaved changes?"
+            question = Question(title, lines, yes="Quit", no="No, stay", id="quit")
             self.push_screen(question, lambda yes: self._leave() if yes else None)
 
     def _leave(self) -> None:
@@ -292,7 +281,7 @@ class SoTuiApp(SharedApp):
         from so_tui.ui.configure.screen import ConfigureScreen
 
         page = self.screen_stack[0]
-        if isinstance(page, ConfigureScreen) and not (keep_edits and page.unsaved()):
+        if isinstance(page, ConfigureScreen) and not (keep_edits and self.unsaved()):
             page.edit(preset, wanted, field=field)
 
     def action_help(self) -> None:

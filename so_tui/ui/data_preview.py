@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from textual import on, work
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -18,7 +18,7 @@ from textual.worker import Worker
 
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
 from so_tui.spec import InputError, RunSpec
-from so_tui.ui.dialogs import CloseButton
+from so_tui.ui.dialogs import CLOSE, button
 from so_tui.ui.form import label
 from so_tui.ui.lines import fill
 from so_tui.ui.messages import unexpected_error
@@ -165,9 +165,9 @@ class DataPreviewScreen(ModalScreen[None]):
             yield Static(id="preview-status")
             yield VerticalScroll(id="preview-body")
             with Horizontal(id="preview-buttons"):
-                yield CloseButton("Back  esc", id="leave")
-                yield Button("More rows  m", id="more", compact=True, disabled=True)
-                yield Button("Read again  r", id="again", compact=True, disabled=True)
+                yield button("Back  esc", "leave", CLOSE)
+                yield button("More rows  m", "more", "screen.more")
+                yield button("Read again  r", "again", "screen.again")
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#preview-body"))
@@ -178,8 +178,7 @@ class DataPreviewScreen(ModalScreen[None]):
 
         self._cancel = Cancel()
         self._show_status(faint("starting the helper process …   esc cancels"))
-        for button in ("#more", "#again"):
-            self.query_one(button, Button).disabled = True
+        self.query(Button).exclude("#leave").set(disabled=True)
         self._preview_data(self._rows, self._cancel)
 
     @work(thread=True, group="data", name="preview the data", exit_on_error=False)
@@ -283,14 +282,6 @@ class DataPreviewScreen(ModalScreen[None]):
             self._rows *= MORE
             self._start()
 
-    @on(Button.Pressed, "#more,#again")
-    async def _button(self, event: Button.Pressed) -> None:
-        await self.run_action(event.button.id or "")
-
 
 def _part(title: str, lines: list[Content]) -> Widget:
-    return Vertical(
-        Rule(faint(title)),
-        Static(in_rows(lines)),
-        classes="preview-part",
-    )
+    return Vertical(Rule(title), Static(in_rows(lines)), classes="preview-part")

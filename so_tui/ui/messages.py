@@ -56,7 +56,7 @@ def failure(title: str, error: SoTuiError) -> Failed:
 
 
 @contextmanager
-def reporting(app: App[None], subject: str, done: str, path: Path) -> Iterator[None]:
+def reporting(app: App[None], subject: str, done: str, path: Path | str = "") -> Iterator[None]:
     """Tell the user if ``subject`` was not ``done``, since that was refused or a file could not be
     read or written, such as ``path``.
     """
@@ -97,7 +97,7 @@ class Launched(Message):
 
 
 @dataclass
-class Planned(Message):
+class Planned:
     """The plan of the values in the form, or their problems; ``serial`` identifies the request."""
 
     serial: int
@@ -109,6 +109,3 @@ class Planned(Message):
     def command(self) -> str:
         """The command that a launch starts; empty without a launch."""
         return quoted(*self.launch.argv) if self.launch else ""
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Planned)

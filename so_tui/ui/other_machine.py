@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from textual.suggester import Suggester
 
 from so_tui.machine import Machine
 from so_tui.machine.known import MACHINES, machine_of
 from so_tui.ui.shared_app import SharedApp
-
-if TYPE_CHECKING:
-    pass
-
+from so_tui.ui.textual_fixes import Entry
 
 HINT = (
     "Up, down or a click choose one, as published, not measured; or give a file that `so-tui "
@@ -50,11 +46,10 @@ def ask_for_machine(app: SharedApp) -> None:
     dialog = AskText(
         "Plan for another machine",
         HINT,
-        app.machine_file,
+        Entry(app.machine_file, compact=True, suggester=_MachineSuggester()),
         yes="Plan",
         read=read,
         may_be_empty=True,
-        suggester=_MachineSuggester(),
         choices=[
             THIS_MACHINE,
             *(

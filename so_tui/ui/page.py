@@ -114,11 +114,11 @@ class TopLine(CachedLinesMixin):
         return left + " " * max(1, width - left.cell_length - right.cell_length) + right
 
 
-class Navigation(CachedLinesMixin):
+class _Navigation(CachedLinesMixin):
     """The five screens with their keys; the one that is shown is marked."""
 
     DEFAULT_CSS = """
-    Navigation {
+    _Navigation {
         height: 1; padding: 0 1;
         link-style: none; link-color: $foreground;
         link-style-hover: bold; link-color-hover: $accent; link-background-hover: $panel;
@@ -167,7 +167,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
 
     def compose(self) -> ComposeResult:
         yield TopLine()
-        yield Navigation(self.PAGE)
+        yield _Navigation(self.PAGE)
         yield from self.body()
         yield KeyLine()
 
@@ -279,7 +279,6 @@ class ResizablePage(Page):
             "Larger panel",
             "The panel with the focus; lines between panels can be pulled with the mouse",
             id="larger",
-            display="}",
             show=False,
         ),
         command_key(
@@ -288,7 +287,6 @@ class ResizablePage(Page):
             "Smaller panel",
             "The same",
             id="smaller",
-            display="{",
             show=False,
         ),
         command_key(
@@ -296,7 +294,6 @@ class ResizablePage(Page):
             "reset_sizes",
             "Reset sizes",
             "Sizes of this screen's panels as the terminal has room",
-            display="|",
             show=False,
         ),
     ]

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from so_tui.runs.records import Alert
     from so_tui.settings_file import Loaded
     from so_tui.spec import Catalog, RunSpec
-    from so_tui.spec.errors import Problem
     from so_tui.spec.generation import LoadModel
-    from so_tui.ui.run_rows import RunLister, RunRow
+    from so_tui.ui.form import Draft
+    from so_tui.ui.run_rows import RunRow
 
 
 VIM_KEYS = {
@@ -73,7 +73,6 @@ COMPACT = (
 
 DASHBOARD_POLLS = 3
 """Times as long between two readings of the list while the dashboard is shown."""
-StartRun = Callable[..., "RunDirectory"]
 _KEPT = 20
 """Alerts of a run that are looked at, the newest: a stranger's state may hold any number."""
 _SAVE_TITLE, _RESTORE_TITLE = "\x1b[22;2t", "\x1b[23;2t"
@@ -91,7 +90,6 @@ class SettingsApp(FixedApp[None]):
             "settings",
             "Settings",
             "Theme, keys, units and alerts, kept",
-            display=",",
             show=False,
         ),
         *(Binding(key, f"vim('{moves}')", show=False) for key, moves in VIM_KEYS.items()),
@@ -104,19 +102,19 @@ class SettingsApp(FixedApp[None]):
         self._found_themes: dict[str, Theme | None] = {}
         self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
         super().__init__()
-        self._settings_problems: tuple[Problem, ...] = loaded.problems if loaded is not None else ()
+        from so_tui.settings_file import Loaded
+
+        loaded = loaded or Loaded()
+        self._settings_problems = loaded.problems
         for theme in THEMES:
             self.register_theme(theme)
-        self.set_reactive(
-            SettingsApp.settings, loaded.settings if loaded is not None else Settings()
-        )
+        self.set_reactive(SettingsApp.settings, loaded.settings)
         screen = self.settings.screen
         units.show_memory_in(screen.units)
         self.theme = screen.theme if screen.theme in self.available_themes else DARK.name
         if screen.layout == "compact":
-            self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = (
-                COMPACT  # Textual reads them from the instance
-            )
+            # Textual reads them from the instance.
+            self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT
         self.set_keymap(self.settings.keys.bindings)
         # By the environment, else the settings, else what locale and terminal can show.
         glyphs = chosen_glyphs(environment_at_start(), preferred=screen.glyphs)
@@ -219,9 +217,8 @@ class SettingsApp(FixedApp[None]):
 
     def action_vim(self, moves: str) -> None:
         """Move as another key does."""
-        whole = moves in ("home", "end") and isinstance(
-            self.focused, DataTable
-        )  # there, home and end move along the row
+        # In a table, home and end move along the row.
+        whole = moves in ("home", "end") and isinstance(self.focused, DataTable)
         self.simulate_key(f"ctrl+{moves}" if whole else moves)
 
 
@@ -399,17 +396,16 @@ class SharedApp(SettingsApp):
         machine: Machine | None,
         machine_file: str,
         runs_dir: Path | str | None,
-        start: StartRun | None,
         settings: Loaded | None,
     ) -> None:
         self._given = (catalog, machine, machine_file)
         self.runs_dir = Path(runs_dir) if runs_dir else None
-        self.start_run = start
-        self._lister: RunLister | None = None
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         self._polls = 0
         self.announcer = _Announcer(self)
+        self.drafts: dict[str, Draft] = {}
+        """The presets that were opened in Configure, which is what changes them."""
         super().__init__(settings)
         self.set_reactive(SharedApp.machine_file, machine_file)
 
@@ -492,21 +488,23 @@ class SharedApp(SettingsApp):
         """Read in a thread whenever requested. One worker serves all readings: starting one costs
         as much as a reading.
         """
+        from so_tui.ui.run_rows import RunLister
+
+        lister = RunLister(self.runs_dir)
         while True:
             await self._listing_due.wait()
             self._listing_due.clear()
-            self.runs = await asyncio.to_thread(self._read_runs)
-
-    def _read_runs(self) -> tuple[RunRow, ...]:
-        from so_tui.ui.run_rows import RunLister
-
-        self._lister = self._lister or RunLister(self.runs_dir)
-        return self._lister.rows()
+            self.runs = await asyncio.to_thread(lister.rows)
 
     def open_run(self, run: RunDirectory) -> None:
         """Show ``run`` on the dashboard."""
         self.opened = run
         self.switch_mode("dashboard")
+
+    def unsaved(self) -> dict[str, int]:
+        """Return how many fields of each preset have edits that were not saved."""
+        counts = {preset: len(draft.changes) for preset, draft in self.drafts.items()}
+        return {preset: count for preset, count in counts.items() if count}
 
     def ask(
         self,

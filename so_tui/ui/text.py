@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
@@ -30,42 +30,23 @@ width.
 """
 
 
+_Part = str | content.Content | tuple[str, str | Style]
+"""What content is assembled from: a tuple is a text with its style."""
+
+
 class Content(content.Content):
     """Textual's content, with control, bidirectional and invisible characters spelled out."""
 
-    def __init__(
-        self,
-        text: str = "",
-        spans: list[content.Span] | None = None,
-        cell_length: int | None = None,
-        strip_control_codes: bool = True,
-    ) -> None:
-        super().__init__(printable(text), spans, cell_length, strip_control_codes)
+    def __init__(self, text: str = "", *args: Any, **options: Any) -> None:
+        super().__init__(printable(text), *args, **options)
 
     @classmethod
-    def styled(
-        cls,
-        text: str,
-        style: Style | str = "",
-        cell_length: int | None = None,
-        strip_control_codes: bool = True,
-    ) -> Content:
-        return _own(super().styled(printable(text), style, cell_length, strip_control_codes))
+    def styled(cls, text: str, style: Style | str = "", *args: Any, **options: Any) -> Content:
+        return _own(super().styled(printable(text), style, *args, **options))
 
     @classmethod
-    def assemble(
-        cls,
-        *parts: str | content.Content | tuple[str, str | Style],
-        end: str = "",
-        strip_control_codes: bool = True,
-    ) -> Content:
-        return _own(
-            super().assemble(
-                *map(_printable_part, parts),
-                end=printable(end),
-                strip_control_codes=strip_control_codes,
-            )
-        )
+    def assemble(cls, *parts: _Part, end: str = "", **options: Any) -> Content:
+        return _own(super().assemble(*map(_printable_part, (*parts, end)), **options))
 
     @classmethod
     def from_markup(cls, markup: str | content.Content, **variables: object) -> Content:
@@ -73,15 +54,10 @@ class Content(content.Content):
         return _own(super().from_markup(markup, **variables))
 
     def __add__(self, other: content.Content | str) -> Content:
-        return _own(super().__add__(printable(other) if isinstance(other, str) else other))
+        return _own(super().__add__(_printable_text(other)))
 
     def join(self, lines: Iterable[str | content.Content]) -> Content:
-        return _own(
-            super().join(printable(line) if isinstance(line, str) else line for line in lines)
-        )
-
-    def pad_right(self, count: int, character: str = " ") -> Content:
-        return _own(super().pad_right(count, character))
+        return _own(super().join(map(_printable_text, lines)))
 
 
 def faint(text: str) -> Content:
@@ -119,12 +95,12 @@ def _own(made: content.Content) -> Content:
     return made if isinstance(made, Content) else Content(made.plain, [*made.spans])
 
 
-def _printable_part(
-    part: str | content.Content | tuple[str, str | Style],
-) -> str | content.Content | tuple[str, str | Style]:
-    if isinstance(part, str):
-        return printable(part)
-    return part if isinstance(part, content.Content) else (printable(part[0]), part[1])
+def _printable_text(text: str | content.Content) -> str | content.Content:
+    return printable(text) if isinstance(text, str) else text
+
+
+def _printable_part(part: _Part) -> _Part:
+    return (printable(part[0]), part[1]) if isinstance(part, tuple) else _printable_text(part)
 
 
 def shorten(text: str, width: int) -> str:
@@ -144,9 +120,14 @@ def shorten_path(path: str, width: int) -> str:
     line = printable_line(path[-width * _MOST_CHARACTERS_A_CELL :])
     if cell_len(line) <= width and len(path) <= width * _MOST_CHARACTERS_A_CELL:
         return line
-    start = next((at for at in range(len(line)) if cell_len(line[at:]) < width), len(line))
-    folder = line.find("/", start, -1)  # whole names are read more easily than the end of one
-    return f"…{line[folder if folder >= 0 else start :]}"
+    shown = _end_of(line, width - 1)
+    folder = shown.find("/", 0, -1)  # whole names are read more easily than the end of one
+    return f"…{shown[max(0, folder) :]}"
+
+
+def _end_of(line: str, width: int) -> str:
+    """Return as much of the end of a line as ``width`` cells hold."""
+    return next((line[at:] for at in range(len(line)) if cell_len(line[at:]) <= width), "")
 
 
 def distinct(names: Sequence[str], width: int) -> list[str]:
@@ -178,8 +159,7 @@ def _without_middle(text: str, width: int) -> str:
     if cell_len(line) <= width:
         return line
     head = max(0, width - 1) // 2
-    start = next((at for at in range(len(line)) if cell_len(line[at:]) < width - head), len(line))
-    return f"{set_cell_size(line, head)}…{line[start:]}"
+    return f"{set_cell_size(line, head)}…{_end_of(line, width - head - 1)}"
 
 
 def reading_text(unread_share: float) -> str:

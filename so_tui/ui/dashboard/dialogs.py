@@ -35,7 +35,7 @@ from so_tui.ui.chart_metrics import (
 from so_tui.ui.charts.chart import Chart, Metric
 from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.dashboard.view import Overlaid, steps_at
-from so_tui.ui.dialogs import CloseButton, TickDialog, TickList, button, dialog
+from so_tui.ui.dialogs import CLOSE, TickDialog, TickList, button, dialog
 from so_tui.ui.messages import in_thread, reporting
 from so_tui.ui.run_actions import PICTURE, WROTE_S, ask_for_path, new_path
 from so_tui.ui.run_rows import RunRow
@@ -85,7 +85,7 @@ class AnswersScreen(ModalScreen[None]):
             "Prompts",
             VerticalScroll(Static(id="answers"), classes="dialog-body"),
             buttons=[
-                CloseButton(),
+                button("Close  esc", "close", CLOSE),
                 *(button(label, None, f"screen.go({by})") for label, by in ways.items()),
             ],
             classes="dialog -wide",

@@ -12,6 +12,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
+from textual.worker import get_current_worker
 
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.messages import Failed, answer, failure
@@ -19,7 +20,7 @@ from so_tui.ui.page import OTHER_MACHINE, FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.preset_actions import ask_to_delete, is_own
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
-from so_tui.ui.textual_fixes import FittedTable
+from so_tui.ui.textual_fixes import Entry, FittedTable
 from so_tui.ui.widgets import FindField, command_key, framed
 from so_tui.units import count, plural, rate, thousands
 
@@ -39,15 +40,6 @@ there.
 PUBLISHED = "published figures, not measured"
 _SOURCE_FROM_CELLS = 100
 """Cells from which a line also names its source."""
-_WHAT = {
-    "t": ("[@click=screen.train_tiny]train tiny here, now[/]", "about a minute, downloads nothing"),
-    "o": ("[@click=app.other_machine]plan for another machine[/]", ""),
-    "P": (
-        "[@click=screen.partition]choose a Slurm partition[/]",
-        "Configure plans for its nodes and submits there",
-    ),
-}
-"""Key, command and details of what can be done on a machine without a GPU."""
 
 
 def _without_gpu(width: int, *, slurm: bool) -> Content:
@@ -59,16 +51,19 @@ def _without_gpu(width: int, *, slurm: bool) -> Content:
     """
     from so_tui.machine.known import MACHINES
 
+    tiny, known = "about a minute, downloads nothing", ", ".join(list(MACHINES)[:3])
+    others = f"{known} and others, or a file that describes one"
+    there = "Configure plans for its nodes and submits there"
+    commands = [
+        ("t", "[@click=screen.train_tiny]train tiny here, now[/]", tiny),
+        ("o", "[@click=app.other_machine]plan for another machine[/]", others),
+        ("P", "[@click=screen.partition]choose a Slurm partition[/]", there),
+    ]
     lines = [Content.styled("This machine has no GPU.", "bold")]
-    for key, (command, details) in _WHAT.items():
-        if key == "P" and not slurm:
-            continue
+    for key, command, details in commands if slurm else commands[:2]:
         line = Content.assemble((f"{key}  ", "$accent"), Content.from_markup(command))
-        extra = (
-            details or f"{', '.join(list(MACHINES)[:3])} and others, or a file that describes one"
-        )
-        if line.cell_length + len(extra) + 3 <= width:
-            line = Content.assemble(line, (f"   {extra}", "$faint"))
+        if line.cell_length + len(details) + 3 <= width:
+            line += faint(f"   {details}")
         lines.append(line)
     return in_rows(lines)
 
@@ -84,14 +79,11 @@ def _elsewhere(label: str, machine_file: str, width: int) -> Content:
     """
     from so_tui.machine.known import MACHINES
 
-    described = MACHINES.get(machine_file)
-    parts = [Content.assemble("Plans for ", (label, "bold"))]
+    described, line = MACHINES.get(machine_file), Content.assemble("Plans for ", (label, "bold"))
     if described is not None:
         source = f": {described.source}" if width >= _SOURCE_FROM_CELLS else ""
-        parts.append(Content.assemble(", ", (PUBLISHED, "$warning"), source))
-    return Content.assemble(
-        *parts, ". ", Content.from_markup("[@click=app.other_machine]o changes it[/]"), "."
-    )
+        line += Content.assemble(", ", (PUBLISHED, "$warning"), source)
+    return line + Content.from_markup(". [@click=app.other_machine]o changes it[/].")
 
 
 # The table of Presets: a row a model, a column a number of GPUs, a cell the plan for both.
@@ -101,7 +93,7 @@ WIDE, SPACIOUS = 112, 132
 """Columns of a terminal from which on cells hold words, and rows more about their model."""
 
 
-class PresetTable(FittedTable):
+class _PresetTable(FittedTable):
     """Shows plans, and knows the one under the cursor."""
 
     BINDINGS = [
@@ -207,7 +199,7 @@ class PresetTable(FittedTable):
         """Put the cursor on the recommended plan of a preset."""
         index = self.get_row_index(preset)
         column, _ = self._recommended(self._shown[index])
-        self.move_cursor(row=index, column=column, scroll=True)
+        self.move_cursor(row=index, column=column)
 
     def start_where_it_fits(self, *, on_gpus: bool) -> None:
         """Put the cursor on the first recommended plan that fits, or on the last row, that of tiny,
@@ -223,8 +215,7 @@ class PresetTable(FittedTable):
 
 def _best(row: PlanRow) -> Plan | None:
     """Return the recommended plan of a row, else its first."""
-    plans = sorted(row.cells.values(), key=lambda plan: not plan.recommended)
-    return plans[0] if plans else None
+    return min(row.cells.values(), key=lambda plan: not plan.recommended, default=None)
 
 
 def _speed(plan: Plan, *, wide: bool) -> str:
@@ -260,7 +251,6 @@ class PresetsScreen(FiltersTable):
             "launch",
             "Launch",
             "Start this preset on this machine (asks once); F5 does the same",
-            display="l",
         ),
         command_key("d", "preview_data", "Data", "See its data as the model will"),
         command_key("a", "add", "Add model", "Make a preset of any model: a hub id or a folder"),
@@ -269,7 +259,6 @@ class PresetsScreen(FiltersTable):
             "delete",
             "Delete",
             "Delete a preset of your own (asks)",
-            display="D",
             show=False,
         ),
         OTHER_MACHINE,
@@ -287,12 +276,10 @@ class PresetsScreen(FiltersTable):
             "Choose the Slurm partition that a run is submitted to",
             show=False,
         ),
-        command_key(
-            "slash", "find", "Filter", "Show only models whose name contains a text", display="/"
-        ),
+        command_key("slash", "find", "Filter", "Show only models whose name contains a text"),
     ]
 
-    table = getters.query_one(PresetTable)
+    table = getters.query_one(_PresetTable)
     planned_for: var[Machine | None] = var(None)
     """The machine of ``rows``."""
     rows: var[tuple[PlanRow, ...]] = var(())
@@ -310,7 +297,7 @@ class PresetsScreen(FiltersTable):
         yield Static(id="about-machine")
         yield Static(id="problems")
         yield FindField("show models whose name contains …", id="filter")
-        yield PresetTable(id="table", cursor_type="cell", classes="panel")
+        yield _PresetTable(id="table", cursor_type="cell", classes="panel")
         yield Static(id="folded")
         with Vertical(id="chosen", classes="panel") as chosen:
             chosen.border_title = "plan"
@@ -529,15 +516,42 @@ class PresetsScreen(FiltersTable):
             self.app.push_screen(DataPreviewScreen(chosen[1].spec))
 
     def action_add(self) -> None:
-        from so_tui.ui.dialogs import AddModel
+        """Make a preset of any model, whose shape a helper process reads."""
+        from so_tui.launch.helper_jobs import describe_model
+        from so_tui.spec import SoTuiError, create_preset
+        from so_tui.ui.dialogs import AskText
 
-        def added(name: str | None) -> None:
-            if name:
-                self._to_select, self._added = name, self._added | {name}
-                self.action_leave_field()
-                self.app.reload_presets()
+        def read(model: str, name: str) -> tuple[str, Sequence[str]]:
+            if not model:
+                raise SoTuiError("Type a hub id or a folder first.")
+            described = describe_model(model, name=name or None)
+            if not get_current_worker().is_cancelled:  # as it is once the dialog was left
+                create_preset(described.spec)
+            return described.spec.name, described.notes
 
-        self.app.push_screen(AddModel(), added)
+        def added(described: tuple[str, Sequence[str]] | None) -> None:
+            if described is None:
+                return
+            name, notes = described
+            for note in notes:
+                self.app.notify(note, markup=False)
+            self._to_select, self._added = name, self._added | {name}
+            self.action_leave_field()
+            self.app.reload_presets()
+
+        model = "hub id such as Qwen/Qwen3-8B, or a folder"
+        name = "name of the preset (empty: derived from the model's)"
+        dialog = AskText(
+            "Add a model",
+            "Only its config.json is read. No weights are downloaded.",
+            Entry(placeholder=model, id="model", compact=True),
+            Entry(placeholder=name, id="name", compact=True),
+            yes="Add",
+            read=read,
+            may_be_empty=True,
+            slow="reading the shape of {} …",
+        )
+        self.app.push_screen(dialog, added)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("launch", "preview_data"):
