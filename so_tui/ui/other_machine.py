@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from pathlib import Path
 
 from textual.suggester import Suggester
@@ -69,19 +70,9 @@ def _path_that_begins_with(text: str) -> str | None:
         return None
     folder, _, begin = text.rpartition("/")
     try:
-        entries = Path(folder or "/").expanduser().iterdir()
-        names = sorted(
-            entry.name
-            for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
-            if entry.name.startswith(begin)
-        )
-    except OSError:
+        entries = islice(Path(folder or "/").expanduser().iterdir(), _MOST_ENTRIES)
+        names = sorted(entry.name for entry in entries)
+    except (OSError, RuntimeError):  # there is no such folder, or no such user
         return None
-    return next(
-        (
-            f"{folder}/{name}"
-            for name in names
-            if name.isprintable() and (begin or not name.startswith("."))
-        ),
-        None,
-    )
+    shown = (name for name in names if name.isprintable() and (begin or name[0] != "."))
+    return next((f"{folder}/{name}" for name in shown if name.startswith(begin)), None)

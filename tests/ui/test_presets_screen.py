@@ -324,3 +324,4 @@ async def test_paths_are_completed_too(tmp_path: Path) -> None:
     assert await suggester.get_suggestion(f"{tmp_path}/with") is None
     assert await suggester.get_suggestion(f"{tmp_path}/none/x") is None
     assert await suggester.get_suggestion("zzz") is None
+    assert await suggester.get_suggestion("~nobody-is-called-so/x") is None
