@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from so_tui.plan.plan import Launch
     from so_tui.runs import RunDirectory
     from so_tui.settings_file import Loaded
-    from so_tui.spec import Catalog, RunSpec, SoTuiError
+    from so_tui.spec import RunSpec, SoTuiError
     from so_tui.spec.generation import LoadModel
+    from so_tui.ui.dialogs import KeyRow
 
 
 # The five screens of the application, each imported when it is first shown: the first paint needs
@@ -104,9 +105,8 @@ class SoTuiApp(SharedApp):
 
     def __init__(
         self,
-        catalog: Catalog | None = None,
         machine: Machine | None = None,
-        runs_dir: Path | str | None = None,
+        runs_dir: Path | None = None,
         open_run: RunDirectory | None = None,
         *,
         launch: Launch | None = None,
@@ -116,12 +116,15 @@ class SoTuiApp(SharedApp):
         """Create the application.
 
         Args:
+            machine: The machine to plan for; this one if absent.
+            runs_dir: The folder of runs; the user's own if absent.
+            open_run: What the dashboard shows.
             launch: What a command wants started: its checks are shown at once, and a refusal ends
                 the application.
             machine_file: File that describes ``machine``, where that is another one.
             settings: The user's settings; the defaults if absent.
         """
-        self._launch = launch
+        self._launch, self._given_machine = launch, machine
         self.launched: RunDirectory | None = None
         """The first run that was started here."""
         self.refused: SoTuiError | None = None
@@ -132,13 +135,11 @@ class SoTuiApp(SharedApp):
         # Set on the instance before Textual reads it, so that a given run is shown without another
         # screen first.
         self.__dict__["DEFAULT_MODE"] = "dashboard" if at_run else "presets"
-        super().__init__(catalog, machine, machine_file, runs_dir, settings)
-        self.set_reactive(SoTuiApp.opened, open_run)
-        self.set_reactive(SoTuiApp.inspecting, not at_run or machine is not None)
+        super().__init__(runs_dir, settings)
+        self.machine_file, self.opened = machine_file, open_run
+        self.inspecting = not at_run or machine is not None
         if launch is not None:
-            self.set_reactive(
-                SoTuiApp.checking, Checking(launch.spec.label, time.monotonic(), "dashboard")
-            )
+            self.checking = Checking(launch.spec.label, time.monotonic(), "dashboard")
 
     def on_mount(self) -> None:
         self.call_after_refresh(self._after_first_paint)
@@ -157,12 +158,11 @@ class SoTuiApp(SharedApp):
             start_launch(self, self._launch)
         self.report_settings()
         if self.inspecting:
-            self.load()
+            self.load(self._given_machine, self.machine_file)
         else:
             self.mode_change_signal.subscribe(self, self._load_for)
-            self._load_for(
-                self.current_mode
-            )  # another screen may have been chosen before the first paint
+            # Another screen may have been chosen before the first paint.
+            self._load_for(self.current_mode)
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self.list_runs_in_time)
         if not self.is_headless:  # or an application would stay in the memory of the tests
@@ -175,7 +175,7 @@ class SoTuiApp(SharedApp):
         if mode != "dashboard":
             self.mode_change_signal.unsubscribe(self)
             self.inspecting = True
-            self.load()
+            self.load(self._given_machine, self.machine_file)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """End the state of starting when its worker ends. A start that was refused may have been
@@ -268,7 +268,7 @@ class SoTuiApp(SharedApp):
             )
         if self.starting:
             lines.append(f"{self.starting} is still being started. `so-tui watch latest` shows it.")
-        self.announcer.restore_title()
+        self.announcer.show_title("")
         self.exit(message="\n".join(lines) or None)
 
     def open_chat(self, load: LoadModel) -> None:
@@ -301,7 +301,7 @@ class SoTuiApp(SharedApp):
         own.
         """
 
-        yield from commands(self, screen)
+        yield from _commands(self, screen)
         yield SystemCommand("Theme", "Choose another theme", self.action_change_theme)
         yield SystemCommand(
             "Screenshot",
@@ -329,17 +329,15 @@ def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Bindi
             yield active.node, binding, active.enabled
 
 
-def _key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+def _key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[KeyRow]]]:
     """Return the keys of the screen, of the application, and for moving, each as key, name and
     details.
     """
-    here: list[tuple[str, str, str]] = []
-    sizes: list[tuple[str, str, str]] = []
-    everywhere: list[tuple[str, str, str]] = []
-    for node, binding, _ in _bindings(screen):
-        row = (screen.app.get_key_display(binding), binding.description, binding.tooltip)
-        (everywhere if node is screen.app else sizes if binding.id in SIZES else here).append(row)
-    here += sizes
+    here: list[KeyRow] = []
+    everywhere: list[KeyRow] = []
+    for node, binding, _ in sorted(_bindings(screen), key=lambda found: found[1].id in SIZES):
+        row = screen.app.get_key_display(binding), binding.description, binding.tooltip
+        (everywhere if node is screen.app else here).append(row)
     everywhere += [
         ("^p", "Commands", "Every command by name"),
         ("^q", "Quit", "Also from a text field"),
@@ -356,7 +354,7 @@ def _key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
 
 
-def commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
+def _commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
     """Yield a palette command for every enabled binding of the screen and the application."""
     for node, binding, enabled in _bindings(screen):
         if enabled:

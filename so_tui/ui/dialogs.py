@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
@@ -26,7 +25,7 @@ from so_tui.settings_file import all_settings, choices, value_of
 from so_tui.spec.errors import InputError, SoTuiError
 from so_tui.ui.form import problem_texts
 from so_tui.ui.messages import answer, unexpected_error
-from so_tui.ui.text import Content, faint, in_rows, shorten_path, wrong
+from so_tui.ui.text import Content, faint, hanging, in_rows, shorten_path, wrong
 from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.themes import THEMES
 
@@ -310,11 +309,9 @@ def _key_lines(rows: Sequence[KeyRow], width: int) -> Content:
     keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
     lines = []
     for keys, name, tip in rows:
-        text = f"{name}  {tip}" if tip not in ("", name) else name
-        first, *more = wrap(text, max(20, width - keys_width))
-        at = len(name)
-        shown = (f"  {keys}".ljust(keys_width), "$accent"), first[:at], (first[at:], "$faint")
-        lines += [Content.assemble(*shown), *(faint(" " * keys_width + line) for line in more)]
+        shown = Content.styled(f"  {keys}".ljust(keys_width), "$accent")
+        more = f"  {tip}" if tip not in ("", name) else ""
+        lines += hanging(shown, Content.assemble(name, (more, "$faint")), width)
     return in_rows(lines)
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from so_tui.plan.plan import Plan
 
 
+Texts = dict[str, str]
+"""Texts of fields by path, as they are typed."""
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
 LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
@@ -225,13 +227,13 @@ def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, ob
             yield path, value
 
 
-def values_of(spec: RunSpec) -> dict[str, str]:
+def values_of(spec: RunSpec) -> Texts:
     """Return every key of a spec as text."""
     known = field_index()
     return {path: text_of(value) for path, value in flat(complete_tree(spec)) if path in known}
 
 
-def _length_of(values: Mapping[str, str]) -> tuple[str, str]:
+def _length_of(values: Texts) -> tuple[str, str]:
     """Return key and text of the length: the one of the three that is not 0."""
     for path in LENGTH_KEYS:
         if values.get(path, "0") not in ("0", "0.0", ""):
@@ -245,17 +247,14 @@ def _same_value(path: str, one: str, other: str) -> bool:
     return one == other or (can_step(info) and parse_value(one, info) == parse_value(other, info))
 
 
-def _with_edit(
-    edits: Mapping[str, str], base: Mapping[str, str], path: str, text: str
-) -> dict[str, str]:
+def _with_edit(edits: Texts, base: Texts, path: str, text: str) -> Texts:
     """Return ``edits`` after ``text`` was typed into ``path``.
 
     A value equal to the preset's is no edit. One length replaces the others, and another data
     source what describes the preset's.
     """
-    changed = {key: value for key, value in edits.items() if key != path}
-    if path in LENGTH_KEYS:
-        changed = {key: value for key, value in changed.items() if key not in LENGTH_KEYS}
+    replaced = LENGTH_KEYS if path in LENGTH_KEYS else (path,)
+    changed = {key: value for key, value in edits.items() if key not in replaced}
     if path == "data.source":
         plain = {
             f"data.{key}": text_of(field_index()[f"data.{key}"].default) for key in OF_A_SOURCE
@@ -271,7 +270,7 @@ def _with_edit(
     return changed
 
 
-def _typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list[str]:
+def _typed_over(edits: Texts, recommended: Texts) -> list[str]:
     """Return the fields that the user changed: those in which the edits differ from what a
     recommendation filled in.
     """
@@ -295,8 +294,8 @@ class Draft:
 
     base: RunSpec
     """The preset as it is saved."""
-    edits: dict[str, str] = field(default_factory=dict)
-    recommended: dict[str, str] = field(default_factory=dict)
+    edits: Texts = field(default_factory=dict)
+    recommended: Texts = field(default_factory=dict)
     """The part of the edits that a recommendation filled in. It need not be saved: choosing the
     preset again brings it back.
     """
@@ -304,18 +303,18 @@ class Draft:
     """The machine that the recommendation is for, in words, which may not be the one that is
     planned for now.
     """
-    base_values: dict[str, str] = field(init=False)
+    base_values: Texts = field(init=False)
 
     def __post_init__(self) -> None:
         self.base_values = values_of(self.base)
 
     @property
-    def values(self) -> dict[str, str]:
+    def values(self) -> Texts:
         """Every field as text, edited or not."""
         return {**self.base_values, **self.edits}
 
     @property
-    def changes(self) -> dict[str, str]:
+    def changes(self) -> Texts:
         """What the user changed of the preset and its recommendation, by field."""
         values = self.values
         return {path: values[path] for path in _typed_over(self.edits, self.recommended)}

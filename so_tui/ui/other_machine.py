@@ -42,7 +42,7 @@ def ask_for_machine(app: SharedApp) -> None:
 
     def chosen(described: tuple[Machine | None, str] | None) -> None:
         if described is not None:
-            app.plan_for(*described)
+            app.load(*described)
 
     dialog = AskText(
         "Plan for another machine",

@@ -21,7 +21,6 @@ from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.settings import Settings
-    from so_tui.ui.run_rows import RunRow
 
 
 PAGES: tuple[tuple[str, str], ...] = (
@@ -54,10 +53,6 @@ class TopLine(CachedLinesMixin):
 
     app = getters.app(SharedApp)
 
-    def __init__(self) -> None:
-        self._live = 0
-        super().__init__()
-
     def on_mount(self) -> None:
         for name in (
             "machine",
@@ -66,24 +61,15 @@ class TopLine(CachedLinesMixin):
             "doctor_line",
             "starting",
             "settings",
+            "live",
         ):
             self.watch(self.app, name, self._changed, init=False)
-        self.watch(self.app, "runs", self._count)
 
     def _changed(self) -> None:
         self.refresh()
 
-    def _count(self, runs: tuple[RunRow, ...]) -> None:
-        """Redraw only when the number of live runs changes; the list changes with every step of a
-        run.
-        """
-        live = sum(run.live for run in runs)
-        if live != self._live:
-            self._live = live
-            self.refresh()
-
     def render(self) -> Content:
-        app, live = self.app, self._live
+        app, live = self.app, self.app.live
         right = (
             Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live")
             if live

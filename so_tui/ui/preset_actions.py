@@ -154,7 +154,7 @@ def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str],
     from so_tui.ui.dialogs import AskText
     from so_tui.ui.textual_fixes import Entry
 
-    presets = app.catalog.presets if app.catalog is not None else {}
+    presets = app.presets
 
     def named(name: str | None) -> None:
         if not name:
@@ -190,8 +190,7 @@ def _save(
 
 def is_own(app: SharedApp, name: str) -> bool:
     """Return whether a preset is the user's own."""
-    preset = app.catalog.presets.get(name) if app.catalog is not None else None
-    return preset is not None and preset.origin == "user"
+    return name in app.presets and app.presets[name].origin == "user"
 
 
 def ask_to_delete(app: SharedApp, name: str) -> None:
@@ -203,8 +202,8 @@ def ask_to_delete(app: SharedApp, name: str) -> None:
             delete_preset(name)
             app.reload_presets()
 
-    if app.catalog is not None and is_own(app, name):
-        lines = [app.catalog.presets[name].path, "Runs that were started with it stay."]
+    if is_own(app, name):
+        lines = [app.presets[name].path, "Runs that were started with it stay."]
         app.ask(f"Delete your preset {name}?", lines, delete, yes="Delete", no="No, keep it")
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from so_tui.runs import RunDirectory
     from so_tui.runs.records import Alert
     from so_tui.settings_file import Loaded
-    from so_tui.spec import Catalog, RunSpec
+    from so_tui.spec import Catalog, Preset, RunSpec
     from so_tui.spec.generation import LoadModel
     from so_tui.ui.form import Draft
     from so_tui.ui.run_rows import RunRow
@@ -118,8 +118,8 @@ class SettingsApp(FixedApp[None]):
         self.set_keymap(self.settings.keys.bindings)
         # By the environment, else the settings, else what locale and terminal can show.
         glyphs = chosen_glyphs(environment_at_start(), preferred=screen.glyphs)
-        self.set_reactive(SettingsApp.glyphs, glyphs)
-        if self.glyphs == "ascii":
+        self.glyphs = glyphs
+        if glyphs == "ascii":
             self._filters.append(PlainCharacters())
 
     def get_theme(self, theme_name: str) -> Theme | None:
@@ -141,13 +141,12 @@ class SettingsApp(FixedApp[None]):
         """Say what is wrong in the settings file, and keep the theme from now on, however it is
         changed.
         """
-        for problem in self._settings_problems:
-            self.notify(
-                str(problem), title="Settings", severity="warning", timeout=20, markup=False
-            )
-        theme = self.settings.screen.theme
+        texts, theme = [*map(str, self._settings_problems)], self.settings.screen.theme
         if theme not in self.available_themes:
-            text = f"There is no theme {theme}: {DARK.name} is used. Press , to choose another."
+            texts.append(
+                f"There is no theme {theme}: {DARK.name} is used. Press , to choose another."
+            )
+        for text in texts:
             self.notify(text, title="Settings", severity="warning", timeout=20, markup=False)
 
         def keep_theme(theme: Theme) -> None:
@@ -254,7 +253,7 @@ class _Announcer:
         self._app = app
         self._known: dict[Path, set[tuple[int, str, float]]] | None = None
         self._live: dict[Path, bool] = {}
-        self._title: str | None = None
+        self._title = ""
         self._alert_title = ""
 
     def update(self, runs: tuple[RunRow, ...]) -> None:
@@ -271,7 +270,7 @@ class _Announcer:
             title = f"so-tui: {plural(len(live), 'run')} live" if live else "so-tui"
             if len(live) == 1:
                 title = f"so-tui: {run_name_text(live[0])}"
-            self._show_title(self._alert_title or title)
+            self.show_title(self._alert_title or title)
 
     def _news(self, rows: Iterable[RunRow]) -> list[tuple[RunRow, Alert]]:
         """Return alerts that are new since the last list; those of the first are old. Of a run that
@@ -287,9 +286,9 @@ class _Announcer:
                 continue
             path, state = row.run.path, row.state
             alerts = list(state.alerts[-_KEPT:])
-            ended_unseen = state.state == "lost" and self._live.get(path, False)
-            failed = {alert.attempt for alert in alerts if alert.kind == "failed"}
-            if ended_unseen and state.attempt not in failed:  # no supervisor is left
+            told = ("failed", state.attempt) in ((alert.kind, alert.attempt) for alert in alerts)
+            if state.state == "lost" and self._live.get(path) and not told:
+                # It ended unseen: no supervisor is left.
                 ended, step = state.ended or 0.0, state.step
                 alerts.append(Alert(kind="failed", attempt=state.attempt, time=ended, step=step))
             named = {(alert.attempt, alert.kind, alert.time): alert for alert in alerts}
@@ -318,18 +317,15 @@ class _Announcer:
             ("\a" if settings.bell else "") + _notification(text, settings.notify, os.environ)
         )
 
-    def _show_title(self, title: str) -> None:
+    def show_title(self, title: str) -> None:
+        """Give the terminal a title; an empty one gives it back what it had, before the screen is
+        left.
+        """
         if title != self._title:
-            if self._title is None:
+            if not self._title:
                 self.write_to_terminal(_SAVE_TITLE)
             self._title = title
-            self.write_to_terminal(f"\x1b]2;{title}\x1b\\")
-
-    def restore_title(self) -> None:
-        """Give the terminal back the title that it had. Called before the screen is left."""
-        if self._title is not None:
-            self._title = None
-            self.write_to_terminal(_RESTORE_TITLE)
+            self.write_to_terminal(f"\x1b]2;{title}\x1b\\" if title else _RESTORE_TITLE)
 
     def write_to_terminal(self, sequence: str) -> None:
         """Write a control sequence that draws nothing."""
@@ -356,19 +352,21 @@ class Checking:
         from so_tui.launch.checks import CHECKS as NAMES  # not needed for the first paint
         from so_tui.ui.run_status import CHECKS, Stage, timeline_lines
 
-        names = [f"{CHECKS}: {NAMES[check]}" for check, _ in self.begun] or [CHECKS]
-        starts = [since for _, since in self.begun] or [self.since]
-        ends = [*starts[1:], time.monotonic()]
-        last = len(names) - 1
+        begun: tuple[tuple[Check | None, float], ...] = self.begun or ((None, self.since),)
+        ends = [*(since for _, since in begun[1:]), time.monotonic()]
         stages = [
-            Stage(name, max(0.0, end - start), index == last)
-            for index, (name, start, end) in enumerate(zip(names, starts, ends, strict=True))
+            Stage(
+                f"{CHECKS}: {NAMES[check]}" if check else CHECKS,
+                max(0.0, end - since),
+                check == begun[-1][0],
+            )
+            for (check, since), end in zip(begun, ends, strict=True)
         ]
         return Content.assemble((self.label, "bold"), "\n\n", timeline_lines(stages, width))
 
 
 class SharedApp(SettingsApp):
-    """``catalog`` and ``machine`` are loaded once ``load`` is called, where they are not given."""
+    """``catalog`` and ``machine`` are loaded once ``load`` is called."""
 
     catalog: var[Catalog | None] = var(None)
     machine: var[Machine | None] = var(None)
@@ -379,6 +377,8 @@ class SharedApp(SettingsApp):
     driver's library alone takes 2 MiB.
     """
     runs: var[tuple[RunRow, ...]] = var(())
+    live: var[int] = var(0)
+    """How many of them are live, which changes less often than the list."""
     doctor_line: var[str] = var("")
     findings: var[tuple[Finding, ...] | None] = var(None)
     starting: var[str] = var("")
@@ -390,16 +390,8 @@ class SharedApp(SettingsApp):
     opened: var[RunDirectory | None] = var(None)
     """The run that the dashboard was given to show."""
 
-    def __init__(
-        self,
-        catalog: Catalog | None,
-        machine: Machine | None,
-        machine_file: str,
-        runs_dir: Path | str | None,
-        settings: Loaded | None,
-    ) -> None:
-        self._given = (catalog, machine, machine_file)
-        self.runs_dir = Path(runs_dir) if runs_dir else None
+    def __init__(self, runs_dir: Path | None, settings: Loaded | None) -> None:
+        self.runs_dir = runs_dir
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         self._polls = 0
@@ -407,7 +399,6 @@ class SharedApp(SettingsApp):
         self.drafts: dict[str, Draft] = {}
         """The presets that were opened in Configure, which is what changes them."""
         super().__init__(settings)
-        self.set_reactive(SharedApp.machine_file, machine_file)
 
     # Presets and machine.
 
@@ -418,24 +409,18 @@ class SharedApp(SettingsApp):
         name="load presets and machine",
         exit_on_error=False,
     )
-    def load(self) -> None:
-        """Load the presets and inspect the machine."""
+    def load(self, machine: Machine | None, file: str) -> None:
+        """Plan from now on for the machine that ``file`` describes, or for this machine, inspected
+        again, where it is None. Load the presets first.
+        """
         from so_tui.spec import load_catalog
 
-        catalog, machine, file = self._given
-        catalog = catalog or load_catalog()
+        catalog = self.catalog or load_catalog()
         if machine is None:
             from so_tui.machine import inspect_machine
 
             machine = inspect_machine()
         messages.answer(self, self.take_loaded, catalog, machine, file)
-
-    def plan_for(self, machine: Machine | None, file: str) -> None:
-        """Plan from now on for the machine that ``file`` describes, or for this machine, inspected
-        again, where it is None.
-        """
-        self._given = (self.catalog, machine, file)
-        self.load()
 
     def take_loaded(self, catalog: Catalog, machine: Machine, file: str) -> None:
         """Plan with these presets for a machine; ``file`` describes it unless it is this host."""
@@ -456,6 +441,11 @@ class SharedApp(SettingsApp):
     def _show_findings(self, findings: tuple[Finding, ...]) -> None:
         self.findings, self.doctor_line = findings, doctor_summary(findings)
 
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """The presets by name; none before they are loaded."""
+        return self.catalog.presets if self.catalog is not None else {}
+
     def reload_presets(self) -> None:
         """Read the presets again after one was saved, added or deleted."""
         from so_tui.spec import load_catalog
@@ -466,6 +456,7 @@ class SharedApp(SettingsApp):
 
     def watch_runs(self, runs: tuple[RunRow, ...]) -> None:
         self.announcer.update(runs)
+        self.live = sum(run.live for run in runs)
 
     def list_runs(self) -> None:
         """Request another reading of the list of runs. A reading under way, as on a slow file

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rich.cells import cell_len, set_cell_size
@@ -86,6 +85,13 @@ def wrapped(entries: Iterable[Content], width: int, gap: int = 3) -> list[Conten
         else:
             lines.append(entry)
     return lines
+
+
+def hanging(first: Content, text: content.Content, width: int) -> list[Content]:
+    """Return a text in lines of ``width`` cells beside ``first``, which begins the first line."""
+    indent = Content(" " * first.cell_length)
+    lines = text.wrap(max(20, width - first.cell_length))
+    return [(indent if number else first) + line for number, line in enumerate(lines)]
 
 
 def _own(made: content.Content) -> Content:
@@ -192,10 +198,8 @@ def finding_content(finding: Finding, width: int) -> Content:
     sign = f"{SIGNS[severity]} {severity:<8}", f"bold {STYLES[severity]}"
     lines = [Content.assemble(sign, (finding.title, "bold"))]
     for name in ("evidence", "cost", "remedy"):
-        text, label = getattr(finding, name), name
-        for line in wrap(text, max(20, width - _INDENT), break_on_hyphens=False):
-            lines.append(Content.assemble((f"  {label:<{_INDENT - 2}}", "$faint"), line))
-            label = ""
+        if text := getattr(finding, name):
+            lines += hanging(faint(f"  {name:<{_INDENT - 2}}"), Content(text), width)
     return in_rows(lines)
 
 

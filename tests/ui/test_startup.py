@@ -111,7 +111,7 @@ Worker._start = checked
 
 async def main():
     run = RunDirectory(sys.argv[1]) if OPENED else None
-    app = SoTuiApp(runs_dir=sys.argv[2], open_run=run)
+    app = SoTuiApp(runs_dir=Path(sys.argv[2]), open_run=run)
     async with app.run_test() as pilot:
         if OPENED:
             async with asyncio.timeout(60):

@@ -85,7 +85,8 @@ class _Column(VerticalScroll, can_focus=False):
         self._begin = (Turn("system", system),) if system else ()
         self._turns = self._begin
         self._answer = Static()
-        self._pieces: list[str] = []
+        self.pieces: list[str] = []
+        """What was written of the answer. ``draw`` shows it."""
         self.writing = False
         """Whether its answer is being written."""
         super().__init__(id=model.side)
@@ -99,20 +100,16 @@ class _Column(VerticalScroll, can_focus=False):
 
     def ask(self, text: str) -> Prompt:
         """Show a question, with room for its answer, and return what the model is asked."""
-        self.writing, self._pieces = True, []
+        self.writing, self.pieces = True, []
         self._turns = (*self._turns, Turn("user", text))
         question = Content.assemble(("> ", "bold $accent"), (text, "bold"))
         self._answer = Static(classes="chat-answer")
         self.mount(Static(question, classes="chat-question"), self._answer)
         return Prompt(side=self._model.side, turns=self._turns)
 
-    def write(self, piece: str) -> None:
-        """Add to the answer. ``draw`` shows it."""
-        self._pieces.append(piece)
-
     def draw(self, ending: str | Content = "") -> None:
         """Show what was written, and how it ended if it has."""
-        self._answer.update(Content.assemble("".join(self._pieces), ending))
+        self._answer.update(Content.assemble("".join(self.pieces), ending))
         self.scroll_end(animate=False)
 
     def end(self, answer: str | None, ending: Content) -> None:
@@ -213,7 +210,7 @@ class ChatScreen(Screen[None]):
         elif isinstance(event, Loaded):
             await self._show_models(event)
         elif isinstance(event, Piece):
-            self._columns[event.side].write(event.text)
+            self._columns[event.side].pieces.append(event.text)
         elif isinstance(event, Answer):
             tokens, took = plural(event.tokens, "token"), duration(event.seconds)
             ending = faint(f"{tokens} in {took}{_ENDS[event.ended]}")

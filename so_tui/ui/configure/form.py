@@ -348,11 +348,6 @@ class FormPanel(Vertical):
         )
         return True
 
-    def entered(self) -> tuple[str, str] | None:
-        """Return path and text of the field with the focus; None if no field has it."""
-        row = self._selected
-        return row.entered() if row is not None else None
-
     def go_to_wrong(self, refused: str) -> bool:
         """Give the keyboard to the first field that is wrong, and say what was ``refused`` with it.
         Return whether there is one.
@@ -383,7 +378,7 @@ class FormPanel(Vertical):
         return [row for row in self.all_rows if row.display and not row.disabled]
 
     @property
-    def _selected(self) -> FieldRow | None:
+    def selected(self) -> FieldRow | None:
         """The field with the focus."""
         return next((row for row in self.all_rows if row.has_focus_within), None)
 
@@ -391,7 +386,7 @@ class FormPanel(Vertical):
         """Give the keyboard to another field and keep it in view; without one, to the first or the
         last.
         """
-        rows, selected = self.rows, self._selected
+        rows, selected = self.rows, self.selected
         if not rows:
             return
         last = len(rows) - 1
@@ -447,7 +442,7 @@ class FormPanel(Vertical):
     @on(events.DescendantBlur)
     def show_about(self) -> None:
         """Describe the field with the focus, or say what is wrong with it."""
-        row = self._selected
+        row = self.selected
         if row is None:
             about = faint("up and down move between fields, / finds one")
         elif row.problem:

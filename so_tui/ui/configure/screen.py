@@ -27,6 +27,7 @@ from so_tui.ui.form import (
     LENGTH_KEYS,
     Draft,
     Strip,
+    Texts,
     label,
     problem_text,
     strips_for,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 # Notes that a plan adds to single fields of the form. Pure functions.
 
 
-def _impossible_field(plan: Plan | None) -> dict[str, str]:
+def _impossible_field(plan: Plan | None) -> Texts:
     """Return the reason by the field that makes a plan impossible on its machine, if one does."""
     from so_tui.plan.notes import NoSuchGpu, TooFewGpus
 
@@ -57,11 +58,11 @@ def _impossible_field(plan: Plan | None) -> dict[str, str]:
     return {field: f"{plan.reason_texts[0]}."}
 
 
-def _problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
+def _problems_by_row(problems: Sequence[Problem]) -> Texts:
     """Return what to do about each row of the form that is wrong; a source of a mixture has no row
     of its own.
     """
-    found: dict[str, str] = {}
+    found: Texts = {}
     for problem in problems:
         path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]
         found.setdefault(path, problem.remedy or f"{problem.message}.")
@@ -178,15 +179,13 @@ class ConfigureScreen(ResizablePage):
     form = getters.query_one(FormPanel)
     plan = getters.query_one(PlanPanel)
 
-    def __init__(self) -> None:
-        self._draft: Draft | None = None
-        self._planned: Planned | None = None
-        self._serial = 0
-        self._timer: Timer | None = None
-        self._partitions: tuple[Partition, ...] = ()
-        self._when_planned: Callable[[Planned], None] | None = None
-        """The command that waits for the plan of the newest edit."""
-        super().__init__()
+    _draft: Draft | None = None
+    _planned: Planned | None = None
+    _serial = 0
+    _timer: Timer | None = None
+    _partitions: tuple[Partition, ...] = ()
+    _when_planned: Callable[[Planned], None] | None = None
+    """The command that waits for the plan of the newest edit."""
 
     def body(self) -> Iterable[Widget]:
         yield Static("reading the presets …", id="form-title")
@@ -201,11 +200,8 @@ class ConfigureScreen(ResizablePage):
         self.watch(self.app, "machine", self._machine_known)
 
     def _machine_known(self) -> None:
-        catalog = self.app.catalog
-        if self.app.machine is None or catalog is None:
-            return
-        if self._draft is None and catalog.presets:
-            self.edit(list(catalog.presets)[-1])
+        if self._draft is None and self.app.presets:
+            self.edit(list(self.app.presets)[-1])
         else:
             self.replan()
 
@@ -217,10 +213,9 @@ class ConfigureScreen(ResizablePage):
 
         The keyboard goes to ``field``, if a path is given.
         """
-        catalog = self.app.catalog
-        if catalog is None or preset not in catalog.presets:
+        if preset not in self.app.presets:
             return
-        base, before = catalog.presets[preset].spec, self.app.drafts.get(preset)
+        base, before = self.app.presets[preset].spec, self.app.drafts.get(preset)
         self._draft = draft = replace(before, base=base) if before else Draft(base)
         self.app.drafts[preset] = draft
         if wanted is not None:
@@ -272,7 +267,7 @@ class ConfigureScreen(ResizablePage):
         self._plan(self._serial, self.app.machine, self._draft.base, self._draft.edits)
 
     @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
-    def _plan(self, serial: int, machine: Machine, base: RunSpec, edits: dict[str, str]) -> None:
+    def _plan(self, serial: int, machine: Machine, base: RunSpec, edits: Texts) -> None:
         """Plan in a thread: the plan, or what is wrong with the values, and then what other values
         would do, if still wanted.
         """
@@ -412,9 +407,8 @@ class ConfigureScreen(ResizablePage):
         """Run ``command`` with the plan of what is in the form now, which may not have been made
         yet.
         """
-        entered = self.form.entered()
-        if entered is not None:  # its last key press may not have been announced yet
-            self._set_field(*entered)
+        if (row := self.form.selected) is not None:
+            self._set_field(*row.entered())  # its last key press may not have been announced yet
         if self._planned is not None and self._planned.serial == self._serial:
             command(self._planned)
         elif self._draft is not None and self.app.machine is not None:

@@ -9,7 +9,6 @@ from rich.cells import cell_len
 from rich.text import Text
 from textual import getters, on, work
 from textual.containers import Vertical, VerticalScroll
-from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
 from textual.worker import get_current_worker
@@ -27,6 +26,7 @@ from so_tui.units import count, plural, rate, thousands
 if TYPE_CHECKING:
     from so_tui.machine import Machine
     from so_tui.plan.plan import Plan, PlanRow
+    from so_tui.spec import Catalog
 
 
 # What Presets says of the machine that it plans for: what it is, what can be done there, and how
@@ -280,10 +280,13 @@ class PresetsScreen(FiltersTable):
     ]
 
     table = getters.query_one(_PresetTable)
-    planned_for: var[Machine | None] = var(None)
+    about_machine = getters.query_one("#about-machine", Static)
+    title_shown = getters.query_one("#detail-title", Static)
+    detail = getters.query_one("#detail", Static)
+    planned_for: Machine | None = None
     """The machine of ``rows``."""
-    rows: var[tuple[PlanRow, ...]] = var(())
-    counts: var[tuple[int, ...]] = var(())
+    rows: tuple[PlanRow, ...] = ()
+    counts: tuple[int, ...] = ()
     _to_select = ""
     """The preset to select once it is in the table."""
     _added: frozenset[str] = frozenset()
@@ -293,7 +296,7 @@ class PresetsScreen(FiltersTable):
     """Whether jobs can be submitted from here."""
 
     def body(self) -> Iterable[Widget]:
-        yield Static(id="first-visit")
+        yield Static(Content.from_markup(FIRST_VISIT), id="first-visit")
         yield Static(id="about-machine")
         yield Static(id="problems")
         yield FindField("show models whose name contains …", id="filter")
@@ -313,76 +316,67 @@ class PresetsScreen(FiltersTable):
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
 
     def _runs_known(self) -> None:
-        self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
-        self.query_one("#first-visit").display = (
-            bool(self.rows) and not self.app.runs and not self.query_one("#about-machine").display
-        )
+        first = bool(self.rows) and not self.app.runs and not self.about_machine.display
+        self.query_one("#first-visit").display = first
 
     def _machine_known(self) -> None:
-        catalog = self.app.catalog
-        if self.app.machine is None or catalog is None:
+        catalog, machine = self.app.catalog, self.app.machine
+        if machine is None or catalog is None:
             return
-        self._tell_of(self.app.machine)
+        self._tell_of(machine)
         problems = self.query_one("#problems", Static)
         problems.display = bool(catalog.problems)
         if catalog.problems:
-            more = (
-                f"   and {plural(len(catalog.problems) - 1, 'more problem')}"
-                if len(catalog.problems) > 1
-                else ""
-            )
+            ignored, others = "✗ one of your presets was ignored: ", len(catalog.problems) - 1
+            more = f"   and {plural(others, 'more problem')}" if others else ""
             problems.update(
-                Content.assemble(
-                    ("✗ one of your presets was ignored: ", "$error"),
-                    str(catalog.problems[0]),
-                    (more, "$faint"),
-                )
+                Content.assemble((ignored, "$error"), str(catalog.problems[0]), (more, "$faint"))
             )
-        if self.planned_for not in (None, self.app.machine):
+        if self.planned_for not in (None, machine):
             self.rows = ()
             self.table.clear()
             self.refresh_bindings()
-            self._wait(f"planning every preset for {self.app.machine.label} …")
-        self.planned_for = self.app.machine
-        self.plan_all()
+            self._wait(f"planning every preset for {machine.label} …")
+        self.planned_for = machine
+        self.plan_all(catalog, machine)
 
     def _wait(self, text: str) -> None:
         """Say what is awaited, where a plan will stand."""
-        self.query_one("#detail-title", Static).update(faint(text))
-        self.query_one("#detail", Static).update("")
+        self.title_shown.update(faint(text))
+        self.detail.update("")
 
     def _tell_of(self, machine: Machine) -> None:
         """Say what can be done on a machine without a GPU, such as most login nodes; and how to
         come back from another machine.
         """
-
         self._slurm = preset_actions.has_slurm()
         self.table.border_title = Content.assemble("what fits on ", (machine.label, "bold"))
-        told = self.query_one("#about-machine", Static)
-        told.display = bool(self.app.machine_file) or not machine.gpus
-        width = self.size.width - 4
-        if self.app.machine_file:
-            told.update(_elsewhere(machine.label, self.app.machine_file, width))
+        told, file, width = self.about_machine, self.app.machine_file, self.size.width - 4
+        told.display = bool(file) or not machine.gpus
+        if file:
+            told.update(_elsewhere(machine.label, file, width))
         elif told.display:
             told.update(_without_gpu(width, slurm=self._slurm))
         self._runs_known()
 
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
-    def plan_all(self) -> None:
+    def plan_all(self, catalog: Catalog, machine: Machine) -> None:
         """Plan every preset for every GPU count."""
         from so_tui.plan.planner import plan_table
         from so_tui.plan.resources import rank_counts
         from so_tui.spec import SoTuiError
 
-        catalog, machine = self.app.catalog, self.app.machine
-        assert catalog is not None
-        assert machine is not None
         counts = rank_counts(machine)
         try:
             rows = plan_table(tuple(catalog.presets.values()), machine, counts)
             answer(self, self._show_table, counts, rows)
         except SoTuiError as error:
             self.app.post_message(failure("The presets could not be planned", error))
+
+    @property
+    def _on_gpus(self) -> bool:
+        """Whether the machine that is planned for has GPUs."""
+        return bool(self.planned_for and self.planned_for.gpus)
 
     def _show_table(self, counts: tuple[int, ...], rows: tuple[PlanRow, ...]) -> None:
         self.counts, self.rows = counts, rows
@@ -393,7 +387,7 @@ class PresetsScreen(FiltersTable):
             self.table.select(self._to_select)
             self._to_select = ""
         else:
-            self.table.start_where_it_fits(on_gpus=bool(self.app.machine and self.app.machine.gpus))
+            self.table.start_where_it_fits(on_gpus=self._on_gpus)
         train_tiny, self._train_tiny_when_planned = self._train_tiny_when_planned, False
         if train_tiny and self.is_current:
             self.action_train_tiny()
@@ -406,35 +400,22 @@ class PresetsScreen(FiltersTable):
                 for row in self.rows
                 if wanted in row.title.lower() or wanted in row.preset.lower()
             ]
-        folded = self._folded_rows()
-        return [row for row in self.rows if row not in folded]
+        return [row for row in self.rows if not self._needs_gpus(row)]
 
-    def _folded_rows(self) -> list[PlanRow]:
-        """Return the models that this machine cannot train because it has no GPU: one line stands
-        for them.
+    def _needs_gpus(self, row: PlanRow) -> bool:
+        """Return whether this machine cannot train a model because it has no GPU. One line stands
+        for all such models.
         """
-
-        machine = self.app.machine
-        if machine is None or machine.gpus or self.app.machine_file or self.filter.needle:
-            return []
-        return [
-            row
-            for row in self.rows
-            if row.preset not in self._added
-            and not (
-                row.parameters <= MOST_PARAMETERS_WITHOUT_GPU
-                and any(plan.fits for plan in row.cells.values())
-            )
-        ]
+        if self._on_gpus or self.app.machine_file or row.preset in self._added:
+            return False
+        small = row.parameters <= MOST_PARAMETERS_WITHOUT_GPU
+        return not (small and any(plan.fits for plan in row.cells.values()))
 
     def _fill(self) -> None:
         if self.rows:
-            self.table.show(
-                self._shown_rows(),
-                self.counts,
-                "GPU" if self.app.machine and self.app.machine.gpus else "rank",
-            )
-            folded = len(self._folded_rows())
+            noun = "GPU" if self._on_gpus else "rank"
+            self.table.show(self._shown_rows(), self.counts, noun)
+            folded = 0 if self.filter.needle else sum(map(self._needs_gpus, self.rows))
             line = self.query_one("#folded", Static)
             line.display = bool(folded)
             needs = f"{plural(folded, 'model')} need{'s' if folded == 1 else ''} GPUs: "
@@ -450,16 +431,16 @@ class PresetsScreen(FiltersTable):
         chosen = self.table.chosen()
         if chosen is None:
             if self.rows:
-                self.query_one("#detail-title", Static).update("no match; esc clears the filter")
-                self.query_one("#detail", Static).update("")
+                self.title_shown.update("no match; esc clears the filter")
+                self.detail.update("")
             return
         row, plan = chosen
         noun = "GPU" if plan.on_gpus else "rank"
         title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}", "$faint"))
         width = max(40, self.size.width - (9 if framed(self) else 7))
-        self.query_one("#detail-title", Static).update(plan_view.headline(plan, width, title))
+        self.title_shown.update(plan_view.headline(plan, width, title))
         lines = plan_view.summary(plan, width, plain=shows_ascii(self.app))
-        self.query_one("#detail", Static).update(in_rows(lines))
+        self.detail.update(in_rows(lines))
 
     @on(DataTable.CellSelected)
     def _cell_selected(self) -> None:
@@ -487,21 +468,16 @@ class PresetsScreen(FiltersTable):
             self._ask_launch(*chosen)
 
     def _ask_launch(self, row: PlanRow, plan: Plan) -> None:
-        if preset_actions.refused_elsewhere(self.app, plan.spec):
-            return
-        if not plan.fits:
-            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
-            return
         from so_tui.launch.launch import launch_of
         from so_tui.spec import Refused
 
-        assert self.app.machine is not None
-        try:
-            launch = launch_of(plan, self.app.machine)
-        except Refused as error:
-            self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
+        if self.planned_for is None or preset_actions.refused_elsewhere(self.app, plan.spec):
             return
-        preset_actions.ask_to_launch(self.app, launch)
+        try:
+            preset_actions.ask_to_launch(self.app, launch_of(plan, self.planned_for))
+        except Refused as error:
+            verb = "cannot run" if plan.fits else "does not fit"
+            self.app.post_message(Failed(f"{row.title} {verb} here", error.reasons))
 
     def action_train_tiny(self) -> None:
         self._train_tiny_when_planned = not self.rows
