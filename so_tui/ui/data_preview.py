@@ -16,10 +16,11 @@ from textual.widget import Widget
 from textual.widgets import Button, Static
 from textual.worker import Worker
 
+from so_tui.launch.helper import Cancel
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
-from so_tui.spec import InputError, RunSpec
+from so_tui.spec import RunSpec, SoTuiError
 from so_tui.ui.dialogs import CLOSE, button
-from so_tui.ui.form import label
+from so_tui.ui.form import problem_texts
 from so_tui.ui.lines import fill
 from so_tui.ui.messages import unexpected_error
 from so_tui.ui.plan_view import data_name
@@ -28,7 +29,6 @@ from so_tui.ui.widgets import Rule
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
-    from so_tui.launch.helper import Cancel
     from so_tui.launch.helper_jobs import Progress
 
 
@@ -151,8 +151,7 @@ class DataPreviewScreen(ModalScreen[None]):
     ]
 
     def __init__(self, spec: RunSpec) -> None:
-        self._spec, self._rows = spec, FIRST_ROWS
-        self._cancel: Cancel | None = None
+        self._spec, self._rows, self._cancel = spec, FIRST_ROWS, Cancel()
         self._preview: DataPreview | None = None
         super().__init__()
 
@@ -174,8 +173,6 @@ class DataPreviewScreen(ModalScreen[None]):
         self._start()
 
     def _start(self) -> None:
-        from so_tui.launch.helper import Cancel
-
         self._cancel = Cancel()
         self._show_status(faint("starting the helper process …   esc cancels"))
         self.query(Button).exclude("#leave").set(disabled=True)
@@ -184,7 +181,6 @@ class DataPreviewScreen(ModalScreen[None]):
     @work(thread=True, group="data", name="preview the data", exit_on_error=False)
     def _preview_data(self, rows: int, cancel: Cancel) -> None:
         from so_tui.launch.helper_jobs import Progress, preview_data
-        from so_tui.spec.errors import SoTuiError
 
         try:
             for event in preview_data(self._spec, rows, cancel):
@@ -192,22 +188,12 @@ class DataPreviewScreen(ModalScreen[None]):
                     self.call_later(self._show_progress, event)
                 else:
                     self.call_later(self._show_preview, event)
-        except InputError as error:
-            lines = (
-                Content.assemble(
-                    (f"{label(problem.field)} ", "bold"),
-                    f"{problem.value}: {problem.message}\n",
-                    (problem.remedy, "$accent"),
-                )
-                for problem in error.problems
-            )
-            self.call_later(self._show_failure, *lines)
         except SoTuiError as error:
-            self.call_later(self._show_failure, *map(Content, str(error).splitlines()))
+            self.call_later(self._show_failure, problem_texts(error))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if text := unexpected_error(event):
-            self.call_later(self._show_failure, Content(text))
+            self.call_later(self._show_failure, text)
 
     def _show_progress(self, progress: Progress) -> None:
         status = faint(f"{progress.message} …   esc cancels")
@@ -215,11 +201,12 @@ class DataPreviewScreen(ModalScreen[None]):
             status = fill(progress.done_rows / progress.total_rows, 24) + "  " + status
         self._show_status(status)
 
-    async def _show_failure(self, *lines: Content) -> None:
+    async def _show_failure(self, problems: str) -> None:
         """Show reasons with their remedies."""
         self._show_status(
             Content.styled("✗ this data cannot be trained on as it is", "bold $error")
         )
+        lines = map(Content, problems.splitlines())
         await self._show(Static(line, classes="preview-part") for line in lines)
 
     async def _show_preview(self, preview: DataPreview) -> None:
@@ -270,8 +257,7 @@ class DataPreviewScreen(ModalScreen[None]):
     # Commands.
 
     def on_unmount(self) -> None:
-        if self._cancel is not None:
-            self._cancel()
+        self._cancel()
 
     def action_again(self) -> None:
         if not self.query_one("#again", Button).disabled:

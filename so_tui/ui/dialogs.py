@@ -328,7 +328,7 @@ class KeysHelp(ModalScreen[None]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        body = [Static(Content(self._about + "\n"), classes="dialog-line")] if self._about else []
+        body = [Static(Content(self._about + "\n"), classes="dialog-line")]
         for heading, rows in self._groups:
             body += [
                 Static(Content(heading), classes="heading"),

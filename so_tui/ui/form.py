@@ -244,7 +244,9 @@ def _length_of(values: Texts) -> tuple[str, str]:
 def _same_value(path: str, one: str, other: str) -> bool:
     """Return whether two texts mean the same value of a field: ``4,096`` and ``4096`` do."""
     info = field_index()[path]
-    return one == other or (can_step(info) and parse_value(one, info) == parse_value(other, info))
+    return one == other or (
+        info.type_name in NUMBERS and parse_value(one, info) == parse_value(other, info)
+    )
 
 
 def _with_edit(edits: Texts, base: Texts, path: str, text: str) -> Texts:
@@ -375,6 +377,8 @@ class Draft:
 
 Direction = Literal[-1, 1]
 
+NUMBERS = ("integer", "number")
+"""Types of fields that have next values."""
 _TOLERANCE = 1e-9
 _STEPS: dict[str, float | Literal["powers of two", "1-2-5"]] = {
     "gpus": 1.0,
@@ -425,11 +429,6 @@ def _beyond(values: Iterable[float], present: float, direction: int) -> float | 
         if (value - present) * direction > _TOLERANCE * max(abs(value), abs(present))
     )
     return min(there, key=lambda value: value * direction, default=None)
-
-
-def can_step(info: FieldInfo) -> bool:
-    """Return whether a field has next values."""
-    return info.type_name in ("integer", "number")
 
 
 def next_text(path: str, text: str, direction: Direction) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -16,10 +17,12 @@ from textual.worker import Worker
 from so_tui.ui.shared_app import SharedApp
 from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
-from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key, machine_facts
+from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key, gpu_model
+from so_tui.units import memory_size as memory
 from so_tui.units import plural
 
 if TYPE_CHECKING:
+    from so_tui.machine.types import Machine
     from so_tui.settings import Settings
 
 
@@ -42,6 +45,34 @@ OTHER_MACHINE = command_key(
     "for this one",
     id="other-machine",
 )
+
+
+def _nodes_text(machine: Machine) -> str:
+    """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
+    nodes = machine.cpu_nodes
+    cores = {len(node.cpus) for node in nodes}
+    sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
+    number = plural(len(nodes), "NUMA node")
+    each = f", {sum(len(node.cpus) for node in nodes)} cores"
+    if len(cores) == 1:
+        each = f" x {cores.pop()} cores"
+    size = memory(machine.host_memory_bytes, 0)
+    if len(sizes) == 1 < len(nodes):
+        size = f"{sizes.pop()} each"
+    return f"{number}{each}, {size}"
+
+
+def _machine_facts(machine: Machine) -> list[str]:
+    """Return facts for one line, such as ``4x GH200 95 GiB``, most important first."""
+    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in machine.gpus)
+    gpus = " + ".join(
+        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
+        for (name, total), number in kinds.items()
+    )
+    facts = [gpus or "no GPU", _nodes_text(machine)]
+    if len(machine.allowed_cpus) < len(machine.online_cpus):
+        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
+    return facts
 
 
 class TopLine(CachedLinesMixin):
@@ -76,10 +107,8 @@ class TopLine(CachedLinesMixin):
             else faint("○ no live runs")
         )
         if app.starting:
-            right = (
-                Content.assemble((f"starting {shorten(app.starting, 28)} …", "bold $accent"), "  ")
-                + right
-            )
+            starting = f"starting {shorten(app.starting, 28)} …"
+            right = Content.assemble((starting, "bold $accent"), "  ", right)
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width
         if app.machine is None:
@@ -90,7 +119,7 @@ class TopLine(CachedLinesMixin):
                 left += Content.styled("planning for another machine  ", "$warning")
             gap = ""
             for fact in [
-                *machine_facts(app.machine),
+                *_machine_facts(app.machine),
                 *([app.doctor_line] if app.doctor_line else []),
             ]:
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
@@ -142,7 +171,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
 
     app = getters.app(SharedApp)
     PAGE: ClassVar[str]
-    HELP_TEXT = ""
+    HELP_TEXT: ClassVar[str]
     """Purpose of this screen in a sentence or two; the help opens with it."""
     BINDINGS = [
         Binding("escape", "leave_field", "Leave the field", show=False),

@@ -33,7 +33,6 @@ from so_tui.ui.text import (
     GlyphName,
     PlainCharacters,
     chosen_glyphs,
-    doctor_summary,
     environment_at_start,
 )
 from so_tui.ui.textual_fixes import FixedApp
@@ -102,13 +101,11 @@ class SettingsApp(FixedApp[None]):
         self._found_themes: dict[str, Theme | None] = {}
         self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
         super().__init__()
-        from so_tui.settings_file import Loaded
-
-        loaded = loaded or Loaded()
-        self._settings_problems = loaded.problems
+        self._settings_problems = loaded.problems if loaded is not None else ()
         for theme in THEMES:
             self.register_theme(theme)
-        self.set_reactive(SettingsApp.settings, loaded.settings)
+        settings = loaded.settings if loaded is not None else Settings()
+        self.set_reactive(SettingsApp.settings, settings)
         screen = self.settings.screen
         units.show_memory_in(screen.units)
         self.theme = screen.theme if screen.theme in self.available_themes else DARK.name
@@ -335,6 +332,15 @@ class _Announcer:
             driver.flush()
 
 
+def _doctor_summary(findings: Sequence[Finding]) -> str:
+    """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
+    severities = [finding.severity for finding in findings]
+    blocks, warnings = severities.count("blocks"), severities.count("warning")
+    parts = [f"{plural(blocks, 'problem')} that block{'s' if blocks == 1 else ''}"] * bool(blocks)
+    parts += [plural(warnings, "warning")] * bool(warnings)
+    return f"doctor: {', '.join(parts)}" if parts else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Checking:
     """A launch that has been confirmed, and has no run directory yet."""
@@ -439,7 +445,7 @@ class SharedApp(SettingsApp):
             messages.answer(self, self._show_findings, found)
 
     def _show_findings(self, findings: tuple[Finding, ...]) -> None:
-        self.findings, self.doctor_line = findings, doctor_summary(findings)
+        self.findings, self.doctor_line = findings, _doctor_summary(findings)
 
     @property
     def presets(self) -> Mapping[str, Preset]:

@@ -17,7 +17,6 @@ from textual.filter import LineFilter
 from textual.style import Style
 
 from so_tui.trust.text import brief_line, printable, printable_line
-from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.machine.doctor import Finding
@@ -181,15 +180,6 @@ def reading_text(unread_share: float) -> str:
 SIGNS = {"blocks": "✗", "warning": "~", "note": "·"}
 _INDENT = 12
 STYLES = {"blocks": "$error", "warning": "$warning", "note": "$faint"}
-
-
-def doctor_summary(findings: Sequence[Finding]) -> str:
-    """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
-    severities = [finding.severity for finding in findings]
-    blocks, warnings = severities.count("blocks"), severities.count("warning")
-    parts = [f"{plural(blocks, 'problem')} that block{'s' if blocks == 1 else ''}"] * bool(blocks)
-    parts += [plural(warnings, "warning")] * bool(warnings)
-    return f"doctor: {', '.join(parts)}" if parts else ""
 
 
 def finding_content(finding: Finding, width: int) -> Content:

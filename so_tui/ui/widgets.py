@@ -4,7 +4,6 @@ more than the rest of the first paint.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,11 +20,9 @@ from textual.widgets import Input
 
 from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import CachedLinesMixin, Entry
-from so_tui.units import memory_size as memory
-from so_tui.units import plural
 
 if TYPE_CHECKING:
-    from so_tui.machine.types import Machine
+    pass
 
 
 def command_key(
@@ -74,34 +71,6 @@ def gpu_model(name: str) -> str:
     for prefix in ("NVIDIA ", "AMD "):
         name = name.removeprefix(prefix)
     return name
-
-
-def _nodes_text(machine: Machine) -> str:
-    """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
-    nodes = machine.cpu_nodes
-    cores = {len(node.cpus) for node in nodes}
-    sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
-    number = plural(len(nodes), "NUMA node")
-    each = f", {sum(len(node.cpus) for node in nodes)} cores"
-    if len(cores) == 1:
-        each = f" x {cores.pop()} cores"
-    size = memory(machine.host_memory_bytes, 0)
-    if len(sizes) == 1 < len(nodes):
-        size = f"{sizes.pop()} each"
-    return f"{number}{each}, {size}"
-
-
-def machine_facts(machine: Machine) -> list[str]:
-    """Return facts for one line, such as ``4x GH200 95 GiB``, most important first."""
-    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in machine.gpus)
-    gpus = " + ".join(
-        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
-        for (name, total), number in kinds.items()
-    )
-    facts = [gpus or "no GPU", _nodes_text(machine)]
-    if len(machine.allowed_cpus) < len(machine.online_cpus):
-        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
-    return facts
 
 
 # The field that ``/`` opens: for the text that a table is filtered by, or that a log is searched
@@ -294,11 +263,9 @@ class Rule(Grip):
     Rule { height: 1; color: $rule; }
     """
 
-    def __init__(
-        self, title: str | Content = "", figure: str | Content = "", *, id: str | None = None
-    ) -> None:
+    def __init__(self, title: str | Content = "", *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._shown: tuple[Content, tuple[Content, ...]] = _faint(title), (_faint(figure),)
+        self._shown: tuple[Content, tuple[Content, ...]] = _faint(title), ()
 
     def update(self, title: str | Content, *figures: str | Content) -> None:
         """Show another title, and at the right the first of these figures that fits."""
@@ -313,7 +280,8 @@ class Rule(Grip):
 
     def render(self) -> Content:
         title, figures = self._shown
-        left, right = ("╭", "╮") if framed(self) else ("─", "─")
+        in_frame = framed(self)
+        left, right = ("╭", "╮") if in_frame else ("─", "─")
         if not title.plain:
             return Content(left + "─" * (self.size.width - 2) + right)
         # A figure that does not fit is left out: cut, it would be another one.
@@ -323,7 +291,7 @@ class Rule(Grip):
         if figure is None:
             return Content.assemble(f"{left}─ ", title, f" {'─' * max(0, room + 1)}{right}")
         line = "─" * (room - figure.cell_length - 2)
-        between, end = (f" {line} ", f" ─{right}") if framed(self) else ("   ", f" {line}{right}")
+        between, end = (f" {line} ", f" ─{right}") if in_frame else ("   ", f" {line}{right}")
         return Content.assemble(f"{left}─ ", title, between, figure, end)
 
 

@@ -93,6 +93,7 @@ def test_packages_that_import_their_own_modules_are_known() -> None:
 
 CHECKED = """
 import sys
+from pathlib import Path
 import so_tui.ui.app, so_tui.ui.presets.screen
 print([name for name in sys.modules if name.startswith(HEAVY)])
 import asyncio

@@ -21,10 +21,10 @@ from so_tui.ui.form import (
     GROUPS,
     LENGTH,
     LENGTH_KEYS,
+    NUMBERS,
     SLURM,
     Direction,
     advanced_paths,
-    can_step,
     field_of,
     hint,
     label,
@@ -177,10 +177,10 @@ class FieldRow(Horizontal):
             yield _choice(options, value, "field-control")
         else:
             kind = "field-text" if info.type_name == "text" else ""
-            if can_step(info):
+            if info.type_name in NUMBERS:
                 kind = "field-number" if self.path == LENGTH else "field-stepped"
             yield _FormEntry(value, compact=True, classes=f"field-control {kind}")
-            if can_step(info):
+            if info.type_name in NUMBERS:
                 yield from (_Stepper(-1), _Stepper(1))
             if self.path == LENGTH:
                 yield _choice(_UNITS, self._key, "field-unit")
@@ -262,7 +262,10 @@ class FieldRow(Horizontal):
     def action_step(self, direction: Direction) -> None:
         """Enter the next value of a number; nothing at its limit."""
         path, text = self.entered()
-        if can_step(self.info) and (after := next_text(path, text, direction)) is not None:
+        if (
+            self.info.type_name in NUMBERS
+            and (after := next_text(path, text, direction)) is not None
+        ):
             self.query_one(Input).value = after
 
     @on(events.DescendantFocus)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -139,6 +140,13 @@ def _changes_title(draft: Draft, width: int) -> Content:
 DEBOUNCE_S = 0.12
 LEAST_PLAN = 44
 """Columns that are left for the plan, however wide the form is made."""
+
+
+def _with_plan(
+    command: Callable[[ConfigureScreen, Planned], None],
+) -> Callable[[ConfigureScreen], None]:
+    """Return a command that waits for the plan that it needs."""
+    return lambda screen: screen.once_planned(partial(command, screen))
 
 
 class ConfigureScreen(ResizablePage):
@@ -403,7 +411,7 @@ class ConfigureScreen(ResizablePage):
 
     # Commands.
 
-    def _once_planned(self, command: Callable[[Planned], None]) -> None:
+    def once_planned(self, command: Callable[[Planned], None]) -> None:
         """Run ``command`` with the plan of what is in the form now, which may not have been made
         yet.
         """
@@ -415,10 +423,8 @@ class ConfigureScreen(ResizablePage):
             self._when_planned = command
             self.replan()
 
-    def action_launch(self) -> None:
-        self._once_planned(self._launch)
-
-    def _launch(self, planned: Planned) -> None:
+    @_with_plan
+    def action_launch(self, planned: Planned) -> None:
         plan, launch = planned.plan, planned.launch
         if plan is not None and preset_actions.refused_elsewhere(self.app, plan.spec):
             return
@@ -434,10 +440,8 @@ class ConfigureScreen(ResizablePage):
             title = f"{plan.spec.label} does not fit here"
             self.app.post_message(Failed(title, plan.reason_texts, offer=offer))
 
-    def action_save(self) -> None:
-        self._once_planned(self._save)
-
-    def _save(self, planned: Planned) -> None:
+    @_with_plan
+    def action_save(self, planned: Planned) -> None:
         draft = self._draft
         if planned.plan is None or draft is None:
             self.notify("Correct the marked fields first", severity="error")
@@ -493,13 +497,11 @@ class ConfigureScreen(ResizablePage):
             line, yes = f"{plural(count, 'change')} will be lost.{kept}", "Undo all changes"
         self.app.ask(f"Back to preset {draft.base.name}?", [line], undo, yes=yes)
 
-    def action_copy(self) -> None:
-        def copy(planned: Planned) -> None:
-            if planned.command:
-                self.app.copy_to_clipboard(planned.command)
-                self.notify("Copied the command")
-
-        self._once_planned(copy)
+    @_with_plan
+    def action_copy(self, planned: Planned) -> None:
+        if planned.command:
+            self.app.copy_to_clipboard(planned.command)
+            self.notify("Copied the command")
 
     @on(Button.Pressed)
     async def _button(self, event: Button.Pressed) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
 from rich.text import Text
 from textual import getters, on, work
 from textual.containers import Vertical, VerticalScroll
@@ -102,7 +101,7 @@ class _PresetTable(FittedTable):
         )
     ]
 
-    _shown: tuple[PlanRow, ...] = ()
+    _shown: Sequence[PlanRow] = ()
     _counts: tuple[int, ...] = ()
     """Numbers of GPUs."""
     _fixed = 2
@@ -115,15 +114,17 @@ class _PresetTable(FittedTable):
         """Show the plans of ``rows`` for each of ``counts`` GPUs, or ranks, as ``noun`` says. The
         cursor stays on its plan.
         """
-        at = self.cursor_coordinate
+        at, width = self.cursor_coordinate, self.screen.size.width
         preset, count_at = self.preset_at(at.row), at.column - self._fixed
-        self._shown, self._counts = tuple(rows), counts
-        wide, spacious = self.screen.size.width >= WIDE, self.screen.size.width >= SPACIOUS
-        titles = ["model", "size", "tokens"] if spacious else ["model", "size"]
+        self._shown, self._counts = rows, counts
+        wide, spacious = width >= WIDE, width >= SPACIOUS
+        titles = ["model", "size", *(["tokens"] if spacious else [])]
         self._fixed = len(titles)
         columns = ["    " + plural(ranks, noun) for ranks in counts]
-        plans = [plan for row in rows for plan in row.cells.values() if plan.fits]
-        room = max([7 if wide else 5, *(cell_len(_speed(plan, wide=wide)) for plan in plans)])
+        speeds = [
+            _speed(plan, wide=wide) for row in rows for plan in row.cells.values() if plan.fits
+        ]
+        room = max([7 if wide else 5, *map(len, speeds)])
         longest = 36 if spacious else (16, 24, 36)[wide + (len(counts) < 3)]
         filled = []
         for row in rows:
