@@ -356,6 +356,11 @@ class LaunchQuestion(Question):
 
     BINDINGS = [Binding("r", "rename", "Rename")]
 
+    draft: Draft | None = None
+    """The user's batch script; None while a job is not asked about, or has the one that so-tui
+    writes.
+    """
+
     def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch) -> None:
         self.launch = launch
         super().__init__(title, lines, yes="Launch", default_yes=True)
@@ -405,9 +410,7 @@ class LaunchQuestion(Question):
 
 
 class JobQuestion(LaunchQuestion):
-    """Asks whether to submit a launch. ``draft`` is the user's batch script; None while it is the
-    one that so-tui writes.
-    """
+    """Asks whether to submit a launch."""
 
     BINDINGS = [Binding("e", "edit", "Edit the script")]
 

@@ -263,26 +263,11 @@ def _with_edit(edits: Texts, base: Texts, path: str, text: str) -> Texts:
         }
         if path in edits:  # what was filled in for the source before
             changed = {key: value for key, value in changed.items() if plain.get(key) != value}
-        if text != base.get(path, ""):
-            changed = {
-                key: value for key, value in plain.items() if base.get(key, value) != value
-            } | changed
-    if not _same_value(path, text, base.get(path, "")):
+        if text != base[path]:
+            changed = {key: value for key, value in plain.items() if base[key] != value} | changed
+    if not _same_value(path, text, base[path]):
         changed[path] = text
     return changed
-
-
-def _typed_over(edits: Texts, recommended: Texts) -> list[str]:
-    """Return the fields that the user changed: those in which the edits differ from what a
-    recommendation filled in.
-    """
-    # A field of one of them only differs: the other has the preset's value.
-    same = {
-        path
-        for path, text in edits.items()
-        if path in recommended and _same_value(path, text, recommended[path])
-    }
-    return [path for path in dict.fromkeys((*edits, *recommended)) if path not in same]
 
 
 # What is edited in Configure: a preset with its unsaved edits. Without widgets.
@@ -316,10 +301,18 @@ class Draft:
         return {**self.base_values, **self.edits}
 
     @property
-    def changes(self) -> Texts:
-        """What the user changed of the preset and its recommendation, by field."""
-        values = self.values
-        return {path: values[path] for path in _typed_over(self.edits, self.recommended)}
+    def changes(self) -> list[str]:
+        """The fields that the user changed: those in which the edits differ from what a
+        recommendation filled in.
+        """
+        edits, recommended = self.edits, self.recommended
+        # A field of one of them only differs: the other has the preset's value.
+        same = {
+            path
+            for path in edits.keys() & recommended.keys()
+            if _same_value(path, edits[path], recommended[path])
+        }
+        return [path for path in {**edits, **recommended} if path not in same]
 
     def recommend(self, wanted: RunSpec, machine: str) -> None:
         """Lay a recommendation for ``machine`` over the edits, in place of an earlier one."""

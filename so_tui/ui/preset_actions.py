@@ -40,11 +40,10 @@ def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) ->
     )
 
     def answered(yes: bool | None) -> None:
-        changed = question.draft if isinstance(question, JobQuestion) else None
         if yes:
-            start_launch(app, question.launch, changed)
-        elif changed is not None:
-            app.notify(_where_kept(changed), title="Your script is kept", markup=False)
+            start_launch(app, question.launch, question.draft)
+        elif question.draft is not None:
+            app.notify(_where_kept(question.draft), title="Your script is kept", markup=False)
 
     app.push_screen(question, answered)
 

@@ -36,7 +36,7 @@ from so_tui.ui.text import (
     environment_at_start,
 )
 from so_tui.ui.textual_fixes import FixedApp
-from so_tui.ui.themes import DARK, THEMES, fallback_variables
+from so_tui.ui.themes import DARK, ROLES, THEMES
 from so_tui.ui.widgets import command_key
 from so_tui.units import plural
 
@@ -132,7 +132,13 @@ class SettingsApp(FixedApp[None]):
         super().register_theme(theme)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        return fallback_variables(self.current_theme.to_color_system().generate())
+        """Return the program's own colour names for a theme that does not define them."""
+        variables = self.current_theme.to_color_system().generate()
+        return {
+            name: variables.get(role.fallback, variables["foreground"])
+            for name, role in ROLES.items()
+            if role.fallback
+        }
 
     def report_settings(self) -> None:
         """Say what is wrong in the settings file, and keep the theme from now on, however it is

@@ -26,7 +26,7 @@ def test_what_was_recommended_is_no_change() -> None:
     draft = opened_with(offload__ratio="0.25", offload__states="bf16-moments")
     offload = spec_of(draft).offload
     assert (offload.ratio, offload.states) == (0.25, "bf16-moments")
-    assert draft.changes == {}
+    assert draft.changes == []
     assert set(draft.recommended) == {"offload.ratio", "offload.states"}
     assert draft.was("offload.ratio") is None
 
@@ -34,9 +34,8 @@ def test_what_was_recommended_is_no_change() -> None:
 def test_changes_are_counted_from_what_was_opened() -> None:
     draft = opened_with(offload__ratio="0.25")
     draft.enter("offload.ratio", draft.base_values["offload.ratio"])
-    assert draft.changes == {"offload.ratio": draft.base_values["offload.ratio"]}, (
-        "also back to the preset's own value"
-    )
+    assert draft.changes == ["offload.ratio"], "also back to the preset's own value"
+    assert draft.values == draft.base_values
     assert draft.was("offload.ratio") == "0.25"
     draft.enter("train.learning_rate", "0.123")
     assert len(draft.changes) == 2
@@ -49,7 +48,7 @@ def test_changes_are_undone_before_the_recommendation_is() -> None:
     draft.enter("train.tokens", "5000")
     assert draft.was(LENGTH) is not None
     draft.undo()
-    assert (draft.changes, draft.values["offload.ratio"]) == ({}, "0.25")
+    assert (draft.changes, draft.values["offload.ratio"]) == ([], "0.25")
     draft.undo()
     assert (draft.recommended, draft.values) == ({}, draft.base_values)
 
@@ -59,7 +58,8 @@ def test_a_new_recommendation_keeps_what_was_typed() -> None:
     draft.enter("train.learning_rate", "0.123")
     draft.recommend(with_values(TINY, {"offload.ratio": "0.5"}), "this machine")
     assert draft.recommended == {"offload.ratio": "0.5"}
-    assert draft.changes == {"train.learning_rate": "0.123"}
+    assert draft.changes == ["train.learning_rate"]
+    assert draft.values["train.learning_rate"] == "0.123"
     assert draft.values["offload.states"] == "fp32"
 
 
