@@ -188,7 +188,7 @@ class SoTuiApp(SharedApp):
             go_back(self)
         self.report_failure(event)
 
-    # Starting runs (launching.py).
+    # Starting runs.
 
     def on_launched(self, message: messages.Launched) -> None:
         self.launched = self.launched or message.run

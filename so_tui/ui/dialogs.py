@@ -631,10 +631,7 @@ class TickList(OptionList, Generic[Item]):
 # A dialog in which things are ticked, filtered while something is typed.
 
 
-Result = TypeVar("Result")
-
-
-class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
+class TickDialog(ModalScreen[Answer | None], Generic[Answer, Item]):
     """Has an input ``filter``, a list of things to tick, and a line ``said``, which the dialog that
     builds on it composes.
     """

@@ -21,10 +21,11 @@ from so_tui.spec import (
     parse_value,
     with_values,
 )
+from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Machine
-    from so_tui.plan.plan import Plan
+    from so_tui.plan.plan import Launch, Plan
 
 
 Texts = dict[str, str]
@@ -466,6 +467,21 @@ def _candidates(info: FieldInfo, present: float) -> list[float]:
     if endless or present > least * (1 + _TOLERANCE):
         return found
     return [0.0, *(value for value in found if value > present)]
+
+
+@dataclass
+class Planned:
+    """The plan of the values in the form, or their problems; ``serial`` identifies the request."""
+
+    serial: int
+    plan: Plan | None
+    problems: tuple[Problem, ...]
+    launch: Launch | None = None
+
+    @property
+    def command(self) -> str:
+        """The command that a launch starts; empty without a launch."""
+        return quoted(*self.launch.argv) if self.launch else ""
 
 
 # Plans beside the one that is shown: the same run with another offload ratio, or another share of

@@ -159,7 +159,7 @@ def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str],
         if not name:
             return
         save, taken = partial(_save, app, spec, name, base, saved), presets.get(name)
-        if taken is None or taken.origin == "built-in" or name == base:
+        if taken is None or name == base:
             save()
         else:
             title = f"Replace your preset {name}?"

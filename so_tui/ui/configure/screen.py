@@ -27,6 +27,7 @@ from so_tui.ui.form import (
     LENGTH,
     LENGTH_KEYS,
     Draft,
+    Planned,
     Strip,
     Texts,
     label,
@@ -34,7 +35,7 @@ from so_tui.ui.form import (
     strips_for,
     text_of,
 )
-from so_tui.ui.messages import Failed, Planned, answer
+from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
 from so_tui.ui.text import Content, faint
 from so_tui.ui.widgets import Divider, command_key
