@@ -218,14 +218,9 @@ class SoTuiApp(SharedApp):
     def on_failed(self, message: messages.Failed) -> None:
         from so_tui.ui.dialogs import Notice
 
-        def answered(taken: bool | None) -> None:
-            if taken and message.offer is not None:
-                message.offer.action()
-
-        self.push_screen(
-            Notice(message.title, message.lines, offer=message.offer.text if message.offer else ""),
-            answered,
-        )
+        offer = message.offer
+        notice = Notice(message.title, message.lines, offer=offer.text if offer else "")
+        self.push_screen(notice, lambda taken: offer.action() if taken and offer else None)
 
     # Commands.
 

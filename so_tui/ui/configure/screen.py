@@ -16,7 +16,7 @@ from textual.widget import Widget
 from textual.widgets import Button, Static
 from textual.worker import get_current_worker
 
-from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
+from so_tui.spec import InputError, Refused, RunSpec, with_values
 from so_tui.spec.errors import reject
 from so_tui.trust.text import printable_line
 from so_tui.ui import plan_view, preset_actions
@@ -50,24 +50,20 @@ if TYPE_CHECKING:
 # Notes that a plan adds to single fields of the form. Pure functions.
 
 
-def _impossible_field(plan: Plan | None) -> Texts:
-    """Return the reason by the field that makes a plan impossible on its machine, if one does."""
+def _problems_by_row(planned: Planned) -> Texts:
+    """Return what to do about each row of the form that is wrong, or makes the plan impossible on
+    its machine; a source of a mixture has no row of its own.
+    """
     from so_tui.plan.notes import NoSuchGpu, TooFewGpus
 
-    if plan is None or plan.possible:
-        return {}
-    field = "gpus" if isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu) else "offload.mode"
-    return {field: f"{plan.reason_texts[0]}."}
-
-
-def _problems_by_row(problems: Sequence[Problem]) -> Texts:
-    """Return what to do about each row of the form that is wrong; a source of a mixture has no row
-    of its own.
-    """
     found: Texts = {}
-    for problem in problems:
+    for problem in planned.problems:
         path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]
         found.setdefault(path, problem.remedy or f"{problem.message}.")
+    plan = planned.plan
+    if plan is not None and not plan.possible:
+        on_gpus = isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu)
+        found["gpus" if on_gpus else "offload.mode"] = f"{plan.reason_texts[0]}."
     return found
 
 
@@ -369,7 +365,7 @@ class ConfigureScreen(ResizablePage):
 
     def _mark_fields(self, planned: Planned, draft: Draft) -> None:
         """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
-        problems = _problems_by_row(planned.problems) or _impossible_field(planned.plan)
+        problems = _problems_by_row(planned)
         values, slurm = draft.values, preset_actions.has_slurm()
         for row in self.form.all_rows:
             path = row.path

@@ -56,7 +56,7 @@ def _without_gpu(width: int, *, slurm: bool) -> Content:
     commands = [
         ("t", "[@click=screen.train_tiny]train tiny here, now[/]", tiny),
         ("o", "[@click=app.other_machine]plan for another machine[/]", others),
-        ("P", "[@click=screen.partition]choose a Slurm partition[/]", there),
+        ("P", "[@click=screen.configure('slurm.partition')]choose a Slurm partition[/]", there),
     ]
     lines = [Content.styled("This machine has no GPU.", "bold")]
     for key, command, details in commands if slurm else commands[:2]:
@@ -272,9 +272,10 @@ class PresetsScreen(FiltersTable):
         ),
         command_key(
             "P",
-            "partition",
+            "configure('slurm.partition')",
             "Partition",
             "Choose the Slurm partition that a run is submitted to",
+            id="partition",
             show=False,
         ),
         command_key("slash", "find", "Filter", "Show only models whose name contains a text"),
@@ -461,9 +462,6 @@ class PresetsScreen(FiltersTable):
     def left(self) -> None:
         self._hand_over(keep_edits=True)
 
-    def action_partition(self) -> None:
-        self.action_configure("slurm.partition")
-
     def action_launch(self) -> None:
         if (chosen := self.table.chosen()) is not None:
             self._ask_launch(*chosen)
@@ -533,7 +531,7 @@ class PresetsScreen(FiltersTable):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("launch", "preview_data"):
             return bool(self.rows)
-        if action == "partition":
+        if action == "configure":
             return self._slurm and bool(self.rows)
         return action != "delete" or is_own(self.app, self.table.preset_at(self.table.cursor_row))
 
