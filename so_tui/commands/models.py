@@ -94,7 +94,7 @@ def generate(arguments: argparse.Namespace) -> int:
 def chat(arguments: argparse.Namespace) -> int:
     """Open the screen of a conversation."""
     from so_tui.settings_file import load_settings
-    from so_tui.ui.chat.screen import ChatApp
+    from so_tui.ui.chat.screen import ChatApp, ChatScreen
 
     if not usable_terminal():
         print(
@@ -103,7 +103,8 @@ def chat(arguments: argparse.Namespace) -> int:
         return 2
     load = _named(arguments)
     logging.disable(logging.INFO)  # --verbose would write over the screen
-    ChatApp(load, _given_sampling(arguments), arguments.system, load_settings()).run()
+    screen = ChatScreen(load, _given_sampling(arguments), arguments.system)
+    ChatApp(screen, load_settings()).run()
     return 0
 
 

@@ -26,7 +26,7 @@ from so_tui.trust.text import printable_line, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.page import PAGES, Page
 from so_tui.ui.preset_actions import go_back, start_launch
-from so_tui.ui.shared_app import Checking, SharedApp, StartRun
+from so_tui.ui.shared_app import Checking, SharedApp
 from so_tui.ui.textual_fixes import settle, terminal_lost
 from so_tui.ui.widgets import command_key
 from so_tui.units import plural
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from so_tui.plan.plan import Launch
     from so_tui.runs import RunDirectory
     from so_tui.settings_file import Loaded
-    from so_tui.spec import Catalog, RunSpec, SoTuiError
+    from so_tui.spec import RunSpec, SoTuiError
     from so_tui.spec.generation import LoadModel
+    from so_tui.ui.dialogs import KeyRow
 
 
 # The five screens of the application, each imported when it is first shown: the first paint needs
@@ -98,35 +99,32 @@ class SoTuiApp(SharedApp):
             )
             for number, (name, title) in enumerate(PAGES, 1)
         ),
-        command_key(
-            "question_mark,f1", "help", "Help", "Every key of this screen", display="?", show=False
-        ),
+        command_key("question_mark,f1", "help", "Help", "Every key of this screen", show=False),
         command_key("q", "quit", "Quit", "Leave the screen; runs continue training"),
     ]
 
     def __init__(
         self,
-        catalog: Catalog | None = None,
         machine: Machine | None = None,
-        runs_dir: Path | str | None = None,
+        runs_dir: Path | None = None,
         open_run: RunDirectory | None = None,
         *,
         launch: Launch | None = None,
         machine_file: str = "",
-        start: StartRun | None = None,
         settings: Loaded | None = None,
     ) -> None:
         """Create the application.
 
         Args:
+            machine: The machine to plan for; this one if absent.
+            runs_dir: The folder of runs; the user's own if absent.
+            open_run: What the dashboard shows.
             launch: What a command wants started: its checks are shown at once, and a refusal ends
                 the application.
             machine_file: File that describes ``machine``, where that is another one.
             settings: The user's settings; the defaults if absent.
-            start: Replaces ``so_tui.launch.lifecycle.start`` in tests whose subject is not the
-                launch.
         """
-        self._launch = launch
+        self._launch, self._given_machine = launch, machine
         self.launched: RunDirectory | None = None
         """The first run that was started here."""
         self.refused: SoTuiError | None = None
@@ -137,13 +135,11 @@ class SoTuiApp(SharedApp):
         # Set on the instance before Textual reads it, so that a given run is shown without another
         # screen first.
         self.__dict__["DEFAULT_MODE"] = "dashboard" if at_run else "presets"
-        super().__init__(catalog, machine, machine_file, runs_dir, start, settings)
-        self.set_reactive(SoTuiApp.opened, open_run)
-        self.set_reactive(SoTuiApp.inspecting, not at_run or machine is not None)
+        super().__init__(runs_dir, settings)
+        self.machine_file, self.opened = machine_file, open_run
+        self.inspecting = not at_run or machine is not None
         if launch is not None:
-            self.set_reactive(
-                SoTuiApp.checking, Checking(launch.spec.label, time.monotonic(), "dashboard")
-            )
+            self.checking = Checking(launch.spec.label, time.monotonic(), "dashboard")
 
     def on_mount(self) -> None:
         self.call_after_refresh(self._after_first_paint)
@@ -162,12 +158,11 @@ class SoTuiApp(SharedApp):
             start_launch(self, self._launch)
         self.report_settings()
         if self.inspecting:
-            self.load()
+            self.load(self._given_machine, self.machine_file)
         else:
             self.mode_change_signal.subscribe(self, self._load_for)
-            self._load_for(
-                self.current_mode
-            )  # another screen may have been chosen before the first paint
+            # Another screen may have been chosen before the first paint.
+            self._load_for(self.current_mode)
         self.list_runs()
         self.set_interval(RUNS_POLL_S, self.list_runs_in_time)
         if not self.is_headless:  # or an application would stay in the memory of the tests
@@ -180,7 +175,7 @@ class SoTuiApp(SharedApp):
         if mode != "dashboard":
             self.mode_change_signal.unsubscribe(self)
             self.inspecting = True
-            self.load()
+            self.load(self._given_machine, self.machine_file)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """End the state of starting when its worker ends. A start that was refused may have been
@@ -193,7 +188,7 @@ class SoTuiApp(SharedApp):
             go_back(self)
         self.report_failure(event)
 
-    # Starting runs (launching.py).
+    # Starting runs.
 
     def on_launched(self, message: messages.Launched) -> None:
         self.launched = self.launched or message.run
@@ -223,14 +218,9 @@ class SoTuiApp(SharedApp):
     def on_failed(self, message: messages.Failed) -> None:
         from so_tui.ui.dialogs import Notice
 
-        def answered(taken: bool | None) -> None:
-            if taken and message.offer is not None:
-                message.offer.action()
-
-        self.push_screen(
-            Notice(message.title, message.lines, offer=message.offer.text if message.offer else ""),
-            answered,
-        )
+        offer = message.offer
+        notice = Notice(message.title, message.lines, offer=offer.text if offer else "")
+        self.push_screen(notice, lambda taken: offer.action() if taken and offer else None)
 
     # Commands.
 
@@ -247,24 +237,18 @@ class SoTuiApp(SharedApp):
 
     async def action_quit(self) -> None:
         """Quit. Ask first where unsaved edits in Configure would be lost."""
-        from so_tui.ui.configure.screen import ConfigureScreen
-        from so_tui.ui.dialogs import QuitQuestion
+        from so_tui.ui.dialogs import Question
 
-        try:
-            bottom = self.get_screen_stack("configure")[:1]
-        except KeyError:  # never opened
-            bottom = []
-        unsaved = bottom[0].unsaved() if bottom and isinstance(bottom[0], ConfigureScreen) else {}
+        unsaved = self.unsaved()
         if not unsaved:
             self._leave()
-        elif not isinstance(self.screen, QuitQuestion):
+        elif self.screen.id != "quit":  # it is being asked already
             lines = [
                 f"Configure: {plural(count, 'change')} to preset {preset}, not saved"
                 for preset, count in unsaved.items()
             ]
-            question = QuitQuestion(
-                "Quit and lose unsaved changes?", lines, yes="Quit", no="No, stay"
-            )
+            title = "Quit and lose unsaved changes?"
+            question = Question(title, lines, yes="Quit", no="No, stay", id="quit")
             self.push_screen(question, lambda yes: self._leave() if yes else None)
 
     def _leave(self) -> None:
@@ -279,7 +263,7 @@ class SoTuiApp(SharedApp):
             )
         if self.starting:
             lines.append(f"{self.starting} is still being started. `so-tui watch latest` shows it.")
-        self.announcer.restore_title()
+        self.announcer.show_title("")
         self.exit(message="\n".join(lines) or None)
 
     def open_chat(self, load: LoadModel) -> None:
@@ -292,7 +276,7 @@ class SoTuiApp(SharedApp):
         from so_tui.ui.configure.screen import ConfigureScreen
 
         page = self.screen_stack[0]
-        if isinstance(page, ConfigureScreen) and not (keep_edits and page.unsaved()):
+        if isinstance(page, ConfigureScreen) and not (keep_edits and self.unsaved()):
             page.edit(preset, wanted, field=field)
 
     def action_help(self) -> None:
@@ -312,7 +296,7 @@ class SoTuiApp(SharedApp):
         own.
         """
 
-        yield from commands(self, screen)
+        yield from _commands(self, screen)
         yield SystemCommand("Theme", "Choose another theme", self.action_change_theme)
         yield SystemCommand(
             "Screenshot",
@@ -340,17 +324,15 @@ def _bindings(screen: Screen[ScreenResultType]) -> Iterator[tuple[DOMNode, Bindi
             yield active.node, binding, active.enabled
 
 
-def _key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+def _key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[KeyRow]]]:
     """Return the keys of the screen, of the application, and for moving, each as key, name and
     details.
     """
-    here: list[tuple[str, str, str]] = []
-    sizes: list[tuple[str, str, str]] = []
-    everywhere: list[tuple[str, str, str]] = []
-    for node, binding, _ in _bindings(screen):
-        row = (screen.app.get_key_display(binding), binding.description, binding.tooltip)
-        (everywhere if node is screen.app else sizes if binding.id in SIZES else here).append(row)
-    here += sizes
+    here: list[KeyRow] = []
+    everywhere: list[KeyRow] = []
+    for node, binding, _ in sorted(_bindings(screen), key=lambda found: found[1].id in SIZES):
+        row = screen.app.get_key_display(binding), binding.description, binding.tooltip
+        (everywhere if node is screen.app else here).append(row)
     everywhere += [
         ("^p", "Commands", "Every command by name"),
         ("^q", "Quit", "Also from a text field"),
@@ -367,7 +349,7 @@ def _key_groups(screen: Screen[ScreenResultType]) -> list[tuple[str, list[tuple[
     return [("This screen", here), ("Everywhere", everywhere), ("Moving about", moving)]
 
 
-def commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
+def _commands(app: App[None], screen: Screen[ScreenResultType]) -> Iterator[SystemCommand]:
     """Yield a palette command for every enabled binding of the screen and the application."""
     for node, binding, enabled in _bindings(screen):
         if enabled:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from textual import on, work
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -16,10 +16,11 @@ from textual.widget import Widget
 from textual.widgets import Button, Static
 from textual.worker import Worker
 
+from so_tui.launch.helper import Cancel
 from so_tui.launch.helper_jobs import DataPreview, Sample, SourceView
-from so_tui.spec import InputError, RunSpec
-from so_tui.ui.dialogs import CloseButton
-from so_tui.ui.form import label
+from so_tui.spec import RunSpec, SoTuiError
+from so_tui.ui.dialogs import CLOSE, button
+from so_tui.ui.form import problem_texts
 from so_tui.ui.lines import fill
 from so_tui.ui.messages import unexpected_error
 from so_tui.ui.plan_view import data_name
@@ -28,7 +29,6 @@ from so_tui.ui.widgets import Rule
 from so_tui.units import thousands
 
 if TYPE_CHECKING:
-    from so_tui.launch.helper import Cancel
     from so_tui.launch.helper_jobs import Progress
 
 
@@ -151,8 +151,7 @@ class DataPreviewScreen(ModalScreen[None]):
     ]
 
     def __init__(self, spec: RunSpec) -> None:
-        self._spec, self._rows = spec, FIRST_ROWS
-        self._cancel: Cancel | None = None
+        self._spec, self._rows, self._cancel = spec, FIRST_ROWS, Cancel()
         self._preview: DataPreview | None = None
         super().__init__()
 
@@ -165,27 +164,23 @@ class DataPreviewScreen(ModalScreen[None]):
             yield Static(id="preview-status")
             yield VerticalScroll(id="preview-body")
             with Horizontal(id="preview-buttons"):
-                yield CloseButton("Back  esc", id="leave")
-                yield Button("More rows  m", id="more", compact=True, disabled=True)
-                yield Button("Read again  r", id="again", compact=True, disabled=True)
+                yield button("Back  esc", "leave", CLOSE)
+                yield button("More rows  m", "more", "screen.more")
+                yield button("Read again  r", "again", "screen.again")
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#preview-body"))
         self._start()
 
     def _start(self) -> None:
-        from so_tui.launch.helper import Cancel
-
         self._cancel = Cancel()
         self._show_status(faint("starting the helper process …   esc cancels"))
-        for button in ("#more", "#again"):
-            self.query_one(button, Button).disabled = True
+        self.query(Button).exclude("#leave").set(disabled=True)
         self._preview_data(self._rows, self._cancel)
 
     @work(thread=True, group="data", name="preview the data", exit_on_error=False)
     def _preview_data(self, rows: int, cancel: Cancel) -> None:
         from so_tui.launch.helper_jobs import Progress, preview_data
-        from so_tui.spec.errors import SoTuiError
 
         try:
             for event in preview_data(self._spec, rows, cancel):
@@ -193,22 +188,12 @@ class DataPreviewScreen(ModalScreen[None]):
                     self.call_later(self._show_progress, event)
                 else:
                     self.call_later(self._show_preview, event)
-        except InputError as error:
-            lines = (
-                Content.assemble(
-                    (f"{label(problem.field)} ", "bold"),
-                    f"{problem.value}: {problem.message}\n",
-                    (problem.remedy, "$accent"),
-                )
-                for problem in error.problems
-            )
-            self.call_later(self._show_failure, *lines)
         except SoTuiError as error:
-            self.call_later(self._show_failure, *map(Content, str(error).splitlines()))
+            self.call_later(self._show_failure, problem_texts(error))
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         if text := unexpected_error(event):
-            self.call_later(self._show_failure, Content(text))
+            self.call_later(self._show_failure, text)
 
     def _show_progress(self, progress: Progress) -> None:
         status = faint(f"{progress.message} …   esc cancels")
@@ -216,11 +201,12 @@ class DataPreviewScreen(ModalScreen[None]):
             status = fill(progress.done_rows / progress.total_rows, 24) + "  " + status
         self._show_status(status)
 
-    async def _show_failure(self, *lines: Content) -> None:
+    async def _show_failure(self, problems: str) -> None:
         """Show reasons with their remedies."""
         self._show_status(
             Content.styled("✗ this data cannot be trained on as it is", "bold $error")
         )
+        lines = map(Content, problems.splitlines())
         await self._show(Static(line, classes="preview-part") for line in lines)
 
     async def _show_preview(self, preview: DataPreview) -> None:
@@ -271,8 +257,7 @@ class DataPreviewScreen(ModalScreen[None]):
     # Commands.
 
     def on_unmount(self) -> None:
-        if self._cancel is not None:
-            self._cancel()
+        self._cancel()
 
     def action_again(self) -> None:
         if not self.query_one("#again", Button).disabled:
@@ -283,14 +268,6 @@ class DataPreviewScreen(ModalScreen[None]):
             self._rows *= MORE
             self._start()
 
-    @on(Button.Pressed, "#more,#again")
-    async def _button(self, event: Button.Pressed) -> None:
-        await self.run_action(event.button.id or "")
-
 
 def _part(title: str, lines: list[Content]) -> Widget:
-    return Vertical(
-        Rule(faint(title)),
-        Static(in_rows(lines)),
-        classes="preview-part",
-    )
+    return Vertical(Rule(title), Static(in_rows(lines)), classes="preview-part")

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from msgspec.structs import replace
-from textual import events, on, work
+from textual import events, getters, on, work
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.style import Style
-from textual.suggester import Suggester
 from textual.widget import Widget
 from textual.widgets import Button, Input, OptionList, Static
-from textual.worker import Worker, get_current_worker
+from textual.worker import Worker
 
 from so_tui.folders import settings_file
 from so_tui.settings import Settings
 from so_tui.settings_file import setting_index, value_of
-from so_tui.spec.errors import InputError
+from so_tui.spec.errors import InputError, SoTuiError
 from so_tui.ui.form import problem_texts
-from so_tui.ui.messages import unexpected_error
-from so_tui.ui.text import Content, faint, in_rows, shorten_path, wrong
+from so_tui.ui.messages import answer, unexpected_error
+from so_tui.ui.text import Content, faint, hanging, in_rows, shorten_path, wrong
 from so_tui.ui.textual_fixes import Entry
 from so_tui.ui.themes import THEMES
 
@@ -45,8 +42,14 @@ shown.
 Answer = TypeVar("Answer")
 
 
-def button(label: str, id: str | None, action: str | None = None) -> Button:
-    """Return a button of a dialog; without an ``action``, the dialog itself answers the press."""
+CLOSE = "screen.dismiss(None)"
+"""The action of a button that closes a dialog as esc does. Every dialog has such a button, for the
+mouse; its label names the key.
+"""
+
+
+def button(label: str, id: str | None, action: str) -> Button:
+    """Return a button of a dialog, which runs an action."""
     return Button(Content(label), id=id, compact=True, action=action)
 
 
@@ -57,20 +60,6 @@ def dialog(
     heading = Static(Content(title) if isinstance(title, str) else title, classes="dialog-title")
     row = Horizontal(*buttons, classes="dialog-buttons")
     return Vertical(heading, *parts, row, classes=classes)
-
-
-class CloseButton(Button):
-    """The way out of a dialog that a mouse takes. Every dialog has one; the keyboard has esc."""
-
-    def __init__(
-        self,
-        label: str = "Close  esc",
-        *,
-        id: str = "close",
-        action: str | None = "screen.dismiss(None)",
-    ) -> None:
-        """``action`` is run on the dialog; None where the dialog itself answers the press."""
-        super().__init__(Content(label), id=id, compact=True, action=action)
 
 
 class Question(ModalScreen[bool]):
@@ -93,10 +82,11 @@ class Question(ModalScreen[bool]):
         yes: str,
         no: str = "No",
         default_yes: bool = False,
+        id: str | None = None,
     ) -> None:
         self._title, self._lines = title, lines
         self._yes, self._no, self._default_yes = yes, no, default_yes
-        super().__init__()
+        super().__init__(id=id)
 
     def compose(self) -> ComposeResult:
         lines = [Static(Content(line) if isinstance(line, str) else line) for line in self._lines]
@@ -110,8 +100,8 @@ class Question(ModalScreen[bool]):
     def buttons(self) -> list[Button]:
         """Return the buttons."""
         return [
-            button(f"{self._yes}  y", "yes"),
-            CloseButton(f"{self._no}  n", id="no", action=None),
+            button(f"{self._yes}  y", "yes", "screen.answer(True)"),
+            button(f"{self._no}  n", "no", "screen.answer(False)"),
         ]
 
     def on_mount(self) -> None:
@@ -120,18 +110,10 @@ class Question(ModalScreen[bool]):
     def action_answer(self, answer: bool) -> None:
         self.dismiss(answer)
 
-    @on(Button.Pressed, "#yes,#no")
-    def _pressed(self, event: Button.Pressed) -> None:
-        self.action_answer(event.button.id == "yes")
-
-
-class QuitQuestion(Question):
-    """Whether to quit. A class of its own tells that it is being asked already."""
-
 
 class AskText(ModalScreen[Answer | None]):
-    """Asks for a line of text. The result is what ``read`` returns for it, or None when the dialog
-    was cancelled.
+    """Asks for a line of text, or for a few. The result is what ``read`` returns for them, or None
+    when the dialog was cancelled.
 
     What was typed stays until ``read`` accepts it. A choice that is clicked, or reached with up and
     down, is entered into the field.
@@ -148,20 +130,29 @@ class AskText(ModalScreen[Answer | None]):
         self,
         title: str,
         hint: str,
-        value: str,
-        *,
+        *entries: Entry,
         yes: str,
-        read: Callable[[str], Answer],
+        read: Callable[..., Answer],
         may_be_empty: bool = False,
-        suggester: Suggester | None = None,
         choices: Sequence[tuple[str, str]] = (),
+        slow: str = "",
     ) -> None:
-        """``read`` raises InputError. ``choices`` are texts to enter, each with what it means; only
-        that is shown of an empty one.
+        """Ask.
+
+        Args:
+            title: What is asked for.
+            hint: What can be given.
+            entries: The fields.
+            yes: What is done with the answer.
+            read: Makes the answer of the texts in the fields. Raises SoTuiError.
+            may_be_empty: Whether ``read`` takes an empty first field.
+            choices: Texts to enter, each with what it means; only that is shown of an empty one.
+            slow: What ``read`` does with the first text, ``{}``, where that takes a while: it is
+                called in a thread then.
         """
-        self._title, self._hint, self._value, self._yes = title, hint, value, yes
-        self._read, self._may_be_empty = read, may_be_empty
-        self._suggester, self._choices = suggester, choices
+        self._title, self._hint, self._entries, self._yes = title, hint, entries, yes
+        self._read, self._may_be_empty, self._choices = read, may_be_empty, choices
+        self._slow, self._reading = slow, False
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -169,9 +160,12 @@ class AskText(ModalScreen[Answer | None]):
             self._title,
             Static(Content(self._hint), classes="faint"),
             *([self._list()] if self._choices else []),
-            Entry(self._value, compact=True, suggester=self._suggester),
+            *self._entries,
             Static(id="said", classes="dialog-answer"),
-            buttons=[button(f"{self._yes}  enter", "yes"), CloseButton("Cancel  esc", id="no")],
+            buttons=[
+                button(f"{self._yes}  enter", "yes", "screen.submit"),
+                button("Cancel  esc", "no", CLOSE),
+            ],
         )
 
     def _list(self) -> OptionList:
@@ -184,8 +178,12 @@ class AskText(ModalScreen[Answer | None]):
         ]
         listed = OptionList(*lines, compact=True, classes="choices")
         listed.can_focus = False
-        listed.highlighted = texts.index(self._value) if self._value in texts else None
+        present = self._entries[0].value
+        listed.highlighted = texts.index(present) if present in texts else None
         return listed
+
+    def on_mount(self) -> None:
+        self.set_focus(self._entries[0])
 
     def action_choose(self, way: Literal["up", "down"]) -> None:
         for listed in self.query(OptionList):
@@ -193,23 +191,47 @@ class AskText(ModalScreen[Answer | None]):
 
     @on(OptionList.OptionHighlighted)
     def _chosen(self, event: OptionList.OptionHighlighted) -> None:
-        entry = self.query_one(Input)
+        entry = self._entries[0]
         entry.value = self._choices[event.option_index][0]
         entry.cursor_position = len(entry.value)
 
     @on(Input.Submitted)
-    @on(Button.Pressed, "#yes")
-    def _submitted(self) -> None:
-        value = self.query_one(Input).value.strip()
-        if not value and not self._may_be_empty:
+    def action_submit(self) -> None:
+        texts = [entry.value.strip() for entry in self._entries]
+        if self._reading or not (texts[0] or self._may_be_empty):
             return
-        try:
-            answer = self._read(value)
-        except InputError as error:
-            self.query_one("#said", Static).update(wrong(problem_texts(error)))
-            self.set_focus(self.query_one(Input))
+        if self._slow:
+            self._reading = True
+            self._say(faint(self._slow.format(texts[0])))
+            self._judge_in_thread(texts)
         else:
-            self.dismiss(answer)
+            self._judge(texts)()
+
+    def _judge(self, texts: Sequence[str]) -> Callable[[], None]:
+        """Read the texts, and return what to do then."""
+        try:
+            return partial(self._accept, self._read(*texts))
+        except SoTuiError as error:
+            return partial(self._reject, problem_texts(error))
+
+    @work(thread=True, group="ask", name="read an answer", exit_on_error=False)
+    def _judge_in_thread(self, texts: Sequence[str]) -> None:
+        answer(self, self._judge(texts))
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        if text := unexpected_error(event):
+            self._reject(text)
+
+    def _accept(self, answer: Answer) -> None:
+        self.dismiss(answer)
+
+    def _reject(self, problem: str) -> None:
+        self._reading = False
+        self._say(wrong(problem))
+        self.set_focus(self._entries[0])
+
+    def _say(self, text: Content) -> None:
+        self.query_one("#said", Static).update(text)
 
 
 Laid = Callable[[int], str | Content]
@@ -262,9 +284,9 @@ class Notice(ModalScreen[bool]):
             f"{'✗ ' if self._bad else ''}{self._title}",
             VerticalScroll(*lines, classes="dialog-body"),
             buttons=[
-                CloseButton(action=None),
-                button("Copy  y", "copy"),
-                *([button(self._offer, "offer")] if self._offer else []),
+                button("Close  esc", "close", "screen.dismiss(False)"),
+                button("Copy  y", "copy", "screen.copy"),
+                *([button(self._offer, "offer", "screen.dismiss(True)")] if self._offer else []),
             ],
             classes=f"dialog{' -bad' if self._bad else ''}{' -table' if table else ''}",
         )
@@ -277,12 +299,6 @@ class Notice(ModalScreen[bool]):
         self.app.copy_to_clipboard("\n".join((self._title, *lines)))
         self.notify("Copied")
 
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        if event.button.id == "copy":
-            self.action_copy()
-        else:
-            self.dismiss(event.button.id == "offer")
-
 
 KeyRow = tuple[str, str, str]
 """Keys, name and details of a command."""
@@ -293,11 +309,9 @@ def _key_lines(rows: Sequence[KeyRow], width: int) -> Content:
     keys_width = max((len(keys) for keys, _, _ in rows), default=0) + 4
     lines = []
     for keys, name, tip in rows:
-        text = f"{name}  {tip}" if tip not in ("", name) else name
-        first, *more = wrap(text, max(20, width - keys_width))
-        at = len(name)
-        shown = (f"  {keys}".ljust(keys_width), "$accent"), first[:at], (first[at:], "$faint")
-        lines += [Content.assemble(*shown), *(faint(" " * keys_width + line) for line in more)]
+        shown = Content.styled(f"  {keys}".ljust(keys_width), "$accent")
+        more = f"  {tip}" if tip not in ("", name) else ""
+        lines += hanging(shown, Content.assemble(name, (more, "$faint")), width)
     return in_rows(lines)
 
 
@@ -314,7 +328,7 @@ class KeysHelp(ModalScreen[None]):
         super().__init__()
 
     def compose(self) -> ComposeResult:
-        body = [Static(Content(self._about + "\n"), classes="dialog-line")] if self._about else []
+        body = [Static(Content(self._about + "\n"), classes="dialog-line")]
         for heading, rows in self._groups:
             body += [
                 Static(Content(heading), classes="heading"),
@@ -323,88 +337,9 @@ class KeysHelp(ModalScreen[None]):
         yield dialog(
             self._title,
             VerticalScroll(*body, classes="dialog-body"),
-            buttons=[CloseButton()],
+            buttons=[button("Close  esc", "close", CLOSE)],
             classes="dialog -wide",
         )
-
-
-# Make a preset of any model: ask for a hub id or a folder, and have a helper process read its
-# shape.
-
-
-class AddModel(ModalScreen[str | None]):
-    """The result is the name of the new preset, or None when the dialog was cancelled. What
-    was typed stays until it works.
-    """
-
-    CSS_PATH = _STYLES
-    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel")]
-
-    _reading = False
-    """Whether an answer is awaited. The thread that has given one may take a moment more to end."""
-
-    def compose(self) -> ComposeResult:
-        about = "Only its config.json is read. No weights are downloaded."
-        model = "hub id such as Qwen/Qwen3-8B, or a folder"
-        name = "name of the preset (empty: derived from the model's)"
-        yield dialog(
-            "Add a model",
-            Static(about, classes="faint"),
-            Entry(placeholder=model, id="model", compact=True),
-            Entry(placeholder=name, id="name", compact=True),
-            Static(id="said", classes="dialog-answer"),
-            buttons=[button("Add  enter", "yes"), CloseButton("Cancel  esc", id="no")],
-        )
-
-    def on_mount(self) -> None:
-        self.set_focus(self.query_one("#model", Input))
-
-    @on(Input.Submitted)
-    @on(Button.Pressed, "#yes")
-    def _submitted(self) -> None:
-        model, name = (
-            self.query_one(selector, Input).value.strip() for selector in ("#model", "#name")
-        )
-        if not model:
-            self._show_answer(Content.styled("Type a hub id or a folder first.", "$warning"))
-            self.set_focus(self.query_one("#model", Input))
-        elif not self._reading:
-            self._reading = True
-            self._show_answer(faint(f"reading the shape of {model} …"))
-            self.add_model(model, name)
-
-    @work(thread=True, exclusive=True, group="add", name="add a model", exit_on_error=False)
-    def add_model(self, model: str, name: str) -> None:
-        """Describe the model and save the preset, unless the dialog was cancelled meanwhile."""
-        from so_tui.launch.helper_jobs import describe_model
-        from so_tui.spec import create_preset
-        from so_tui.spec.errors import SoTuiError
-
-        worker = get_current_worker()
-        try:
-            described = describe_model(model, name=name or None)
-            if not worker.is_cancelled:
-                create_preset(described.spec)
-                self.call_later(self._added, described.spec.name, described.notes)
-        except SoTuiError as error:
-            self.call_later(self._failed, problem_texts(error))
-
-    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        if text := unexpected_error(event):
-            self._failed(text)
-
-    def _added(self, name: str, notes: Sequence[str]) -> None:
-        for note in notes:
-            self.app.notify(note, markup=False)
-        self.dismiss(name)
-
-    def _failed(self, problem: str) -> None:
-        self._reading = False
-        self._show_answer(wrong(problem))
-        self.set_focus(self.query_one("#model", Input))
-
-    def _show_answer(self, text: Content) -> None:
-        self.query_one("#said", Static).update(text)
 
 
 # The question before a launch, which may name the run; before a job is submitted, with its batch
@@ -421,6 +356,11 @@ class LaunchQuestion(Question):
 
     BINDINGS = [Binding("r", "rename", "Rename")]
 
+    draft: Draft | None = None
+    """The user's batch script; None while a job is not asked about, or has the one that so-tui
+    writes.
+    """
+
     def __init__(self, title: str, lines: Sequence[str | Content], launch: Launch) -> None:
         self.launch = launch
         super().__init__(title, lines, yes="Launch", default_yes=True)
@@ -432,9 +372,8 @@ class LaunchQuestion(Question):
         return [Entry(self.launch.called, placeholder=name, compact=True, id="called"), said]
 
     def buttons(self) -> list[Button]:
-        return [*super().buttons(), button("Rename  r", "rename")]
+        return [*super().buttons(), button("Rename  r", "rename", "screen.rename")]
 
-    @on(Button.Pressed, "#rename")
     def action_rename(self) -> None:
         """Give the keyboard to the name."""
         self.set_focus(self.query_one("#called"))
@@ -471,9 +410,7 @@ class LaunchQuestion(Question):
 
 
 class JobQuestion(LaunchQuestion):
-    """Asks whether to submit a launch. ``draft`` is the user's batch script; None while it is the
-    one that so-tui writes.
-    """
+    """Asks whether to submit a launch."""
 
     BINDINGS = [Binding("e", "edit", "Edit the script")]
 
@@ -484,7 +421,7 @@ class JobQuestion(LaunchQuestion):
         super().__init__(title, [*lines, _CHANGED], launch)
 
     def buttons(self) -> list[Button]:
-        return [*super().buttons(), button("Edit the script  e", "edit")]
+        return [*super().buttons(), button("Edit the script  e", "edit", "screen.edit")]
 
     def on_mount(self) -> None:
         super().on_mount()
@@ -493,7 +430,6 @@ class JobQuestion(LaunchQuestion):
     def _show_draft(self) -> None:
         self.query(".dialog-body Static").last(Static).display = self.draft is not None
 
-    @on(Button.Pressed, "#edit")
     def action_edit(self) -> None:
         """Open the script in the user's editor, which has the terminal until it ends."""
         from so_tui.spec import SoTuiError
@@ -551,28 +487,6 @@ _BACK = "back"
 """Marks the cells whose click goes to the value before."""
 
 
-@dataclass
-class _Line:
-    """A setting with its values; one of them is chosen."""
-
-    key: str
-    values: tuple[Any, ...]
-    value: Any
-    description: str
-
-    def step(self, by: int) -> None:
-        at = self.values.index(self.value) if self.value in self.values else -1
-        self.value = self.values[(at + by) % len(self.values)]
-
-    def content(self) -> Content:
-        shown = ("yes" if self.value else "no") if isinstance(self.value, bool) else str(self.value)
-        back = Content.styled("◂ ", Style(bold=True) + Style.from_meta({_BACK: True}))
-        return Content.assemble(f"{self.key:<{_LABEL}} ", back, (f"{shown} ▸", "bold"))
-
-    def about(self) -> Content:
-        return faint(self.description + (", from the next start on" if self.key in LATER else ""))
-
-
 class _SettingList(OptionList):
     """Settings, a line each. A click on the arrow to the left goes back; anywhere else it goes
     forward, as enter does.
@@ -597,17 +511,10 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
     ]
 
     def __init__(self, settings: Settings, themes: Iterable[str]) -> None:
-        own = tuple(theme.name for theme in THEMES)
-        self._before = settings
-        self._lines = []
-        for key in SHOWN:
-            info = setting_index()[key]
-            values: tuple[str | bool, ...] = info.choices or (True, False)
-            if key == "screen.theme":
-                values = (*own, *(name for name in sorted(themes) if name not in own))
-            self._lines.append(
-                _Line(key, values, value_of(settings, key), info.description.partition(":")[0])
-            )
+        own = [theme.name for theme in THEMES]
+        self._before = {key: value_of(settings, key) for key in SHOWN}
+        self._chosen = dict(self._before)
+        self._themes = (*own, *sorted(set(themes).difference(own)))
         super().__init__()
 
     def compose(self) -> ComposeResult:
@@ -615,36 +522,46 @@ class SettingsDialog(ModalScreen[dict[str, Any] | None]):
         keys = f"left, right, enter or a click change; esc keeps them in {file}"
         yield dialog(
             "Settings",
-            _SettingList(*(line.content() for line in self._lines), classes="settings"),
+            _SettingList(*map(self._line, SHOWN), classes="settings"),
             Static(id="about", classes="dialog-answer"),
             *(Static(faint(line), classes="dialog-line") for line in (keys, MORE)),
-            buttons=[CloseButton("Keep and close  esc", action="screen.close")],
+            buttons=[button("Keep and close  esc", "close", "screen.close")],
             classes="dialog -wide",
         )
 
+    def _line(self, key: str) -> Content:
+        value = self._chosen[key]
+        shown = ("yes" if value else "no") if isinstance(value, bool) else str(value)
+        back = Content.styled("◂ ", Style(bold=True) + Style.from_meta({_BACK: True}))
+        return Content.assemble(f"{key:<{_LABEL}} ", back, (f"{shown} ▸", "bold"))
+
     @on(OptionList.OptionHighlighted)
     def _moved(self, event: OptionList.OptionHighlighted) -> None:
-        self.query_one("#about", Static).update(self._lines[event.option_index].about())
+        key = SHOWN[event.option_index]
+        about = setting_index()[key].description.partition(":")[0]
+        later = ", from the next start on" if key in LATER else ""
+        self.query_one("#about", Static).update(faint(about + later))
 
     def action_step(self, by: int) -> None:
         options = self.query_one(OptionList)
-        if (at := options.highlighted) is not None:
-            line = self._lines[at]
-            line.step(by)
-            options.replace_option_prompt_at_index(at, line.content())
-            if line.key == "screen.theme":
-                self.app.theme = line.value
+        if (at := options.highlighted) is None:
+            return
+        key = SHOWN[at]
+        values: tuple[str | bool, ...] = setting_index()[key].choices or (True, False)
+        if key == "screen.theme":
+            values = self._themes
+        present = values.index(self._chosen[key]) if self._chosen[key] in values else -1
+        self._chosen[key] = values[(present + by) % len(values)]
+        options.replace_option_prompt_at_index(at, self._line(key))
+        if key == "screen.theme":
+            self.app.theme = self._chosen[key]
 
     @on(OptionList.OptionSelected)
-    def _chosen(self) -> None:
+    def _selected(self) -> None:
         self.action_step(1)
 
     def action_close(self) -> None:
-        changes = {
-            line.key: line.value
-            for line in self._lines
-            if line.value != value_of(self._before, line.key)
-        }
+        changes = {key: value for key, value in self._chosen.items() if value != self._before[key]}
         self.dismiss(changes or None)
 
 
@@ -659,7 +576,7 @@ class TickList(OptionList, Generic[Item]):
 
     BINDINGS = [
         Binding("space", "select", "Tick"),
-        Binding("enter", "take", "Take what is ticked"),
+        Binding("enter", "screen.apply", "Take what is ticked"),
         Binding("a", "tick_all(True)", "Tick all"),
         Binding("n", "tick_all(False)", "Tick none"),
     ]
@@ -672,9 +589,6 @@ class TickList(OptionList, Generic[Item]):
 
     class Changed(Message):
         """Something was ticked, or not any more."""
-
-    class Taken(Message):
-        """What is ticked now is what was wanted."""
 
     def __init__(self, ticked: Iterable[Item], *, id: str | None = None) -> None:
         self.ticked = list(ticked)
@@ -707,9 +621,6 @@ class TickList(OptionList, Generic[Item]):
             item = self._listed[self.highlighted][0]
             self._tick([item], item not in self.ticked)
 
-    def action_take(self) -> None:
-        self.post_message(self.Taken())
-
     def action_tick_all(self, ticked: bool) -> None:
         self._tick([item for item, _ in self._listed], ticked)
 
@@ -717,31 +628,24 @@ class TickList(OptionList, Generic[Item]):
 # A dialog in which things are ticked, filtered while something is typed.
 
 
-Result = TypeVar("Result")
-
-
-class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
+class TickDialog(ModalScreen[Answer | None], Generic[Answer, Item]):
     """Has an input ``filter``, a list of things to tick, and a line ``said``, which the dialog that
     builds on it composes.
     """
 
     CSS_PATH = _STYLES
-    BINDINGS = [
-        Binding("escape", "dismiss(None)", "Leave without a change"),
-    ]
+    BINDINGS = [Binding("escape", "dismiss(None)", "Leave without a change")]
+
+    ticks = getters.query_one(TickList)
 
     def on_mount(self) -> None:
         self.list_matching("")
-
-    @property
-    def ticks(self) -> TickList[Item]:
-        return self.query_one(TickList)
 
     def buttons(self, yes: str) -> list[Button]:
         """Return the buttons below the list; ``yes`` says what is done with what is ticked."""
         return [
             button(f"{yes}  enter", "yes", "screen.apply"),
-            CloseButton("No change  esc", id="no"),
+            button("No change  esc", "no", CLOSE),
         ]
 
     def list_matching(self, text: str) -> None:
@@ -755,10 +659,6 @@ class TickDialog(ModalScreen[Result | None], Generic[Result, Item]):
     def action_apply(self) -> None:
         """Leave with what is ticked."""
         raise NotImplementedError
-
-    @on(TickList.Taken)
-    def _take(self) -> None:
-        self.action_apply()
 
     @on(Input.Changed, "#filter")
     def _filtered(self, event: Input.Changed) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from so_tui.spec import (
@@ -17,17 +17,19 @@ from so_tui.spec import (
     RunSpec,
     SoTuiError,
     complete_tree,
-    differences,
     field_index,
     parse_value,
     with_values,
 )
+from so_tui.trust.text import quoted
 
 if TYPE_CHECKING:
     from so_tui.machine.types import Machine
-    from so_tui.plan.plan import Plan
+    from so_tui.plan.plan import Launch, Plan
 
 
+Texts = dict[str, str]
+"""Texts of fields by path, as they are typed."""
 LENGTH = "train.length"
 """Stands for the three keys of LENGTH_KEYS, one of which is set."""
 LENGTH_KEYS = ("train.steps", "train.epochs", "train.tokens")
@@ -134,14 +136,26 @@ HINTS = {
     "slurm.site": "empty: auto",
     "data.held_out": "a share, or a count",
     "data.evaluation": "id, file or folder",
+    LENGTH: "then the run ends",
     "train.evaluate_every_steps": "steps; 0: at the end",
     "checkpoint.every_steps": "0: not by steps",
     "checkpoint.every_minutes": "0: not by time",
 }
 """Hints where the range would not explain what a number means."""
 
-# They identify a preset and configure nothing.
 _NOT_IN_FORM = ("name", "title")
+"""They identify a preset and configure nothing."""
+_LENGTH_FIELD = FieldInfo(
+    path=LENGTH,
+    type_name="number",
+    description="How long the run trains.",
+    unit="steps, epochs or tokens",
+)
+
+
+def field_of(path: str) -> FieldInfo:
+    """Return what is known of a field of the form."""
+    return _LENGTH_FIELD if path == LENGTH else field_index()[path]
 
 
 def label(path: str) -> str:
@@ -190,9 +204,9 @@ def text_of(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     if isinstance(value, list | tuple):
-        if all(isinstance(item, int) for item in value) and value:
-            return ",".join(map(str, value)) if len(value) > 1 else f"[{value[0]}]"
-        return "[" + ", ".join(_inline(item) for item in value) + "]"
+        if len(value) > 1 and all(isinstance(item, int) for item in value):
+            return ",".join(map(str, value))
+        return f"[{', '.join(map(_inline, value))}]"
     return str(value)
 
 
@@ -214,24 +228,13 @@ def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, ob
             yield path, value
 
 
-def values_of(spec: RunSpec) -> dict[str, str]:
-    """Return every field of the form as text."""
+def values_of(spec: RunSpec) -> Texts:
+    """Return every key of a spec as text."""
     known = field_index()
     return {path: text_of(value) for path, value in flat(complete_tree(spec)) if path in known}
 
 
-def edits_between(base: RunSpec, wanted: RunSpec) -> dict[str, str]:
-    """Return the edits that turn ``base`` into ``wanted``."""
-    known = field_index()
-    changes = differences(complete_tree(wanted), complete_tree(base))
-    return {
-        path: text_of(value)
-        for path, value in flat(changes)
-        if path in known and path not in _NOT_IN_FORM
-    }
-
-
-def length_of(values: Mapping[str, str]) -> tuple[str, str]:
+def _length_of(values: Texts) -> tuple[str, str]:
     """Return key and text of the length: the one of the three that is not 0."""
     for path in LENGTH_KEYS:
         if values.get(path, "0") not in ("0", "0.0", ""):
@@ -241,53 +244,125 @@ def length_of(values: Mapping[str, str]) -> tuple[str, str]:
 
 def _same_value(path: str, one: str, other: str) -> bool:
     """Return whether two texts mean the same value of a field: ``4,096`` and ``4096`` do."""
-    if one == other:
-        return True
-    info = field_index().get(path)
-    return (
-        info is not None
-        and info.type_name in ("integer", "number")
-        and parse_value(one, info) == parse_value(other, info)
+    info = field_index()[path]
+    return one == other or (
+        info.type_name in NUMBERS and parse_value(one, info) == parse_value(other, info)
     )
 
 
-def with_edit(
-    edits: Mapping[str, str], base: Mapping[str, str], path: str, text: str
-) -> dict[str, str]:
+def _with_edit(edits: Texts, base: Texts, path: str, text: str) -> Texts:
     """Return ``edits`` after ``text`` was typed into ``path``.
 
     A value equal to the preset's is no edit. One length replaces the others, and another data
     source what describes the preset's.
     """
-    changed = {key: value for key, value in edits.items() if key != path}
-    if path in LENGTH_KEYS:
-        changed = {key: value for key, value in changed.items() if key not in LENGTH_KEYS}
+    replaced = LENGTH_KEYS if path in LENGTH_KEYS else (path,)
+    changed = {key: value for key, value in edits.items() if key not in replaced}
     if path == "data.source":
         plain = {
             f"data.{key}": text_of(field_index()[f"data.{key}"].default) for key in OF_A_SOURCE
         }
         if path in edits:  # what was filled in for the source before
             changed = {key: value for key, value in changed.items() if plain.get(key) != value}
-        if text != base.get(path, ""):
-            changed = {
-                key: value for key, value in plain.items() if base.get(key, value) != value
-            } | changed
-    if not _same_value(path, text, base.get(path, "")):
+        if text != base[path]:
+            changed = {key: value for key, value in plain.items() if base[key] != value} | changed
+    if not _same_value(path, text, base[path]):
         changed[path] = text
     return changed
 
 
-def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list[str]:
-    """Return the fields that the user changed: those in which the edits differ from what a
-    recommendation filled in.
+# What is edited in Configure: a preset with its unsaved edits. Without widgets.
+
+
+@dataclass
+class Draft:
+    """A preset with the edits that the user and a recommendation have made. The screen that shows
+    it is the only one to change it.
     """
-    # A field of one of them only differs: the other has the preset's value.
-    same = {
-        path
-        for path, text in edits.items()
-        if path in recommended and _same_value(path, text, recommended[path])
-    }
-    return [path for path in dict.fromkeys((*edits, *recommended)) if path not in same]
+
+    base: RunSpec
+    """The preset as it is saved."""
+    edits: Texts = field(default_factory=dict)
+    recommended: Texts = field(default_factory=dict)
+    """The part of the edits that a recommendation filled in. It need not be saved: choosing the
+    preset again brings it back.
+    """
+    machine: str = ""
+    """The machine that the recommendation is for, in words, which may not be the one that is
+    planned for now.
+    """
+    base_values: Texts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.base_values = values_of(self.base)
+
+    @property
+    def values(self) -> Texts:
+        """Every field as text, edited or not."""
+        return {**self.base_values, **self.edits}
+
+    @property
+    def changes(self) -> list[str]:
+        """The fields that the user changed: those in which the edits differ from what a
+        recommendation filled in.
+        """
+        edits, recommended = self.edits, self.recommended
+        # A field of one of them only differs: the other has the preset's value.
+        same = {
+            path
+            for path in edits.keys() & recommended.keys()
+            if _same_value(path, edits[path], recommended[path])
+        }
+        return [path for path in {**edits, **recommended} if path not in same]
+
+    def recommend(self, wanted: RunSpec, machine: str) -> None:
+        """Lay a recommendation for ``machine`` over the edits, in place of an earlier one."""
+        typed = {path: self.edits[path] for path in self.changes if path in self.edits}
+        self.recommended = {
+            path: text
+            for path, text in values_of(wanted).items()
+            if text != self.base_values[path] and path not in _NOT_IN_FORM
+        }
+        self.edits, self.machine = typed | self.recommended, machine
+
+    def undo(self) -> None:
+        """Undo the user's changes; without any, give up what was recommended."""
+        if not self.changes:
+            self.recommended = {}
+        self.edits = self.recommended
+
+    def enter(self, path: str, text: str) -> bool:
+        """Enter ``text`` into a field, and return whether that changed anything."""
+        before, self.edits = self.edits, _with_edit(self.edits, self.base_values, path, text)
+        return self.edits != before
+
+    def shown_value(self, path: str) -> tuple[str, str]:
+        """Return the key that a row of the form shows and its text."""
+        if path == LENGTH:
+            # An edited length hides those of the preset.
+            typed = {key: text for key, text in self.edits.items() if key in LENGTH_KEYS}
+            return _length_of(typed or self.base_values)
+        return path, self.values[path]
+
+    def was(self, path: str) -> str | None:
+        """Return what a field said when the preset was opened, if the user has changed it since;
+        else None.
+        """
+        changed = self.changes
+        opened = {**self.base_values, **self.recommended}
+        if path != LENGTH:
+            return opened[path] if path in changed else None
+        if not any(key in changed for key in LENGTH_KEYS):
+            return None
+        key, text = _length_of(opened)
+        return f"{text} {key.rpartition('.')[2]}"
+
+    def preset_value(self, path: str) -> str | None:
+        """Return what the preset says of a field that has what was recommended instead; None for
+        any other.
+        """
+        recommended = path in self.recommended and path not in self.changes
+        return self.base_values[path] if recommended else None
 
 
 # The next value of a number field, for a press on ``+`` or ``−``: sensible for what the number
@@ -295,10 +370,18 @@ def typed_over(edits: Mapping[str, str], recommended: Mapping[str, str]) -> list
 
 
 Direction = Literal[-1, 1]
-Kind = Literal["by one", "powers of two", "round", "1-2-5"]
 
+NUMBERS = ("integer", "number")
+"""Types of fields that have next values."""
 _TOLERANCE = 1e-9
-_GRIDS = {
+_STEPS: dict[str, float | Literal["powers of two", "1-2-5"]] = {
+    "gpus": 1.0,
+    "nodes": 1.0,
+    "checkpoint.keep": 1.0,
+    "train.seed": 1.0,
+    "train.max_skipped_steps": 1.0,
+    "model.rope_factor": 1.0,
+    "prompts.temperature": 0.1,
     "offload.ratio": 0.05,
     "offload.cpu_adam_cores_fraction": 0.05,
     "train.warmup_ratio": 0.01,
@@ -307,16 +390,6 @@ _GRIDS = {
     "data.held_out": 0.01,
     "train.beta1": 0.01,
     "train.beta2": 0.001,
-    "prompts.temperature": 0.1,
-    "model.rope_factor": 1.0,
-}
-"""Fields that step by a fixed distance."""
-_KINDS: dict[str, Kind] = {
-    "gpus": "by one",
-    "nodes": "by one",
-    "checkpoint.keep": "by one",
-    "train.seed": "by one",
-    "train.max_skipped_steps": "by one",
     "train.micro_batch": "powers of two",
     "train.gradient_accumulation": "powers of two",
     "train.tokens_per_step": "powers of two",
@@ -328,8 +401,8 @@ _KINDS: dict[str, Kind] = {
     "train.router_loss_coefficient": "1-2-5",
     "train.gradient_clipping": "1-2-5",
 }
-"""How the others step; those that are not named, by their first digit: 60, 50 ... 10, 9, and 4,000
-after 3,000.
+"""How numbers step: by a fixed distance, or over such values; those that are not named, by their
+first digit: 60, 50 ... 10, 9, and 4,000 after 3,000.
 """
 _LEAST = {
     "train.epochs": 0.1,
@@ -352,13 +425,6 @@ def _beyond(values: Iterable[float], present: float, direction: int) -> float | 
     return min(there, key=lambda value: value * direction, default=None)
 
 
-def can_step(info: FieldInfo | None) -> bool:
-    """Return whether a field has next values: a number does, and so does the length, which has no
-    ``info``.
-    """
-    return info is None or info.type_name in ("integer", "number")
-
-
 def next_text(path: str, text: str, direction: Direction) -> str | None:
     """Return the next value of a field as it is typed; None at its limit, or where the text is no
     number.
@@ -367,51 +433,55 @@ def next_text(path: str, text: str, direction: Direction) -> str | None:
     present = parse_value(text, info)
     if type(present) not in (int, float) or not math.isfinite(present):
         return None
-    proposed = _proposed(path, info, present, direction)
+    proposed = _beyond(_candidates(info, present), present, direction)
     if proposed is None:
         return None
-    value = float(f"{proposed:.12g}")
-    low, high = info.minimum, info.maximum
-    value = value if high is None else min(value, high)
-    value = value if low is None else max(value, low)
+    low = -math.inf if info.minimum is None else info.minimum
+    high = math.inf if info.maximum is None else info.maximum
+    value = min(max(float(f"{proposed:.12g}"), low), high)
     value = round(value) if info.type_name == "integer" else value
     excluded = (info.excludes_minimum and value == low) or (info.excludes_maximum and value == high)
     return None if excluded or (value - present) * direction <= 0 else text_of(value)
 
 
-def _proposed(path: str, info: FieldInfo, present: float, direction: Direction) -> float | None:
-    """Return the next value without regard to limits."""
-    kind = _KINDS.get(path, "round")
-    if kind == "by one":
-        return present + direction
-    if (grid := _GRIDS.get(path)) is not None:
-        at = present / grid
-        return grid * (
-            math.floor(at + _TOLERANCE) + 1 if direction > 0 else math.ceil(at - _TOLERANCE) - 1
-        )
-    endless = (
-        info.excludes_minimum or path in LENGTH_KEYS
-    )  # 0 is no value, and there is always a smaller one
-    least = _LEAST.get(path, 1.0)
+def _candidates(info: FieldInfo, present: float) -> list[float]:
+    """Return the values around the present one, without regard to limits."""
+    step = _STEPS.get(info.path)
+    if isinstance(step, float):
+        return [step * (round(present / step) + by) for by in (-1, 0, 1)]
+    least = _LEAST.get(info.path, 1.0)
     if present <= 0:
-        return least if direction > 0 else None
-    if direction < 0 and not endless and present <= least * (1 + _TOLERANCE):
-        return 0.0
-    return _beyond(_candidates(kind, present), present, direction)
-
-
-def _candidates(kind: Kind, present: float) -> list[float]:
-    """Return the values of a kind around a positive one."""
-    if kind == "powers of two":
+        return [least]
+    if step == "powers of two":
         power = math.floor(math.log2(present))
-        return [2.0**exponent for exponent in range(power - 1, power + 2)]
-    decade = math.floor(math.log10(present))
-    digits = (1, 2, 5) if kind == "1-2-5" else range(1, 10)
-    return [
-        float(f"{digit}e{exponent}")
-        for exponent in range(decade - 1, decade + 2)
-        for digit in digits
-    ]
+        found = [2.0**exponent for exponent in range(power - 1, power + 2)]
+    else:
+        decade = math.floor(math.log10(present))
+        digits = (1, 2, 5) if step == "1-2-5" else range(1, 10)
+        found = [
+            float(f"{digit}e{exponent}")
+            for exponent in range(decade - 1, decade + 2)
+            for digit in digits
+        ]
+    endless = info.excludes_minimum or info.path in LENGTH_KEYS  # 0 is no value
+    if endless or present > least * (1 + _TOLERANCE):
+        return found
+    return [0.0, *(value for value in found if value > present)]
+
+
+@dataclass
+class Planned:
+    """The plan of the values in the form, or their problems; ``serial`` identifies the request."""
+
+    serial: int
+    plan: Plan | None
+    problems: tuple[Problem, ...]
+    launch: Launch | None = None
+
+    @property
+    def command(self) -> str:
+        """The command that a launch starts; empty without a launch."""
+        return quoted(*self.launch.argv) if self.launch else ""
 
 
 # Plans beside the one that is shown: the same run with another offload ratio, or another share of

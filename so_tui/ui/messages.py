@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from textual.message import Message
 from textual.worker import Worker, WorkerState, get_current_worker
 
-from so_tui.trust.text import quoted
-
 if TYPE_CHECKING:
     from textual.app import App
     from textual.dom import DOMNode
     from textual.message_pump import MessagePump
 
-    from so_tui.plan.plan import Launch, Plan
     from so_tui.runs import RunDirectory
-    from so_tui.spec import Problem, SoTuiError
+    from so_tui.spec import SoTuiError
 
 
 def answer(to: MessagePump, take: Callable[..., object], *results: object) -> None:
@@ -56,7 +53,7 @@ def failure(title: str, error: SoTuiError) -> Failed:
 
 
 @contextmanager
-def reporting(app: App[None], subject: str, done: str, path: Path) -> Iterator[None]:
+def reporting(app: App[None], subject: str, done: str, path: Path | str = "") -> Iterator[None]:
     """Tell the user if ``subject`` was not ``done``, since that was refused or a file could not be
     read or written, such as ``path``.
     """
@@ -94,21 +91,3 @@ class Launched(Message):
     """A run was started and is in the supervisor's hands."""
 
     run: RunDirectory
-
-
-@dataclass
-class Planned(Message):
-    """The plan of the values in the form, or their problems; ``serial`` identifies the request."""
-
-    serial: int
-    plan: Plan | None
-    problems: tuple[Problem, ...]
-    launch: Launch | None = None
-
-    @property
-    def command(self) -> str:
-        """The command that a launch starts; empty without a launch."""
-        return quoted(*self.launch.argv) if self.launch else ""
-
-    def can_replace(self, message: Message) -> bool:
-        return isinstance(message, Planned)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from textual.suggester import Suggester
 
 from so_tui.machine import Machine
 from so_tui.machine.known import MACHINES, machine_of
 from so_tui.ui.shared_app import SharedApp
-
-if TYPE_CHECKING:
-    pass
-
+from so_tui.ui.textual_fixes import Entry
 
 HINT = (
     "Up, down or a click choose one, as published, not measured; or give a file that `so-tui "
@@ -45,16 +42,15 @@ def ask_for_machine(app: SharedApp) -> None:
 
     def chosen(described: tuple[Machine | None, str] | None) -> None:
         if described is not None:
-            app.plan_for(*described)
+            app.load(*described)
 
     dialog = AskText(
         "Plan for another machine",
         HINT,
-        app.machine_file,
+        Entry(app.machine_file, compact=True, suggester=_MachineSuggester()),
         yes="Plan",
         read=read,
         may_be_empty=True,
-        suggester=_MachineSuggester(),
         choices=[
             THIS_MACHINE,
             *(
@@ -74,19 +70,9 @@ def _path_that_begins_with(text: str) -> str | None:
         return None
     folder, _, begin = text.rpartition("/")
     try:
-        entries = Path(folder or "/").expanduser().iterdir()
-        names = sorted(
-            entry.name
-            for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
-            if entry.name.startswith(begin)
-        )
-    except OSError:
+        entries = islice(Path(folder or "/").expanduser().iterdir(), _MOST_ENTRIES)
+        names = sorted(entry.name for entry in entries)
+    except (OSError, RuntimeError):  # there is no such folder, or no such user
         return None
-    return next(
-        (
-            f"{folder}/{name}"
-            for name in names
-            if name.isprintable() and (begin or not name.startswith("."))
-        ),
-        None,
-    )
+    shown = (name for name in names if name.isprintable() and (begin or name[0] != "."))
+    return next((f"{folder}/{name}" for name in shown if name.startswith(begin)), None)

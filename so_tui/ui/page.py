@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -16,12 +17,13 @@ from textual.worker import Worker
 from so_tui.ui.shared_app import SharedApp
 from so_tui.ui.text import Content, faint, shorten
 from so_tui.ui.textual_fixes import CachedLinesMixin, StylesFocus
-from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key, machine_facts
+from so_tui.ui.widgets import FindField, Grip, KeyLine, command_key, gpu_model
+from so_tui.units import memory_size as memory
 from so_tui.units import plural
 
 if TYPE_CHECKING:
+    from so_tui.machine.types import Machine
     from so_tui.settings import Settings
-    from so_tui.ui.run_rows import RunRow
 
 
 PAGES: tuple[tuple[str, str], ...] = (
@@ -45,6 +47,34 @@ OTHER_MACHINE = command_key(
 )
 
 
+def _nodes_text(machine: Machine) -> str:
+    """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
+    nodes = machine.cpu_nodes
+    cores = {len(node.cpus) for node in nodes}
+    sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
+    number = plural(len(nodes), "NUMA node")
+    each = f", {sum(len(node.cpus) for node in nodes)} cores"
+    if len(cores) == 1:
+        each = f" x {cores.pop()} cores"
+    size = memory(machine.host_memory_bytes, 0)
+    if len(sizes) == 1 < len(nodes):
+        size = f"{sizes.pop()} each"
+    return f"{number}{each}, {size}"
+
+
+def _machine_facts(machine: Machine) -> list[str]:
+    """Return facts for one line, such as ``4x GH200 95 GiB``, most important first."""
+    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in machine.gpus)
+    gpus = " + ".join(
+        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
+        for (name, total), number in kinds.items()
+    )
+    facts = [gpus or "no GPU", _nodes_text(machine)]
+    if len(machine.allowed_cpus) < len(machine.online_cpus):
+        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
+    return facts
+
+
 class TopLine(CachedLinesMixin):
     """Host, machine and live runs, on every screen."""
 
@@ -54,10 +84,6 @@ class TopLine(CachedLinesMixin):
 
     app = getters.app(SharedApp)
 
-    def __init__(self) -> None:
-        self._live = 0
-        super().__init__()
-
     def on_mount(self) -> None:
         for name in (
             "machine",
@@ -66,34 +92,23 @@ class TopLine(CachedLinesMixin):
             "doctor_line",
             "starting",
             "settings",
+            "live",
         ):
             self.watch(self.app, name, self._changed, init=False)
-        self.watch(self.app, "runs", self._count)
 
     def _changed(self) -> None:
         self.refresh()
 
-    def _count(self, runs: tuple[RunRow, ...]) -> None:
-        """Redraw only when the number of live runs changes; the list changes with every step of a
-        run.
-        """
-        live = sum(run.live for run in runs)
-        if live != self._live:
-            self._live = live
-            self.refresh()
-
     def render(self) -> Content:
-        app, live = self.app, self._live
+        app, live = self.app, self.app.live
         right = (
             Content.assemble(("● ", "$success"), f"{plural(live, 'run')} live")
             if live
             else faint("○ no live runs")
         )
         if app.starting:
-            right = (
-                Content.assemble((f"starting {shorten(app.starting, 28)} …", "bold $accent"), "  ")
-                + right
-            )
+            starting = f"starting {shorten(app.starting, 28)} …"
+            right = Content.assemble((starting, "bold $accent"), "  ", right)
         left = Content.styled("so-tui", "bold $accent")
         width = self.size.width
         if app.machine is None:
@@ -104,7 +119,7 @@ class TopLine(CachedLinesMixin):
                 left += Content.styled("planning for another machine  ", "$warning")
             gap = ""
             for fact in [
-                *machine_facts(app.machine),
+                *_machine_facts(app.machine),
                 *([app.doctor_line] if app.doctor_line else []),
             ]:
                 if left.cell_length + len(gap) + len(fact) + right.cell_length + 2 > width:
@@ -114,11 +129,11 @@ class TopLine(CachedLinesMixin):
         return left + " " * max(1, width - left.cell_length - right.cell_length) + right
 
 
-class Navigation(CachedLinesMixin):
+class _Navigation(CachedLinesMixin):
     """The five screens with their keys; the one that is shown is marked."""
 
     DEFAULT_CSS = """
-    Navigation {
+    _Navigation {
         height: 1; padding: 0 1;
         link-style: none; link-color: $foreground;
         link-style-hover: bold; link-color-hover: $accent; link-background-hover: $panel;
@@ -156,7 +171,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
 
     app = getters.app(SharedApp)
     PAGE: ClassVar[str]
-    HELP_TEXT = ""
+    HELP_TEXT: ClassVar[str]
     """Purpose of this screen in a sentence or two; the help opens with it."""
     BINDINGS = [
         Binding("escape", "leave_field", "Leave the field", show=False),
@@ -167,7 +182,7 @@ class Page(StylesFocus[None], CachedLinesMixin):
 
     def compose(self) -> ComposeResult:
         yield TopLine()
-        yield Navigation(self.PAGE)
+        yield _Navigation(self.PAGE)
         yield from self.body()
         yield KeyLine()
 
@@ -279,7 +294,6 @@ class ResizablePage(Page):
             "Larger panel",
             "The panel with the focus; lines between panels can be pulled with the mouse",
             id="larger",
-            display="}",
             show=False,
         ),
         command_key(
@@ -288,7 +302,6 @@ class ResizablePage(Page):
             "Smaller panel",
             "The same",
             id="smaller",
-            display="{",
             show=False,
         ),
         command_key(
@@ -296,7 +309,6 @@ class ResizablePage(Page):
             "reset_sizes",
             "Reset sizes",
             "Sizes of this screen's panels as the terminal has room",
-            display="|",
             show=False,
         ),
     ]

@@ -115,7 +115,7 @@ def _beside_each_other(
     if not left or not right or column + GAP + rest > width:
         return [*left, *right]
     pairs = zip_longest(left, right, fillvalue=Content(""))
-    return [one.pad_right(column + GAP - one.cell_length) + other for one, other in pairs]
+    return [one + " " * (column + GAP - one.cell_length) + other for one, other in pairs]
 
 
 def launch_facts(plan: Plan) -> list[Content]:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from so_tui.ui import messages
-from so_tui.ui.messages import failure, in_thread
+from so_tui.ui.messages import Failed, Launched, NotLaunched, Offer, in_thread, reporting
 from so_tui.ui.page import Page
 from so_tui.ui.shared_app import Checking
 
@@ -41,11 +40,10 @@ def ask_to_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) ->
     )
 
     def answered(yes: bool | None) -> None:
-        changed = question.draft if isinstance(question, JobQuestion) else None
         if yes:
-            start_launch(app, question.launch, changed)
-        elif changed is not None:
-            app.notify(_where_kept(changed), title="Your script is kept", markup=False)
+            start_launch(app, question.launch, question.draft)
+        elif question.draft is not None:
+            app.notify(_where_kept(question.draft), title="Your script is kept", markup=False)
 
     app.push_screen(question, answered)
 
@@ -61,21 +59,13 @@ def refused_elsewhere(app: SharedApp, spec: RunSpec) -> bool:
     file = "" if app.machine_file == app.machine.label else f" ({app.machine_file})"
     there = f"This plan is for {app.machine.label}{file}. Runs start on this machine only."
     back = "`o` with an empty name comes back to it; or start so-tui on that machine."
-    app.post_message(messages.Failed(f"{spec.label} was not started", (there, back)))
+    app.post_message(Failed(f"{spec.label} was not started", (there, back)))
     return True
 
 
-def launch_anyway(
-    app: SharedApp, launch: Launch | None, draft: Draft | None = None
-) -> messages.Offer | None:
-    """Return the offer to start ``launch`` although something speaks against it; None if there is
-    nothing to start.
-    """
-    return (
-        messages.Offer("Launch anyway", partial(start_launch, app, launch, draft))
-        if launch
-        else None
-    )
+def launch_anyway(app: SharedApp, launch: Launch, draft: Draft | None = None) -> Offer:
+    """Return the offer to start ``launch`` although something speaks against it."""
+    return Offer("Launch anyway", partial(start_launch, app, launch, draft))
 
 
 def start_launch(app: SharedApp, launch: Launch, draft: Draft | None = None) -> None:
@@ -124,34 +114,24 @@ def _launch(app: SharedApp, launch: Launch, draft: Draft | None) -> None:
         app.call_later(app.begin_check, check, time.monotonic())
 
     try:
-        if app.start_run is not None:
-            run = app.start_run(launch, runs_dir=app.runs_dir)
-        else:
-            checked, warnings = preflight(launch, runs_dir=app.runs_dir, begins=begins)
-            for warning in warnings:
-                app.call_from_thread(app.notify, warning, severity="warning", markup=False)
-            executor = SlurmExecutor(edit=partial(for_run, draft.script)) if draft else None
-            run = start(checked, runs_dir=app.runs_dir, executor=executor)
+        checked, warnings = preflight(launch, runs_dir=app.runs_dir, begins=begins)
+        for warning in warnings:
+            app.call_from_thread(app.notify, warning, severity="warning", markup=False)
+        executor = SlurmExecutor(edit=partial(for_run, draft.script)) if draft else None
+        run = start(checked, runs_dir=app.runs_dir, executor=executor)
     except SoTuiError as error:
+        offer, lines = None, str(error).splitlines()
+        if draft:
+            offer = Offer("Edit the script", partial(ask_to_launch, app, launch, draft))
+            lines.append(f"Your script is kept. {_where_kept(draft)}")
         if isinstance(error, Refused) and error.forceable:
             offer = launch_anyway(app, structs.replace(launch, forced=True), draft)
-        else:
-            offer = (
-                messages.Offer("Edit the script", partial(ask_to_launch, app, launch, draft))
-                if draft
-                else None
-            )
-        lines = (
-            *str(error).splitlines(),
-            *([f"Your script is kept. {_where_kept(draft)}"] if draft else []),
-        )
-        app.post_message(
-            messages.NotLaunched(f"{launch.spec.label} was not started", lines, error, offer=offer)
-        )
+        title = f"{launch.spec.label} was not started"
+        app.post_message(NotLaunched(title, tuple(lines), error, offer=offer))
     else:
         if draft is not None:
             draft.discard()
-        app.post_message(messages.Launched(run))
+        app.post_message(Launched(run))
 
 
 def _where_kept(draft: Draft) -> str:
@@ -171,14 +151,15 @@ def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str],
     """
     from so_tui.spec import check_user_name
     from so_tui.ui.dialogs import AskText
+    from so_tui.ui.textual_fixes import Entry
 
-    presets = app.catalog.presets if app.catalog is not None else {}
+    presets = app.presets
 
     def named(name: str | None) -> None:
         if not name:
             return
         save, taken = partial(_save, app, spec, name, base, saved), presets.get(name)
-        if taken is None or taken.origin == "built-in" or name == base:
+        if taken is None or name == base:
             save()
         else:
             title = f"Replace your preset {name}?"
@@ -189,45 +170,39 @@ def ask_to_save(app: SharedApp, spec: RunSpec, base: str, saved: Callable[[str],
         return name
 
     hint = "A short name: small letters, digits, - . _"
-    dialog = AskText("Save as preset", hint, f"{base}-mine", yes="Save", read=read)
+    entry = Entry(f"{base}-mine", compact=True)
+    dialog = AskText("Save as preset", hint, entry, yes="Save", read=read)
     app.push_screen(dialog, named)
 
 
 def _save(
     app: SharedApp, spec: RunSpec, name: str, base: str, saved: Callable[[str], None]
 ) -> None:
-    from so_tui.spec import InputError, save_preset
+    from so_tui.spec import save_preset
 
-    try:
+    with reporting(app, "The preset", "saved"):
         path = save_preset(spec, name, base=base)
-    except InputError as error:
-        app.post_message(failure("The preset was not saved", error))
-        return
-    app.notify(f"Saved as {name} in {path}", markup=False)
-    app.reload_presets()
-    saved(name)
+        app.notify(f"Saved as {name} in {path}", markup=False)
+        app.reload_presets()
+        saved(name)
 
 
 def is_own(app: SharedApp, name: str) -> bool:
     """Return whether a preset is the user's own."""
-    preset = app.catalog.presets.get(name) if app.catalog is not None else None
-    return preset is not None and preset.origin == "user"
+    return name in app.presets and app.presets[name].origin == "user"
 
 
 def ask_to_delete(app: SharedApp, name: str) -> None:
     """Ask whether to delete a preset of the user, and delete it."""
-    from so_tui.spec import InputError, delete_preset
+    from so_tui.spec import delete_preset
 
     def delete() -> None:
-        try:
+        with reporting(app, "The preset", "deleted"):
             delete_preset(name)
-        except InputError as error:
-            app.post_message(failure("The preset was not deleted", error))
-        else:
             app.reload_presets()
 
-    if app.catalog is not None and is_own(app, name):
-        lines = [app.catalog.presets[name].path, "Runs that were started with it stay."]
+    if is_own(app, name):
+        lines = [app.presets[name].path, "Runs that were started with it stay."]
         app.ask(f"Delete your preset {name}?", lines, delete, yes="Delete", no="No, keep it")
 
 

@@ -20,6 +20,7 @@ from so_tui.trust.text import brief_message, quoted, so_tui_command
 from so_tui.ui import messages
 from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.messages import failure, in_thread, reporting
+from so_tui.ui.textual_fixes import Entry
 from so_tui.units import plural, thousands
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ def _ask_for_note(app: SharedApp, run: RunDirectory) -> None:
     dialog = AskText(
         f"Note on {run.name}",
         hint,
-        _note_text(read_notes(run)),
+        Entry(_note_text(read_notes(run)), compact=True),
         yes="Keep",
         read=read,
         may_be_empty=True,
@@ -433,7 +434,9 @@ def ask_where_to_export(
         "is written."
     )
     title = f"Export {subject} to"
-    dialog = AskText(title, hint, choices[0][0], yes="Export", read=read, choices=choices)
+    dialog = AskText(
+        title, hint, Entry(choices[0][0], compact=True), yes="Export", read=read, choices=choices
+    )
     app.push_screen(dialog, named)
 
 

@@ -33,11 +33,10 @@ from so_tui.ui.text import (
     GlyphName,
     PlainCharacters,
     chosen_glyphs,
-    doctor_summary,
     environment_at_start,
 )
 from so_tui.ui.textual_fixes import FixedApp
-from so_tui.ui.themes import DARK, THEMES, fallback_variables
+from so_tui.ui.themes import DARK, ROLES, THEMES
 from so_tui.ui.widgets import command_key
 from so_tui.units import plural
 
@@ -48,10 +47,10 @@ if TYPE_CHECKING:
     from so_tui.runs import RunDirectory
     from so_tui.runs.records import Alert
     from so_tui.settings_file import Loaded
-    from so_tui.spec import Catalog, RunSpec
-    from so_tui.spec.errors import Problem
+    from so_tui.spec import Catalog, Preset, RunSpec
     from so_tui.spec.generation import LoadModel
-    from so_tui.ui.run_rows import RunLister, RunRow
+    from so_tui.ui.form import Draft
+    from so_tui.ui.run_rows import RunRow
 
 
 VIM_KEYS = {
@@ -73,7 +72,6 @@ COMPACT = (
 
 DASHBOARD_POLLS = 3
 """Times as long between two readings of the list while the dashboard is shown."""
-StartRun = Callable[..., "RunDirectory"]
 _KEPT = 20
 """Alerts of a run that are looked at, the newest: a stranger's state may hold any number."""
 _SAVE_TITLE, _RESTORE_TITLE = "\x1b[22;2t", "\x1b[23;2t"
@@ -91,7 +89,6 @@ class SettingsApp(FixedApp[None]):
             "settings",
             "Settings",
             "Theme, keys, units and alerts, kept",
-            display=",",
             show=False,
         ),
         *(Binding(key, f"vim('{moves}')", show=False) for key, moves in VIM_KEYS.items()),
@@ -104,24 +101,22 @@ class SettingsApp(FixedApp[None]):
         self._found_themes: dict[str, Theme | None] = {}
         self._writer = ThreadPoolExecutor(max_workers=1)  # changes are written in their order
         super().__init__()
-        self._settings_problems: tuple[Problem, ...] = loaded.problems if loaded is not None else ()
+        self._settings_problems = loaded.problems if loaded is not None else ()
         for theme in THEMES:
             self.register_theme(theme)
-        self.set_reactive(
-            SettingsApp.settings, loaded.settings if loaded is not None else Settings()
-        )
+        settings = loaded.settings if loaded is not None else Settings()
+        self.set_reactive(SettingsApp.settings, settings)
         screen = self.settings.screen
         units.show_memory_in(screen.units)
         self.theme = screen.theme if screen.theme in self.available_themes else DARK.name
         if screen.layout == "compact":
-            self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = (
-                COMPACT  # Textual reads them from the instance
-            )
+            # Textual reads them from the instance.
+            self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS = COMPACT
         self.set_keymap(self.settings.keys.bindings)
         # By the environment, else the settings, else what locale and terminal can show.
         glyphs = chosen_glyphs(environment_at_start(), preferred=screen.glyphs)
-        self.set_reactive(SettingsApp.glyphs, glyphs)
-        if self.glyphs == "ascii":
+        self.glyphs = glyphs
+        if glyphs == "ascii":
             self._filters.append(PlainCharacters())
 
     def get_theme(self, theme_name: str) -> Theme | None:
@@ -137,19 +132,24 @@ class SettingsApp(FixedApp[None]):
         super().register_theme(theme)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        return fallback_variables(self.current_theme.to_color_system().generate())
+        """Return the program's own colour names for a theme that does not define them."""
+        variables = self.current_theme.to_color_system().generate()
+        return {
+            name: variables.get(role.fallback, variables["foreground"])
+            for name, role in ROLES.items()
+            if role.fallback
+        }
 
     def report_settings(self) -> None:
         """Say what is wrong in the settings file, and keep the theme from now on, however it is
         changed.
         """
-        for problem in self._settings_problems:
-            self.notify(
-                str(problem), title="Settings", severity="warning", timeout=20, markup=False
-            )
-        theme = self.settings.screen.theme
+        texts, theme = [*map(str, self._settings_problems)], self.settings.screen.theme
         if theme not in self.available_themes:
-            text = f"There is no theme {theme}: {DARK.name} is used. Press , to choose another."
+            texts.append(
+                f"There is no theme {theme}: {DARK.name} is used. Press , to choose another."
+            )
+        for text in texts:
             self.notify(text, title="Settings", severity="warning", timeout=20, markup=False)
 
         def keep_theme(theme: Theme) -> None:
@@ -219,9 +219,8 @@ class SettingsApp(FixedApp[None]):
 
     def action_vim(self, moves: str) -> None:
         """Move as another key does."""
-        whole = moves in ("home", "end") and isinstance(
-            self.focused, DataTable
-        )  # there, home and end move along the row
+        # In a table, home and end move along the row.
+        whole = moves in ("home", "end") and isinstance(self.focused, DataTable)
         self.simulate_key(f"ctrl+{moves}" if whole else moves)
 
 
@@ -257,7 +256,7 @@ class _Announcer:
         self._app = app
         self._known: dict[Path, set[tuple[int, str, float]]] | None = None
         self._live: dict[Path, bool] = {}
-        self._title: str | None = None
+        self._title = ""
         self._alert_title = ""
 
     def update(self, runs: tuple[RunRow, ...]) -> None:
@@ -274,7 +273,7 @@ class _Announcer:
             title = f"so-tui: {plural(len(live), 'run')} live" if live else "so-tui"
             if len(live) == 1:
                 title = f"so-tui: {run_name_text(live[0])}"
-            self._show_title(self._alert_title or title)
+            self.show_title(self._alert_title or title)
 
     def _news(self, rows: Iterable[RunRow]) -> list[tuple[RunRow, Alert]]:
         """Return alerts that are new since the last list; those of the first are old. Of a run that
@@ -290,9 +289,9 @@ class _Announcer:
                 continue
             path, state = row.run.path, row.state
             alerts = list(state.alerts[-_KEPT:])
-            ended_unseen = state.state == "lost" and self._live.get(path, False)
-            failed = {alert.attempt for alert in alerts if alert.kind == "failed"}
-            if ended_unseen and state.attempt not in failed:  # no supervisor is left
+            told = ("failed", state.attempt) in ((alert.kind, alert.attempt) for alert in alerts)
+            if state.state == "lost" and self._live.get(path) and not told:
+                # It ended unseen: no supervisor is left.
                 ended, step = state.ended or 0.0, state.step
                 alerts.append(Alert(kind="failed", attempt=state.attempt, time=ended, step=step))
             named = {(alert.attempt, alert.kind, alert.time): alert for alert in alerts}
@@ -321,18 +320,15 @@ class _Announcer:
             ("\a" if settings.bell else "") + _notification(text, settings.notify, os.environ)
         )
 
-    def _show_title(self, title: str) -> None:
+    def show_title(self, title: str) -> None:
+        """Give the terminal a title; an empty one gives it back what it had, before the screen is
+        left.
+        """
         if title != self._title:
-            if self._title is None:
+            if not self._title:
                 self.write_to_terminal(_SAVE_TITLE)
             self._title = title
-            self.write_to_terminal(f"\x1b]2;{title}\x1b\\")
-
-    def restore_title(self) -> None:
-        """Give the terminal back the title that it had. Called before the screen is left."""
-        if self._title is not None:
-            self._title = None
-            self.write_to_terminal(_RESTORE_TITLE)
+            self.write_to_terminal(f"\x1b]2;{title}\x1b\\" if title else _RESTORE_TITLE)
 
     def write_to_terminal(self, sequence: str) -> None:
         """Write a control sequence that draws nothing."""
@@ -340,6 +336,15 @@ class _Announcer:
         if sequence and driver is not None and not self._app.is_headless:
             driver.write(sequence)
             driver.flush()
+
+
+def _doctor_summary(findings: Sequence[Finding]) -> str:
+    """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
+    severities = [finding.severity for finding in findings]
+    blocks, warnings = severities.count("blocks"), severities.count("warning")
+    parts = [f"{plural(blocks, 'problem')} that block{'s' if blocks == 1 else ''}"] * bool(blocks)
+    parts += [plural(warnings, "warning")] * bool(warnings)
+    return f"doctor: {', '.join(parts)}" if parts else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +370,7 @@ class Checking:
 
 
 class SharedApp(SettingsApp):
-    """``catalog`` and ``machine`` are loaded once ``load`` is called, where they are not given."""
+    """``catalog`` and ``machine`` are loaded once ``load`` is called."""
 
     catalog: var[Catalog | None] = var(None)
     machine: var[Machine | None] = var(None)
@@ -376,6 +381,8 @@ class SharedApp(SettingsApp):
     driver's library alone takes 2 MiB.
     """
     runs: var[tuple[RunRow, ...]] = var(())
+    live: var[int] = var(0)
+    """How many of them are live, which changes less often than the list."""
     doctor_line: var[str] = var("")
     findings: var[tuple[Finding, ...] | None] = var(None)
     starting: var[str] = var("")
@@ -387,25 +394,15 @@ class SharedApp(SettingsApp):
     opened: var[RunDirectory | None] = var(None)
     """The run that the dashboard was given to show."""
 
-    def __init__(
-        self,
-        catalog: Catalog | None,
-        machine: Machine | None,
-        machine_file: str,
-        runs_dir: Path | str | None,
-        start: StartRun | None,
-        settings: Loaded | None,
-    ) -> None:
-        self._given = (catalog, machine, machine_file)
-        self.runs_dir = Path(runs_dir) if runs_dir else None
-        self.start_run = start
-        self._lister: RunLister | None = None
+    def __init__(self, runs_dir: Path | None, settings: Loaded | None) -> None:
+        self.runs_dir = runs_dir
         self._listing: Worker[None] | None = None
         self._listing_due = asyncio.Event()
         self._polls = 0
         self.announcer = _Announcer(self)
+        self.drafts: dict[str, Draft] = {}
+        """The presets that were opened in Configure, which is what changes them."""
         super().__init__(settings)
-        self.set_reactive(SharedApp.machine_file, machine_file)
 
     # Presets and machine.
 
@@ -416,24 +413,18 @@ class SharedApp(SettingsApp):
         name="load presets and machine",
         exit_on_error=False,
     )
-    def load(self) -> None:
-        """Load the presets and inspect the machine."""
+    def load(self, machine: Machine | None, file: str) -> None:
+        """Plan from now on for the machine that ``file`` describes, or for this machine, inspected
+        again, where it is None. Load the presets first.
+        """
         from so_tui.spec import load_catalog
 
-        catalog, machine, file = self._given
-        catalog = catalog or load_catalog()
+        catalog = self.catalog or load_catalog()
         if machine is None:
             from so_tui.machine import inspect_machine
 
             machine = inspect_machine()
         messages.answer(self, self.take_loaded, catalog, machine, file)
-
-    def plan_for(self, machine: Machine | None, file: str) -> None:
-        """Plan from now on for the machine that ``file`` describes, or for this machine, inspected
-        again, where it is None.
-        """
-        self._given = (self.catalog, machine, file)
-        self.load()
 
     def take_loaded(self, catalog: Catalog, machine: Machine, file: str) -> None:
         """Plan with these presets for a machine; ``file`` describes it unless it is this host."""
@@ -452,7 +443,12 @@ class SharedApp(SettingsApp):
             messages.answer(self, self._show_findings, found)
 
     def _show_findings(self, findings: tuple[Finding, ...]) -> None:
-        self.findings, self.doctor_line = findings, doctor_summary(findings)
+        self.findings, self.doctor_line = findings, _doctor_summary(findings)
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """The presets by name; none before they are loaded."""
+        return self.catalog.presets if self.catalog is not None else {}
 
     def reload_presets(self) -> None:
         """Read the presets again after one was saved, added or deleted."""
@@ -464,6 +460,7 @@ class SharedApp(SettingsApp):
 
     def watch_runs(self, runs: tuple[RunRow, ...]) -> None:
         self.announcer.update(runs)
+        self.live = sum(run.live for run in runs)
 
     def list_runs(self) -> None:
         """Request another reading of the list of runs. A reading under way, as on a slow file
@@ -486,21 +483,23 @@ class SharedApp(SettingsApp):
         """Read in a thread whenever requested. One worker serves all readings: starting one costs
         as much as a reading.
         """
+        from so_tui.ui.run_rows import RunLister
+
+        lister = RunLister(self.runs_dir)
         while True:
             await self._listing_due.wait()
             self._listing_due.clear()
-            self.runs = await asyncio.to_thread(self._read_runs)
-
-    def _read_runs(self) -> tuple[RunRow, ...]:
-        from so_tui.ui.run_rows import RunLister
-
-        self._lister = self._lister or RunLister(self.runs_dir)
-        return self._lister.rows()
+            self.runs = await asyncio.to_thread(lister.rows)
 
     def open_run(self, run: RunDirectory) -> None:
         """Show ``run`` on the dashboard."""
         self.opened = run
         self.switch_mode("dashboard")
+
+    def unsaved(self) -> dict[str, int]:
+        """Return how many fields of each preset have edits that were not saved."""
+        counts = {preset: len(draft.changes) for preset, draft in self.drafts.items()}
+        return {preset: count for preset, count in counts.items() if count}
 
     def ask(
         self,

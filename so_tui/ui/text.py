@@ -7,8 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
@@ -18,7 +17,6 @@ from textual.filter import LineFilter
 from textual.style import Style
 
 from so_tui.trust.text import brief_line, printable, printable_line
-from so_tui.units import plural
 
 if TYPE_CHECKING:
     from so_tui.machine.doctor import Finding
@@ -30,42 +28,23 @@ width.
 """
 
 
+_Part = str | content.Content | tuple[str, str | Style]
+"""What content is assembled from: a tuple is a text with its style."""
+
+
 class Content(content.Content):
     """Textual's content, with control, bidirectional and invisible characters spelled out."""
 
-    def __init__(
-        self,
-        text: str = "",
-        spans: list[content.Span] | None = None,
-        cell_length: int | None = None,
-        strip_control_codes: bool = True,
-    ) -> None:
-        super().__init__(printable(text), spans, cell_length, strip_control_codes)
+    def __init__(self, text: str = "", *args: Any, **options: Any) -> None:
+        super().__init__(printable(text), *args, **options)
 
     @classmethod
-    def styled(
-        cls,
-        text: str,
-        style: Style | str = "",
-        cell_length: int | None = None,
-        strip_control_codes: bool = True,
-    ) -> Content:
-        return _own(super().styled(printable(text), style, cell_length, strip_control_codes))
+    def styled(cls, text: str, style: Style | str = "", *args: Any, **options: Any) -> Content:
+        return _own(super().styled(printable(text), style, *args, **options))
 
     @classmethod
-    def assemble(
-        cls,
-        *parts: str | content.Content | tuple[str, str | Style],
-        end: str = "",
-        strip_control_codes: bool = True,
-    ) -> Content:
-        return _own(
-            super().assemble(
-                *map(_printable_part, parts),
-                end=printable(end),
-                strip_control_codes=strip_control_codes,
-            )
-        )
+    def assemble(cls, *parts: _Part, end: str = "", **options: Any) -> Content:
+        return _own(super().assemble(*map(_printable_part, (*parts, end)), **options))
 
     @classmethod
     def from_markup(cls, markup: str | content.Content, **variables: object) -> Content:
@@ -73,15 +52,10 @@ class Content(content.Content):
         return _own(super().from_markup(markup, **variables))
 
     def __add__(self, other: content.Content | str) -> Content:
-        return _own(super().__add__(printable(other) if isinstance(other, str) else other))
+        return _own(super().__add__(_printable_text(other)))
 
     def join(self, lines: Iterable[str | content.Content]) -> Content:
-        return _own(
-            super().join(printable(line) if isinstance(line, str) else line for line in lines)
-        )
-
-    def pad_right(self, count: int, character: str = " ") -> Content:
-        return _own(super().pad_right(count, character))
+        return _own(super().join(map(_printable_text, lines)))
 
 
 def faint(text: str) -> Content:
@@ -112,6 +86,13 @@ def wrapped(entries: Iterable[Content], width: int, gap: int = 3) -> list[Conten
     return lines
 
 
+def hanging(first: Content, text: content.Content, width: int) -> list[Content]:
+    """Return a text in lines of ``width`` cells beside ``first``, which begins the first line."""
+    indent = Content(" " * first.cell_length)
+    lines = text.wrap(max(20, width - first.cell_length))
+    return [(indent if number else first) + line for number, line in enumerate(lines)]
+
+
 def _own(made: content.Content) -> Content:
     """Return what a method of Textual's made, as content of this class: for type checkers, and for
     what is added to it later.
@@ -119,12 +100,12 @@ def _own(made: content.Content) -> Content:
     return made if isinstance(made, Content) else Content(made.plain, [*made.spans])
 
 
-def _printable_part(
-    part: str | content.Content | tuple[str, str | Style],
-) -> str | content.Content | tuple[str, str | Style]:
-    if isinstance(part, str):
-        return printable(part)
-    return part if isinstance(part, content.Content) else (printable(part[0]), part[1])
+def _printable_text(text: str | content.Content) -> str | content.Content:
+    return printable(text) if isinstance(text, str) else text
+
+
+def _printable_part(part: _Part) -> _Part:
+    return (printable(part[0]), part[1]) if isinstance(part, tuple) else _printable_text(part)
 
 
 def shorten(text: str, width: int) -> str:
@@ -144,9 +125,14 @@ def shorten_path(path: str, width: int) -> str:
     line = printable_line(path[-width * _MOST_CHARACTERS_A_CELL :])
     if cell_len(line) <= width and len(path) <= width * _MOST_CHARACTERS_A_CELL:
         return line
-    start = next((at for at in range(len(line)) if cell_len(line[at:]) < width), len(line))
-    folder = line.find("/", start, -1)  # whole names are read more easily than the end of one
-    return f"…{line[folder if folder >= 0 else start :]}"
+    shown = _end_of(line, width - 1)
+    folder = shown.find("/", 0, -1)  # whole names are read more easily than the end of one
+    return f"…{shown[max(0, folder) :]}"
+
+
+def _end_of(line: str, width: int) -> str:
+    """Return as much of the end of a line as ``width`` cells hold."""
+    return next((line[at:] for at in range(len(line)) if cell_len(line[at:]) <= width), "")
 
 
 def distinct(names: Sequence[str], width: int) -> list[str]:
@@ -178,8 +164,7 @@ def _without_middle(text: str, width: int) -> str:
     if cell_len(line) <= width:
         return line
     head = max(0, width - 1) // 2
-    start = next((at for at in range(len(line)) if cell_len(line[at:]) < width - head), len(line))
-    return f"{set_cell_size(line, head)}…{line[start:]}"
+    return f"{set_cell_size(line, head)}…{_end_of(line, width - head - 1)}"
 
 
 def reading_text(unread_share: float) -> str:
@@ -197,25 +182,14 @@ _INDENT = 12
 STYLES = {"blocks": "$error", "warning": "$warning", "note": "$faint"}
 
 
-def doctor_summary(findings: Sequence[Finding]) -> str:
-    """Return ``doctor: 1 blocks, 2 warnings``; empty when all is well."""
-    severities = [finding.severity for finding in findings]
-    blocks, warnings = severities.count("blocks"), severities.count("warning")
-    parts = [f"{plural(blocks, 'problem')} that block{'s' if blocks == 1 else ''}"] * bool(blocks)
-    parts += [plural(warnings, "warning")] * bool(warnings)
-    return f"doctor: {', '.join(parts)}" if parts else ""
-
-
 def finding_content(finding: Finding, width: int) -> Content:
     """Return a finding with its evidence, cost and remedy, wrapped to ``width``."""
     severity = finding.severity
     sign = f"{SIGNS[severity]} {severity:<8}", f"bold {STYLES[severity]}"
     lines = [Content.assemble(sign, (finding.title, "bold"))]
     for name in ("evidence", "cost", "remedy"):
-        text, label = getattr(finding, name), name
-        for line in wrap(text, max(20, width - _INDENT), break_on_hyphens=False):
-            lines.append(Content.assemble((f"  {label:<{_INDENT - 2}}", "$faint"), line))
-            label = ""
+        if text := getattr(finding, name):
+            lines += hanging(faint(f"  {name:<{_INDENT - 2}}"), Content(text), width)
     return in_rows(lines)
 
 
@@ -230,41 +204,18 @@ _ASCII_LOCALES = ("C", "POSIX")
 _PLAIN = str.maketrans(
     {
         **dict.fromkeys("━═▇█■▀▄▌▐▊▎▁▂▃▅▆▉▍▏▕", "="),
-        **dict.fromkeys("─╶╴╌┄−", "-"),
+        **dict.fromkeys("─╶╴╌┄−╸╺", "-"),
         **dict.fromkeys("│┃╎▎", "|"),
-        **dict.fromkeys("╸╺", "-"),
         **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
         **dict.fromkeys("●◆•", "*"),
         **dict.fromkeys("·…", "."),
-        "○": "o",
-        "✓": "+",
-        "✗": "x",
-        "★": "*",
-        "×": "x",
-        "↻": "r",
-        "▼": "v",
-        "▲": "^",
-        "▸": ">",
-        "◂": "<",
-        "▾": "v",
-        "▴": "^",
-        "▓": "%",
-        "▒": ":",
-        "░": ".",
-        "▚": "/",
-        "→": ">",
-        "↑": "^",
-        "↓": "v",
-        "∞": "i",
-        "²": "2",
-        "±": "~",
-        "°": " ",
-        "“": '"',
-        "”": '"',
-        "«": "<",
-        "»": ">",
-        "≈": "~",
-        "\u2800": " ",
+        **dict(
+            zip(
+                "○✓✗★×↻▼▲▸◂▾▴▓▒░▚→↑↓∞²±°“”«»≈\u2800",
+                'o+x*xrv^><v^%:./>^vi2~ ""<>~ ',
+                strict=True,
+            )
+        ),
     }
 )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import select
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os.path import commonprefix
 from typing import TextIO, TypeVar
@@ -299,12 +299,9 @@ class FixedApp(App[Result]):
             await super().on_event(event)
             return
         self.app_focus = True
-        typing = focused is not None and focused.check_consume_key("a", "a")
-        around = (
-            [node for node in focused.ancestors_with_self if node is not self]
-            if focused is not None and typing
-            else []
-        )
+        around: list[DOMNode] = []  # the field that is typed into, and what it is in
+        if focused is not None and focused.check_consume_key("a", "a"):
+            around = focused.ancestors_with_self[:-1]
         for field in around[:1]:
             await _caught_up(field)  # with the letters that were typed before
         if event.key == "escape":
@@ -348,7 +345,7 @@ class FittedTable(DataTable[Text]):
     def fill(
         self,
         titles: Sequence[str],
-        rows: Iterable[tuple[str, Sequence[Text]]],
+        rows: Sequence[tuple[str, Sequence[Text]]],
         widths: Mapping[str, int] | None = None,
     ) -> None:
         """Show other columns and rows.
@@ -358,12 +355,11 @@ class FittedTable(DataTable[Text]):
             rows: Key and cells of each row.
             widths: Least cells of columns, by title; what is in them is never cut.
         """
-        kept = list(rows)
         self.clear(columns=True)
         for index, title in enumerate(titles):
-            fitting = max([cell_len(title), *(cells[index].cell_len for _, cells in kept)])
+            fitting = max([cell_len(title), *(cells[index].cell_len for _, cells in rows)])
             self.add_column(title, width=max(fitting, (widths or {}).get(title, 0)))
-        for key, cells in kept:
+        for key, cells in rows:
             self.add_row(*cells, key=key)
 
 

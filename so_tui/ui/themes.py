@@ -134,12 +134,3 @@ COLOUR_BLIND = replace(
     variables=_variables("colour_blind"),
 )
 THEMES = (DARK, LIGHT, CONTRAST, COLOUR_BLIND)
-
-
-def fallback_variables(variables: dict[str, str]) -> dict[str, str]:
-    """Return the program's own colour names for a theme that does not define them."""
-    return {
-        name: variables.get(role.fallback, variables["foreground"])
-        for name, role in ROLES.items()
-        if role.fallback
-    }

@@ -4,27 +4,25 @@ more than the rest of the first paint.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.segment import Segment
-from textual import events
+from textual import content, events
 from textual.binding import Binding
 from textual.keys import REPLACED_KEYS, key_to_character
 from textual.message import Message
 from textual.strip import Strip
+from textual.style import Style
 from textual.widget import Widget
 from textual.widgets import Input
 
 from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import CachedLinesMixin, Entry
-from so_tui.units import memory_size as memory
-from so_tui.units import plural
 
 if TYPE_CHECKING:
-    from so_tui.machine.types import Machine
+    pass
 
 
 def command_key(
@@ -73,38 +71,6 @@ def gpu_model(name: str) -> str:
     for prefix in ("NVIDIA ", "AMD "):
         name = name.removeprefix(prefix)
     return name
-
-
-def _nodes_text(machine: Machine) -> str:
-    """Return ``4 NUMA nodes x 72 cores, 117 GiB each``."""
-    nodes = machine.cpu_nodes
-    cores = {len(node.cpus) for node in nodes}
-    sizes = {memory(node.memory_total_bytes, 0) for node in nodes}
-    number = plural(len(nodes), "NUMA node")
-    each = (
-        f" x {cores.pop()} cores"
-        if len(cores) == 1
-        else f", {sum(len(node.cpus) for node in nodes)} cores"
-    )
-    if len(nodes) == 1:
-        return f"{number}{each}, {sizes.pop()}"
-    size = (
-        f", {sizes.pop()} each" if len(sizes) == 1 else f", {memory(machine.host_memory_bytes, 0)}"
-    )
-    return number + each + size
-
-
-def machine_facts(machine: Machine) -> list[str]:
-    """Return facts for one line, such as ``4x GH200 95 GiB``, most important first."""
-    kinds = Counter((gpu_model(gpu.name), gpu.memory_total_bytes) for gpu in machine.gpus)
-    gpus = " + ".join(
-        f"{number}x {name}" + (f" {memory(total, 0)}" if total else "")
-        for (name, total), number in kinds.items()
-    )
-    facts = [gpus or "no GPU", _nodes_text(machine)]
-    if len(machine.allowed_cpus) < len(machine.online_cpus):
-        facts.append(f"{len(machine.allowed_cpus)} of {len(machine.online_cpus)} cores available")
-    return facts
 
 
 # The field that ``/`` opens: for the text that a table is filtered by, or that a log is searched
@@ -205,6 +171,8 @@ class Divider(Grip):
 
 
 GAP = 2
+_KEY = "key"
+"""Marks the cells that stand for a key."""
 
 
 class KeyLine(CachedLinesMixin):
@@ -216,27 +184,18 @@ class KeyLine(CachedLinesMixin):
     KeyLine { dock: bottom; height: 1; padding: 0 1; background: $footer-background; }
     """
 
-    def __init__(self) -> None:
-        self._spans: list[tuple[int, int, str]] = []
-        super().__init__()
-
     def on_mount(self) -> None:
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
 
     def render(self) -> Content:
-        right = _item("^p", "commands")
-        bindings = list(self._bindings_to_show())
-        items = [_item(self._shown(binding), binding.description) for binding in bindings]
-        room = self.size.width - right.cell_length - GAP
-        spans: list[tuple[int, int, str]] = []
-        line = Content("")
-        for binding, item in _fitting(list(zip(bindings, items, strict=True)), room):
-            start = line.cell_length
-            spans.append((start, start + item.cell_length, binding.key))
-            line = line + item + " " * GAP
+        right = _item("^p", "commands", "ctrl+p")
+        items = [
+            (binding, _item(self._shown(binding), binding.description, binding.key))
+            for binding in self._bindings_to_show()
+        ]
+        fitting = _fitting(items, self.size.width - right.cell_length - GAP)
+        line = Content(" " * GAP).join(item for _, item in fitting)
         gap = max(0, self.size.width - line.cell_length - right.cell_length)
-        start = line.cell_length + gap
-        self._spans = [*spans, (start, start + right.cell_length, "ctrl+p")]
         return line + " " * gap + right
 
     @property
@@ -267,13 +226,14 @@ class KeyLine(CachedLinesMixin):
         return self.app.get_key_display(binding)
 
     def on_click(self, event: events.Click) -> None:
-        at = event.get_content_offset(self)
-        for start, end, key in self._spans:
-            if at is not None and start <= at.x < end:
-                self.app.simulate_key(key)
+        if key := event.style.meta.get(_KEY):
+            self.app.simulate_key(key)
 
 
-def _fitting(items: Sequence[tuple[Binding, Content]], room: int) -> list[tuple[Binding, Content]]:
+Item = tuple[Binding, content.Content]
+
+
+def _fitting(items: Sequence[Item], room: int) -> list[Item]:
     """Return the items that fit into ``room`` cells, in their order; ``quit`` has room first."""
     fitted = []
     for pair in sorted(items, key=lambda pair: pair[0].action != "quit"):
@@ -283,10 +243,12 @@ def _fitting(items: Sequence[tuple[Binding, Content]], room: int) -> list[tuple[
     return sorted(fitted, key=items.index)
 
 
-def _item(key: str, description: str) -> Content:
+def _item(shown: str, description: str, key: str) -> content.Content:
+    """Return a key as it is shown and what it does; a click on them presses it."""
     return Content.assemble(
-        (key, "bold $footer-key-foreground"), (f" {description}", "$footer-description-foreground")
-    )
+        (shown, "bold $footer-key-foreground"),
+        (f" {description}", "$footer-description-foreground"),
+    ).stylize(Style.from_meta({_KEY: key}))
 
 
 # The title line of a panel: the upper line of its frame, or a thin line where panels have none.
@@ -301,11 +263,9 @@ class Rule(Grip):
     Rule { height: 1; color: $rule; }
     """
 
-    def __init__(
-        self, title: str | Content = "", figure: str | Content = "", *, id: str | None = None
-    ) -> None:
+    def __init__(self, title: str | Content = "", *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._shown: tuple[Content, tuple[Content, ...]] = _faint(title), (_faint(figure),)
+        self._shown: tuple[Content, tuple[Content, ...]] = _faint(title), ()
 
     def update(self, title: str | Content, *figures: str | Content) -> None:
         """Show another title, and at the right the first of these figures that fits."""
@@ -320,7 +280,8 @@ class Rule(Grip):
 
     def render(self) -> Content:
         title, figures = self._shown
-        left, right = ("╭", "╮") if framed(self) else ("─", "─")
+        in_frame = framed(self)
+        left, right = ("╭", "╮") if in_frame else ("─", "─")
         if not title.plain:
             return Content(left + "─" * (self.size.width - 2) + right)
         # A figure that does not fit is left out: cut, it would be another one.
@@ -330,7 +291,7 @@ class Rule(Grip):
         if figure is None:
             return Content.assemble(f"{left}─ ", title, f" {'─' * max(0, room + 1)}{right}")
         line = "─" * (room - figure.cell_length - 2)
-        between, end = (f" {line} ", f" ─{right}") if framed(self) else ("   ", f" {line}{right}")
+        between, end = (f" {line} ", f" ─{right}") if in_frame else ("   ", f" {line}{right}")
         return Content.assemble(f"{left}─ ", title, between, figure, end)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import patch
 
 import pytest
 from rich.text import Text
@@ -25,7 +26,6 @@ from so_tui.ui.app import SoTuiApp
 from so_tui.ui.charts.chart import Chart
 from so_tui.ui.configure.form import FieldRow
 from so_tui.ui.lines import StyledLines
-from so_tui.ui.shared_app import StartRun
 from tests.support.make_run import quad_machine
 from tests.support.waiting import LIMIT_S
 
@@ -161,26 +161,33 @@ async def opened(
     machine: Machine | None = None,
     this_machine: bool = False,
     open_run: RunDirectory | None = None,
-    start: StartRun | None = None,
+    start: Callable[..., RunDirectory] | None = None,
     settings: Loaded | Settings | None = None,
     tooltips: bool = False,
     machine_file: str = "",
     shows: str = "",
 ) -> AsyncIterator[Driver]:
-    """Open the application on a machine (four GH200 by default); wait until a run ``shows``."""
+    """Open the application on a machine (four GH200 by default); wait until a run ``shows``.
+
+    ``start`` stands in for the checks and the start of a run, for tests of other things.
+    """
     chosen = None if this_machine else machine or quad_machine()
     loaded = Loaded(settings) if isinstance(settings, Settings) else settings
     app = SoTuiApp(
         machine=chosen,
         runs_dir=runs_dir,
         open_run=open_run,
-        start=start,
         settings=loaded,
         machine_file=machine_file,
     )
-    async with app.run_test(size=size, tooltips=tooltips) as pilot:
-        driver = Driver(app, pilot)
-        await driver.until(lambda: app.machine is not None and app.catalog is not None)
-        if shows:
-            await driver.state_shown(shows)
-        yield driver
+    with ExitStack() as patches:
+        if start is not None:
+            unchecked = patch("so_tui.launch.checks.preflight", lambda launch, **_: (launch, ()))
+            patches.enter_context(unchecked)
+            patches.enter_context(patch("so_tui.launch.lifecycle.start", start))
+        async with app.run_test(size=size, tooltips=tooltips) as pilot:
+            driver = Driver(app, pilot)
+            await driver.until(lambda: app.machine is not None and app.catalog is not None)
+            if shows:
+                await driver.state_shown(shows)
+            yield driver

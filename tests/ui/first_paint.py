@@ -38,7 +38,7 @@ def real(runs_dir: str) -> None:
             self.painted_s = time.process_time()
             self.exit()
 
-    shown = FirstPaint(runs_dir=runs_dir)
+    shown = FirstPaint(runs_dir=Path(runs_dir))
     shown.run()
     print(f"first paint {shown.painted_s}")
 

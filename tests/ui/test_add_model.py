@@ -11,7 +11,7 @@ import pytest
 from textual.widgets import Input
 
 from so_tui.spec import SoTuiError, find_preset
-from so_tui.ui.dialogs import AddModel
+from so_tui.ui.dialogs import AskText
 from tests.support.held_threads import LateThreads
 from tests.support.screen import opened
 
@@ -47,10 +47,10 @@ async def test_a_model_is_added_and_selected(
         await ui.press("a")
         await ui.type_text("owner")
         await ui.press("escape")
-        await ui.until(lambda: not isinstance(ui.screen, AddModel))
+        await ui.until(lambda: not isinstance(ui.screen, AskText))
         assert table.row_count == before
         await ui.press("a", "enter")
-        assert "Type a hub id or a folder first" in ui.text()
+        await ui.until(lambda: "Type a hub id or a folder first" in ui.text())
         field = ui.find("#model", Input)
         field.value = str(tmp_path / "absent")
         await ui.press("enter")
@@ -59,7 +59,7 @@ async def test_a_model_is_added_and_selected(
         assert field.value == str(tmp_path / "absent"), "what was typed stays"
         field.value = str(model)
         await ui.press("enter")
-        await ui.until(lambda: not isinstance(ui.screen, AddModel), SLOW_S)
+        await ui.until(lambda: not isinstance(ui.screen, AskText), SLOW_S)
         await ui.until(lambda: table.row_count == before + 1)
         assert find_preset("small-llama").spec.model.id == str(model)
         await ui.until(lambda: "Small Llama" in str(ui.screen.query_one("#detail-title").render()))

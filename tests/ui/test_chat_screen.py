@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, get_args
 
 import pytest
 from textual.widgets import Input
@@ -12,8 +13,18 @@ from textual.widgets import Input
 from so_tui.launch.helper_jobs import named_model
 from so_tui.runs import create_run
 from so_tui.spec.errors import reject
-from so_tui.spec.generation import Event, LoadModel, Sampling, Turn
-from so_tui.ui.chat.screen import ChatScreen, Column, _Conversation, _read_sampling, _sampling_text
+from so_tui.spec.generation import (
+    Answer,
+    Event,
+    Loaded,
+    LoadModel,
+    ModelFacts,
+    Prompt,
+    Rejected,
+    Sampling,
+    Side,
+)
+from so_tui.ui.chat.screen import ChatScreen, _Column, _read_sampling, _sampling_text
 from tests.support.launching import tiny
 from tests.support.pictured import FixedModel
 from tests.support.problems import refusal
@@ -24,21 +35,6 @@ SLOW_S = 120
 GREEDY = Sampling(temperature=0, max_tokens=8)
 
 
-def test_each_model_goes_on_from_its_own_answers() -> None:
-    conversation = _Conversation("Be brief.")
-    assert conversation.ask("tuned", "One?").turns == (
-        Turn("system", "Be brief."),
-        Turn("user", "One?"),
-    )
-    conversation.ask("base", "One?")
-    conversation.answered("tuned", "1")
-    conversation.take_back("base")
-    tuned, base = conversation.ask("tuned", "Two?"), conversation.ask("base", "Two?")
-    assert [turn.content for turn in tuned.turns] == ["Be brief.", "One?", "1", "Two?"]
-    assert [turn.content for turn in base.turns] == ["Be brief.", "Two?"]
-    assert (tuned.side, base.side) == ("tuned", "base")
-
-
 def test_sampling_can_be_edited_as_text() -> None:
     sampling = Sampling(temperature=0.25, top_p=0.5, max_tokens=9, seed=7)
     assert _read_sampling(_sampling_text(sampling)) == sampling
@@ -47,8 +43,8 @@ def test_sampling_can_be_edited_as_text() -> None:
         assert refusal(partial(_read_sampling, wrong)).code == "sampling"
 
 
-async def talk(ui: Driver, load: LoadModel) -> ChatScreen:
-    screen = ChatScreen(load, GREEDY)
+async def talk(ui: Driver, load: LoadModel, system: str = "") -> ChatScreen:
+    screen = ChatScreen(load, GREEDY, system)
     ui.app.push_screen(screen)
     await ui.until(lambda: ui.screen is screen)
     return screen
@@ -72,7 +68,7 @@ async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -
         await ui.type_text("Add 2 and 3.")
         await ui.press("enter")
         await ui.until(lambda: ui.text().count("8 tokens in") == 2)
-        left, right = (screen.query_one(f"#{side}", Column).region for side in ("tuned", "base"))
+        left, right = (screen.query_one(f"#{side}", _Column).region for side in ("tuned", "base"))
         assert left.right <= right.x
         assert ui.text().count("> Add 2 and 3.") == 2
         assert "step 5" in ui.text()
@@ -87,13 +83,51 @@ async def test_both_models_answer_side_by_side(runs_dir: Path, tmp_path: Path) -
         assert ui.screen is screen, "the first esc stops"
         await ui.press("f3")
         await ui.until(lambda: "Add 2 and 3." not in ui.text())
-        end = screen._end
-        assert end is not None
-        process = end._process
+        process = screen._end._process
         assert process is not None
         await ui.press("escape")
         await ui.until(lambda: process.poll() is not None)
         assert ui.screen is not screen
+
+
+class Forgetful(FixedModel):
+    """Stands in for a helper process whose base model has no answer to the first question."""
+
+    asked: ClassVar[list[Sequence[Prompt]]] = []
+
+    def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> int:
+        """Note what is asked."""
+        self.asked.append(prompts)
+        return super().ask(prompts, sampling)
+
+    def events(self) -> Iterator[Event]:
+        """Answer once."""
+        models = tuple(ModelFacts(side=side, name=side, parameters=1) for side in get_args(Side))
+        yield Loaded(models=models, device="CPU", layout="plain text")
+        self._asked.get(timeout=60)
+        yield Answer(number=1, side="tuned", text="1", tokens=1, seconds=0.1, ended="stop")
+        yield Rejected(number=1, side="base", problem="too long")
+        self._asked.get(timeout=60)
+
+
+async def test_each_model_goes_on_from_its_own_answers(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("so_tui.launch.helper_jobs.ModelProcess", Forgetful)
+    async with opened(runs_dir) as ui:
+        screen = await talk(ui, LoadModel(folder="one"), "Be brief.")
+        question = screen.query_one("#question", Input)
+        await ui.until(lambda: not question.disabled)
+        for text in ("One?", "Two?"):
+            await ui.until(lambda: not screen.writing)
+            await ui.type_text(text)
+            await ui.press("enter")
+            await ui.until(lambda text=text: text in ui.text())  # type: ignore[misc]
+        tuned, base = Forgetful.asked[1]
+        assert [turn.content for turn in tuned.turns] == ["Be brief.", "One?", "1", "Two?"]
+        assert [turn.content for turn in base.turns] == ["Be brief.", "Two?"]
+        assert (tuned.side, base.side) == ("tuned", "base")
+        assert "too long" in ui.text()
 
 
 class Refusing(FixedModel):

@@ -14,7 +14,6 @@ from so_tui.launch.helper import Cancel
 from so_tui.launch.helper_jobs import DataPreview
 from so_tui.spec import RunSpec
 from so_tui.ui.data_preview import FIRST_ROWS, MORE, DataPreviewScreen, _legend
-from so_tui.ui.dialogs import CloseButton
 from tests.support import pictured
 from tests.support.screen import Driver, opened
 
@@ -77,7 +76,7 @@ async def test_data_is_shown_as_the_model_sees_it(runs_dir: Path, asked: list[in
         await ui.pilot.click("#more")
         await ui.until(lambda: len(asked) == 2 and done(screen))
         assert asked == [FIRST_ROWS, FIRST_ROWS * MORE]
-        await ui.pilot.click(CloseButton)
+        await ui.pilot.click("#leave")
         await ui.until(lambda: ui.screen is not screen)
 
 

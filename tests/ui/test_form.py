@@ -15,7 +15,7 @@ from textual.widgets import Input, Select, Static
 
 from so_tui.machine.types import Machine
 from so_tui.spec import Problem, field_index
-from so_tui.ui.configure.form import FieldRow, FormPanel, Stepper
+from so_tui.ui.configure.form import FieldRow, FormPanel, _Stepper
 from so_tui.ui.configure.plan_pane import WhatIf, _figures
 from so_tui.ui.configure.screen import ConfigureScreen
 from so_tui.ui.form import CORES, LENGTH, RATIO, Strip, problem_text, strips_for
@@ -71,7 +71,7 @@ async def test_arrows_move_between_fields_and_step_what_is_compared(runs_dir: Pa
         await ui.press("left")
         await ui.until(lambda: strips.strips and strips.strips[0].present < before)
         await ui.until(lambda: f"ratio {strips.strips[0].present:.2f}" in ui.shown("#verdict"))
-        assert page.unsaved()["qwen3-14b"] >= 1
+        assert ui.app.unsaved()["qwen3-14b"] >= 1
 
 
 async def test_a_field_is_stepped_styled_found_and_described(
@@ -116,12 +116,12 @@ async def test_a_field_is_stepped_styled_found_and_described(
         row = ui.find("#field-train-micro_batch", FieldRow)
         row.scroll_visible(animate=False)
         await ui.pilot.pause()
-        assert not any(stepper.region for stepper in row.query(Stepper)), (
+        assert not any(stepper.region for stepper in row.query(_Stepper)), (
             "only on the selected field"
         )
         await ui.pilot.click(row.query_one(".field-name"))
         await ui.until(
-            lambda: row.has_focus_within and all(stepper.region for stepper in row.query(Stepper))
+            lambda: row.has_focus_within and all(stepper.region for stepper in row.query(_Stepper))
         )
         number = row.query_one(Input)
         before = int(number.value)
@@ -131,7 +131,7 @@ async def test_a_field_is_stepped_styled_found_and_described(
         await ui.press("shift+down")
         assert int(number.value) == before
         assert row.has_focus_within
-        assert not page.unsaved()
+        assert not ui.app.unsaved()
         number.value = "4,096"
         await clicked(ui, row, 1)
         assert number.value == "4,096", "the limit"
@@ -197,12 +197,12 @@ async def test_a_field_to_find_with_takes_no_columns(runs_dir: Path) -> None:
 async def clicked(ui: Driver, row: FieldRow, at: int, times: int = 1) -> None:
     """Click the steppers of the selected row: the first takes less, the second more."""
     for _ in range(times):
-        await ui.pilot.click(list(row.query(Stepper))[at])
+        await ui.pilot.click(list(row.query(_Stepper))[at])
 
 
 def test_a_description_writes_numbers_as_the_row_does() -> None:
     numbers = {
-        path: FieldRow(path, info, path, "").about
+        path: FieldRow(info, path, "").about
         for path, info in field_index().items()
         if not info.choices
     }

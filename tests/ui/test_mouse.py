@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from textual import events
-from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList, Static, Tooltip
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Button, Input, OptionList, Static, Tooltip
 
 from so_tui import ui as package
 from so_tui.machine.known import machine_of
@@ -22,16 +22,14 @@ from so_tui.runs import RunDirectory
 from so_tui.runs.records import EvaluationRecord
 from so_tui.settings import ScreenSettings, Settings
 from so_tui.ui.chart_metrics import ChartLayout
-from so_tui.ui.configure.form import Choice
+from so_tui.ui.configure.form import _Choice
 from so_tui.ui.configure.plan_pane import WhatIf
 from so_tui.ui.dashboard.charts import ChartPanel
 from so_tui.ui.dashboard.dialogs import AnswersScreen, ChooseMetrics, ChooseRuns
 from so_tui.ui.dashboard.panels import LogPanel
 from so_tui.ui.data_preview import DataPreviewScreen
 from so_tui.ui.dialogs import (
-    AddModel,
     AskText,
-    CloseButton,
     KeysHelp,
     Notice,
     Question,
@@ -40,6 +38,7 @@ from so_tui.ui.dialogs import (
 from so_tui.ui.machine.host import HostPanel
 from so_tui.ui.machine.validation import ValidationScreen
 from so_tui.ui.runs.table import RunTable
+from so_tui.ui.textual_fixes import Entry
 from tests.support.make_run import write_run
 from tests.support.records import append_records
 from tests.support.screen import Driver, opened
@@ -48,10 +47,9 @@ pytestmark = pytest.mark.usefixtures("_short_form")
 
 MANY_LINES = "\n".join(map(str, range(200)))
 DIALOGS: dict[type[ModalScreen[Any]], Callable[[RunDirectory], ModalScreen[Any]]] = {
-    AddModel: lambda _: AddModel(),
     AnswersScreen: AnswersScreen,
     AskText: lambda _: AskText(
-        "Ask", "hint", "", yes="Yes", read=str, choices=[(str(n), "") for n in range(50)]
+        "Ask", "hint", Entry(), yes="Yes", read=str, choices=[(str(n), "") for n in range(50)]
     ),
     ChooseMetrics: lambda _: ChooseMetrics(ChartLayout()),
     ChooseRuns: lambda _: ChooseRuns((), ()),
@@ -88,6 +86,13 @@ def test_no_dialog_is_forgotten() -> None:
     assert dialog_classes() <= DIALOGS.keys() | ELSEWHERE
 
 
+def closing(screen: Screen[Any]) -> list[Button]:
+    """Return the buttons that are named after the key that leaves a dialog."""
+    return [
+        button for button in screen.query(Button) if str(button.label).endswith(("  esc", "  n"))
+    ]
+
+
 async def test_a_click_closes_every_dialog(runs_dir: Path) -> None:
     run = write_run(runs_dir, steps=3, seconds_of_samples=1, state="finished")
     async with opened(runs_dir, (80, 24)) as ui:
@@ -95,10 +100,10 @@ async def test_a_click_closes_every_dialog(runs_dir: Path) -> None:
         below = ui.screen
         for kind, make in DIALOGS.items():
             await ui.app.push_screen(make(run))
-            await ui.until(lambda: ui.screen is not below and ui.screen.query(CloseButton))
+            await ui.until(lambda: ui.screen is not below and closing(ui.screen))
             if filled := READ_FIRST.get(kind):
                 await ui.until(partial(ui.shown, filled))
-            button = ui.screen.query_one(CloseButton)
+            button = closing(ui.screen)[0]
             assert ui.screen.region.contains_region(button.region), kind.__name__
             assert await ui.pilot.click(button), f"{kind.__name__}: something covers it"
             await ui.until(lambda: ui.screen is below)
@@ -229,7 +234,7 @@ async def test_the_tab_of_configure_takes_over_what_is_selected(runs_dir: Path) 
 async def test_no_tooltip_covers_an_open_list(runs_dir: Path) -> None:
     async with opened(runs_dir, tooltips=True) as ui:
         await ui.configure()
-        choice = ui.screen.query(Choice).first(Choice)
+        choice = ui.screen.query(_Choice).first(_Choice)
         tooltip = ui.screen.get_child_by_type(Tooltip)
         choice.scroll_visible(animate=False)
         await ui.pilot.hover(choice)

@@ -141,7 +141,7 @@ async def test_a_late_inspection_replaces_no_other_machine(
         monkeypatch.setattr(messages, "answer", noted)
         await ui.press("5", "g")
         await ui.until(begun.is_set)
-        ui.app.plan_for(quad_machine(), "quad.json")
+        ui.app.load(quad_machine(), "quad.json")
         await ui.until(lambda: "quad-gh200  planning for another machine" in ui.text())
         late.set()
         await ui.until(lambda: len(answers) == 2)
@@ -282,7 +282,7 @@ async def test_plans_are_shown_under_their_machines_name(runs_dir: Path) -> None
         table = await ui.presets()
         rows: list[int] = []
         ui.app.watch(ui.app, "machine", lambda: rows.append(table.row_count), init=False)
-        ui.app.plan_for(quad_machine(), "quad.json")
+        ui.app.load(quad_machine(), "quad.json")
         await ui.until(lambda: "4 GPUs" in ui.text())
         assert rows == [0]
 
@@ -324,3 +324,4 @@ async def test_paths_are_completed_too(tmp_path: Path) -> None:
     assert await suggester.get_suggestion(f"{tmp_path}/with") is None
     assert await suggester.get_suggestion(f"{tmp_path}/none/x") is None
     assert await suggester.get_suggestion("zzz") is None
+    assert await suggester.get_suggestion("~nobody-is-called-so/x") is None

@@ -225,7 +225,7 @@ def complete(ui: Driver) -> bool:
     if ui.screen._layout_required:
         return False
     if isinstance(ui.screen, ChatScreen):
-        return ui.screen._loaded is not None and not ui.screen._waiting
+        return bool(ui.screen._columns) and not ui.screen.writing
     match app.screen_stack[0]:
         case PresetsScreen() as page:
             return bool(page.rows) and measured(page.table)

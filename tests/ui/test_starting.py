@@ -309,14 +309,15 @@ async def test_a_command_shows_the_checks_at_once_and_then_the_run(
 
 
 async def test_a_commands_refused_start_ends_the_screen(
-    runs_dir: Path, tiny_launch: Launch
+    runs_dir: Path, tiny_launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = Refused([Refusal("gpu-in-use", "GPU 0 is used by another run")], forceable=True)
 
-    def start(*_: object, **__: object) -> RunDirectory:
+    def check(*_: object, **__: object) -> None:
         raise error
 
-    app = SoTuiApp(runs_dir=runs_dir, launch=tiny_launch, start=start)
+    monkeypatch.setattr("so_tui.launch.checks.preflight", check)
+    app = SoTuiApp(runs_dir=runs_dir, launch=tiny_launch)
     async with app.run_test() as pilot:
         await Driver(app, pilot).until(lambda: not app.is_running)
     assert app.refused is error

@@ -93,6 +93,7 @@ def test_packages_that_import_their_own_modules_are_known() -> None:
 
 CHECKED = """
 import sys
+from pathlib import Path
 import so_tui.ui.app, so_tui.ui.presets.screen
 print([name for name in sys.modules if name.startswith(HEAVY)])
 import asyncio
@@ -111,7 +112,7 @@ Worker._start = checked
 
 async def main():
     run = RunDirectory(sys.argv[1]) if OPENED else None
-    app = SoTuiApp(runs_dir=sys.argv[2], open_run=run)
+    app = SoTuiApp(runs_dir=Path(sys.argv[2]), open_run=run)
     async with app.run_test() as pilot:
         if OPENED:
             async with asyncio.timeout(60):

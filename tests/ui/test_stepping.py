@@ -7,12 +7,13 @@ from typing import get_args
 import pytest
 
 from so_tui.spec import FieldInfo, field_index, parse_value
-from so_tui.ui.form import LENGTH_KEYS, Direction, can_step, next_text
+from so_tui.ui.form import LENGTH_KEYS, Direction, next_text
+from so_tui.ui.form import NUMBERS as NUMBER_TYPES
 
 NUMBERS = [
     path
     for path, info in field_index().items()
-    if can_step(info) and not path.startswith("benchmark.")
+    if info.type_name in NUMBER_TYPES and not path.startswith("benchmark.")
 ]
 
 

@@ -14,6 +14,7 @@ from textual.screen import Screen
 from textual.widgets import Input, Static
 from textual.worker import Worker
 
+from so_tui.launch.helper import Cancel
 from so_tui.spec.errors import SoTuiError, reject
 from so_tui.spec.generation import (
     Answer,
@@ -38,34 +39,8 @@ from so_tui.ui.widgets import KeyLine, Rule
 from so_tui.units import duration, plural, thousands
 
 if TYPE_CHECKING:
-    from so_tui.launch.helper import Cancel
     from so_tui.launch.helper_jobs import ModelProcess
     from so_tui.settings_file import Loaded as LoadedSettings
-
-
-# What was said so far to each model. Models are asked the same, and each goes on from its own
-# answers.
-
-
-class _Conversation:
-    """The turns of one conversation with one or two models."""
-
-    def __init__(self, system: str = "") -> None:
-        self._begin = (Turn("system", system),) if system else ()
-        self._turns: dict[Side, tuple[Turn, ...]] = {}
-
-    def ask(self, side: Side, text: str) -> Prompt:
-        """Add a question, and return what the model is asked."""
-        self._turns[side] = (*self._turns.get(side, self._begin), Turn("user", text))
-        return Prompt(side=side, turns=self._turns[side])
-
-    def answered(self, side: Side, text: str) -> None:
-        """Add an answer."""
-        self._turns[side] = (*self._turns[side], Turn("assistant", text))
-
-    def take_back(self, side: Side) -> None:
-        """Remove the last question, which was not answered."""
-        self._turns[side] = self._turns[side][:-1]
 
 
 def _sampling_text(sampling: Sampling) -> str:
@@ -102,44 +77,52 @@ _ENDS: dict[Ended, str] = {
 }
 
 
-class Column(VerticalScroll, can_focus=False):
-    """One model's side of the conversation."""
+class _Column(VerticalScroll, can_focus=False):
+    """One model's side of the conversation. Each model goes on from its own answers."""
 
-    def __init__(self, model: ModelFacts) -> None:
-        self.model = model
+    def __init__(self, model: ModelFacts, system: str) -> None:
+        self._model = model
+        self._begin = (Turn("system", system),) if system else ()
+        self._turns = self._begin
         self._answer = Static()
-        self._pieces: list[str] = []
+        self.pieces: list[str] = []
+        """What was written of the answer. ``draw`` shows it."""
+        self.writing = False
+        """Whether its answer is being written."""
         super().__init__(id=model.side)
 
     def compose(self) -> ComposeResult:
-        model = self.model
+        model = self._model
         name = model.name.rstrip("/").rpartition("/")[2] or model.name
         step = "" if model.step is None else f", step {thousands(model.step)}"
         called = shorten(f"{name}{step}", 60), "$faint"
         yield Rule(Content.assemble((f"{model.side}  ", "bold $accent"), called))
 
-    def ask(self, text: str) -> None:
-        """Show a question, with room for its answer."""
-        self._pieces, self._answer = [], Static(classes="chat-answer")
-        self.mount(
-            Static(
-                Content.assemble(("> ", "bold $accent"), (text, "bold")), classes="chat-question"
-            ),
-            self._answer,
-        )
+    def ask(self, text: str) -> Prompt:
+        """Show a question, with room for its answer, and return what the model is asked."""
+        self.writing, self.pieces = True, []
+        self._turns = (*self._turns, Turn("user", text))
+        question = Content.assemble(("> ", "bold $accent"), (text, "bold"))
+        self._answer = Static(classes="chat-answer")
+        self.mount(Static(question, classes="chat-question"), self._answer)
+        return Prompt(side=self._model.side, turns=self._turns)
 
-    def write(self, piece: str) -> None:
-        """Add to the answer. ``draw`` shows it."""
-        self._pieces.append(piece)
-
-    def draw(self, ending: Content | None = None) -> None:
+    def draw(self, ending: str | Content = "") -> None:
         """Show what was written, and how it ended if it has."""
-        text = Content("".join(self._pieces))
-        self._answer.update(text if ending is None else Content.assemble(text, "\n", ending))
+        self._answer.update(Content.assemble("".join(self.pieces), ending))
         self.scroll_end(animate=False)
 
-    def clear(self) -> None:
+    def end(self, answer: str | None, ending: Content) -> None:
+        """End the answer; None takes the question back."""
+        self.writing = False
+        self._turns = (
+            self._turns[:-1] if answer is None else (*self._turns, Turn("assistant", answer))
+        )
+        self.draw(Content.assemble("\n", ending))
+
+    def forget(self) -> None:
         """Remove the conversation."""
+        self._turns = self._begin
         self.query(".chat-question, .chat-answer").remove()
 
 
@@ -170,13 +153,15 @@ class ChatScreen(Screen[None]):
             system: A system message.
         """
         self._load, self._sampling, self._system = load, sampling, system
-        self._conversation = _Conversation(system)
+        self._end = Cancel()
         self._process: ModelProcess | None = None
-        self._end: Cancel | None = None
-        self._loaded: Loaded | None = None
-        self._waiting: set[Side] = set()
-        """The models whose answers are being written."""
+        self._columns: dict[Side, _Column] = {}
         super().__init__()
+
+    @property
+    def writing(self) -> bool:
+        """Whether an answer is being written."""
+        return any(column.writing for column in self._columns.values())
 
     def compose(self) -> ComposeResult:
         with Vertical(id="chat"):
@@ -193,20 +178,17 @@ class ChatScreen(Screen[None]):
         yield KeyLine()
 
     def on_mount(self) -> None:
-        from so_tui.launch.helper import Cancel
-
-        self._end = Cancel()
         self._show_title(faint("starting the helper process …"))
         self._show_sampling()
         self.set_interval(DRAW_S, self._draw)
-        self._converse(self._end)
+        self._converse()
 
     @work(thread=True, group="chat", name="load and ask the model", exit_on_error=False)
-    def _converse(self, end: Cancel) -> None:
+    def _converse(self) -> None:
         from so_tui.launch.helper_jobs import ModelProcess
 
         try:
-            with contextlib.closing(ModelProcess(self._load, end)) as process:
+            with contextlib.closing(ModelProcess(self._load, self._end)) as process:
                 self.call_later(setattr, self, "_process", process)
                 for event in process.events():
                     self.call_later(self._take, event)
@@ -218,8 +200,7 @@ class ChatScreen(Screen[None]):
             self._fail(text)
 
     def on_unmount(self) -> None:
-        if self._end is not None:
-            self._end()
+        self._end()
 
     # What the helper says.
 
@@ -229,20 +210,18 @@ class ChatScreen(Screen[None]):
         elif isinstance(event, Loaded):
             await self._show_models(event)
         elif isinstance(event, Piece):
-            self._column(event.side).write(event.text)
+            self._columns[event.side].pieces.append(event.text)
         elif isinstance(event, Answer):
-            self._conversation.answered(event.side, event.text)
-            said = (
-                f"{plural(event.tokens, 'token')} in {duration(event.seconds)}{_ENDS[event.ended]}"
-            )
-            self._end_answer(event.side, faint(said))
+            tokens, took = plural(event.tokens, "token"), duration(event.seconds)
+            ending = faint(f"{tokens} in {took}{_ENDS[event.ended]}")
+            self._columns[event.side].end(event.text, ending)
         elif isinstance(event, Rejected):
-            self._conversation.take_back(event.side)
-            self._end_answer(event.side, Content.styled(f"✗ {event.problem}", "$error"))
+            ending = Content.styled(f"✗ {event.problem}", "$error")
+            self._columns[event.side].end(None, ending)
 
     async def _show_models(self, loaded: Loaded) -> None:
-        self._loaded = loaded
-        await self.query_one("#chat-columns").mount_all([Column(model) for model in loaded.models])
+        self._columns = {model.side: _Column(model, self._system) for model in loaded.models}
+        await self.query_one("#chat-columns").mount_all(self._columns.values())
         self._show_title(faint(f"on {loaded.device}, in {loaded.layout}"))
         question = self.query_one("#question", Entry)
         question.disabled, question.placeholder = False, "ask something, then enter"
@@ -250,21 +229,16 @@ class ChatScreen(Screen[None]):
 
     def _fail(self, problem: str) -> None:
         """Say that the helper process has ended with an error."""
-        self._waiting.clear()
         self._process = None
+        for column in self._columns.values():
+            column.writing = False
         self.query_one("#question", Entry).disabled = True
         self._show_title(Content.assemble(("✗ ", "bold $error"), problem))
 
-    def _end_answer(self, side: Side, ending: Content) -> None:
-        self._waiting.discard(side)
-        self._column(side).draw(ending)
-
     def _draw(self) -> None:
-        for side in self._waiting:
-            self._column(side).draw()
-
-    def _column(self, side: Side) -> Column:
-        return self.query_one(f"#{side}", Column)
+        for column in self._columns.values():
+            if column.writing:
+                column.draw()
 
     def _show_title(self, text: Content) -> None:
         self.query_one("#chat-title", Static).update(Content.assemble(("Chat  ", "bold"), text))
@@ -280,17 +254,13 @@ class ChatScreen(Screen[None]):
     @on(Input.Submitted, "#question")
     def _ask(self, event: Input.Submitted) -> None:
         text = event.value.strip()
-        if not text or self._waiting or self._process is None or self._loaded is None:
-            return
-        event.input.clear()
-        sides = [model.side for model in self._loaded.models]
-        for side in sides:
-            self._column(side).ask(text)
-        self._waiting = set(sides)
-        self._process.ask([self._conversation.ask(side, text) for side in sides], self._sampling)
+        if text and self._process is not None and self._columns and not self.writing:
+            event.input.clear()
+            prompts = [column.ask(text) for column in self._columns.values()]
+            self._process.ask(prompts, self._sampling)
 
     def action_stop_or_leave(self) -> None:
-        if self._waiting and self._process is not None:
+        if self.writing and self._process is not None:
             self._process.cancel()
         else:
             self.dismiss(None)
@@ -306,19 +276,22 @@ class ChatScreen(Screen[None]):
         hint = "temperature=0 takes the most probable token; the same seed gives the same answer"
         self.app.push_screen(
             AskText(
-                "Sampling", hint, _sampling_text(self._sampling), yes="Use", read=_read_sampling
+                "Sampling",
+                hint,
+                Entry(_sampling_text(self._sampling), compact=True),
+                yes="Use",
+                read=_read_sampling,
             ),
             answered,
         )
 
     def action_forget(self) -> None:
-        if not self._waiting:
-            self._conversation = _Conversation(self._system)
-            for column in self.query(Column):
-                column.clear()
+        if not self.writing:
+            for column in self._columns.values():
+                column.forget()
 
     def action_scroll(self, direction: int) -> None:
-        for column in self.query(Column):
+        for column in self._columns.values():
             column.scroll_relative(y=direction * (column.size.height - 1), animate=False)
 
 
@@ -328,14 +301,8 @@ class ChatApp(SettingsApp):
     TITLE = "so-tui chat"
     CSS_PATH = "../app.tcss"
 
-    def __init__(
-        self,
-        load: LoadModel,
-        sampling: Sampling,
-        system: str = "",
-        settings: LoadedSettings | None = None,
-    ) -> None:
-        self._chat = ChatScreen(load, sampling, system)
+    def __init__(self, chat: ChatScreen, settings: LoadedSettings) -> None:
+        self._chat = chat
         super().__init__(settings)
 
     def on_mount(self) -> None:

@@ -16,18 +16,20 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Checkbox, Input, Label, Select, Static, Tooltip
 
-from so_tui.spec import FieldInfo, field_index
+from so_tui.spec import FieldInfo
 from so_tui.ui.form import (
     GROUPS,
     LENGTH,
     LENGTH_KEYS,
+    NUMBERS,
     SLURM,
     Direction,
     advanced_paths,
-    can_step,
+    field_of,
     hint,
     label,
     next_text,
+    text_of,
 )
 from so_tui.ui.text import Content, faint
 from so_tui.ui.textual_fixes import Entry
@@ -36,24 +38,17 @@ from so_tui.ui.widgets import FindField
 # ``−`` and ``+`` beside the number of the selected field, for the mouse.
 
 
-class Stepper(Static):
-    """Asks for the next value in its direction when it is clicked; the wheel over it asks for
-    values in both.
+class _Stepper(Static):
+    """Enters the next value in its direction when it is clicked; the wheel over it steps in both.
 
     The wheel elsewhere scrolls the form: over the number itself it would change what somebody only
     scrolls past.
     """
 
     DEFAULT_CSS = """
-    Stepper { width: 3; height: 1; text-align: center; background: $panel; color: $accent; }
-    Stepper:hover { background: $accent; color: $background; }
+    _Stepper { width: 3; height: 1; text-align: center; background: $panel; color: $accent; }
+    _Stepper:hover { background: $accent; color: $background; }
     """
-
-    @dataclass
-    class Stepped(Message):
-        """Another value is wanted."""
-
-        direction: Direction
 
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
@@ -61,65 +56,58 @@ class Stepper(Static):
 
     def on_click(self, event: events.Click) -> None:
         event.stop()
-        self.post_message(self.Stepped(self._direction))
+        self.query_ancestor(FieldRow).action_step(self._direction)
 
     @on(events.MouseScrollUp)
     @on(events.MouseScrollDown)
     def _wheel(self, event: events.MouseEvent) -> None:
         event.stop()
         event.prevent_default()
-        self.post_message(self.Stepped(1 if isinstance(event, events.MouseScrollUp) else -1))
+        up = isinstance(event, events.MouseScrollUp)
+        self.query_ancestor(FieldRow).action_step(1 if up else -1)
 
 
 # One row of the form: its name, its control, and beside it a hint or a problem.
 
+_MOVES = [
+    Binding("down", "screen.field(1)", "Next field", show=False),
+    Binding("up", "screen.field(-1)", "Field before", show=False),
+]
+_UNITS = [(path.rpartition(".")[2], path) for path in LENGTH_KEYS]
 
-class Tick(Checkbox):
-    """A box that shows its mark only when it is on; Textual's differs by colour only."""
 
-    BUTTON_INNER = " "
+class _Tick(Checkbox):
+    """A box that shows its mark only when it is on, since Textual's differs by colour only, and the
+    value as a word, since the mark is small.
+    """
 
     def watch_value(self) -> None:
-        self.BUTTON_INNER = "X" if self.value else " "
+        self.BUTTON_INNER, self.label = ("X", "yes") if self.value else (" ", "no")
         super().watch_value()
 
 
-class Choice(Select[str], inherit_bindings=False):
+class _Choice(Select[str], inherit_bindings=False):
     """A choice that opens with enter or space: up and down move between the fields of a form."""
 
-    @dataclass
-    class Opened(Message):
-        """The list was opened, or closed again."""
-
-        opened: bool
-
-    BINDINGS = [
-        Binding("enter,space", "show_overlay", "Show menu", show=False),
-        Binding("down", "screen.field(1)", "Next field", show=False),
-        Binding("up", "screen.field(-1)", "Field before", show=False),
-    ]
+    BINDINGS = [Binding("enter,space", "show_overlay", "Show menu", show=False), *_MOVES]
 
     def watch_expanded(self, expanded: bool) -> None:
-        self.post_message(self.Opened(expanded))
+        self.query_ancestor(FieldRow).show_tip(not expanded)
 
 
-class FormEntry(Entry):
+class _FormEntry(Entry):
     """A text field in which up and down move between the fields of a form; it has one line to
     scroll.
     """
 
-    BINDINGS = [
-        Binding("down", "screen.field(1)", "Next field", show=False),
-        Binding("up", "screen.field(-1)", "Field before", show=False),
-    ]
+    BINDINGS = [*_MOVES]
 
 
 class FieldRow(Horizontal):
     """One field. Posts Edited with the dotted path and the text as ``--set`` takes it."""
 
     BINDINGS = [  # here, too: the form around it would scroll
-        Binding("down", "screen.field(1)", "Next field", show=False),
-        Binding("up", "screen.field(-1)", "Field before", show=False),
+        *_MOVES,
         Binding("shift+up", "step(1)", "More", show=False),
         Binding("shift+down", "step(-1)", "Less", show=False),
     ]
@@ -144,8 +132,8 @@ class FieldRow(Horizontal):
         }
         &.-selected, &.-wrong { height: auto; }
         &.-selected .field-note { height: auto; text-wrap: wrap; }
-        Stepper { display: none; }
-        &.-selected Stepper { display: block; }
+        _Stepper { display: none; }
+        &.-selected _Stepper { display: block; }
         &.-selected .field-stepped { width: 14; }
         .field-number { width: 9; margin-right: 1; }
         &.-selected .field-number { margin-right: 0; }
@@ -162,79 +150,58 @@ class FieldRow(Horizontal):
         path: str
         text: str
 
-    def __init__(self, path: str, info: FieldInfo | None, key: str, value: str) -> None:
-        """``key`` is the path that ``value`` is set under: for the length, which has no ``info``,
-        one of LENGTH_KEYS, else ``path``.
+    def __init__(self, info: FieldInfo, key: str, value: str) -> None:
+        """``key`` is the path that ``value`` is set under: of the length one of LENGTH_KEYS, else
+        the field's own.
         """
-        self.path, self.info, self._key, self._value = path, info, key, value
+        self.info, self.path, self._key, self._value = info, info.path, key, value
         self._pieces: list[str] = []
         """What the note says, the most important first."""
         self.problem = ""
         """What is wrong with the value, in words."""
-        super().__init__(id="field-" + path.replace(".", "-"))
+        self.about = f"{info.description} {info.expected[0].upper()}{info.expected[1:]}."
+        """What the field is for, and what it takes."""
+        self._tip = Content(f"{self.path}: {info.description}")
+        super().__init__(id="field-" + self.path.replace(".", "-"))
+        self.tooltip = self._tip
 
     def compose(self) -> ComposeResult:
         yield Label(label(self.path), classes="field-name")
-        info = self.info
-        value, choices = self._value, info.choices if info is not None else ()
-        if info is not None and info.type_name == "boolean":
+        info, value = self.info, self._value
+        if info.type_name == "boolean":
             checked = value == "true"
-            yield Tick(_yes_or_no(checked), checked, compact=True, classes="field-control")
-        elif choices:
-            yield _choice([(choice, choice) for choice in choices], value, "field-control")
+            word = "yes" if checked else "no"
+            yield _Tick(word, checked, compact=True, classes="field-control")
+        elif info.choices:
+            options = [(choice, choice) for choice in info.choices]
+            yield _choice(options, value, "field-control")
         else:
-            steps, text = can_step(info), info is not None and info.type_name == "text"
-            kind = "field-number" if info is None else "field-stepped" if steps else ""
-            kind = "field-text" if text else kind
-            yield FormEntry(value, compact=True, classes=f"field-control {kind}")
-            if steps:
-                yield from (Stepper(-1), Stepper(1))
-            if info is None:
-                units = [(_unit_of(path), path) for path in LENGTH_KEYS]
-                yield _choice(units, self._key, "field-unit")
-        yield Label(self._note(), classes="field-note")
-
-    def _note(self) -> str:
-        return "then the run ends" if self.info is None else hint(self.info)
+            kind = "field-text" if info.type_name == "text" else ""
+            if info.type_name in NUMBERS:
+                kind = "field-number" if self.path == LENGTH else "field-stepped"
+            yield _FormEntry(value, compact=True, classes=f"field-control {kind}")
+            if info.type_name in NUMBERS:
+                yield from (_Stepper(-1), _Stepper(1))
+            if self.path == LENGTH:
+                yield _choice(_UNITS, self._key, "field-unit")
+        yield Label(hint(info), classes="field-note")
 
     @property
     def name_shown(self) -> str:
         """Its label in small letters, with the units to choose from."""
-        units = [_unit_of(path) for path in LENGTH_KEYS] if self.info is None else []
+        units = [unit for unit, _ in _UNITS] if self.path == LENGTH else []
         return " ".join((label(self.path).lower(), *units))
-
-    @property
-    def about(self) -> str:
-        """What the field is for, and what it takes."""
-        if self.info is None:
-            return "How long the run trains: in steps, epochs or tokens."
-        expected = self.info.expected
-        return f"{self.info.description} {expected[0].upper()}{expected[1:]}."
 
     def matches(self, needle: str) -> bool:
         """Return whether a text in small letters is in the field's name, path or description."""
-        return all(
-            word in f"{label(self.path)} {self.path} {self.about}".lower()
-            for word in needle.split()
-        )
+        text = f"{label(self.path)} {self.path} {self.about}".lower()
+        return all(word in text for word in needle.split())
 
-    def on_mount(self) -> None:
-        self._set_tooltip(True)
-
-    def _set_tooltip(self, shown: bool) -> None:
-        self.tooltip = None
-        if shown and self.info is not None:
-            self.tooltip = Content(f"{self.path}: {self.info.description}")
-
-    @on(Choice.Opened)
-    def _opened(self, message: Choice.Opened) -> None:
-        """Have no tooltip over an open list."""
-        message.stop()
-        self._set_tooltip(not message.opened)
-        if message.opened:
-            for shown in self.screen.children:
-                if isinstance(shown, Tooltip):
-                    shown.display = False
+    def show_tip(self, shown: bool) -> None:
+        """Have a tooltip, but not over an open list."""
+        self.tooltip = self._tip if shown else None
+        if not shown:
+            self.screen.query_children(Tooltip).set(display=False)
 
     def show_value(self, key: str, value: str) -> None:
         """Set the control without posting Edited."""
@@ -242,10 +209,10 @@ class FieldRow(Horizontal):
         with self.prevent(Input.Changed, Select.Changed, Checkbox.Changed):
             for entry in self.query(Input):
                 entry.value = value
-            for choice in self.query(Choice):
-                choice.value = key if self.info is None else value
-            if self.query(Checkbox):
-                self._check(value == "true")
+            for choice in self.query(_Choice):
+                choice.value = key if self.path == LENGTH else value
+            for box in self.query(_Tick):
+                box.value = value == "true"
 
     def show_status(
         self, *, was: str | None, problem: str, note: str = "", preset: str | None = None
@@ -268,7 +235,7 @@ class FieldRow(Horizontal):
         elif preset is not None:
             pieces = [f"★ preset: {preset or 'empty'}", note]
         else:
-            pieces = [note or self._note()]
+            pieces = [note or hint(self.info)]
         self._pieces = list(filter(None, pieces))
         self._show_note()
         sign = "✗ " if problem else "• " if was is not None else ""
@@ -290,19 +257,15 @@ class FieldRow(Horizontal):
     @on(Checkbox.Changed)
     def _changed(self, event: Message) -> None:
         event.stop()
-        if self.query(Checkbox):
-            self._check(self.query_one(Checkbox).value)
         self.post_message(self.Edited(*self.entered()))
-
-    @on(Stepper.Stepped)
-    def _stepped(self, event: Stepper.Stepped) -> None:
-        event.stop()
-        self.action_step(event.direction)
 
     def action_step(self, direction: Direction) -> None:
         """Enter the next value of a number; nothing at its limit."""
         path, text = self.entered()
-        if can_step(self.info) and (after := next_text(path, text, direction)) is not None:
+        if (
+            self.info.type_name in NUMBERS
+            and (after := next_text(path, text, direction)) is not None
+        ):
             self.query_one(Input).value = after
 
     @on(events.DescendantFocus)
@@ -323,39 +286,21 @@ class FieldRow(Horizontal):
 
     def entered(self) -> tuple[str, str]:
         """Return the path that the control sets now, and its text."""
-        if self.path == LENGTH:
-            return str(self.query_one(Select).value), self.query_one(Input).value
         control = self.query_one(".field-control")
-        if isinstance(control, Checkbox):
-            return self.path, "true" if control.value else "false"
-        assert isinstance(control, Input | Select)
-        return self.path, str(control.value)
-
-    def _check(self, checked: bool) -> None:
-        box = self.query_one(Checkbox)
-        box.label = _yes_or_no(checked)
-        box.value = checked
+        assert isinstance(control, Input | Select | Checkbox)
+        path = str(self.query_one(Select).value) if self.path == LENGTH else self.path
+        return path, text_of(control.value)
 
     def focus_control(self) -> None:
         """Focus this field's control."""
         self.screen.set_focus(self.query_one(".field-control"))
 
 
-def _choice(options: Sequence[tuple[str, str]], value: str, classes: str) -> Choice:
-    return Choice(options, value=value, allow_blank=False, compact=True, classes=classes)
+def _choice(options: Sequence[tuple[str, str]], value: str, classes: str) -> _Choice:
+    return _Choice(options, value=value, allow_blank=False, compact=True, classes=classes)
 
 
-def _unit_of(path: str) -> str:
-    """Return ``steps`` for ``train.steps``."""
-    return path.rpartition(".")[2]
-
-
-def _yes_or_no(checked: bool) -> str:
-    """Return the text beside the box, whose mark is small."""
-    return "yes" if checked else "no"
-
-
-class Fields(VerticalScroll, can_focus=False):
+class _Fields(VerticalScroll, can_focus=False):
     """The rows. The selected one stays in view when the description below takes another number of
     lines.
     """
@@ -369,14 +314,14 @@ class Fields(VerticalScroll, can_focus=False):
 class FormPanel(Vertical):
     """Rows under their headings; the last lines describe the field with the focus."""
 
-    fields = getters.child_by_id("form", Fields)
+    fields = getters.child_by_id("form", _Fields)
     find = getters.child_by_id("find", FindField)
     about = getters.child_by_id("about", Static)
     refused = ""
     """What was not done because a field is wrong, until the next plan."""
 
     def compose(self) -> ComposeResult:
-        yield Fields(id="form")
+        yield _Fields(id="form")
         yield FindField("a field's name, or what it is for", id="find")
         yield Static(id="about")
 
@@ -399,19 +344,12 @@ class FormPanel(Vertical):
             if title == SLURM and not slurm:
                 continue
             widgets.append(Static(title, classes="group"))
-            widgets += [
-                FieldRow(path, field_index().get(path), *shown_value(path)) for path in paths
-            ]
+            widgets += [FieldRow(field_of(path), *shown_value(path)) for path in paths]
         await self.fields.mount_all(widgets)
         self.query_one("#field-slurm-partition").disabled = (
             not slurm and not shown_value("slurm.partition")[1]
         )
         return True
-
-    def entered(self) -> tuple[str, str] | None:
-        """Return path and text of the field with the focus; None if no field has it."""
-        row = self._selected
-        return row.entered() if row is not None else None
 
     def go_to_wrong(self, refused: str) -> bool:
         """Give the keyboard to the first field that is wrong, and say what was ``refused`` with it.
@@ -443,7 +381,7 @@ class FormPanel(Vertical):
         return [row for row in self.all_rows if row.display and not row.disabled]
 
     @property
-    def _selected(self) -> FieldRow | None:
+    def selected(self) -> FieldRow | None:
         """The field with the focus."""
         return next((row for row in self.all_rows if row.has_focus_within), None)
 
@@ -451,7 +389,7 @@ class FormPanel(Vertical):
         """Give the keyboard to another field and keep it in view; without one, to the first or the
         last.
         """
-        rows, selected = self.rows, self._selected
+        rows, selected = self.rows, self.selected
         if not rows:
             return
         last = len(rows) - 1
@@ -481,21 +419,25 @@ class FormPanel(Vertical):
         """
         event.stop()
         needle, found = self.find.needle, self.rows
-        found.sort(key=lambda row: needle not in row.name_shown)
-        found.sort(key=lambda row: needle not in (row.name_shown, row.path))
+        found.sort(
+            key=lambda row: (
+                needle not in (row.name_shown, row.path),
+                needle not in row.name_shown,
+            )
+        )
         self.close_find()
         if found:
             self.go_to(found[0].path)
 
     def _filter(self, needle: str) -> None:
-        heading: Static | None = None
+        heading: Widget | None = None
         with self.app.batch_update():
             for child in self.fields.children:
                 if isinstance(child, FieldRow):
                     child.display = child.matches(needle)
                     if heading is not None and child.display:
                         heading.display = True
-                elif isinstance(child, Static):
+                else:
                     heading = child
                     heading.display = not needle
 
@@ -503,7 +445,7 @@ class FormPanel(Vertical):
     @on(events.DescendantBlur)
     def show_about(self) -> None:
         """Describe the field with the focus, or say what is wrong with it."""
-        row = self._selected
+        row = self.selected
         if row is None:
             about = faint("up and down move between fields, / finds one")
         elif row.problem:

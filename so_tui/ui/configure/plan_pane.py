@@ -15,9 +15,8 @@ from textual.message import Message
 from textual.widgets import Button, Static
 
 from so_tui.ui import plan_view
-from so_tui.ui.form import RATIO, Choice, Strip, problem_text
+from so_tui.ui.form import RATIO, Choice, Planned, Strip, problem_text
 from so_tui.ui.lines import StyledLines
-from so_tui.ui.messages import Planned
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.run_rows import bars
 from so_tui.ui.text import Content, in_rows, shows_ascii

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -15,7 +16,7 @@ from textual.widget import Widget
 from textual.widgets import Button, Static
 from textual.worker import get_current_worker
 
-from so_tui.spec import InputError, Problem, Refused, RunSpec, with_values
+from so_tui.spec import InputError, Refused, RunSpec, with_values
 from so_tui.spec.errors import reject
 from so_tui.trust.text import printable_line
 from so_tui.ui import plan_view, preset_actions
@@ -25,18 +26,16 @@ from so_tui.ui.form import (
     GROUPS,
     LENGTH,
     LENGTH_KEYS,
+    Draft,
+    Planned,
     Strip,
-    edits_between,
+    Texts,
     label,
-    length_of,
     problem_text,
     strips_for,
     text_of,
-    typed_over,
-    values_of,
-    with_edit,
 )
-from so_tui.ui.messages import Failed, Planned
+from so_tui.ui.messages import Failed, answer
 from so_tui.ui.page import OTHER_MACHINE, ResizablePage, Size
 from so_tui.ui.text import Content, faint
 from so_tui.ui.widgets import Divider, command_key
@@ -48,151 +47,23 @@ if TYPE_CHECKING:
     from so_tui.plan.plan import Plan
 
 
-# What is edited in Configure: presets with their unsaved edits. Without widgets.
-
-
-class Drafts:
-    """The preset in the form and the edits of every preset. The screen that shows them is the only
-    one to change them.
-    """
-
-    def __init__(self) -> None:
-        self.base: RunSpec | None = None
-        """The preset in the form, as it is saved."""
-        self.base_values: dict[str, str] = {}
-        self._edits: dict[str, dict[str, str]] = {}
-        self._recommended: dict[str, dict[str, str]] = {}
-        """The part of each draft that a recommendation filled in. It need not be saved: choosing
-        the preset again brings it back.
-        """
-        self._machines: dict[str, str] = {}
-        """The machine that a recommendation is for, in words, by preset."""
-
-    @property
-    def edits(self) -> dict[str, str]:
-        """The edits of the preset in the form."""
-        return self._edits.get(self._name, {})
-
-    @property
-    def _name(self) -> str:
-        return self.base.name if self.base else ""
-
-    @property
-    def values(self) -> dict[str, str]:
-        """Every field as text, edited or not."""
-        return {**self.base_values, **self.edits}
-
-    @property
-    def recommended(self) -> dict[str, str]:
-        """What a recommendation filled in for the preset in the form, by field."""
-        return self._recommended.get(self._name, {})
-
-    @property
-    def recommended_for(self) -> str:
-        """The machine that the recommendation is for, which may not be the one that is planned for
-        now.
-        """
-        return self._machines.get(self._name, "")
-
-    @property
-    def changes(self) -> dict[str, str]:
-        """What the user changed of the preset and its recommendation, by field."""
-        values = self.values
-        return {path: values.get(path, "") for path in typed_over(self.edits, self.recommended)}
-
-    @property
-    def spec(self) -> RunSpec | None:
-        """The preset with its edits; None while there is none. Raises InputError."""
-        return with_values(self.base, self.edits) if self.base else None
-
-    def open(self, base: RunSpec, wanted: RunSpec | None = None, machine: str = "") -> None:
-        """Take a preset into the form; ``wanted``, a recommendation for ``machine``, is laid over
-        its edits and replaces an earlier one.
-        """
-        name = base.name
-        self.base, self.base_values = base, values_of(base)
-        if wanted is not None:
-            edits, changed = self.edits, typed_over(self.edits, self.recommended)
-            typed = {path: edits[path] for path in changed if path in edits}
-            self._recommended[name], self._machines[name] = edits_between(base, wanted), machine
-            self._edits[name] = typed | self._recommended[name]
-
-    def undo(self) -> None:
-        """Go back to the preset with what was recommended for it."""
-        if self.base:
-            self._edits[self.base.name] = dict(self.recommended)
-
-    def forget(self, preset: str) -> None:
-        """Drop the edits of a preset, and what was recommended for it."""
-        self._edits.pop(preset, None)
-        self._recommended.pop(preset, None)
-
-    def enter(self, path: str, text: str) -> bool:
-        """Enter ``text`` into a field, and return whether that changed anything."""
-        edits = with_edit(self.edits, self.base_values, path, text)
-        if self.base is None or edits == self.edits:
-            return False
-        self._edits[self.base.name] = edits
-        return True
-
-    def unsaved(self) -> dict[str, int]:
-        """Return how many fields of each preset the user has changed without saving them."""
-        counts = {
-            preset: len(typed_over(edits, self._recommended.get(preset, {})))
-            for preset, edits in self._edits.items()
-        }
-        return {preset: count for preset, count in counts.items() if count}
-
-    def shown_value(self, path: str) -> tuple[str, str]:
-        """Return the key that a row of the form shows and its text."""
-        if path == LENGTH:
-            # An edited length hides those of the preset.
-            typed = {key: text for key, text in self.edits.items() if key in LENGTH_KEYS}
-            return length_of(typed or self.base_values)
-        return path, self.values.get(path, "")
-
-    def was(self, path: str) -> str | None:
-        """Return what a field said when the preset was opened, if the user has changed it since;
-        else None.
-        """
-        changed = self.changes
-        opened = {**self.base_values, **self.recommended}
-        if path != LENGTH:
-            return opened.get(path, "") if path in changed else None
-        if not any(key in changed for key in LENGTH_KEYS):
-            return None
-        key, text = length_of(opened)
-        return f"{text} {key.rpartition('.')[2]}"
-
-    def preset_value(self, path: str) -> str | None:
-        """Return what the preset says of a field that has what was recommended instead; None for
-        any other.
-        """
-        recommended = path in self.recommended and path not in self.changes
-        return self.base_values.get(path, "") if recommended else None
-
-
 # Notes that a plan adds to single fields of the form. Pure functions.
 
 
-def _impossible_field(plan: Plan | None) -> dict[str, str]:
-    """Return the reason by the field that makes a plan impossible on its machine, if one does."""
+def _problems_by_row(planned: Planned) -> Texts:
+    """Return what to do about each row of the form that is wrong, or makes the plan impossible on
+    its machine; a source of a mixture has no row of its own.
+    """
     from so_tui.plan.notes import NoSuchGpu, TooFewGpus
 
-    if plan is None or plan.possible:
-        return {}
-    field = "gpus" if isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu) else "offload.mode"
-    return {field: f"{plan.reason_texts[0]}."}
-
-
-def _problems_by_row(problems: Sequence[Problem]) -> dict[str, str]:
-    """Return what to do about each row of the form that is wrong; a source of a mixture has no row
-    of its own.
-    """
-    found: dict[str, str] = {}
-    for problem in problems:
+    found: Texts = {}
+    for problem in planned.problems:
         path = LENGTH if problem.field in LENGTH_KEYS else problem.field.partition("[")[0]
         found.setdefault(path, problem.remedy or f"{problem.message}.")
+    plan = planned.plan
+    if plan is not None and not plan.possible:
+        on_gpus = isinstance(plan.reasons[0], TooFewGpus | NoSuchGpu)
+        found["gpus" if on_gpus else "offload.mode"] = f"{plan.reason_texts[0]}."
     return found
 
 
@@ -239,35 +110,40 @@ def _partition_note(partitions: Sequence[Partition], chosen: str, *, slurm: bool
 # back.
 
 
-def _changes_title(drafts: Drafts, width: int) -> Content:
+def _changes_title(draft: Draft, width: int) -> Content:
     """Return the model, its preset, how many fields were changed, and what was recommended for
     which machine, in one line.
 
     Where those have no room, some are counted; = lists them all.
     """
-    assert drafts.base is not None
-    changed = plural(len(drafts.changes), "change") if drafts.changes else "no changes"
-    preset = f"   preset {drafts.base.name}, {changed}"
-    line = Content.assemble((drafts.base.label, "bold"), (preset, "$faint"))
+    changed = plural(len(draft.changes), "change") if draft.changes else "no changes"
+    preset = f"   preset {draft.base.name}, {changed}"
+    line = Content.assemble((draft.base.label, "bold"), (preset, "$faint"))
     shown = [path for _, paths in GROUPS for path in paths]  # in this order
-    paths = dict.fromkeys((*shown, *drafts.recommended))
-    recommended = [label(path) for path in paths if drafts.preset_value(path) is not None]
+    paths = dict.fromkeys((*shown, *draft.recommended))
+    recommended = [label(path) for path in paths if draft.preset_value(path) is not None]
     count = len(recommended)
-    for named in range(count, 0, -1):
+    texts = [f"   ★ {count} recommended"] * bool(count)
+    for named in range(1, count + 1):
         names = ", ".join(recommended[:named])
         more = f" and {count - named} more" if named < count else ""
-        text = f"   ★ recommended for {drafts.recommended_for}: {names}{more}"
+        texts.append(f"   ★ recommended for {draft.machine}: {names}{more}")
+    for text in reversed(texts):
         if line.cell_length + cell_len(text) <= width:
             return line + faint(text)
-    text = f"   ★ {count} recommended"
-    if count and line.cell_length + cell_len(text) <= width:
-        return line + faint(text)
     return line
 
 
 DEBOUNCE_S = 0.12
 LEAST_PLAN = 44
 """Columns that are left for the plan, however wide the form is made."""
+
+
+def _with_plan(
+    command: Callable[[ConfigureScreen, Planned], None],
+) -> Callable[[ConfigureScreen], None]:
+    """Return a command that waits for the plan that it needs."""
+    return lambda screen: screen.once_planned(partial(command, screen))
 
 
 class ConfigureScreen(ResizablePage):
@@ -287,9 +163,7 @@ class ConfigureScreen(ResizablePage):
     BINDINGS = [
         command_key("l,f5", "launch", "Launch", "Start this run (asks once)", display="l/F5"),
         command_key("ctrl+s", "save", "Save", "Save these settings as a preset"),
-        command_key(
-            "equals_sign", "differences", "Changes", "What differs from the preset", display="="
-        ),
+        command_key("equals_sign", "differences", "Changes", "What differs from the preset"),
         command_key("u", "reset", "Undo", "Undo your changes; once more, use the preset as it is"),
         command_key(
             "d",
@@ -298,7 +172,7 @@ class ConfigureScreen(ResizablePage):
             "See the data as the model will: rows, lengths, packing, what is dropped",
         ),
         command_key("y", "copy", "Copy", "Copy the exact command that would be started"),
-        command_key("slash", "find", "Find", "Find a field by its name", display="/"),
+        command_key("slash", "find", "Find", "Find a field by its name"),
         command_key(
             "k", "what_if", "What if", "Step ratio and Adam cores with left and right", show=False
         ),
@@ -310,15 +184,13 @@ class ConfigureScreen(ResizablePage):
     form = getters.query_one(FormPanel)
     plan = getters.query_one(PlanPanel)
 
-    def __init__(self) -> None:
-        self._drafts = Drafts()
-        self._planned: Planned | None = None
-        self._serial = 0
-        self._timer: Timer | None = None
-        self._partitions: tuple[Partition, ...] = ()
-        self._when_planned: Callable[[Planned], None] | None = None
-        """The command that waits for the plan of the newest edit."""
-        super().__init__()
+    _draft: Draft | None = None
+    _planned: Planned | None = None
+    _serial = 0
+    _timer: Timer | None = None
+    _partitions: tuple[Partition, ...] = ()
+    _when_planned: Callable[[Planned], None] | None = None
+    """The command that waits for the plan of the newest edit."""
 
     def body(self) -> Iterable[Widget]:
         yield Static("reading the presets …", id="form-title")
@@ -333,11 +205,8 @@ class ConfigureScreen(ResizablePage):
         self.watch(self.app, "machine", self._machine_known)
 
     def _machine_known(self) -> None:
-        catalog = self.app.catalog
-        if self.app.machine is None or catalog is None:
-            return
-        if self._drafts.base is None and catalog.presets:
-            self.edit(list(catalog.presets)[-1])
+        if self._draft is None and self.app.presets:
+            self.edit(list(self.app.presets)[-1])
         else:
             self.replan()
 
@@ -349,28 +218,28 @@ class ConfigureScreen(ResizablePage):
 
         The keyboard goes to ``field``, if a path is given.
         """
-        catalog = self.app.catalog
-        if catalog is None or preset not in catalog.presets:
+        if preset not in self.app.presets:
             return
-        machine = self.app.machine if self.app.machine_file else None
-        name = "this machine" if machine is None else printable_line(machine.label)
-        self._drafts.open(catalog.presets[preset].spec, wanted, name)
-        self.call_after_refresh(self._show_form, field)
+        base, before = self.app.presets[preset].spec, self.app.drafts.get(preset)
+        self._draft = draft = replace(before, base=base) if before else Draft(base)
+        self.app.drafts[preset] = draft
+        if wanted is not None:
+            machine = self.app.machine if self.app.machine_file else None
+            named = "this machine" if machine is None else printable_line(machine.label)
+            draft.recommend(wanted, named)
+        self.call_after_refresh(self._show_form, draft, field)
 
     def continue_with(self, preset: str) -> None:
         """Show the preset that the draft was saved as, and forget the draft."""
-        for name in {preset, self._drafts.base.name if self._drafts.base else preset}:
-            self._drafts.forget(name)
+        if self._draft is not None:
+            self.app.drafts.pop(self._draft.base.name, None)
+        self.app.drafts.pop(preset, None)
         self.edit(preset)
 
-    def unsaved(self) -> dict[str, int]:
-        """Return how many fields of each preset have unsaved edits."""
-        return self._drafts.unsaved()
-
-    async def _show_form(self, field: str = "") -> None:
-        self._show_title()  # at once: making the fields takes a while
+    async def _show_form(self, draft: Draft, field: str = "") -> None:
+        self._show_title(draft)  # at once: making the fields takes a while
         slurm = preset_actions.has_slurm()
-        if await self.form.show_values(self._drafts.shown_value, slurm=slurm) and slurm:
+        if await self.form.show_values(draft.shown_value, slurm=slurm) and slurm:
             self._ask_for_partitions()
         if field:
             self.form.go_to(field)
@@ -378,41 +247,35 @@ class ConfigureScreen(ResizablePage):
 
     @on(FieldRow.Edited)
     def _edited(self, message: FieldRow.Edited) -> None:
-        if self._drafts.base is None:
-            return
-        if self._set_field(message.path, message.text):
-            self._timer = self.set_timer(DEBOUNCE_S, self.replan)
+        self._set_field(message.path, message.text)
 
-    def _set_field(self, path: str, text: str) -> bool:
-        """Enter ``text`` into the draft, and return whether that changed it; the plan that is shown
-        is then out of date.
+    def _set_field(self, path: str, text: str) -> None:
+        """Enter ``text`` into the draft. If that changes it, the plan that is shown is out of date,
+        and another is made in a moment.
         """
-        if not self._drafts.enter(path, text):
-            return False
-        self._serial += 1
-        self._when_planned = None
-        if self._timer is not None:
-            self._timer.stop()
-        return True
+        if self._draft is not None and self._draft.enter(path, text):
+            self._serial += 1
+            self._when_planned = None
+            if self._timer is not None:
+                self._timer.stop()
+            self._timer = self.set_timer(DEBOUNCE_S, self.replan)
 
     # The plan of it.
 
     def replan(self) -> None:
         """Plan the values in the form. The answer to an older request is dropped."""
-        if self._drafts.base is None or self.app.machine is None:
+        if self._draft is None or self.app.machine is None:
             return
         if self._timer is not None:
             self._timer.stop()
         self._serial += 1
-        self._plan(self._serial, self._drafts.base, dict(self._drafts.edits))
+        self._plan(self._serial, self.app.machine, self._draft.base, self._draft.edits)
 
     @work(thread=True, exclusive=True, group="plan", name="plan this run", exit_on_error=False)
-    def _plan(self, serial: int, base: RunSpec, edits: dict[str, str]) -> None:
-        """Plan in a thread: post the plan, or what is wrong with the values, and then what other
-        values would do, if still wanted.
+    def _plan(self, serial: int, machine: Machine, base: RunSpec, edits: Texts) -> None:
+        """Plan in a thread: the plan, or what is wrong with the values, and then what other values
+        would do, if still wanted.
         """
-        machine = self.app.machine
-        assert machine is not None
         from so_tui.launch.launch import preview
         from so_tui.launch.places import machine_of
 
@@ -422,17 +285,17 @@ class ConfigureScreen(ResizablePage):
             machine = machine if self.app.machine_file else machine_of(spec, machine)
             plan, launch = preview(spec, machine)
         except InputError as error:
-            self.post_message(Planned(serial, None, error.problems))
+            answer(self, self._show_plan, Planned(serial, None, error.problems))
             return
         except Refused as error:
             problem = reject(error.codes[0], "gpus", "", error.reasons[0], "").problems[0]
-            self.post_message(Planned(serial, None, (problem,)))
+            answer(self, self._show_plan, Planned(serial, None, (problem,)))
             return
-        self.post_message(Planned(serial, plan, (), launch))
+        answer(self, self._show_plan, Planned(serial, plan, (), launch))
         worker = get_current_worker()
         strips = strips_for(plan, machine, lambda: worker.is_cancelled)
         if strips is not None:
-            self.call_later(self._show_strips, serial, strips)
+            answer(self, self._show_strips, serial, strips)
 
     @work(thread=True, group="partitions", name="ask Slurm for its partitions", exit_on_error=False)
     def _ask_for_partitions(self) -> None:
@@ -447,17 +310,16 @@ class ConfigureScreen(ResizablePage):
         self._partitions = partitions
         self.replan()
 
-    @on(Planned)
-    def _show_plan(self, message: Planned) -> None:
-        if message.serial != self._serial or self._drafts.base is None:
+    def _show_plan(self, planned: Planned) -> None:
+        if planned.serial != self._serial or self._draft is None:
             return
-        self._planned = message
-        self._mark_fields(message)
-        self._show_title()
-        self.plan.show(message)
+        self._planned = planned
+        self._mark_fields(planned, self._draft)
+        self._show_title(self._draft)
+        self.plan.show(planned)
         waiting, self._when_planned = self._when_planned, None
         if waiting is not None and self.is_current:
-            waiting(message)
+            waiting(planned)
 
     def _show_strips(self, serial: int, strips: tuple[Strip, ...]) -> None:
         if serial == self._serial:
@@ -469,15 +331,15 @@ class ConfigureScreen(ResizablePage):
         planner.
         """
         plan = self._planned.plan if self._planned is not None else None
+        given_mode = self._draft.values["offload.mode"] if self._draft is not None else ""
         values = {message.path: text_of(message.value)}
-        if plan is not None and plan.spec.offload.mode != self._drafts.values.get("offload.mode"):
+        if plan is not None and plan.spec.offload.mode != given_mode:
             values = {"offload.mode": plan.mode, "offload.ratio": text_of(plan.ratio), **values}
-        changed = [self._set_field(path, text) for path, text in values.items()]
+        for path, text in values.items():
+            self._set_field(path, text)
         for row in self.form.all_rows:
             if row.path in values:
                 row.show_value(row.path, values[row.path])
-        if any(changed):
-            self._timer = self.set_timer(DEBOUNCE_S, self.replan)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.sizes_changed)
@@ -488,8 +350,8 @@ class ConfigureScreen(ResizablePage):
         if chosen is not None and size is not None:
             self.form.styles.width = replace(size, cells=chosen).grown(0)
         self.call_after_refresh(self.plan.lay_out)
-        if self._drafts.base is not None:
-            self._show_title()
+        if self._draft is not None:
+            self._show_title(self._draft)
 
     def size_of(self, panel: Widget | None) -> Size | None:
         """Return the columns of the form, unless the plan stands below it. The plan has what the
@@ -501,29 +363,27 @@ class ConfigureScreen(ResizablePage):
         most = self.size.width - LEAST_PLAN
         return Size("form", self.form.size.width, 40, most, step=step)
 
-    def _mark_fields(self, message: Planned) -> None:
+    def _mark_fields(self, planned: Planned, draft: Draft) -> None:
         """Mark fields that differ or are wrong, or make the plan impossible on this machine."""
-        problems = _problems_by_row(message.problems) or _impossible_field(message.plan)
-        drafts, slurm = self._drafts, preset_actions.has_slurm()
-        values = drafts.values
-        chosen, given_mode = values.get("slurm.partition", ""), values.get("offload.mode", "")
+        problems = _problems_by_row(planned)
+        values, slurm = draft.values, preset_actions.has_slurm()
         for row in self.form.all_rows:
             path = row.path
-            note = _field_note(path, message.plan, self.app.machine, given_mode)
+            note = _field_note(path, planned.plan, self.app.machine, values["offload.mode"])
             if path == "slurm.partition":
-                note = _partition_note(self._partitions, chosen, slurm=slurm)
+                note = _partition_note(self._partitions, values[path], slurm=slurm)
             row.show_status(
-                was=drafts.was(path),
-                preset=drafts.preset_value(path),
+                was=draft.was(path),
+                preset=draft.preset_value(path),
                 problem=problems.get(path, ""),
                 note=note,
             )
         self.form.refused = ""
         self.form.show_about()
 
-    def _show_title(self) -> None:
+    def _show_title(self, draft: Draft) -> None:
         title = self.query_one("#form-title", Static)
-        title.update(_changes_title(self._drafts, title.content_size.width or self.size.width))
+        title.update(_changes_title(draft, title.content_size.width or self.size.width))
 
     # Moving about.
 
@@ -548,56 +408,51 @@ class ConfigureScreen(ResizablePage):
 
     # Commands.
 
-    def _once_planned(self, command: Callable[[Planned], None]) -> None:
+    def once_planned(self, command: Callable[[Planned], None]) -> None:
         """Run ``command`` with the plan of what is in the form now, which may not have been made
         yet.
         """
-        entered = self.form.entered()
-        if entered is not None:  # its last key press may not have been announced yet
-            self._set_field(*entered)
+        if (row := self.form.selected) is not None:
+            self._set_field(*row.entered())  # its last key press may not have been announced yet
         if self._planned is not None and self._planned.serial == self._serial:
             command(self._planned)
-        elif self._drafts.base is not None and self.app.machine is not None:
+        elif self._draft is not None and self.app.machine is not None:
             self._when_planned = command
             self.replan()
 
-    def action_launch(self) -> None:
-        self._once_planned(self._launch)
-
-    def _launch(self, planned: Planned) -> None:
-        plan = planned.plan
+    @_with_plan
+    def action_launch(self, planned: Planned) -> None:
+        plan, launch = planned.plan, planned.launch
         if plan is not None and preset_actions.refused_elsewhere(self.app, plan.spec):
             return
-        if plan is None or not plan.possible:
+        if plan is None or launch is None:  # it is impossible
             # The first field that is wrong says so, in its own line.
             if not self.form.go_to_wrong("not launched"):
                 texts = [*map(problem_text, planned.problems), *(plan.reason_texts if plan else ())]
                 self.notify(texts[0], title="Not launched", severity="error", markup=False)
-        elif not plan.fits:
-            offer = preset_actions.launch_anyway(self.app, planned.launch)
+        elif plan.fits:
+            preset_actions.ask_to_launch(self.app, launch)
+        else:
+            offer = preset_actions.launch_anyway(self.app, launch)
             title = f"{plan.spec.label} does not fit here"
             self.app.post_message(Failed(title, plan.reason_texts, offer=offer))
-        elif planned.launch is not None:
-            preset_actions.ask_to_launch(self.app, planned.launch)
 
-    def action_save(self) -> None:
-        self._once_planned(self._save)
-
-    def _save(self, planned: Planned) -> None:
-        base = self._drafts.base
-        if planned.plan is None or base is None:
+    @_with_plan
+    def action_save(self, planned: Planned) -> None:
+        draft = self._draft
+        if planned.plan is None or draft is None:
             self.notify("Correct the marked fields first", severity="error")
             return
-        spec = with_values(base, self._drafts.edits)
-        preset_actions.ask_to_save(self.app, spec, base.name, self.continue_with)
+        spec = with_values(draft.base, draft.edits)
+        preset_actions.ask_to_save(self.app, spec, draft.base.name, self.continue_with)
 
     def action_preview_data(self) -> None:
         """Preview the data with the values in the form."""
         from so_tui.ui.data_preview import DataPreviewScreen
 
         try:
-            if (spec := self._drafts.spec) is not None:
-                self.app.push_screen(DataPreviewScreen(spec))
+            if (draft := self._draft) is not None:
+                self.app.push_screen(DataPreviewScreen(with_values(draft.base, draft.edits)))
         except InputError as error:
             title = "Correct these fields before previewing the data"
             self.app.post_message(Failed(title, tuple(map(problem_text, error.problems))))
@@ -606,50 +461,44 @@ class ConfigureScreen(ResizablePage):
         """Show every field that differs from the preset."""
         from so_tui.ui.dialogs import Notice
 
-        drafts = self._drafts
-        changed = drafts.changes
+        if (draft := self._draft) is None:
+            return
+        changed = draft.changes
         lines = []
-        for path, text in sorted(drafts.edits.items()):
-            before = drafts.base_values.get(path, "") or "empty"
+        for path, text in sorted(draft.edits.items()):
+            before = draft.base_values[path] or "empty"
             why = "" if path in changed else "   recommended"
             lines.append(f"{path}: {before} → {text or 'empty'}{why}")
-        heading = "No preset chosen"
-        if drafts.base is not None:
-            heading = f"What differs from preset {drafts.base.name}"
         lines = lines or ["No field differs from the preset."]
-        self.app.push_screen(Notice(heading, lines, bad=False))
+        title = f"What differs from preset {draft.base.name}"
+        self.app.push_screen(Notice(title, lines, bad=False))
 
     def action_reset(self) -> None:
         """Ask to undo the user's changes, or to give up what was recommended where there are
         none.
         """
-        drafts = self._drafts
-        if drafts.base is None or not (drafts.edits or drafts.changes):
+        draft = self._draft
+        if draft is None or not (draft.edits or draft.changes):
             return
-        preset, count = drafts.base.name, len(drafts.changes)
-        recommended = ", ".join(map(label, drafts.recommended))
+        count = len(draft.changes)
+        recommended = ", ".join(map(label, draft.recommended))
 
         def undo() -> None:
-            if count:
-                drafts.undo()
-            else:
-                drafts.forget(preset)
-            self.call_after_refresh(self._show_form)
+            draft.undo()
+            self.call_after_refresh(self._show_form, draft)
 
-        line = f"What was recommended for {drafts.recommended_for} is given up: {recommended}."
+        line = f"What was recommended for {draft.machine} is given up: {recommended}."
         yes = "Use the preset as it is"
         if count:
             kept = f" What was recommended stays: {recommended}." if recommended else ""
             line, yes = f"{plural(count, 'change')} will be lost.{kept}", "Undo all changes"
-        self.app.ask(f"Back to preset {preset}?", [line], undo, yes=yes)
+        self.app.ask(f"Back to preset {draft.base.name}?", [line], undo, yes=yes)
 
-    def action_copy(self) -> None:
-        def copy(planned: Planned) -> None:
-            if planned.command:
-                self.app.copy_to_clipboard(planned.command)
-                self.notify("Copied the command")
-
-        self._once_planned(copy)
+    @_with_plan
+    def action_copy(self, planned: Planned) -> None:
+        if planned.command:
+            self.app.copy_to_clipboard(planned.command)
+            self.notify("Copied the command")
 
     @on(Button.Pressed)
     async def _button(self, event: Button.Pressed) -> None:

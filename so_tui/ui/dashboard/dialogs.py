@@ -34,7 +34,7 @@ from so_tui.ui.chart_metrics import (
 from so_tui.ui.charts.chart import Chart, Metric
 from so_tui.ui.charts.series import Named, write_picture
 from so_tui.ui.dashboard.view import Overlaid, steps_at
-from so_tui.ui.dialogs import CloseButton, TickDialog, TickList, button, dialog
+from so_tui.ui.dialogs import CLOSE, TickDialog, TickList, button, dialog
 from so_tui.ui.run_actions import PICTURE, ask_where_to_export, new_path
 from so_tui.ui.run_rows import RunRow
 from so_tui.ui.snapshot import SampledLines, Snapshot
@@ -83,7 +83,7 @@ class AnswersScreen(ModalScreen[None]):
             "Prompts",
             VerticalScroll(Static(id="answers"), classes="dialog-body"),
             buttons=[
-                CloseButton(),
+                button("Close  esc", "close", CLOSE),
                 *(button(label, None, f"screen.go({by})") for label, by in ways.items()),
             ],
             classes="dialog -wide",

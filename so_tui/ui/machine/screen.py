@@ -275,4 +275,4 @@ class MachineScreen(Page):
 
     def action_inspect_again(self) -> None:
         self.notify("Inspecting again …")
-        self.app.plan_for(None, "")
+        self.app.load(None, "")

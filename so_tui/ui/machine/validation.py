@@ -17,7 +17,7 @@ from textual.widgets import Static
 from textual.worker import Worker
 
 from so_tui.spec.errors import InputError
-from so_tui.ui.dialogs import CloseButton
+from so_tui.ui.dialogs import CLOSE, button
 from so_tui.ui.lines import fill
 from so_tui.ui.messages import answer, unexpected_error
 from so_tui.ui.text import Content, distinct, faint, in_rows, shorten
@@ -137,7 +137,7 @@ class ValidationScreen(ModalScreen[None]):
             yield Static(id="report-status")
             with VerticalScroll(id="report-body"):
                 yield Static(id="report")
-            yield CloseButton("Back  esc", id="leave")
+            yield button("Back  esc", "leave", CLOSE)
 
     def on_mount(self) -> None:
         self.set_focus(self.query_one("#report-body"))

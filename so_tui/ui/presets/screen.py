@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.cells import cell_len
 from rich.text import Text
 from textual import getters, on, work
 from textual.containers import Vertical, VerticalScroll
-from textual.reactive import var
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
+from textual.worker import get_current_worker
 
 from so_tui.ui import plan_view, preset_actions
 from so_tui.ui.messages import Failed, answer, failure
@@ -19,13 +18,14 @@ from so_tui.ui.page import OTHER_MACHINE, FiltersTable
 from so_tui.ui.plan_view import SIGNS, STYLES
 from so_tui.ui.preset_actions import ask_to_delete, is_own
 from so_tui.ui.text import Content, faint, in_rows, shorten, shows_ascii
-from so_tui.ui.textual_fixes import FittedTable
+from so_tui.ui.textual_fixes import Entry, FittedTable
 from so_tui.ui.widgets import FindField, command_key, framed
 from so_tui.units import count, plural, rate, thousands
 
 if TYPE_CHECKING:
     from so_tui.machine import Machine
     from so_tui.plan.plan import Plan, PlanRow
+    from so_tui.spec import Catalog
 
 
 # What Presets says of the machine that it plans for: what it is, what can be done there, and how
@@ -39,15 +39,6 @@ there.
 PUBLISHED = "published figures, not measured"
 _SOURCE_FROM_CELLS = 100
 """Cells from which a line also names its source."""
-_WHAT = {
-    "t": ("[@click=screen.train_tiny]train tiny here, now[/]", "about a minute, downloads nothing"),
-    "o": ("[@click=app.other_machine]plan for another machine[/]", ""),
-    "P": (
-        "[@click=screen.partition]choose a Slurm partition[/]",
-        "Configure plans for its nodes and submits there",
-    ),
-}
-"""Key, command and details of what can be done on a machine without a GPU."""
 
 
 def _without_gpu(width: int, *, slurm: bool) -> Content:
@@ -59,16 +50,19 @@ def _without_gpu(width: int, *, slurm: bool) -> Content:
     """
     from so_tui.machine.known import MACHINES
 
+    tiny, known = "about a minute, downloads nothing", ", ".join(list(MACHINES)[:3])
+    others = f"{known} and others, or a file that describes one"
+    there = "Configure plans for its nodes and submits there"
+    commands = [
+        ("t", "[@click=screen.train_tiny]train tiny here, now[/]", tiny),
+        ("o", "[@click=app.other_machine]plan for another machine[/]", others),
+        ("P", "[@click=screen.configure('slurm.partition')]choose a Slurm partition[/]", there),
+    ]
     lines = [Content.styled("This machine has no GPU.", "bold")]
-    for key, (command, details) in _WHAT.items():
-        if key == "P" and not slurm:
-            continue
+    for key, command, details in commands if slurm else commands[:2]:
         line = Content.assemble((f"{key}  ", "$accent"), Content.from_markup(command))
-        extra = (
-            details or f"{', '.join(list(MACHINES)[:3])} and others, or a file that describes one"
-        )
-        if line.cell_length + len(extra) + 3 <= width:
-            line = Content.assemble(line, (f"   {extra}", "$faint"))
+        if line.cell_length + len(details) + 3 <= width:
+            line += faint(f"   {details}")
         lines.append(line)
     return in_rows(lines)
 
@@ -84,14 +78,11 @@ def _elsewhere(label: str, machine_file: str, width: int) -> Content:
     """
     from so_tui.machine.known import MACHINES
 
-    described = MACHINES.get(machine_file)
-    parts = [Content.assemble("Plans for ", (label, "bold"))]
+    described, line = MACHINES.get(machine_file), Content.assemble("Plans for ", (label, "bold"))
     if described is not None:
         source = f": {described.source}" if width >= _SOURCE_FROM_CELLS else ""
-        parts.append(Content.assemble(", ", (PUBLISHED, "$warning"), source))
-    return Content.assemble(
-        *parts, ". ", Content.from_markup("[@click=app.other_machine]o changes it[/]"), "."
-    )
+        line += Content.assemble(", ", (PUBLISHED, "$warning"), source)
+    return line + Content.from_markup(". [@click=app.other_machine]o changes it[/].")
 
 
 # The table of Presets: a row a model, a column a number of GPUs, a cell the plan for both.
@@ -101,7 +92,7 @@ WIDE, SPACIOUS = 112, 132
 """Columns of a terminal from which on cells hold words, and rows more about their model."""
 
 
-class PresetTable(FittedTable):
+class _PresetTable(FittedTable):
     """Shows plans, and knows the one under the cursor."""
 
     BINDINGS = [
@@ -110,7 +101,7 @@ class PresetTable(FittedTable):
         )
     ]
 
-    _shown: tuple[PlanRow, ...] = ()
+    _shown: Sequence[PlanRow] = ()
     _counts: tuple[int, ...] = ()
     """Numbers of GPUs."""
     _fixed = 2
@@ -123,15 +114,17 @@ class PresetTable(FittedTable):
         """Show the plans of ``rows`` for each of ``counts`` GPUs, or ranks, as ``noun`` says. The
         cursor stays on its plan.
         """
-        at = self.cursor_coordinate
+        at, width = self.cursor_coordinate, self.screen.size.width
         preset, count_at = self.preset_at(at.row), at.column - self._fixed
-        self._shown, self._counts = tuple(rows), counts
-        wide, spacious = self.screen.size.width >= WIDE, self.screen.size.width >= SPACIOUS
-        titles = ["model", "size", "tokens"] if spacious else ["model", "size"]
+        self._shown, self._counts = rows, counts
+        wide, spacious = width >= WIDE, width >= SPACIOUS
+        titles = ["model", "size", *(["tokens"] if spacious else [])]
         self._fixed = len(titles)
         columns = ["    " + plural(ranks, noun) for ranks in counts]
-        plans = [plan for row in rows for plan in row.cells.values() if plan.fits]
-        room = max([7 if wide else 5, *(cell_len(_speed(plan, wide=wide)) for plan in plans)])
+        speeds = [
+            _speed(plan, wide=wide) for row in rows for plan in row.cells.values() if plan.fits
+        ]
+        room = max([7 if wide else 5, *map(len, speeds)])
         longest = 36 if spacious else (16, 24, 36)[wide + (len(counts) < 3)]
         filled = []
         for row in rows:
@@ -207,7 +200,7 @@ class PresetTable(FittedTable):
         """Put the cursor on the recommended plan of a preset."""
         index = self.get_row_index(preset)
         column, _ = self._recommended(self._shown[index])
-        self.move_cursor(row=index, column=column, scroll=True)
+        self.move_cursor(row=index, column=column)
 
     def start_where_it_fits(self, *, on_gpus: bool) -> None:
         """Put the cursor on the first recommended plan that fits, or on the last row, that of tiny,
@@ -223,8 +216,7 @@ class PresetTable(FittedTable):
 
 def _best(row: PlanRow) -> Plan | None:
     """Return the recommended plan of a row, else its first."""
-    plans = sorted(row.cells.values(), key=lambda plan: not plan.recommended)
-    return plans[0] if plans else None
+    return min(row.cells.values(), key=lambda plan: not plan.recommended, default=None)
 
 
 def _speed(plan: Plan, *, wide: bool) -> str:
@@ -260,7 +252,6 @@ class PresetsScreen(FiltersTable):
             "launch",
             "Launch",
             "Start this preset on this machine (asks once); F5 does the same",
-            display="l",
         ),
         command_key("d", "preview_data", "Data", "See its data as the model will"),
         command_key("a", "add", "Add model", "Make a preset of any model: a hub id or a folder"),
@@ -269,7 +260,6 @@ class PresetsScreen(FiltersTable):
             "delete",
             "Delete",
             "Delete a preset of your own (asks)",
-            display="D",
             show=False,
         ),
         OTHER_MACHINE,
@@ -282,21 +272,23 @@ class PresetsScreen(FiltersTable):
         ),
         command_key(
             "P",
-            "partition",
+            "configure('slurm.partition')",
             "Partition",
             "Choose the Slurm partition that a run is submitted to",
+            id="partition",
             show=False,
         ),
-        command_key(
-            "slash", "find", "Filter", "Show only models whose name contains a text", display="/"
-        ),
+        command_key("slash", "find", "Filter", "Show only models whose name contains a text"),
     ]
 
-    table = getters.query_one(PresetTable)
-    planned_for: var[Machine | None] = var(None)
+    table = getters.query_one(_PresetTable)
+    about_machine = getters.query_one("#about-machine", Static)
+    title_shown = getters.query_one("#detail-title", Static)
+    detail = getters.query_one("#detail", Static)
+    planned_for: Machine | None = None
     """The machine of ``rows``."""
-    rows: var[tuple[PlanRow, ...]] = var(())
-    counts: var[tuple[int, ...]] = var(())
+    rows: tuple[PlanRow, ...] = ()
+    counts: tuple[int, ...] = ()
     _to_select = ""
     """The preset to select once it is in the table."""
     _added: frozenset[str] = frozenset()
@@ -306,11 +298,11 @@ class PresetsScreen(FiltersTable):
     """Whether jobs can be submitted from here."""
 
     def body(self) -> Iterable[Widget]:
-        yield Static(id="first-visit")
+        yield Static(Content.from_markup(FIRST_VISIT), id="first-visit")
         yield Static(id="about-machine")
         yield Static(id="problems")
         yield FindField("show models whose name contains …", id="filter")
-        yield PresetTable(id="table", cursor_type="cell", classes="panel")
+        yield _PresetTable(id="table", cursor_type="cell", classes="panel")
         yield Static(id="folded")
         with Vertical(id="chosen", classes="panel") as chosen:
             chosen.border_title = "plan"
@@ -326,76 +318,67 @@ class PresetsScreen(FiltersTable):
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
 
     def _runs_known(self) -> None:
-        self.query_one("#first-visit", Static).update(Content.from_markup(FIRST_VISIT))
-        self.query_one("#first-visit").display = (
-            bool(self.rows) and not self.app.runs and not self.query_one("#about-machine").display
-        )
+        first = bool(self.rows) and not self.app.runs and not self.about_machine.display
+        self.query_one("#first-visit").display = first
 
     def _machine_known(self) -> None:
-        catalog = self.app.catalog
-        if self.app.machine is None or catalog is None:
+        catalog, machine = self.app.catalog, self.app.machine
+        if machine is None or catalog is None:
             return
-        self._tell_of(self.app.machine)
+        self._tell_of(machine)
         problems = self.query_one("#problems", Static)
         problems.display = bool(catalog.problems)
         if catalog.problems:
-            more = (
-                f"   and {plural(len(catalog.problems) - 1, 'more problem')}"
-                if len(catalog.problems) > 1
-                else ""
-            )
+            ignored, others = "✗ one of your presets was ignored: ", len(catalog.problems) - 1
+            more = f"   and {plural(others, 'more problem')}" if others else ""
             problems.update(
-                Content.assemble(
-                    ("✗ one of your presets was ignored: ", "$error"),
-                    str(catalog.problems[0]),
-                    (more, "$faint"),
-                )
+                Content.assemble((ignored, "$error"), str(catalog.problems[0]), (more, "$faint"))
             )
-        if self.planned_for not in (None, self.app.machine):
+        if self.planned_for not in (None, machine):
             self.rows = ()
             self.table.clear()
             self.refresh_bindings()
-            self._wait(f"planning every preset for {self.app.machine.label} …")
-        self.planned_for = self.app.machine
-        self.plan_all()
+            self._wait(f"planning every preset for {machine.label} …")
+        self.planned_for = machine
+        self.plan_all(catalog, machine)
 
     def _wait(self, text: str) -> None:
         """Say what is awaited, where a plan will stand."""
-        self.query_one("#detail-title", Static).update(faint(text))
-        self.query_one("#detail", Static).update("")
+        self.title_shown.update(faint(text))
+        self.detail.update("")
 
     def _tell_of(self, machine: Machine) -> None:
         """Say what can be done on a machine without a GPU, such as most login nodes; and how to
         come back from another machine.
         """
-
         self._slurm = preset_actions.has_slurm()
         self.table.border_title = Content.assemble("what fits on ", (machine.label, "bold"))
-        told = self.query_one("#about-machine", Static)
-        told.display = bool(self.app.machine_file) or not machine.gpus
-        width = self.size.width - 4
-        if self.app.machine_file:
-            told.update(_elsewhere(machine.label, self.app.machine_file, width))
+        told, file, width = self.about_machine, self.app.machine_file, self.size.width - 4
+        told.display = bool(file) or not machine.gpus
+        if file:
+            told.update(_elsewhere(machine.label, file, width))
         elif told.display:
             told.update(_without_gpu(width, slurm=self._slurm))
         self._runs_known()
 
     @work(thread=True, exclusive=True, group="plan", name="plan all presets", exit_on_error=False)
-    def plan_all(self) -> None:
+    def plan_all(self, catalog: Catalog, machine: Machine) -> None:
         """Plan every preset for every GPU count."""
         from so_tui.plan.planner import plan_table
         from so_tui.plan.resources import rank_counts
         from so_tui.spec import SoTuiError
 
-        catalog, machine = self.app.catalog, self.app.machine
-        assert catalog is not None
-        assert machine is not None
         counts = rank_counts(machine)
         try:
             rows = plan_table(tuple(catalog.presets.values()), machine, counts)
             answer(self, self._show_table, counts, rows)
         except SoTuiError as error:
             self.app.post_message(failure("The presets could not be planned", error))
+
+    @property
+    def _on_gpus(self) -> bool:
+        """Whether the machine that is planned for has GPUs."""
+        return bool(self.planned_for and self.planned_for.gpus)
 
     def _show_table(self, counts: tuple[int, ...], rows: tuple[PlanRow, ...]) -> None:
         self.counts, self.rows = counts, rows
@@ -406,7 +389,7 @@ class PresetsScreen(FiltersTable):
             self.table.select(self._to_select)
             self._to_select = ""
         else:
-            self.table.start_where_it_fits(on_gpus=bool(self.app.machine and self.app.machine.gpus))
+            self.table.start_where_it_fits(on_gpus=self._on_gpus)
         train_tiny, self._train_tiny_when_planned = self._train_tiny_when_planned, False
         if train_tiny and self.is_current:
             self.action_train_tiny()
@@ -419,35 +402,22 @@ class PresetsScreen(FiltersTable):
                 for row in self.rows
                 if wanted in row.title.lower() or wanted in row.preset.lower()
             ]
-        folded = self._folded_rows()
-        return [row for row in self.rows if row not in folded]
+        return [row for row in self.rows if not self._needs_gpus(row)]
 
-    def _folded_rows(self) -> list[PlanRow]:
-        """Return the models that this machine cannot train because it has no GPU: one line stands
-        for them.
+    def _needs_gpus(self, row: PlanRow) -> bool:
+        """Return whether this machine cannot train a model because it has no GPU. One line stands
+        for all such models.
         """
-
-        machine = self.app.machine
-        if machine is None or machine.gpus or self.app.machine_file or self.filter.needle:
-            return []
-        return [
-            row
-            for row in self.rows
-            if row.preset not in self._added
-            and not (
-                row.parameters <= MOST_PARAMETERS_WITHOUT_GPU
-                and any(plan.fits for plan in row.cells.values())
-            )
-        ]
+        if self._on_gpus or self.app.machine_file or row.preset in self._added:
+            return False
+        small = row.parameters <= MOST_PARAMETERS_WITHOUT_GPU
+        return not (small and any(plan.fits for plan in row.cells.values()))
 
     def _fill(self) -> None:
         if self.rows:
-            self.table.show(
-                self._shown_rows(),
-                self.counts,
-                "GPU" if self.app.machine and self.app.machine.gpus else "rank",
-            )
-            folded = len(self._folded_rows())
+            noun = "GPU" if self._on_gpus else "rank"
+            self.table.show(self._shown_rows(), self.counts, noun)
+            folded = 0 if self.filter.needle else sum(map(self._needs_gpus, self.rows))
             line = self.query_one("#folded", Static)
             line.display = bool(folded)
             needs = f"{plural(folded, 'model')} need{'s' if folded == 1 else ''} GPUs: "
@@ -463,16 +433,16 @@ class PresetsScreen(FiltersTable):
         chosen = self.table.chosen()
         if chosen is None:
             if self.rows:
-                self.query_one("#detail-title", Static).update("no match; esc clears the filter")
-                self.query_one("#detail", Static).update("")
+                self.title_shown.update("no match; esc clears the filter")
+                self.detail.update("")
             return
         row, plan = chosen
         noun = "GPU" if plan.on_gpus else "rank"
         title = Content.assemble((row.title, "bold"), (f" on {plural(plan.gpus, noun)}", "$faint"))
         width = max(40, self.size.width - (9 if framed(self) else 7))
-        self.query_one("#detail-title", Static).update(plan_view.headline(plan, width, title))
+        self.title_shown.update(plan_view.headline(plan, width, title))
         lines = plan_view.summary(plan, width, plain=shows_ascii(self.app))
-        self.query_one("#detail", Static).update(in_rows(lines))
+        self.detail.update(in_rows(lines))
 
     @on(DataTable.CellSelected)
     def _cell_selected(self) -> None:
@@ -492,29 +462,21 @@ class PresetsScreen(FiltersTable):
     def left(self) -> None:
         self._hand_over(keep_edits=True)
 
-    def action_partition(self) -> None:
-        self.action_configure("slurm.partition")
-
     def action_launch(self) -> None:
         if (chosen := self.table.chosen()) is not None:
             self._ask_launch(*chosen)
 
     def _ask_launch(self, row: PlanRow, plan: Plan) -> None:
-        if preset_actions.refused_elsewhere(self.app, plan.spec):
-            return
-        if not plan.fits:
-            self.app.post_message(Failed(f"{row.title} does not fit here", plan.reason_texts))
-            return
         from so_tui.launch.launch import launch_of
         from so_tui.spec import Refused
 
-        assert self.app.machine is not None
-        try:
-            launch = launch_of(plan, self.app.machine)
-        except Refused as error:
-            self.app.post_message(Failed(f"{row.title} cannot run here", error.reasons))
+        if self.planned_for is None or preset_actions.refused_elsewhere(self.app, plan.spec):
             return
-        preset_actions.ask_to_launch(self.app, launch)
+        try:
+            preset_actions.ask_to_launch(self.app, launch_of(plan, self.planned_for))
+        except Refused as error:
+            verb = "cannot run" if plan.fits else "does not fit"
+            self.app.post_message(Failed(f"{row.title} {verb} here", error.reasons))
 
     def action_train_tiny(self) -> None:
         self._train_tiny_when_planned = not self.rows
@@ -529,20 +491,47 @@ class PresetsScreen(FiltersTable):
             self.app.push_screen(DataPreviewScreen(chosen[1].spec))
 
     def action_add(self) -> None:
-        from so_tui.ui.dialogs import AddModel
+        """Make a preset of any model, whose shape a helper process reads."""
+        from so_tui.launch.helper_jobs import describe_model
+        from so_tui.spec import SoTuiError, create_preset
+        from so_tui.ui.dialogs import AskText
 
-        def added(name: str | None) -> None:
-            if name:
-                self._to_select, self._added = name, self._added | {name}
-                self.action_leave_field()
-                self.app.reload_presets()
+        def read(model: str, name: str) -> tuple[str, Sequence[str]]:
+            if not model:
+                raise SoTuiError("Type a hub id or a folder first.")
+            described = describe_model(model, name=name or None)
+            if not get_current_worker().is_cancelled:  # as it is once the dialog was left
+                create_preset(described.spec)
+            return described.spec.name, described.notes
 
-        self.app.push_screen(AddModel(), added)
+        def added(described: tuple[str, Sequence[str]] | None) -> None:
+            if described is None:
+                return
+            name, notes = described
+            for note in notes:
+                self.app.notify(note, markup=False)
+            self._to_select, self._added = name, self._added | {name}
+            self.action_leave_field()
+            self.app.reload_presets()
+
+        model = "hub id such as Qwen/Qwen3-8B, or a folder"
+        name = "name of the preset (empty: derived from the model's)"
+        dialog = AskText(
+            "Add a model",
+            "Only its config.json is read. No weights are downloaded.",
+            Entry(placeholder=model, id="model", compact=True),
+            Entry(placeholder=name, id="name", compact=True),
+            yes="Add",
+            read=read,
+            may_be_empty=True,
+            slow="reading the shape of {} …",
+        )
+        self.app.push_screen(dialog, added)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("launch", "preview_data"):
             return bool(self.rows)
-        if action == "partition":
+        if action == "configure":
             return self._slurm and bool(self.rows)
         return action != "delete" or is_own(self.app, self.table.preset_at(self.table.cursor_row))
 
