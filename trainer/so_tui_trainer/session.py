@@ -240,7 +240,7 @@ class Session:
         self.plan = self.launch.plan
         self.spec: RunSpec = self.plan.spec
         self.rank = self.report.rank
-        trackers = trackers_of(self.run, self.spec) if self.writer else ()
+        trackers = trackers_of(self.run, self.spec) if self.writer else {}
         self.recorder = Recorder(self.writer, self.attempt, trackers)
 
     def main(self) -> int:
