@@ -20,6 +20,7 @@ from so_tui.folders import kernel_folder
 from superoffload import kernel, worker
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import SuperOffload
+from superoffload.settings import HostRoom
 from superoffload.shared_states import STATES_MEMORY_NAME
 from tests.support import engine as support
 from tests.support.problems import coded
@@ -137,6 +138,7 @@ def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
             [group],
             adamw,
             superoffload.Settings(learning_rate=1e-3),
+            HostRoom(frozenset(), ()),
             device=torch.device("cpu"),
             gradient_accumulation_steps=1,
             clipping=0.0,

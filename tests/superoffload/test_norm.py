@@ -12,7 +12,7 @@ from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import _Arrivals
 from superoffload.steps import GradientNorm, StepTime, clip_factor, step_policy
-from superoffload.transfers import LayerWait, Meter, Transfers
+from superoffload.transfers import CompletedEvent, LayerWait, Meter, Transfers
 from superoffload.worker import GradientSource, Operation
 from tests.support.problems import coded
 
@@ -118,19 +118,23 @@ def test_gradients_are_clipped_as_torch_clips_them(norm: float, limit: float) ->
     ],
 )
 def test_layer_wait_from_idle_until_updated(updated: tuple[float, ...], seconds: float) -> None:
-    assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(Transfers()) == pytest.approx(
-        seconds
+    assert layer_wait(1.0, 3.0, *updated).seconds() == pytest.approx(seconds)
+
+
+def layer_wait(begin: float, end: float, *updated: float) -> LayerWait:
+    return LayerWait(
+        CompletedEvent(begin), CompletedEvent(end), tuple(map(CompletedEvent, updated))
     )
 
 
 def test_waits_in_forward_are_part_of_what_is_exposed() -> None:
-    meter = Meter(Transfers())
-    meter.current.layer_waits += [LayerWait(0.0, 1.0, (0.75,)), LayerWait(2.0, 3.0, (5.0,))]
-    meter.current.step_waits.append((3.0, 3.5))
+    meter = Meter()
+    meter.current.layer_waits += [layer_wait(0.0, 1.0, 0.75), layer_wait(2.0, 3.0, 5.0)]
+    meter.current.step_waits.append((CompletedEvent(3.0), CompletedEvent(3.5)))
     meter.end_step()
     stats = meter.stats()
     assert (stats.exposed_in_forward_s, stats.exposed_wait_s) == pytest.approx((1.75, 2.25))
-    meter.current.layer_waits.append(LayerWait(0.0, 1.0, (1.0,)))
+    meter.current.layer_waits.append(layer_wait(0.0, 1.0, 1.0))
     meter.leave_out_waits()
     meter.end_step()
     assert meter.stats().exposed_in_forward_s == 0.0

@@ -41,7 +41,7 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.older_versions import all_gather_single, reduce_scatter_single
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
-from superoffload.transfers import Mark, OffloadStats, Transfers, transfers_for
+from superoffload.transfers import Event, OffloadStats, seconds_between, transfers_for
 
 # Measure the parts of a step without waiting for the GPU: laps are CUDA events in the stream, read
 # when a record is due.
@@ -68,9 +68,8 @@ class _StepTimes(NamedTuple):
 class _Laps:
     """The laps of one step."""
 
-    clock: Transfers
-    start: Mark
-    ends: list[tuple[StepPart, Mark]] = field(default_factory=list)
+    start: Event
+    ends: list[tuple[StepPart, Event]] = field(default_factory=list)
     """The part that a lap belongs to, and when it ended."""
 
     def read(self) -> _StepTimes:
@@ -78,7 +77,7 @@ class _Laps:
         seconds = dict.fromkeys(_StepTimes._fields, 0.0)
         before = self.start
         for part, end in self.ends:
-            seconds[part] += self.clock.seconds(before, end)
+            seconds[part] += seconds_between(before, end)
             before = end
         return _StepTimes(**seconds)
 
@@ -94,7 +93,7 @@ class StepClock:
 
     def restart(self) -> None:
         """Exclude the time since the last lap (a checkpoint, an evaluation)."""
-        self._laps = _Laps(self._clock, self._clock.mark())
+        self._laps = _Laps(self._clock.mark())
 
     def lap(self, part: StepPart) -> None:
         """Assign the time since the last lap to ``part``."""
@@ -104,7 +103,7 @@ class StepClock:
         """Return the step's laps, and start the next step where the last one ended."""
         laps = self._laps
         _, end = laps.ends[-1]
-        self._laps = _Laps(self._clock, end)
+        self._laps = _Laps(end)
         return laps
 
 

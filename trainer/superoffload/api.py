@@ -20,7 +20,7 @@ from torch import Tensor
 from superoffload import checkpoint
 from superoffload.checkpoint import Rounded, StatesFile
 from superoffload.deepspeed_adapter import engine as adapter
-from superoffload.deepspeed_adapter.stage3 import own_super_offload
+from superoffload.deepspeed_adapter.stage3 import own_super_offload, publish_weights
 from superoffload.ds_config import accepting_config, check_clipping, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import StatesCopy, SubGroupState
@@ -257,7 +257,7 @@ def uses_worker(engine: Any) -> bool:
 def worker_pid(engine: Any) -> int | None:
     """Return the process id of our Adam worker, if there is one."""
     optimizer = adapter.super_offload(engine)
-    return optimizer.worker_pid if optimizer else None
+    return optimizer.cpu.worker_pid if optimizer else None
 
 
 def save_state(engine: Any, folder: Path) -> int:
@@ -299,7 +299,7 @@ def begin_save(engine: Any, folder: Path, *, copying: bool = True) -> Save:
     optimizer = adapter.super_offload(engine)
     states = adapter.sub_group_states(engine)
     file = checkpoint.StatesFile(Path(folder), _manifest(engine, states))
-    save = Save(file, attach=optimizer.attach if optimizer else lambda: None)
+    save = Save(file, attach=optimizer.transfers.attach if optimizer else lambda: None)
     try:
         if copying and optimizer:
             save.copies.update(optimizer.copy_states())
@@ -337,7 +337,7 @@ def load_state(engine: Any, folder: Path) -> Rounded:
     states = adapter.sub_group_states(engine)
     rounded = checkpoint.read(Path(folder), _manifest(engine, states), states)
     adapter.replay_bias_correction(engine)
-    adapter.publish_weights(engine)
+    publish_weights(engine.optimizer, states)
     settings: Settings = engine.superoffload_settings
     if settings.states == "fp32" or not settings.replaces_deepspeeds_optimizer:
         return rounded._replace(blocks=0, numel=0)
@@ -361,7 +361,7 @@ def stats(engine: Any) -> OffloadStats:
 def leave_out_waits(engine: Any) -> None:
     """Leave waits since the last step (to save or to evaluate) out of the next step's ``stats``."""
     if optimizer := adapter.super_offload(engine):
-        optimizer.leave_out_waits()
+        optimizer.meter.leave_out_waits()
 
 
 def synchronize(engine: Any) -> None:

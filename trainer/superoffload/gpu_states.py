@@ -147,7 +147,7 @@ class GpuStates:
     """
 
     def __init__(
-        self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW, *, copied: Sequence[int]
+        self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW, copied: Sequence[int]
     ) -> None:
         self._sub_groups = sub_groups
         self._pinned: list[int] = []
@@ -164,7 +164,7 @@ class GpuStates:
             for index, master_weights in self._master_weights.items()
         }
         try:
-            for index in copied:
+            for index in set(self.indices).intersection(copied):
                 self._copies[index] = memory = torch.zeros(3, sub_groups[index].weights.numel())
                 if sub_groups[index].weights.device.type == "cuda":
                     pin(memory.data_ptr(), memory.nbytes)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
@@ -173,6 +173,7 @@ class HostRoom(NamedTuple):
 def host_room(
     sub_groups: Sequence[SubGroup],
     settings: Settings,
+    ranks: int,
     *,
     clips: bool,
     accumulates: bool,
@@ -184,18 +185,21 @@ def host_room(
     Args:
         sub_groups: All sub-groups of the rank.
         settings: How much of it each may take at most.
+        ranks: How many ranks the host has. All look before one allocates anything, so each finds
+            the whole of the host's memory available, and takes its share.
         clips: Whether gradients are clipped; only then are second sets of use.
         accumulates: Whether the states include accumulated gradients.
         host_weights: Whether the weights of the CPU sub-groups are in host memory.
     """
-    spare = _spare_bytes(
-        sub_groups, settings.available_bytes(), settings.states, accumulates=accumulates
-    )
+    weight_bytes = sub_groups[0].weights.dtype.itemsize
+    spare = sys.maxsize  # no limit where the available memory is not known
+    if (available := settings.available_bytes()) is not None:
+        each = state_bytes(weight_bytes, settings.states, accumulates=accumulates)
+        needed = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
+        spare = max(0, available // ranks - int(needed) - _ROUNDING_BYTES)
     second: frozenset[int] = frozenset()
     if clips and settings.speculation_bytes:
-        each = speculation_bytes(
-            sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights
-        )
+        each = speculation_bytes(weight_bytes, settings.states, host_weights=host_weights)
         second = _speculating_within(sub_groups, each, min(settings.speculation_bytes, spare))
         spare -= int(each * sum(sub_groups[index].weights.numel() for index in second))
     sizes = [
@@ -206,66 +210,6 @@ def host_room(
         second,
         tuple(copied(sizes, second, min(settings.copies_bytes, spare))),
     )
-
-
-def within_share(
-    sub_groups: Sequence[SubGroup],
-    settings: Settings,
-    ranks: int,
-    *,
-    clips: bool,
-    accumulates: bool,
-    host_weights: bool,
-) -> Settings:
-    """Return settings with which the ranks of a host, all started together, fit in its memory.
-
-    Each finds the whole of it available, as none has allocated anything yet.
-
-    Args:
-        sub_groups: All sub-groups of the rank.
-        settings: What second sets and copies may take at most.
-        ranks: How many ranks the host has.
-        clips: Whether gradients are clipped; only then are second sets of use.
-        accumulates: Whether the states include accumulated gradients.
-        host_weights: Whether the weights of the CPU sub-groups are in host memory.
-    """
-    available_bytes = settings.available_bytes()
-    if ranks == 1 or available_bytes is None:
-        return settings
-    spare = _spare_bytes(
-        sub_groups, available_bytes // ranks, settings.states, accumulates=accumulates
-    )
-    each = speculation_bytes(
-        sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights
-    )
-    most = min(settings.speculation_bytes, spare)
-    second = (
-        min(most, each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu))
-        if clips
-        else 0
-    )
-    return replace(
-        settings,
-        speculation_bytes=most,
-        copies_bytes=min(settings.copies_bytes, int(spare - second)),
-    )
-
-
-def _spare_bytes(
-    sub_groups: Sequence[SubGroup],
-    available_bytes: int | None,
-    states: StatesFormat,
-    *,
-    accumulates: bool,
-) -> int:
-    """Return the host memory that the states of the CPU sub-groups leave; no limit where the
-    available memory is not known.
-    """
-    if available_bytes is None:
-        return sys.maxsize
-    each = state_bytes(sub_groups[0].weights.dtype.itemsize, states, accumulates=accumulates)
-    needed = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
-    return max(0, available_bytes - int(needed) - _ROUNDING_BYTES)
 
 
 def _speculating_within(

@@ -72,15 +72,16 @@ class MemorySize(NamedTuple):
     """What decides the layout of the shared memory."""
 
     sub_groups: tuple[tuple[Segment, ...], ...]
+    """All sub-groups of the rank; those whose states are on the GPU without segments."""
     weight_bytes: int
     """Size of one weight: 2 for bf16, 4 for fp32."""
     accumulate: bool
     """Whether there is room for accumulated gradients."""
     speculating: tuple[int, ...] = ()
-    """Positions of the sub-groups that have a second set of states."""
+    """The sub-groups that have a second set of states."""
     moments: Moments = Moments.FP32
     copied: tuple[int, ...] = ()
-    """Positions of the sub-groups that have room for a copy of their states."""
+    """The sub-groups that have room for a copy of their states."""
     host_weights: bool = False
     """Whether the weights are in host memory, in a second shared memory (``region_layout``)."""
 
@@ -240,7 +241,6 @@ class GradientSource(IntEnum):
 class Command(NamedTuple):
     operation: int
     sub_group: int
-    """Position among the sub-groups of this worker."""
     step: int = 0
     first_micro_batch: int = 0
     """ACCUMULATE: overwrite the accumulated gradient instead of adding to it."""
@@ -260,30 +260,15 @@ class Command(NamedTuple):
 
 
 class Result(NamedTuple):
-    operation: int
-    sub_group: int
-    step: int
+    """What a command came to. Results come in the order of the commands."""
+
     sum_of_squares: float
     """Sum over the gradient before scaling; not finite if the gradient is not."""
     seconds: float
 
 
-_COMMAND = struct.Struct("<iiqiiii6d")
-_RESULT = struct.Struct("<iiqdd")
-
-
-def send(channel: socket.socket, command: Command) -> None:
-    """Send a command to the worker. Raises OSError if it has ended."""
-    channel.send(_COMMAND.pack(*command))
-
-
-def receive(channel: socket.socket) -> Result | None:
-    """Return the worker's next result; None if it has closed its end."""
-    try:
-        packet = channel.recv(_RESULT.size)
-    except ConnectionError:
-        return None
-    return Result(*_RESULT.unpack(packet)) if packet else None
+COMMAND_PACKET = struct.Struct("<iiqiiii6d")
+RESULT_PACKET = struct.Struct("<dd")
 
 
 def _serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
@@ -295,18 +280,10 @@ def _serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
         run: Executes a command and returns the sum of squares of its gradient.
     """
     with suppress(ConnectionError):
-        while packet := channel.recv(_COMMAND.size):
-            command = Command(*_COMMAND.unpack(packet))
+        while packet := channel.recv(COMMAND_PACKET.size):
             begin = time.monotonic()
-            squares = run(command)
-            result = Result(
-                command.operation,
-                command.sub_group,
-                command.step,
-                squares,
-                time.monotonic() - begin,
-            )
-            channel.send(_RESULT.pack(*result))
+            squares = run(Command(*COMMAND_PACKET.unpack(packet)))
+            channel.send(RESULT_PACKET.pack(*Result(squares, time.monotonic() - begin)))
 
 
 def bytes_moved(

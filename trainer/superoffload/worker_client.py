@@ -26,7 +26,7 @@ from superoffload import kernel, worker
 from superoffload.errors import OffloadError, WorkerLostError
 from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.transfers import Event
-from superoffload.worker import Command, Operation, Result, receive, send
+from superoffload.worker import COMMAND_PACKET, RESULT_PACKET, Command, Operation, Result
 
 MAX_OUTSTANDING = 2
 """Commands that the worker has: the one that it executes and the next. The others wait here, where
@@ -168,10 +168,7 @@ class WorkerClient:
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._channel.fileno() in ready:
-                    result = receive(self._channel)
-                    if result is None:
-                        raise self._ended()
-                    self._on_result(self._outstanding[0], result)
+                    self._on_result(self._outstanding[0], self._receive())
                     self._outstanding.popleft()
                     with self._changed:
                         self._changed.notify_all()
@@ -182,6 +179,14 @@ class WorkerClient:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+    def _receive(self) -> Result:
+        packet = b""  # what a worker sends that has closed its end
+        with suppress(ConnectionError):
+            packet = self._channel.recv(RESULT_PACKET.size)
+        if not packet:
+            raise self._ended()
+        return Result(*RESULT_PACKET.unpack(packet))
 
     def _send_ready(self) -> bool:
         """Send commands whose data is ready; return whether one is waiting for its data."""
@@ -199,7 +204,7 @@ class WorkerClient:
                 self._restart_watchdog()
             self._outstanding.append(found.command)
             try:
-                send(self._channel, found.command)
+                self._channel.send(COMMAND_PACKET.pack(*found.command))
             except OSError as error:
                 raise self._ended() from error
         return False

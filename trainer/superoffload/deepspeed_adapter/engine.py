@@ -217,19 +217,7 @@ def sub_group_states(engine: Engine) -> list[SubGroupState]:
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, SuperOffloadStage3):
-        core = optimizer.core
-        return [
-            SubGroupState(
-                "gpu" if group.on_gpu else "cpu",
-                group.weights,
-                core.master_weights(index),
-                partial(core.moments, index),
-                partial(core.set_moments, index),
-                core.steps_taken,
-                core.set_steps_taken,
-            )
-            for index, group in enumerate(core.sub_groups)
-        ]
+        return optimizer.core.states()
     return [_stage3_state(optimizer, index) for index in range(len(optimizer.fp16_groups))]
 
 
@@ -271,14 +259,6 @@ def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
         set_moments,
         int(state["step"]),
         set_step,
-    )
-
-
-def publish_weights(engine: Engine) -> None:
-    """Cast the master weights to the weights on all ranks, after loading them."""
-    stage3.publish_weights(
-        engine.optimizer,
-        [(state.weights, state.master_weights) for state in sub_group_states(engine)],
     )
 
 

@@ -31,11 +31,12 @@ from deepspeed.utils import z3_leaf_module
 from torch import Tensor
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
+from superoffload.checkpoint import tensors_of
 from superoffload.conversion import deepspeed_states
 from superoffload.errors import OffloadError
-from superoffload.gpu_states import Gradient, SubGroup
+from superoffload.gpu_states import Gradient, SubGroup, SubGroupState
 from superoffload.optimizer import SuperOffload
-from superoffload.settings import Settings, within_share
+from superoffload.settings import Settings, host_room
 from superoffload.shared_states import HostWeights
 
 # DeepSpeed's checkpoints: one rank's states as DeepSpeed's ZeRO-3 optimizer has them, and back.
@@ -70,11 +71,11 @@ def _load_state_dict(
             "loads what superoffload.save_state saved with any.",
             code="other-sub-groups",
         )
-    for index, weights in enumerate(flat):
-        core.master_weights(index).copy_(weights)
+    for index, (state, weights) in enumerate(zip(core.states(), flat, strict=True)):
+        state.master_weights.copy_(weights)
         if moments:
-            state = optimizer_state["state"][index]
-            core.set_moments(index, state["exp_avg"], state["exp_avg_sq"])
+            kept = optimizer_state["state"][index]
+            state.set_moments(kept["exp_avg"], kept["exp_avg_sq"])
     if moments:
         for group, values in zip(parameter_groups, optimizer_state["param_groups"], strict=True):
             group.update(values)
@@ -123,29 +124,25 @@ def _load_universal(
     )
     for states in saved.read():
         index, (begin, end) = places[states.name]
-        kinds = [core.master_weights(index), *(found[index] if found else ())]
+        kinds = [core.state(index).master_weights, *(found[index] if found else ())]
         for target, whole in zip(
             kinds, (states.master_weights, *(states.moments or ())), strict=False
         ):
             shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
             target[begin : begin + len(shard)].copy_(shard)
     for index, (first, second) in enumerate(found):
-        core.set_moments(index, first, second)
+        core.state(index).set_moments(first, second)
     if found:
         core.set_steps_taken(saved.adam_step)
 
 
-def publish_weights(optimizer: Any, states: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Cast the master weights to the weights, and update the parameters that every rank holds whole
-    (persistent ones).
-
-    Args:
-        optimizer: A ZeRO-3 optimizer.
-        states: (weights, master weights) of each of its sub-groups.
+def publish_weights(optimizer: Any, states: Iterable[SubGroupState]) -> None:
+    """Cast the master weights of a ZeRO-3 optimizer's sub-groups to the weights, on all ranks, and
+    update the parameters that every rank holds whole (persistent ones).
     """
     optimizer._partition_all_parameters()
-    for index, (weights, master_weights) in enumerate(states):
-        weights.copy_(master_weights)
+    for index, state in enumerate(states):
+        state.weights.copy_(state.master_weights)
         optimizer._unflatten_partitioned_parameters(index)
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
@@ -171,7 +168,7 @@ def without_pinning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(
-    groups: Sequence[Sequence[Any]], numels: Sequence[int], on_gpu: int, device: torch.device
+    groups: Sequence[Sequence[Any]], numels: list[int], on_gpu: int, device: torch.device
 ) -> tuple[list[Tensor], HostWeights | None]:
     """Move the shards of each sub-group into one tensor: the first sub-groups' to the GPU, the
     others' to host memory.
@@ -189,13 +186,15 @@ def _place(
         no others.
     """
     dtype = groups[0][0].ds_tensor.dtype
-    host = HostWeights(numels[on_gpu:], dtype) if on_gpu < len(numels) else None
+    host = None
+    if on_gpu < len(numels):
+        host = HostWeights([0] * on_gpu + numels[on_gpu:], dtype)
     found = []
     for index, (group, numel) in enumerate(zip(groups, numels, strict=True)):
         weights = (
             torch.empty(numel, dtype=dtype, device=device)
             if host is None or index < on_gpu
-            else host.weights(index - on_gpu)
+            else host.weights(index)
         )
         begin = 0
         for parameter in group:
@@ -402,7 +401,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             sub_groups = [
                 self._sub_group(index, index < on_gpu, order) for index in range(len(numels))
             ]
-            settings = within_share(
+            room = host_room(
                 sub_groups,
                 settings,
                 int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1),
@@ -416,6 +415,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 sub_groups,
                 self.optimizer,
                 settings,
+                room,
                 device=device,
                 host_weights=host_weights,
                 gradient_accumulation_steps=self.gradient_accumulation_steps,
@@ -529,9 +529,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Tell the base class where the master weights are: after a speculative step, in the other
         set of states.
         """
-        self.fp32_partitioned_groups_flat = [
-            self.core.master_weights(index) for index in range(len(self.core.sub_groups))
-        ]
+        self.fp32_partitioned_groups_flat = [state.master_weights for state in self.core.states()]
 
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
@@ -545,18 +543,21 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.core.synchronize()
         index, member = self._member[param.ds_id]
         group = self.core.sub_groups[index]
-        begin, end = group.span(member)
-        if optim_state_key is None:
-            return self.core.master_weights(index)[begin:end], index
         # Only the functions that set pass False.
-        if not release_swap_buffers and self._settings.states != "fp32" and not group.on_gpu:
+        if (
+            optim_state_key is not None
+            and not release_swap_buffers
+            and self._settings.states != "fp32"
+            and not group.on_gpu
+        ):
             raise OffloadError(
                 f'Moments cannot be set one by one with states "{self._settings.states}". Use '
                 'Settings(states="fp32").',
                 code="compact-moments",
             )
-        moments = dict(zip(("exp_avg", "exp_avg_sq"), self.core.moments(index), strict=True))
-        return moments[optim_state_key][begin:end], index
+        kinds = (None, "exp_avg", "exp_avg_sq")
+        tensors = dict(zip(kinds, tensors_of(self.core.state(index)), strict=True))
+        return tensors[optim_state_key][slice(*group.span(member))], index
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
         raise OffloadError(
@@ -579,14 +580,13 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         none.
         """
         self.core.synchronize()
-        moments = [self.core.moments(index) for index in range(len(self.core.sub_groups))]
-        state = {
-            index: {
-                "step": self.core.steps_taken,
-                "exp_avg": first.cpu().clone(),
-                "exp_avg_sq": second.cpu().clone(),
-            }
-            for index, (first, second) in enumerate(moments)
+        kept = [
+            tuple(tensor.cpu().clone() for tensor in tensors_of(state))
+            for state in self.core.states()
+        ]
+        states = {
+            index: {"step": self.core.steps_taken, "exp_avg": first, "exp_avg_sq": second}
+            for index, (_, first, second) in enumerate(kept)
         }
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -595,8 +595,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return {
             ZERO_STAGE: ZeroStageEnum.weights,
             PARTITION_COUNT: self.partition_count,
-            OPTIMIZER_STATE_DICT: {"state": state, "param_groups": groups},
-            FP32_FLAT_GROUPS: [self.core.master_weights(index).cpu().clone() for index in state],
+            OPTIMIZER_STATE_DICT: {"state": states, "param_groups": groups},
+            FP32_FLAT_GROUPS: [master_weights for master_weights, _, _ in kept],
         }
 
     def load_state_dict(
@@ -640,11 +640,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 state_dict_list[rank],
                 moments=load_optimizer_states,
             )
-        states = [
-            (group.weights, self.core.master_weights(index))
-            for index, group in enumerate(self.core.sub_groups)
-        ]
-        publish_weights(self, states)
+        publish_weights(self, self.core.states())
 
     def destroy(self) -> None:
         self.release()
