@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,7 @@ def test_a_stopped_worker_is_reported_after_a_timeout(monkeypatch: pytest.Monkey
         superoffload.synchronize(made)
         client = core_of(made).cpu._client
         # Only now: a busy machine may start the worker for longer.
-        monkeypatch.setattr(client, "_watchdog_timeout_s", 0.5)
+        monkeypatch.setattr(client, "settings", replace(client.settings, watchdog_timeout_s=0.5))
         os.kill(superoffload.worker_pid(made), signal.SIGSTOP)  # type: ignore[arg-type]
         with coded(
             superoffload.WorkerLostError,

@@ -55,7 +55,7 @@ def checkpoint_of(
             ranks=ranks,
             sub_groups=on_disk.records(states, members),
         )
-        file = on_disk.StatesFile(optimizer_folder(folder), manifest)
+        file = on_disk.Save(optimizer_folder(folder), manifest)
         for index, state in enumerate(states):
             file.write(index, on_disk.tensors_of(state))
         file.finish()

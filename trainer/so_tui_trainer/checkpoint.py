@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -280,11 +280,7 @@ def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator
         superoffload.OffloadError,
     ) as caught:
         error = caught
-    problems = [
-        problem
-        for problem in ranks.all_gather(_explanation(error), Explanation | None)
-        if problem is not None
-    ]
+    problems = list(filter(None, ranks.all_gather(_explanation(error), Explanation | None)))
     if not problems:
         return
     code, reason, suggestion = next(
@@ -338,8 +334,8 @@ def _random_state() -> _RandomState:
             int(has_gauss),
             float(gauss),
         ),
-        torch=_bytes_of(torch.get_rng_state()),
-        cuda=_bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        torch=bytes(torch.get_rng_state().tolist()),
+        cuda=bytes(torch.cuda.get_rng_state().tolist()) if torch.cuda.is_available() else None,
     )
 
 
@@ -347,31 +343,16 @@ def _restore_random_state(state: _RandomState) -> None:
     random.setstate(state.python)
     kind, words, position, has_gauss, gauss = state.numpy
     np.random.set_state((kind, np.frombuffer(words, dtype="<u4"), position, has_gauss, gauss))
-    torch.set_rng_state(_tensor_of(state.torch))
+    torch.set_rng_state(torch.tensor(list(state.torch), dtype=torch.uint8))
     if state.cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor_of(state.cuda))
-
-
-def _bytes_of(state: Tensor) -> bytes:
-    array: Any = state.numpy()
-    return bytes(array)
-
-
-def _tensor_of(state: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        torch.cuda.set_rng_state(torch.tensor(list(state.cuda), dtype=torch.uint8))
 
 
 # Warnings of a resume that rounds Adam's moments or begins them anew: the run goes on, though not
 # bit for bit.
 
 
-class _Warned(NamedTuple):
-    code: str
-    message: str
-    suggestion: str
-
-
-def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[_Warned]:
+def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[Explanation]:
     """Yield what to warn of.
 
     Args:
@@ -381,7 +362,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
-        yield _Warned(
+        yield Explanation(
             "moments-restarted",
             "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those "
             "of the checkpoint, the moments are zero",
@@ -389,7 +370,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if before != after:
-        yield _Warned(
+        yield Explanation(
             "states-format-changed",
             f"the checkpoint's moments are {before} and this run's are {after}: what the new "
             "format cannot hold is rounded",
@@ -397,7 +378,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if rounded.numel:
-        yield _Warned(
+        yield Explanation(
             "moments-rounded",
             f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are "
             f"rounded to {after} in host memory",
@@ -405,7 +386,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
             "to continue bit for bit.",
         )
     if rounded.blocks:
-        yield _Warned(
+        yield Explanation(
             "blocks-rounded-again",
             f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards "
             "and are rounded once more",

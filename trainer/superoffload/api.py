@@ -7,7 +7,7 @@ main thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from superoffload import checkpoint
-from superoffload.checkpoint import Rounded, StatesFile
+from superoffload.checkpoint import Rounded, Save
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.deepspeed_adapter.stage3 import own_super_offload, publish_weights
 from superoffload.ds_config import accepting_config, check_clipping, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
-from superoffload.gpu_states import StatesCopy, SubGroupState
+from superoffload.gpu_states import SubGroupState
 from superoffload.settings import Settings
 from superoffload.transfers import OffloadStats
 
@@ -82,51 +82,6 @@ def _check_options(groups: Sequence[Mapping[str, Any]]) -> None:
                 "out.",
                 code="optimizer-option",
             )
-
-
-# A save that goes on while training does: the sub-groups that were copied are written in a thread
-# of the caller's.
-
-
-class Save:
-    """What is still to be written of this rank's state.
-
-    Args:
-        file: The file, into which every sub-group that is not copied is written beforehand.
-        attach: Prepares a thread for reading copies.
-
-    Attributes:
-        copies: The copies that are not written yet, by sub-group, in the order in which they are
-            written.
-    """
-
-    def __init__(self, file: StatesFile, *, attach: Callable[[], None]) -> None:
-        self._file, self._attach = file, attach
-        self.copies: dict[int, StatesCopy] = {}
-
-    def finish(self) -> int:
-        """Write the rest, sync it to disk and return the size of this rank's state. No collective
-        runs, and no rank waits for another.
-
-        Raises:
-            OffloadError: If the Adam worker ended before it had copied everything.
-            OSError: If the disk does not take it.
-        """
-        try:
-            if self.copies:
-                self._attach()
-            for index in tuple(self.copies):
-                self._file.write(index, self.copies[index].tensors())
-                self.copies.pop(index).release()
-            return self._file.finish()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Give up what is not written. Safe to call twice."""
-        self._file.close()
-        while self.copies:
-            self.copies.popitem()[1].release()
 
 
 def initialize(
@@ -298,14 +253,14 @@ def begin_save(engine: Any, folder: Path, *, copying: bool = True) -> Save:
     synchronize(engine)
     optimizer = adapter.super_offload(engine)
     states = adapter.sub_group_states(engine)
-    file = checkpoint.StatesFile(Path(folder), _manifest(engine, states))
-    save = Save(file, attach=optimizer.transfers.attach if optimizer else lambda: None)
+    save = Save(Path(folder), _manifest(engine, states))
     try:
         if copying and optimizer:
+            save.attach = optimizer.transfers.attach
             save.copies.update(optimizer.copy_states())
         for index, state in enumerate(states):
             if index not in save.copies:
-                file.write(index, checkpoint.tensors_of(state))
+                save.write(index, checkpoint.tensors_of(state))
     except BaseException:
         save.close()
         raise

@@ -16,7 +16,7 @@ import stat
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from so_tui.model.sharding import MOMENT_BLOCK, partition_numel
 from superoffload.errors import Mismatch, OffloadError, StateMismatchError
-from superoffload.gpu_states import SubGroupState
+from superoffload.gpu_states import StatesCopy, SubGroupState
 
 # A large file that reaches the disk while it is written, a piece at a time, and leaves no pages
 # behind.
@@ -65,35 +65,35 @@ class _PacedFile:
 
     def write(self, content: memoryview, offset: int) -> None:
         """Write bytes at an offset. Waits for the disk, but for the last two pieces."""
-        for start in range(0, len(content), self._piece_bytes):
-            piece = content[start : start + self._piece_bytes]
-            self._write_piece(piece, offset + start)
+        while content:
+            length = os.pwrite(self._file.fileno(), content[: self._piece_bytes], offset)
+            self._send_to_disk(offset, length)
+            content, offset = content[length:], offset + length
 
     def finish(self) -> None:
         """Wait until all is on the disk, drop the file's pages from memory, and close it."""
         os.fsync(self._file.fileno())
-        os.posix_fadvise(
-            self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-        )  # so that what is read back is what the disk has
+        self._drop_pages(0, 0)  # so that what is read back is what the disk has
         self.close()
 
     def close(self) -> None:
         """Close the file, whatever is in it. Safe to call twice."""
         self._file.close()
 
-    def _write_piece(self, piece: memoryview, offset: int) -> None:
-        written, length = 0, len(piece)
-        while written < length:
-            written += os.pwrite(self._file.fileno(), piece[written:], offset + written)
+    def _send_to_disk(self, offset: int, length: int) -> None:
         if not self._sync(offset, length, _WRITE):
             os.fdatasync(self._file.fileno())
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self._drop_pages(0, 0)
             return
         self._on_their_way.append((offset, length))
         while len(self._on_their_way) > 2:
-            begin, size = self._on_their_way.popleft()
-            self._sync(begin, size, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
-            os.posix_fadvise(self._file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
+            piece = self._on_their_way.popleft()
+            self._sync(*piece, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+            self._drop_pages(*piece)
+
+    def _drop_pages(self, offset: int, length: int) -> None:
+        """Drop a piece from memory, once it is on the disk; with a length of 0, up to the end."""
+        os.posix_fadvise(self._file.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
 
     def _sync(self, offset: int, length: int, flags: int) -> bool:
         """Call sync_file_range(2), which Python does not have; return whether this file system can
@@ -135,6 +135,11 @@ class SubGroupRecord(msgspec.Struct, frozen=True):
     numels: tuple[int, ...]
     """Elements of the whole parameters, over all ranks."""
 
+    @property
+    def parameters(self) -> Iterable[tuple[str, int]]:
+        """Name and elements of each parameter."""
+        return zip(self.names, self.numels, strict=True)
+
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Description of one rank's state file."""
@@ -175,23 +180,31 @@ def records(
     )
 
 
-class StatesFile:
-    """This rank's state while it is being written, by one thread at a time.
+class Save:
+    """This rank's state while it is being written, by one thread at a time. Training may go on
+    meanwhile: what it would change has been copied.
 
     Args:
         folder: Where to; it is created.
         manifest: What is going to be written.
+
+    Attributes:
+        copies: The copies that are not written yet, by sub-group, in the order in which they are
+            written.
+        attach: Prepares a thread for reading copies.
 
     Raises:
         OSError: The file cannot be created.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.copies: dict[int, StatesCopy] = {}
+        self.attach: Callable[[], None] = lambda: None
         folder.mkdir(parents=True, exist_ok=True)
         data_path, self._manifest_path = _paths(folder, manifest.rank)
         self._manifest_path.unlink(missing_ok=True)
         self._manifest = manifest
-        self._samples: dict[int, list[bytes]] = {}
+        self._samples: dict[int, bytes] = {}
         """By sub-group, because they may be written in any order: a thousandth of what was
         written.
         """
@@ -201,39 +214,47 @@ class StatesFile:
         """Write one sub-group's tensors, in the order of ``tensors_of``. Raises OSError."""
         groups = self._manifest.sub_groups
         begin = sum(length for _, length in _extents(groups[:index]))
-        samples = self._samples[index] = []
+        samples: list[memoryview] = []
         for tensor in tensors:
             view = _bytes_of(tensor.detach().cpu().contiguous())
-            samples += (
-                bytes(view[start : start + length]) for start, length in _sampled(len(view))
-            )
+            samples += (view[start : start + length] for start, length in _sampled(len(view)))
             self._file.write(view, begin)
             begin += len(view)
+        self._samples[index] = b"".join(samples)
 
     def finish(self) -> int:
-        """Sync the file to disk, once every sub-group is in it, complete it with its manifest and
-        return its size. Raises OSError.
+        """Write the copies, sync the file to disk, complete it with its manifest and return the
+        size of this rank's state. No collective runs, and no rank waits for another.
+
+        Raises:
+            OffloadError: If the Adam worker ended before it had copied everything.
+            OSError: If the disk does not take it.
         """
+        try:
+            self.attach()
+            for index in tuple(self.copies):
+                self.write(index, self.copies[index].tensors())
+                self.copies.pop(index).release()
+            self._file.finish()
+        finally:
+            self.close()
         samples = 0
         for index in range(len(self._manifest.sub_groups)):
-            for sample in self._samples[index]:
-                samples = zlib.crc32(sample, samples)
-        self._file.finish()
+            samples = zlib.crc32(self._samples[index], samples)
+        manifest = msgspec.structs.replace(self._manifest, samples=samples)
         partial = self._manifest_path.with_suffix(".json.partial")
         with partial.open("wb") as file:
-            file.write(
-                msgspec.json.format(
-                    msgspec.json.encode(msgspec.structs.replace(self._manifest, samples=samples))
-                )
-            )
+            file.write(msgspec.json.format(msgspec.json.encode(manifest)))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self._manifest_path)
-        return self._manifest.bytes
+        return manifest.bytes
 
     def close(self) -> None:
-        """Close the file, complete or not. Safe to call twice."""
+        """Give up what is not written. Safe to call twice."""
         self._file.close()
+        while self.copies:
+            self.copies.popitem()[1].release()
 
 
 def verify_state(folder: Path) -> None:
@@ -476,14 +497,13 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
                     target.zero_()
                     continue
                 offset = 0
-                for name, numel in zip(group.names, group.numels, strict=True):
+                for name, numel in group.parameters:
                     shard = target[offset : offset + partition_numel(numel, expected.ranks)]
                     _read_shard(
                         files, locations[name], kind, numel, expected.rank, expected.ranks, shard
                     )
                     offset += len(shard)
-            if targets[_MASTER_WEIGHTS] is not tensors[_MASTER_WEIGHTS]:
-                tensors[_MASTER_WEIGHTS].copy_(targets[_MASTER_WEIGHTS])
+            tensors[_MASTER_WEIGHTS].copy_(targets[_MASTER_WEIGHTS])
             if state.moments is not None:
                 state.set_moments(*targets[_MASTER_WEIGHTS + 1 :])
             state.set_step(0 if restarts else saved[0].sub_groups[0].step)
@@ -502,13 +522,18 @@ def saved_master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
         yield name, kinds[_MASTER_WEIGHTS]
 
 
-def saved_states(folder: Path, *, moments: bool = True) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """Yield the name and the flat states of every parameter of a saved state: master weights, and
-    both moments if all ranks saved them.
+NamedStates = tuple[str, tuple[Tensor, ...]]
+"""The name of a parameter, and its states over all ranks, flat, in fp32: the master weights and, if
+they were saved, both moments.
+"""
+
+
+def saved_states(folder: Path, *, moments: bool = True) -> Iterator[NamedStates]:
+    """Yield the states of every parameter of a saved state.
 
     Args:
         folder: Folder with the files of all ranks that saved.
-        moments: Whether to read the moments.
+        moments: Whether to read the moments, if all ranks saved them.
 
     Raises:
         OffloadError: If a file is missing or cut short.
@@ -519,7 +544,7 @@ def saved_states(folder: Path, *, moments: bool = True) -> Iterator[tuple[str, t
     with ExitStack() as stack:
         files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for group in saved[0].sub_groups:
-            for name, numel in zip(group.names, group.numels, strict=True):
+            for name, numel in group.parameters:
                 wholes = tuple(torch.empty(numel, dtype=torch.float32) for _ in kinds)
                 for kind, whole in zip(kinds, wholes, strict=True):
                     _read_shard(files, locations[name], kind, numel, 0, 1, whole)
@@ -565,7 +590,7 @@ def _rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
     for group in expected.sub_groups:
         if group.device != "cpu":
             continue
-        for name, numel in zip(group.names, group.numels, strict=True):
+        for name, numel in group.parameters:
             if name in were_on_gpu:
                 loaded += sum(
                     overlap.numel
@@ -617,11 +642,7 @@ def _parameter_mismatches(saved: dict[str, int], here: dict[str, int]) -> Iterat
 
 
 def _parameters(manifest: Manifest) -> dict[str, int]:
-    return {
-        name: numel
-        for group in manifest.sub_groups
-        for name, numel in zip(group.names, group.numels, strict=True)
-    }
+    return {name: numel for group in manifest.sub_groups for name, numel in group.parameters}
 
 
 class _Location(NamedTuple):
@@ -638,7 +659,7 @@ def _locations(manifest: Manifest) -> dict[str, _Location]:
     start = 0
     for group in manifest.sub_groups:
         offset = start
-        for name, numel in zip(group.names, group.numels, strict=True):
+        for name, numel in group.parameters:
             found[name] = _Location(offset, group.numel)
             offset += partition_numel(numel, manifest.ranks)
         start += group.numel * (3 if group.moments else 1)

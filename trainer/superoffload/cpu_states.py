@@ -177,57 +177,45 @@ class _WholeGradient:
     source: GradientSource
 
 
+@dataclass(eq=False)
 class CpuStates:
     """The CPU sub-groups' states, and the worker that steps them. Without CPU sub-groups there is
     neither memory nor a worker, and nothing to wait for.
 
     A step begins with its first gradient and ends with ``finish`` or ``undo``.
 
-    Args:
-        sub_groups: All sub-groups of the rank.
-        adamw: Gives learning rate, betas, epsilon and weight decay.
-        settings: How the worker runs.
-        room: Sub-groups that have more than one set of states.
-        transfers: Copies to and from the GPU.
-        meter: Is told of times and bytes.
-        device: What the model computes on.
-        host_weights: Where the weights are, unless they are on the GPU.
-        policy: That of sub-groups that do not speculate.
-        speculative: That of those that do.
-
     Raises:
         OffloadError: If there is no kernel, not enough memory, or no worker. Nothing is left behind
             then.
     """
 
-    def __init__(
-        self,
-        sub_groups: Sequence[SubGroup],
-        adamw: torch.optim.AdamW,
-        settings: Settings,
-        room: HostRoom,
-        transfers: Transfers,
-        meter: Meter,
-        *,
-        device: torch.device,
-        host_weights: HostWeights | None,
-        policy: StepPolicy,
-        speculative: StepPolicy,
-    ) -> None:
-        self._sub_groups, self._adamw, self._room = sub_groups, adamw, room
-        self._transfers = transfers
-        self._meter = meter
-        self._device, self._host_weights = device, host_weights
-        self._policy, self._speculative = policy, speculative
+    sub_groups: Sequence[SubGroup]
+    """All sub-groups of the rank."""
+    adamw: torch.optim.AdamW
+    """Gives learning rate, betas, epsilon and weight decay."""
+    settings: Settings
+    room: HostRoom
+    transfers: Transfers
+    meter: Meter
+    device: torch.device
+    """What the model computes on."""
+    host_weights: HostWeights | None
+    """Where the weights are, unless they are on the GPU."""
+    policy: StepPolicy
+    """That of sub-groups that do not speculate."""
+    speculative: StepPolicy
+    """That of those that do."""
+
+    def __post_init__(self) -> None:
         self._indices = sorted(
-            (index for index, group in enumerate(sub_groups) if not group.on_gpu),
-            key=lambda index: sub_groups[index].first_use,
+            (index for index, group in enumerate(self.sub_groups) if not group.on_gpu),
+            key=lambda index: self.sub_groups[index].first_use,
         )
         """In the order of their use, which differs from that of the sub-groups: the norms' group is
         last in the list and used by the first layer.
         """
         self.speculation = Speculation()
-        self.speculating = room.second
+        self.speculating = self.room.second
         """Sub-groups that are stepped before the norm is known, in this step."""
         self.squares: dict[int, float] = {}
         """Sums of squares of the gradients that the worker has accumulated or stepped with, as far
@@ -237,7 +225,7 @@ class CpuStates:
         """Those of sub-groups that were complete at the accumulation boundary."""
         self._learning_rates: dict[int, float] = {}
         """Of the sub-groups that the worker already steps."""
-        self._moments = _FORMATS[settings.states]
+        self._moments = _FORMATS[self.settings.states]
         self._current = dict.fromkeys(self._indices, 0)
         """Which of its sets of states a sub-group's last accepted step is in."""
         self._undecided: set[int] = set()
@@ -251,13 +239,13 @@ class CpuStates:
         self.lent: set[int] = set()
         """Sub-groups that must not speculate: a copy that may still be read is in their other set.
         """
-        self.new_weights = _NewWeights(transfers, meter, self._wait)
+        self.new_weights = _NewWeights(self.transfers, self.meter, self._wait)
         # None without CPU sub-groups: nothing uses either then.
         self._states: SharedStates = None  # type: ignore[assignment]
         self._client: WorkerClient = None  # type: ignore[assignment]
         if self._indices:
             try:
-                self._start(settings)
+                self._start()
             except BaseException:
                 self.close()
                 raise
@@ -278,7 +266,7 @@ class CpuStates:
         # Rarely: the command was sent before a whole forward pass.
         self._wait(lambda: index not in self._pending[Operation.ACCUMULATE])
         staging = self._states.staging(index)
-        begin, end = self._sub_groups[index].span(member)
+        begin, end = self.sub_groups[index].span(member)
         after = begin + values.numel()
         copies = [(staging[begin:after], values.to(staging.dtype))]
         if after < end:  # the last rank's padding still holds weights
@@ -377,9 +365,9 @@ class CpuStates:
         """
         found: dict[int, Callable[[], Tensors]] = {}
         for index, current in self._current.items():
-            if index in self._room.copied:
+            if index in self.room.copied:
                 into = StatesSet.COPY
-            elif index in self._room.second:
+            elif index in self.room.second:
                 into = StatesSet(1 - current)
                 self.lent.add(index)
             else:
@@ -413,7 +401,7 @@ class CpuStates:
         # The minimum of values with a NaN is NaN.
         if self._moments is not Moments.FP32 and (first.min().isnan() or not second.min() >= 0):
             raise OffloadError(
-                f"The moments of {self._sub_groups[index].names[0]}, or of parameters that are "
+                f"The moments of {self.sub_groups[index].names[0]}, or of parameters that are "
                 "stepped with it, are not numbers, or the second moments are negative, which "
                 "AdamW never makes. Compact moments cannot hold them; use another checkpoint.",
                 code="impossible-moments",
@@ -424,55 +412,54 @@ class CpuStates:
         """End the worker and release the memory. Safe to call twice."""
         if self._client:
             self._client.close()
-        if self._device.type == "cuda" and self._indices:
+        if self.device.type == "cuda" and self._indices:
             torch.cuda.synchronize(
-                self._device
+                self.device
             )  # no copy may be in flight when its pages are unpinned
         if self._states:
             self._states.close()
-        if self._host_weights:
-            self._host_weights.close()
+        if self.host_weights:
+            self.host_weights.close()
 
-    def _start(self, settings: Settings) -> None:
+    def _start(self) -> None:
         library = kernel.library()
-        dtype = self._sub_groups[0].weights.dtype
+        dtype = self.sub_groups[0].weights.dtype
         size = MemorySize(
             tuple(
-                () if group.on_gpu else _segments(group, settings.seed)
-                for group in self._sub_groups
+                () if group.on_gpu else _segments(group, self.settings.seed)
+                for group in self.sub_groups
             ),
             dtype.itemsize,
-            self._policy.accumulates,
-            tuple(self._room.second),
+            self.policy.accumulates,
+            tuple(self.room.second),
             self._moments,
-            self._room.copied,
-            self._host_weights is not None,
+            self.room.copied,
+            self.host_weights is not None,
         )
-        self._states = SharedStates(size, dtype, settings.available_bytes)
+        self._states = SharedStates(size, dtype, self.settings.available_bytes)
         self._states.load_kernel(library)
         self._client = WorkerClient(
             self._states,
-            self._host_weights,
-            settings.worker_cpus,
+            self.host_weights,
+            self.settings,
             library,
-            self._transfers.attach,
+            self.transfers.attach,
             self._on_result,
-            settings.watchdog_timeout_s,
         )
         self._initialize_all()  # so that the worker's many threads are the first to touch the pages
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._states.pin_staging()
-        if self._host_weights:
-            if self._device.type == "cuda":
-                self._host_weights.pin(0, self._host_weights.bytes)
+        if self.host_weights:
+            if self.device.type == "cuda":
+                self.host_weights.pin(0, self.host_weights.bytes)
         else:
             for index in self._indices:
-                self._states.staging(index).copy_(self._sub_groups[index].weights)
+                self._states.staging(index).copy_(self.sub_groups[index].weights)
             self._initialize_all()
         self.copies()  # as above: the first copy is then as fast as the others
         self.wait_for_copies()
         self.lent.clear()
-        self.speculating = self._room.second
+        self.speculating = self.room.second
 
     def _initialize_all(self) -> None:
         for index in self._indices:
@@ -483,13 +470,13 @@ class CpuStates:
         self._gradients, self._learning_rates = {}, {}
         self.speculating = frozenset()
         if self.speculation.is_worthwhile:
-            self.speculating = self._room.second - self.lent
+            self.speculating = self.room.second - self.lent
 
     def _policy_of(self, index: int) -> StepPolicy:
-        return self._speculative if index in self.speculating else self._policy
+        return self.speculative if index in self.speculating else self.policy
 
     def _parameter_group(self, index: int) -> dict[str, Any]:
-        return self._adamw.param_groups[self._sub_groups[index].parameter_group]
+        return self.adamw.param_groups[self.sub_groups[index].parameter_group]
 
     def _discard(self) -> set[int]:
         """Give up the speculative steps, whether or not the worker has begun them, and return their
@@ -542,7 +529,7 @@ class CpuStates:
         next forward needs first.
         """
         updates = command.operation not in (Operation.INITIALIZE, Operation.ACCUMULATE)
-        first_use = self._sub_groups[command.sub_group].first_use
+        first_use = self.sub_groups[command.sub_group].first_use
         self._pending[command.operation].add(command.sub_group)
         self._client.submit(command, after, 1 + first_use if updates else 0)
 
@@ -553,7 +540,7 @@ class CpuStates:
         if operation in (Operation.INITIALIZE, Operation.COPY):
             pending.discard(index)
             return
-        group, measured = self._sub_groups[index], self._meter.current
+        group, measured = self.sub_groups[index], self.meter.current
         measured.adam_busy_s += result.seconds
         measured.adam_bytes += bytes_moved(
             command, group.weights.numel(), group.weights.dtype.itemsize, self._moments
@@ -571,11 +558,11 @@ class CpuStates:
                 return
             pending.discard(index)
             transfer = None
-            if not self._host_weights:
+            if not self.host_weights:
                 source = self._states.staging(index)
                 if operation == Operation.SPECULATE:
                     source = self._states.new_weights(index)
-                transfer = self._transfers.weights_to_gpu(group.weights, source)
+                transfer = self.transfers.weights_to_gpu(group.weights, source)
                 measured.h2d.append(transfer)
             self.squares[index] = result.sum_of_squares
             self.new_weights.arrive(index, transfer)
@@ -585,7 +572,7 @@ class CpuStates:
             return
         begin = time.perf_counter()
         self._client.wait(ready)
-        self._meter.current.host_wait_s += time.perf_counter() - begin
+        self.meter.current.host_wait_s += time.perf_counter() - begin
 
 
 def _segments(group: SubGroup, seed: int) -> tuple[Segment, ...]:

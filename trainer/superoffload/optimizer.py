@@ -215,10 +215,10 @@ class SuperOffload:
                 room,
                 self.transfers,
                 self.meter,
-                device=device,
-                host_weights=host_weights,
-                policy=self._policy,
-                speculative=step_policy(gradient_accumulation_steps, clipping, speculates=True),
+                device,
+                host_weights,
+                self._policy,
+                step_policy(gradient_accumulation_steps, clipping, speculates=True),
             )
         except BaseException:
             self._gpu.close()

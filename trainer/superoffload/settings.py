@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -81,12 +80,18 @@ class Settings:
     """Returns how much host memory this process can still allocate; None if unknown."""
 
     def __post_init__(self) -> None:
-        for name, allowed, fits in _RULES:
-            if not fits(value := getattr(self, name)):
-                raise OffloadError(
-                    f"superoffload.Settings: {name} = {value!r} is not possible. Use {allowed}.",
-                    code="settings",
-                )
+        for name, (allowed, kind, least, most) in _NUMBERS.items():
+            value: Any = getattr(self, name)
+            if not (isinstance(value, kind) and least <= value <= most):
+                raise _impossible(name, value, allowed)
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise _impossible(name, value, " or ".join(f'"{choice}"' for choice in choices))
+        cpus = self.adam_cpus
+        if not isinstance(cpus, Collection) or not all(
+            isinstance(cpu, Integral) and cpu >= 0 for cpu in cpus
+        ):
+            raise _impossible("adam_cpus", cpus, "a tuple of CPU numbers")
 
     @property
     def worker_cpus(self) -> tuple[int, ...]:
@@ -101,54 +106,32 @@ class Settings:
         return self.mode == "superoffload" and self.engine == "so-tui"
 
 
-def _one_of(literal: Any) -> tuple[str, Callable[[Any], bool]]:
-    names = get_args(literal)
-    return " or ".join(f'"{name}"' for name in names), lambda value: value in names
+def _impossible(name: str, value: object, allowed: str) -> OffloadError:
+    return OffloadError(
+        f"superoffload.Settings: {name} = {value!r} is not possible. Use {allowed}.",
+        code="settings",
+    )
 
 
-def _is_number(value: Any, *, most: float = math.inf) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) <= most
-
-
-def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value)
-
-
-def _is_beta(value: Any) -> bool:
-    return _is_number(value) and value < 1
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and int(value) >= 0
-
-
-_RULES: Iterable[tuple[str, str, Callable[[Any], bool]]] = (
-    ("mode", *_one_of(Mode)),
-    ("engine", *_one_of(Engine)),
-    ("ratio", "a number from 0 to 1", partial(_is_number, most=1)),
-    ("speculation_bytes", "a number of bytes, at least 0", _is_number),
-    ("copies_bytes", "a number of bytes, at least 0", _is_number),
-    ("states", *_one_of(StatesFormat)),
-    ("seed", "an integer", lambda value: isinstance(value, Integral)),
-    ("max_skipped_steps", "an integer, at least 0", _is_count),
-    ("learning_rate", "a finite number, at least 0", _is_finite),
-    ("beta1", "a number from 0 to below 1", _is_beta),
-    ("beta2", "a number from 0 to below 1", _is_beta),
-    ("epsilon", "a finite number, at least 0", _is_finite),
-    ("weight_decay", "a finite number, at least 0", _is_finite),
-    (
-        "adam_cpus",
-        "a tuple of CPU numbers",
-        lambda value: isinstance(value, Collection) and all(map(_is_count, value)),
-    ),
-    ("run_ahead_parameters", "a number, at least 0", _is_number),
-    (
-        "watchdog_timeout_s",
-        "a number of seconds, above 0",
-        lambda value: _is_number(value) and value > 0,
-    ),
-)
-"""Name of a setting, what it may be, and whether a value is that."""
+_BYTES = ("a number of bytes, at least 0", Real, 0, math.inf)
+_FINITE = ("a finite number, at least 0", Real, 0, sys.float_info.max)
+_BETA = ("a number from 0 to below 1", Real, 0, math.nextafter(1, 0))
+_NUMBERS: dict[str, tuple[str, type, float, float]] = {
+    "ratio": ("a number from 0 to 1", Real, 0, 1),
+    "speculation_bytes": _BYTES,
+    "copies_bytes": _BYTES,
+    "seed": ("an integer", Integral, -math.inf, math.inf),
+    "max_skipped_steps": ("an integer, at least 0", Integral, 0, math.inf),
+    "learning_rate": _FINITE,
+    "beta1": _BETA,
+    "beta2": _BETA,
+    "epsilon": _FINITE,
+    "weight_decay": _FINITE,
+    "run_ahead_parameters": ("a number, at least 0", Real, 0, math.inf),
+    "watchdog_timeout_s": ("a number of seconds, above 0", Real, math.nextafter(0, 1), math.inf),
+}
+"""What a setting may be, in words, as a type, and from and to which number."""
+_CHOICES = {"mode": get_args(Mode), "engine": get_args(Engine), "states": get_args(StatesFormat)}
 
 
 # Room in host memory besides the states: second sets of states, and copies from which a checkpoint

@@ -372,6 +372,28 @@ def _fields_of(segments: tuple[Segment, ...], size: MemorySize) -> _SubGroupFiel
     return _SubGroupFields(array, len(segments), size.weight_bytes == 2, size.moments)
 
 
+_ARGUMENTS = {
+    Operation.INITIALIZE: ("current", "other", "accumulated", "weights", "second buffer"),
+    Operation.ACCUMULATE: ("accumulated", "staging", "overwrite"),
+    Operation.STEP: ("scalars", "current", "summed", "staging", "weights", "add staging"),
+    Operation.SPECULATE: (
+        "scalars",
+        "current",
+        "other",
+        "summed",
+        "staging",
+        "new weights",
+        "add staging",
+    ),
+    Operation.RESTORE: ("current", "weights"),
+    Operation.COPY: ("current", "into"),
+}
+"""What the functions of ``adam.cpp`` take, one for each operation: addresses, and two flags. The
+sub-group and the address of the progress counter follow.
+"""
+_FLAGS = ("overwrite", "add staging")
+
+
 class Kernel:
     """The compiled functions, bound to one shared memory, and to that of the weights where they are
     in host memory.
@@ -390,74 +412,47 @@ class Kernel:
         self._weights_offsets, _ = region_layout(size.numels, size.weight_bytes)
         self._sub_groups = [_fields_of(segments, size) for segments in size.sub_groups]
         functions = ctypes.CDLL(library)
-        pointer, integer = ctypes.c_void_p, ctypes.c_int
-
-        def bound(name: str, *arguments: Any, returns: Any = ctypes.c_double) -> Any:
-            function = getattr(functions, f"superoffload_{name}")
-            function.argtypes = [*arguments, pointer, *([pointer] if returns else [])]
-            function.restype = returns
-            return function
-
-        self._initialize = bound("initialize", *[pointer] * 5)
-        self._accumulate = bound("accumulate", pointer, pointer, integer)
-        self._step = bound("step", *[pointer] * 5, integer)
-        self._speculate = bound("speculate", *[pointer] * 6, integer)
-        self._restore = bound("restore", pointer, pointer)
-        self._copy = bound("copy", pointer, pointer)
-        self._decode = bound("decode", pointer, pointer, pointer, returns=None)
-        self._encode = bound("encode", pointer, pointer, pointer, returns=None)
+        self._functions: dict[int, Any] = {}
+        for operation, names in _ARGUMENTS.items():
+            function = getattr(functions, f"superoffload_{operation.name.lower()}")
+            kinds = [ctypes.c_int if name in _FLAGS else ctypes.c_void_p for name in names]
+            function.argtypes = [*kinds, ctypes.c_void_p, ctypes.c_void_p]
+            function.restype = ctypes.c_double
+            self._functions[operation] = function
+        self._decode, self._encode = functions.superoffload_decode, functions.superoffload_encode
+        for function in (self._decode, self._encode):
+            function.argtypes, function.restype = [ctypes.c_void_p] * 4, None
 
     def run(self, command: Command) -> float:
         """Execute a command and return the gradient's sum of squares; 0 if it has none."""
-        index, offsets = command.sub_group, self._layout
-        of_all = ctypes.byref(self._sub_groups[index]), self._base
-        current = self._states(command.states, index)
-        other = self._states(1 - command.states, index)
+        operation, index, offsets = Operation(command.operation), command.sub_group, self._layout
         staging = self._base + offsets.staging[index]
         new_weights = self._base + offsets.new_weights[index]
         accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
-        kept = (
-            ctypes.addressof(self._weights) + self._weights_offsets[index]
-            if self._weights is not None
-            else None
-        )
-        weights = kept or staging
-        summed = None if command.gradient == GradientSource.STAGING else accumulated
-        add_staging = int(command.gradient != GradientSource.ACCUMULATED)
-        match command.operation:
-            case Operation.STEP:
-                squares = self._step(
-                    ctypes.byref(_adamw_scalars(command)),
-                    current,
-                    summed,
-                    staging,
-                    weights,
-                    add_staging,
-                    *of_all,
-                )
-            case Operation.SPECULATE:
-                squares = self._speculate(
-                    ctypes.byref(_adamw_scalars(command)),
-                    current,
-                    other,
-                    summed,
-                    staging,
-                    kept or new_weights,
-                    add_staging,
-                    *of_all,
-                )
-            case Operation.ACCUMULATE:
-                squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
-            case Operation.RESTORE:
-                squares = self._restore(current, weights, *of_all)
-            case Operation.COPY:
-                squares = self._copy(current, self._states(command.into, index), *of_all)
-            case _:
-                second = (
-                    staging if kept else new_weights if index in self._size.speculating else None
-                )
-                squares = self._initialize(current, other, accumulated, weights, second, *of_all)
-        return float(squares)
+        second_buffer = new_weights if index in self._size.speculating else None
+        weights = staging
+        if self._weights is not None:
+            second_buffer = staging
+            weights = ctypes.addressof(self._weights) + self._weights_offsets[index]
+            new_weights = weights
+        updates = operation in (Operation.STEP, Operation.SPECULATE)
+        arguments = {
+            "scalars": ctypes.byref(_adamw_scalars(command)) if updates else None,
+            "current": self._states(command.states, index),
+            "other": self._states(1 - command.states, index),
+            "into": self._states(command.into, index),
+            "staging": staging,
+            "weights": weights,
+            "new weights": new_weights,
+            "second buffer": second_buffer,
+            "accumulated": accumulated,
+            "summed": None if command.gradient == GradientSource.STAGING else accumulated,
+            "add staging": int(command.gradient != GradientSource.ACCUMULATED),
+            "overwrite": command.first_micro_batch,
+        }
+        taken = (arguments[name] for name in _ARGUMENTS[operation])
+        group = ctypes.byref(self._sub_groups[index])
+        return float(self._functions[operation](*taken, group, self._base))
 
     def decode(self, index: int, states: int, first: int, second: int) -> None:
         """Write the moments of one set of states to two fp32 arrays at these addresses."""

@@ -97,11 +97,7 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     spec = read_spec(run)
     found = _read(source.expanduser())
     wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
-    if differing := sorted(
-        name
-        for name in wanted.keys() | found.numels.keys()
-        if wanted.get(name) != found.numels.get(name)
-    ):
+    if differing := sorted({name for name, _ in wanted.items() ^ found.numels.items()}):
         names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
         raise reject(
             "checkpoint-differs",

@@ -39,102 +39,6 @@ from superoffload.optimizer import SuperOffload
 from superoffload.settings import Settings, host_room
 from superoffload.shared_states import HostWeights
 
-# DeepSpeed's checkpoints: one rank's states as DeepSpeed's ZeRO-3 optimizer has them, and back.
-
-
-def _load_state_dict(
-    core: SuperOffload,
-    parameter_groups: Sequence[dict[str, Any]],
-    saved: Mapping[str, Any],
-    *,
-    moments: bool,
-) -> None:
-    """Load what ``state_dict`` returned, of as many ranks and sub-groups.
-
-    Args:
-        core: The rank's optimizer, synchronized.
-        parameter_groups: Those of AdamW, which get the saved learning rates and the like with the
-            moments.
-        saved: This rank's.
-        moments: Whether to load the moments and the step, too.
-
-    Raises:
-        OffloadError: If the sub-groups differ (``other-sub-groups``).
-    """
-    flat = saved[FP32_FLAT_GROUPS]
-    optimizer_state = saved[OPTIMIZER_STATE_DICT]
-    here = [group.weights.numel() for group in core.sub_groups]
-    if [weights.numel() for weights in flat] != here:
-        raise OffloadError(
-            f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(here)} "
-            "here: its sub_group_size or its number of ranks was another. superoffload.load_state "
-            "loads what superoffload.save_state saved with any.",
-            code="other-sub-groups",
-        )
-    for index, (state, weights) in enumerate(zip(core.states(), flat, strict=True)):
-        state.master_weights.copy_(weights)
-        if moments:
-            kept = optimizer_state["state"][index]
-            state.set_moments(kept["exp_avg"], kept["exp_avg_sq"])
-    if moments:
-        for group, values in zip(parameter_groups, optimizer_state["param_groups"], strict=True):
-            group.update(values)
-        core.set_steps_taken(
-            max((int(state["step"]) for state in optimizer_state["state"].values()), default=0)
-        )
-
-
-def _load_universal(
-    core: SuperOffload, folder: Path, numels: Mapping[str, int], rank: int, *, moments: bool
-) -> None:
-    """Load a universal checkpoint, which any ranks and sub-groups may have saved.
-
-    Args:
-        core: The rank's optimizer, synchronized.
-        folder: The checkpoint.
-        numels: Elements of each whole parameter.
-        rank: This rank, among those that share the parameters.
-        moments: Whether to load the moments and the step, too.
-
-    Raises:
-        OffloadError: If it is of another model (``other-parameters``), or cannot be read (codes of
-            ``deepspeed_states``).
-    """
-    saved = deepspeed_states(folder)
-    if dict(saved.numels) != numels:
-        names = sorted(
-            name
-            for name in saved.numels.keys() | numels.keys()
-            if saved.numels.get(name) != numels.get(name)
-        )
-        raise OffloadError(
-            f"{folder} is of another model: {len(names)} parameters differ in name or size, "
-            f"{', '.join(names[:3])} first.",
-            code="other-parameters",
-        )
-    places = {
-        name: (index, group.span(member))
-        for index, group in enumerate(core.sub_groups)
-        for member, name in enumerate(group.names)
-    }
-    found = (
-        [[torch.zeros(group.weights.numel()) for _ in range(2)] for group in core.sub_groups]
-        if moments and saved.moments
-        else []
-    )
-    for states in saved.read():
-        index, (begin, end) = places[states.name]
-        kinds = [core.state(index).master_weights, *(found[index] if found else ())]
-        for target, whole in zip(
-            kinds, (states.master_weights, *(states.moments or ())), strict=False
-        ):
-            shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
-            target[begin : begin + len(shard)].copy_(shard)
-    for index, (first, second) in enumerate(found):
-        core.state(index).set_moments(first, second)
-    if found:
-        core.set_steps_taken(saved.adam_step)
-
 
 def publish_weights(optimizer: Any, states: Iterable[SubGroupState]) -> None:
     """Cast the master weights of a ZeRO-3 optimizer's sub-groups to the weights, on all ranks, and
@@ -623,24 +527,74 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 ``deepspeed_states``).
         """
         self.core.synchronize()
-        rank = comm.get_rank(group=self.dp_process_group)
         if checkpoint_folder:
-            numels = {
-                self.param_names[parameter]: parameter.ds_numel
-                for group in self.fp16_groups
-                for parameter in group
-            }
-            _load_universal(
-                self.core, Path(checkpoint_folder), numels, rank, moments=load_optimizer_states
-            )
+            self._load_universal(Path(checkpoint_folder), moments=load_optimizer_states)
         else:
-            _load_state_dict(
-                self.core,
-                self.optimizer.param_groups,
-                state_dict_list[rank],
-                moments=load_optimizer_states,
-            )
+            rank = comm.get_rank(group=self.dp_process_group)
+            self._load_flat(state_dict_list[rank], moments=load_optimizer_states)
         publish_weights(self, self.core.states())
+
+    def _load_flat(self, saved: Mapping[str, Any], *, moments: bool) -> None:
+        """Load what ``state_dict`` returned on this rank; ``moments``: with the moments, the step,
+        and what AdamW's parameter groups say of learning rates and the like.
+        """
+        flat, optimizer_state = saved[FP32_FLAT_GROUPS], saved[OPTIMIZER_STATE_DICT]
+        states = self.core.states()
+        if [weights.numel() for weights in flat] != [state.weights.numel() for state in states]:
+            raise OffloadError(
+                f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(states)} "
+                "here: its sub_group_size or its number of ranks was another. "
+                "superoffload.load_state loads what superoffload.save_state saved with any.",
+                code="other-sub-groups",
+            )
+        for index, (state, weights) in enumerate(zip(states, flat, strict=True)):
+            state.master_weights.copy_(weights)
+            if moments:
+                kept = optimizer_state["state"][index]
+                state.set_moments(kept["exp_avg"], kept["exp_avg_sq"])
+        if moments:
+            groups = zip(self.optimizer.param_groups, optimizer_state["param_groups"], strict=True)
+            for group, values in groups:
+                group.update(values)
+            self.core.set_steps_taken(
+                max((int(kept["step"]) for kept in optimizer_state["state"].values()), default=0)
+            )
+
+    def _load_universal(self, folder: Path, *, moments: bool) -> None:
+        """Load a universal checkpoint; ``moments``: with the moments and the step."""
+        saved = deepspeed_states(folder)
+        numels = {
+            self.param_names[parameter]: parameter.ds_numel
+            for group in self.fp16_groups
+            for parameter in group
+        }
+        if names := sorted({name for name, _ in saved.numels.items() ^ numels.items()}):
+            raise OffloadError(
+                f"{folder} is of another model: {len(names)} parameters differ in name or size, "
+                f"{', '.join(names[:3])} first.",
+                code="other-parameters",
+            )
+        states, groups = self.core.states(), self.core.sub_groups
+        places = {
+            name: (index, group.span(member))
+            for index, group in enumerate(groups)
+            for member, name in enumerate(group.names)
+        }
+        tensors = [[state.master_weights] for state in states]
+        moments = moments and saved.moments
+        if moments:
+            for found in tensors:
+                found += (torch.zeros(found[0].numel()) for _ in range(2))
+        rank = comm.get_rank(group=self.dp_process_group)
+        for name, kinds in saved.read():
+            index, (begin, end) = places[name]
+            for target, whole in zip(tensors[index], kinds, strict=False):
+                shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
+                target[begin : begin + len(shard)].copy_(shard)
+        if moments:
+            for state, (_, first, second) in zip(states, tensors, strict=True):
+                state.set_moments(first, second)
+            self.core.set_steps_taken(saved.adam_step)
 
     def destroy(self) -> None:
         self.release()
