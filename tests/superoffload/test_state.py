@@ -71,7 +71,7 @@ def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: 
         ]
         file = checkpoint.Save(folder, api._manifest(saved, states))
         for index, state in enumerate(states):
-            file.write(index, checkpoint.tensors_of(state))
+            file.write(index, state.tensors())
         file.finish()
         weights = dict(checkpoint.saved_master_weights(folder))
     superoffload.verify_state(folder)

@@ -12,7 +12,6 @@ the data. The learning rate follows from the step. ``checkpoint_folder`` has the
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import threading
@@ -52,7 +51,7 @@ from so_tui_trainer.checkpoint_folder import (
 from so_tui_trainer.engine_settings import states_format
 from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
-from superoffload.checkpoint import Rounded
+from superoffload.checkpoint import Rounded, sync
 
 Result = TypeVar("Result")
 _NOT_WRITTEN = "the checkpoint could not be written"
@@ -135,10 +134,9 @@ class Saving:
         self._partial = partial = ranks.broadcast(made, Path)
         rest: superoffload.Save | None = None
         with _all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
-            with _random_file(partial, ranks.rank).open("wb") as file:
-                file.write(msgspec.msgpack.encode(_random_state()))
-                file.flush()
-                os.fsync(file.fileno())
+            random_file = _random_file(partial, ranks.rank)
+            random_file.write_bytes(msgspec.msgpack.encode(_random_state()))
+            sync(random_file)
             rest = superoffload.begin_save(engine, optimizer_folder(partial), copying=background)
         assert rest is not None
         self._written = _in_thread(rest.finish)

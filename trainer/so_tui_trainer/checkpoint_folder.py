@@ -43,6 +43,7 @@ from so_tui.trust.text import brief_message
 from so_tui.units import disk_size
 from so_tui_trainer.failures import TrainingError
 from superoffload import OffloadError
+from superoffload.checkpoint import sync
 
 # Room on the disk for a checkpoint: whether there is enough, and removing checkpoints that are no
 # longer needed.
@@ -458,23 +459,17 @@ def complete(partial: Path, manifest: Manifest) -> Path:
         for name, size in written.items()
         if size <= _SMALL_BYTES
     }
-    with (partial / _MANIFEST).open("wb") as file:
-        file.write(
-            msgspec.json.encode(
-                msgspec.structs.replace(manifest, files=written, checksums=checksums)
-            )
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    for path in (optimizer_folder(partial), partial):
-        _sync(path)
+    described = msgspec.structs.replace(manifest, files=written, checksums=checksums)
+    (partial / _MANIFEST).write_bytes(msgspec.json.encode(described))
+    for path in (partial / _MANIFEST, optimizer_folder(partial), partial):
+        sync(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     if os.path.lexists(
         final
     ):  # The same step again, after resuming from an older checkpoint; or something that is none.
         set_aside(final, SUPERSEDED)
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     _verify(final)
     # What is not this run's own does not push any of its checkpoints out.
     own = [
@@ -503,12 +498,3 @@ def _file_of(checkpoint: Path, name: str) -> Path:
             f"{path} is a link or not a regular file.", code="unreadable"
         )
     return path
-
-
-def _sync(folder: Path) -> None:
-    """Sync a folder, so that the names in it survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -256,11 +256,11 @@ def begin_save(engine: Any, folder: Path, *, copying: bool = True) -> Save:
     save = Save(Path(folder), _manifest(engine, states))
     try:
         if copying and optimizer:
-            save.attach = optimizer.transfers.attach
+            save.attach, save.release = optimizer.transfers.attach, optimizer.release_copy
             save.copies.update(optimizer.copy_states())
         for index, state in enumerate(states):
             if index not in save.copies:
-                save.write(index, checkpoint.tensors_of(state))
+                save.write(index, state.tensors())
     except BaseException:
         save.close()
         raise
@@ -367,5 +367,7 @@ def _manifest(engine: Any, states: Sequence[SubGroupState]) -> checkpoint.Manife
         ratio=settings.ratio if settings.mode != "gpu" else 0.0,
         rank=torch.distributed.get_rank(),
         ranks=torch.distributed.get_world_size(),
-        sub_groups=checkpoint.records(states, adapter.sub_group_parameters(engine)),
+        sub_groups=tuple(
+            map(checkpoint.SubGroupRecord.of, states, adapter.sub_group_parameters(engine))
+        ),
     )

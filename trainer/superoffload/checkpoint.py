@@ -28,7 +28,7 @@ from torch import Tensor
 
 from so_tui.model.sharding import MOMENT_BLOCK, partition_numel
 from superoffload.errors import Mismatch, OffloadError, StateMismatchError
-from superoffload.gpu_states import StatesCopy, SubGroupState
+from superoffload.gpu_states import Copies, SubGroupState
 
 # A large file that reaches the disk while it is written, a piece at a time, and leaves no pages
 # behind.
@@ -135,6 +135,24 @@ class SubGroupRecord(msgspec.Struct, frozen=True):
     numels: tuple[int, ...]
     """Elements of the whole parameters, over all ranks."""
 
+    @classmethod
+    def of(cls, state: SubGroupState, parameters: Sequence[tuple[str, int]]) -> SubGroupRecord:
+        """Return the record of a state; ``parameters``: names, and elements over all ranks."""
+        names, numels = zip(*parameters, strict=True)
+        return cls(
+            state.master_weights.numel(),
+            state.device,
+            state.step,
+            state.moments is not None,
+            names,
+            numels,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Size of its tensors in the file."""
+        return 4 * self.numel * (3 if self.moments else 1)
+
     @property
     def parameters(self) -> Iterable[tuple[str, int]]:
         """Name and elements of each parameter."""
@@ -158,26 +176,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes(self) -> int:
-        return sum(length for _, length in _extents(self.sub_groups))
-
-
-def records(
-    states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple[str, int]]]
-) -> tuple[SubGroupRecord, ...]:
-    """Return the manifest's records of the sub-groups; ``parameters`` has the name and the elements
-    over all ranks of their members.
-    """
-    return tuple(
-        SubGroupRecord(
-            state.master_weights.numel(),
-            state.device,
-            state.step,
-            state.moments is not None,
-            tuple(name for name, _ in members),
-            tuple(numel for _, numel in members),
-        )
-        for state, members in zip(states, parameters, strict=True)
-    )
+        return sum(group.bytes for group in self.sub_groups)
 
 
 class Save:
@@ -192,14 +191,16 @@ class Save:
         copies: The copies that are not written yet, by sub-group, in the order in which they are
             written.
         attach: Prepares a thread for reading copies.
+        release: Gives a copy's memory back.
 
     Raises:
         OSError: The file cannot be created.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.copies: dict[int, StatesCopy] = {}
+        self.copies: Copies = {}
         self.attach: Callable[[], None] = lambda: None
+        self.release: Callable[[int], None] = lambda index: None
         folder.mkdir(parents=True, exist_ok=True)
         data_path, self._manifest_path = _paths(folder, manifest.rank)
         self._manifest_path.unlink(missing_ok=True)
@@ -211,9 +212,8 @@ class Save:
         self._file = _PacedFile(data_path)
 
     def write(self, index: int, tensors: Iterable[Tensor]) -> None:
-        """Write one sub-group's tensors, in the order of ``tensors_of``. Raises OSError."""
-        groups = self._manifest.sub_groups
-        begin = sum(length for _, length in _extents(groups[:index]))
+        """Write one sub-group's ``SubGroupState.tensors``, or copies of them. Raises OSError."""
+        begin = sum(group.bytes for group in self._manifest.sub_groups[:index])
         samples: list[memoryview] = []
         for tensor in tensors:
             view = _bytes_of(tensor.detach().cpu().contiguous())
@@ -233,8 +233,9 @@ class Save:
         try:
             self.attach()
             for index in tuple(self.copies):
-                self.write(index, self.copies[index].tensors())
-                self.copies.pop(index).release()
+                self.write(index, self.copies[index]())
+                del self.copies[index]
+                self.release(index)
             self._file.finish()
         finally:
             self.close()
@@ -243,10 +244,8 @@ class Save:
             samples = zlib.crc32(self._samples[index], samples)
         manifest = msgspec.structs.replace(self._manifest, samples=samples)
         partial = self._manifest_path.with_suffix(".json.partial")
-        with partial.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(manifest)))
-            file.flush()
-            os.fsync(file.fileno())
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        sync(partial)
         partial.replace(self._manifest_path)
         return manifest.bytes
 
@@ -254,7 +253,18 @@ class Save:
         """Give up what is not written. Safe to call twice."""
         self._file.close()
         while self.copies:
-            self.copies.popitem()[1].release()
+            self.release(self.copies.popitem()[0])
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, would survive a power failure.
+    Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def verify_state(folder: Path) -> None:
@@ -269,9 +279,13 @@ def verify_state(folder: Path) -> None:
     for manifest in manifests(Path(folder)):
         samples = 0
         with _open_states(Path(folder), manifest) as file:
-            for begin, size in _extents(manifest.sub_groups):
-                for start, length in _sampled(size):
-                    samples = zlib.crc32(os.pread(file.fileno(), length, begin + start), samples)
+            begin = 0
+            for group in manifest.sub_groups:
+                for _ in range(3 if group.moments else 1):
+                    for start, length in _sampled(4 * group.numel):
+                        sample = os.pread(file.fileno(), length, begin + start)
+                        samples = zlib.crc32(sample, samples)
+                    begin += 4 * group.numel
         if samples != manifest.samples:
             raise OffloadError(
                 f"{file.name} does not hold what was written: its checksum differs.",
@@ -347,15 +361,6 @@ def _consistent(group: SubGroupRecord, ranks: int) -> bool:
     return sum(partition_numel(numel, ranks) for numel in group.numels) <= group.numel
 
 
-def _extents(sub_groups: Sequence[SubGroupRecord]) -> Iterator[tuple[int, int]]:
-    """Yield the first byte and the length of every tensor in a rank's file."""
-    begin = 0
-    for group in sub_groups:
-        for _ in range(3 if group.moments else 1):
-            yield begin, 4 * group.numel
-            begin += 4 * group.numel
-
-
 def _sampled(size: int) -> Iterator[tuple[int, int]]:
     """Yield the first byte and the length of the samples of a tensor of ``size`` bytes: one at
     regular distances, and one at the end.
@@ -395,15 +400,6 @@ def _open_states(folder: Path, manifest: Manifest) -> FileIO:
             f"{path} is torn: it has {size} bytes, its manifest says {manifest.bytes}.", code="torn"
         )
     return file
-
-
-def tensors_of(state: SubGroupState) -> Iterator[Tensor]:
-    """Yield master weights, first and second moment, in the order of the file; only the master
-    weights if the moments are out of reach.
-    """
-    yield state.master_weights
-    if state.moments is not None:
-        yield from state.moments()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -485,7 +481,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
     with ExitStack() as stack:
         files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for state, group in zip(states, expected.sub_groups, strict=True):
-            tensors = tuple(tensors_of(state))
+            tensors = state.tensors()
             targets = [
                 tensor
                 if tensor.device.type == "cpu"
@@ -662,7 +658,7 @@ def _locations(manifest: Manifest) -> dict[str, _Location]:
         for name, numel in group.parameters:
             found[name] = _Location(offset, group.numel)
             offset += partition_numel(numel, manifest.ranks)
-        start += group.numel * (3 if group.moments else 1)
+        start += group.bytes // 4
     return found
 
 

@@ -32,6 +32,7 @@ from superoffload.checkpoint import (
     SubGroupRecord,
     manifests,
     saved_states,
+    sync,
 )
 from superoffload.errors import OffloadError
 
@@ -341,10 +342,8 @@ def _tensor(loaded: Any) -> Tensor:
 
 
 def _save(content: Any, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(content, path)
+    sync(path)
 
 
 def _load(path: Path) -> Any:

@@ -40,7 +40,7 @@ from torch import Tensor
 from so_tui.model.sharding import StatesFormat
 from superoffload import kernel
 from superoffload.errors import NonFiniteGradientError, OffloadError
-from superoffload.gpu_states import SubGroup, Tensors
+from superoffload.gpu_states import Copies, SubGroup, Tensors
 from superoffload.settings import HostRoom, Settings
 from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.steps import Speculation, StepPolicy, StepTime
@@ -355,15 +355,12 @@ class CpuStates:
             )
         )
 
-    def copies(self) -> dict[int, Callable[[], Tensors]]:
+    def copies(self) -> Copies:
         """Have the worker copy the states of all sub-groups that have room for it, before it steps
         them again. Those whose copy is in their second set do not speculate while they are
         ``lent``.
-
-        Returns:
-            By sub-group: a function for any thread that waits for the copy and returns it.
         """
-        found: dict[int, Callable[[], Tensors]] = {}
+        found: Copies = {}
         for index, current in self._current.items():
             if index in self.room.copied:
                 into = StatesSet.COPY

@@ -4,7 +4,7 @@ by torch's AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,16 +23,8 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 """Master weights, first and second moment, in fp32."""
 
 
-@dataclass(frozen=True)
-class StatesCopy:
-    """The states of one sub-group as they were when the copy was ordered. Both functions may be
-    called from any thread.
-    """
-
-    tensors: Callable[[], Tensors]
-    """Waits until the copy is complete, and returns it."""
-    release: Callable[[], None]
-    """Gives the copy's memory back; its tensors must no longer be used."""
+Copies = dict[int, Callable[[], Tensors]]
+"""By sub-group: waits until a copy of its states is complete, and returns it, in any thread."""
 
 
 # Sub-groups: parameters that are stepped together, the gradients that arrive for them, and their
@@ -104,6 +96,12 @@ class SubGroupState:
     step: int
     set_step: Callable[[int], None]
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return master weights, first and second moment; only the master weights if the moments
+        are out of reach.
+        """
+        return self.master_weights, *(self.moments() if self.moments else ())
+
 
 def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
     """Raise OffloadError (``dtype``) unless all weights are bf16 or all are fp32, which the Adam
@@ -159,7 +157,7 @@ class GpuStates:
             index: sub_groups[index].weights.detach().to(torch.float32, copy=True).requires_grad_()
             for index in self.indices
         }
-        self._gradients = {
+        self.gradients = {
             index: torch.zeros_like(master_weights)
             for index, master_weights in self._master_weights.items()
         }
@@ -177,15 +175,11 @@ class GpuStates:
         """Add one parameter's gradient from element ``begin`` on. The step's first micro-batch
         overwrites the step before's.
         """
-        target = self._gradients[index].narrow(0, begin, values.numel())
+        target = self.gradients[index].narrow(0, begin, values.numel())
         if first_micro_batch:
             target.copy_(values)
         else:
             target.add_(values)
-
-    def gradients(self) -> Iterable[tuple[int, Tensor]]:
-        """Return the gradients of the current step with their sub-groups' indices."""
-        return self._gradients.items()
 
     def step(self, factor: float) -> None:
         """Step all GPU sub-groups with their gradients times ``factor``, and cast the new
@@ -196,8 +190,8 @@ class GpuStates:
         self._empty_parameter_groups()
         for index in self.indices:
             if factor != 1.0:
-                self._gradients[index].mul_(factor)
-            self._master_weights[index].grad = self._gradients[index]
+                self.gradients[index].mul_(factor)
+            self._master_weights[index].grad = self.gradients[index]
             self._adamw.param_groups[self._sub_groups[index].parameter_group]["params"].append(
                 self._master_weights[index]
             )
@@ -221,14 +215,11 @@ class GpuStates:
         for target, values in zip(self.moments(index), (first, second), strict=True):
             target.copy_(values)
 
-    def copies(self, transfers: Transfers) -> dict[int, Callable[[], Tensors]]:
+    def copies(self, transfers: Transfers) -> Copies:
         """Queue copies of the states of all sub-groups that have room for it, before their next
         step.
-
-        Returns:
-            By sub-group: a function for any thread that waits for the copy and returns it.
         """
-        found: dict[int, Callable[[], Tensors]] = {}
+        found: Copies = {}
         for index, memory in self._copies.items():
             states = (self.master_weights(index), *self.moments(index))
             copied = transfers.states_to_host(list(zip(memory, states, strict=True)))

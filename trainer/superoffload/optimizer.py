@@ -44,9 +44,9 @@ from torch import Tensor
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import (
+    Copies,
     GpuStates,
     Gradient,
-    StatesCopy,
     SubGroup,
     SubGroupState,
     check_dtypes,
@@ -247,21 +247,18 @@ class SuperOffload:
             else:
                 copies += self.cpu.stage_gradient(index, gradient.member, values)
                 after += self.cpu.new_weights.copied(index)
+        on_cpu = [
+            gradient for gradient in gradients if not self.sub_groups[gradient.sub_group].on_gpu
+        ]
         if boundary and not self._policy.accumulates:
-            self._norm.add(
-                [
-                    gradient
-                    for gradient in gradients
-                    if not self.sub_groups[gradient.sub_group].on_gpu
-                ]
-            )
+            self._norm.add(on_cpu)
         copied: Event = CompletedEvent()
         if copies:
             transfer = self.transfers.gradients_to_host(copies, after)
             self.meter.current.d2h.append(transfer)
             copied = transfer.end
-        for index in dict.fromkeys(gradient.sub_group for gradient in gradients):
-            if self._arrivals.is_complete(index) and not self.sub_groups[index].on_gpu:
+        for index in dict.fromkeys(gradient.sub_group for gradient in on_cpu):
+            if self._arrivals.is_complete(index):
                 self.cpu.on_complete(
                     index,
                     copied,
@@ -312,7 +309,7 @@ class SuperOffload:
         self._gpu.step(factor)
         self.steps_taken += 1
         self.skipped, self._skipped_in_a_row = None, 0
-        self._begin_step()
+        self._arrivals.begin_step()
         if not self.lazy_weights:
             begin = self.transfers.mark()
             self.cpu.new_weights.wait_for()
@@ -390,7 +387,7 @@ class SuperOffload:
         if self._policy.accumulates:
             self.cpu.wait_for_squares()
             by_worker = self.cpu.squares
-        squares = self._norm.all_rank_squares(self._gpu.gradients(), by_worker)
+        squares = self._norm.all_rank_squares(self._gpu.gradients.items(), by_worker)
         if self._policy.norm_is_read_before_step:
             factor = clip_factor(self._norm.read(squares, step), self.clipping)
         self._norm.read_later(squares, step)
@@ -407,17 +404,13 @@ class SuperOffload:
         self._skipped_steps += 1
         self._skipped_in_a_row += 1
         self.cpu.undo(self.steps_taken)
-        self._begin_step()
+        self._arrivals.begin_step()
         self.meter.end_step()
         too_many = self._skipped_in_a_row > self._max_skipped_steps
         if (
             error.poisoned or too_many or not self.steps_taken
         ):  # weights with which no step has ever succeeded are no good
             raise error
-
-    def _begin_step(self) -> None:
-        self._arrivals.begin_step()
-        self._norm.begin_step()
 
     def _check(self) -> None:
         """Raise what has gone wrong with the states, now or earlier."""
@@ -430,12 +423,12 @@ class SuperOffload:
 
     # -- states ------------------------------------------------------------------------------------
 
-    def copy_states(self) -> dict[int, StatesCopy]:
+    def copy_states(self) -> Copies:
         """Copy the states of the last step where there is room for it, by sub-group, for writing
         them while training goes on.
 
-        Release every copy before the next call, in their order: the first ones keep sub-groups from
-        speculating.
+        Call ``release_copy`` for each before the next call, in their order: the first ones keep
+        sub-groups from speculating.
 
         Raises:
             OffloadError: As ``synchronize``; or if copies have not been released
@@ -451,12 +444,12 @@ class SuperOffload:
         copies = self._gpu.copies(self.transfers) | self.cpu.copies()
         self._copies_in_use.update(copies)
         in_order = sorted(copies, key=lambda index: (index not in self.cpu.lent, index))
-        return {
-            index: StatesCopy(copies[index], partial(self._release_copy, index))
-            for index in in_order
-        }
+        return {index: copies[index] for index in in_order}
 
-    def _release_copy(self, index: int) -> None:
+    def release_copy(self, index: int) -> None:
+        """Give the memory of a sub-group's copy back, from any thread. Its tensors must no longer
+        be used.
+        """
         self.cpu.lent.discard(index)
         self._copies_in_use.discard(index)  # Last: then the next copy may be made.
 

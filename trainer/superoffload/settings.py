@@ -116,7 +116,7 @@ def _impossible(name: str, value: object, allowed: str) -> OffloadError:
 _BYTES = ("a number of bytes, at least 0", Real, 0, math.inf)
 _FINITE = ("a finite number, at least 0", Real, 0, sys.float_info.max)
 _BETA = ("a number from 0 to below 1", Real, 0, math.nextafter(1, 0))
-_NUMBERS: dict[str, tuple[str, type, float, float]] = {
+_NUMBERS: dict[str, tuple[str, type[Any], float, float]] = {
     "ratio": ("a number from 0 to 1", Real, 0, 1),
     "speculation_bytes": _BYTES,
     "copies_bytes": _BYTES,
@@ -183,7 +183,13 @@ def host_room(
     second: frozenset[int] = frozenset()
     if clips and settings.speculation_bytes:
         each = speculation_bytes(weight_bytes, settings.states, host_weights=host_weights)
-        second = _speculating_within(sub_groups, each, min(settings.speculation_bytes, spare))
+        on_cpu = sorted(
+            (index for index, group in enumerate(sub_groups) if not group.on_gpu),
+            key=lambda index: sub_groups[index].first_use,
+        )
+        numels = [sub_groups[index].weights.numel() for index in on_cpu]
+        most = int(min(settings.speculation_bytes, spare) / each)
+        second = frozenset(on_cpu[position] for position in speculating(numels, most))
         spare -= int(each * sum(sub_groups[index].weights.numel() for index in second))
     sizes = [
         copy_bytes("fp32" if group.on_gpu else settings.states) * group.weights.numel()
@@ -192,20 +198,4 @@ def host_room(
     return HostRoom(
         second,
         tuple(copied(sizes, second, min(settings.copies_bytes, spare))),
-    )
-
-
-def _speculating_within(
-    sub_groups: Sequence[SubGroup], each_bytes: float, budget_bytes: int
-) -> frozenset[int]:
-    """Return the CPU sub-groups that can have a second set of states, of ``each_bytes`` a
-    parameter, within this much host memory.
-    """
-    on_cpu = sorted(
-        (index for index, group in enumerate(sub_groups) if not group.on_gpu),
-        key=lambda index: sub_groups[index].first_use,
-    )
-    numels = [sub_groups[index].weights.numel() for index in on_cpu]
-    return frozenset(
-        on_cpu[position] for position in speculating(numels, int(budget_bytes / each_bytes))
     )

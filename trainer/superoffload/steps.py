@@ -71,14 +71,14 @@ class GradientNorm:
     def all_rank_squares(
         self, whole: Iterable[tuple[int, Tensor]], by_worker: Mapping[int, float]
     ) -> Tensor:
-        """Return the sums of squares over all ranks, one per sub-group.
+        """Return the sums of squares over all ranks, one per sub-group, and begin anew.
 
         Args:
             whole: Whole gradients of sub-groups for which ``add`` was not called, with their
                 indices.
             by_worker: Sums of squares that the Adam worker took, by sub-group.
         """
-        squares = self._squares.clone()
+        squares, self._squares = self._squares, torch.zeros_like(self._squares)
         for index, gradient in whole:
             # vector_norm would make a copy in double precision: 8 bytes an element, for hundreds of
             # millions of elements.
@@ -105,9 +105,6 @@ class GradientNorm:
         step, values, event = self._last
         event.synchronize()
         return self._norm(values.tolist(), step)
-
-    def begin_step(self) -> None:
-        self._squares.zero_()
 
     def forget_last(self) -> None:
         """Drop the last step's norm, because other states were loaded."""

@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -119,7 +119,7 @@ class _MemoryLayout(NamedTuple):
     """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as
     the second set of states, and where the weights are in host memory.
     """
-    states: tuple[_StateOffsets, _StateOffsets, _StateOffsets]
+    states: tuple[_StateOffsets, ...]
     """By ``StatesSet``; of no size where a sub-group lacks the set."""
     accumulated: tuple[int, ...]
     """Empty without gradient accumulation."""
@@ -143,36 +143,29 @@ def layout(size: MemorySize) -> _MemoryLayout:
     4 more, and a copy the size of the states.
     """
     end = REGION_ALIGNMENT
+    numels, blocks, moment_bytes = size.numels, size.blocks, size.moments.element_bytes
+    all_of_them = range(len(numels))
 
-    def region(element_bytes: int, numels: Sequence[int]) -> tuple[int, ...]:
+    def region(
+        element_bytes: int, sizes: Sequence[int], having: Sequence[int] = all_of_them
+    ) -> tuple[int, ...]:
         nonlocal end
-        offsets, end = region_layout(numels, element_bytes, end)
+        kept = [each if index in having else 0 for index, each in enumerate(sizes)]
+        offsets, end = region_layout(kept, element_bytes, end)
         return offsets
 
-    numels = size.numels
-
-    def of(having: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(each if index in having else 0 for index, each in enumerate(sizes))
-
-    def states_of(having: tuple[int, ...]) -> _StateOffsets:
-        elements, blocks = of(having, numels), of(having, size.blocks)
-        moment = size.moments.element_bytes
-        return _StateOffsets(
-            region(4, elements),
-            region(moment, elements),
-            region(moment, elements),
-            region(1, blocks),
-            region(1, blocks),
-        )
-
-    second_buffers = () if size.host_weights else size.speculating
     staging = region(size.weight_bytes, numels)
-    new_weights = region(size.weight_bytes, of(second_buffers, numels))
+    new_weights = region(size.weight_bytes, numels, () if size.host_weights else size.speculating)
     staging_bytes = end - REGION_ALIGNMENT
-    states = (
-        states_of(tuple(range(len(numels)))),
-        states_of(size.speculating),
-        states_of(size.copied),
+    states = tuple(
+        _StateOffsets(
+            region(4, numels, having),
+            region(moment_bytes, numels, having),
+            region(moment_bytes, numels, having),
+            region(1, blocks, having),
+            region(1, blocks, having),
+        )
+        for having in (all_of_them, size.speculating, size.copied)
     )
     accumulated = region(4, numels) if size.accumulate else ()
     return _MemoryLayout(staging, new_weights, states, accumulated, staging_bytes, end)
@@ -269,21 +262,6 @@ class Result(NamedTuple):
 
 COMMAND_PACKET = struct.Struct("<iiqiiii6d")
 RESULT_PACKET = struct.Struct("<dd")
-
-
-def _serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
-    """Execute commands in order until the other side closes the socket, which it may do at any
-    time.
-
-    Args:
-        channel: The worker's end.
-        run: Executes a command and returns the sum of squares of its gradient.
-    """
-    with suppress(ConnectionError):
-        while packet := channel.recv(COMMAND_PACKET.size):
-            begin = time.monotonic()
-            squares = run(Command(*COMMAND_PACKET.unpack(packet)))
-            channel.send(RESULT_PACKET.pack(*Result(squares, time.monotonic() - begin)))
 
 
 def bytes_moved(
@@ -504,7 +482,13 @@ def main() -> None:
         mmap.mmap(settings["memory"], 0) as memory,
         socket.socket(fileno=settings["channel"]) as channel,
     ):
-        _serve(channel, Kernel(settings["library"], memory, size, weights).run)
+        kernel = Kernel(settings["library"], memory, size, weights)
+        # Until the other side closes the socket, which it may do at any time.
+        with suppress(ConnectionError):
+            while packet := channel.recv(COMMAND_PACKET.size):
+                begin = time.monotonic()
+                squares = kernel.run(Command(*COMMAND_PACKET.unpack(packet)))
+                channel.send(RESULT_PACKET.pack(*Result(squares, time.monotonic() - begin)))
         # the kernel still points into the memory, so leaving the block, which closes it, would fail
         os._exit(0)
 

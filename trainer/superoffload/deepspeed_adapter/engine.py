@@ -215,9 +215,9 @@ def sub_group_states(engine: Engine) -> list[SubGroupState]:
     """Return this rank's optimizer states, to be read or written in place. Moments that do not
     exist yet are created.
     """
+    if core := super_offload(engine):
+        return core.states()
     optimizer = engine.optimizer
-    if isinstance(optimizer, SuperOffloadStage3):
-        return optimizer.core.states()
     return [_stage3_state(optimizer, index) for index in range(len(optimizer.fp16_groups))]
 
 

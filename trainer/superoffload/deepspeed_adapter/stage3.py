@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from deepspeed.utils import z3_leaf_module
 from torch import Tensor
 
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
-from superoffload.checkpoint import tensors_of
 from superoffload.conversion import deepspeed_states
 from superoffload.errors import OffloadError
 from superoffload.gpu_states import Gradient, SubGroup, SubGroupState
@@ -100,12 +100,10 @@ def _place(
             if host is None or index < on_gpu
             else host.weights(index)
         )
-        begin = 0
-        for parameter in group:
-            target = weights.narrow(0, begin, parameter.partition_numel())
+        targets = torch.split(weights, [parameter.partition_numel() for parameter in group])
+        for parameter, target in zip(group, targets, strict=True):
             target.copy_(parameter.ds_tensor)
             parameter.ds_tensor.data = target
-            begin += target.numel()
         found.append(weights)
     return found, host
 
@@ -127,14 +125,10 @@ def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
         yield None
         return
     shards = [parameter.ds_tensor for parameter in on_host]
-    copies = torch.empty(
-        sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=on_host[0].device
-    )
-    begin = 0
-    for parameter, shard in zip(on_host, shards, strict=True):
-        copy = copies.narrow(0, begin, shard.numel())
+    numels = [shard.numel() for shard in shards]
+    copies = torch.empty(sum(numels), dtype=shards[0].dtype, device=on_host[0].device)
+    for parameter, shard, copy in zip(on_host, shards, torch.split(copies, numels), strict=True):
         copy.copy_(shard, non_blocking=True)
-        begin += shard.numel()
         copy.__dict__.update(shard.__dict__)  # DeepSpeed keeps what it knows of a shard there
         parameter.ds_tensor = copy
     try:
@@ -153,12 +147,15 @@ class _Waits:
 
     Args:
         core: The rank's optimizer.
-        sub_group: By DeepSpeed's id of a trainable parameter, its sub-group.
+        members: By DeepSpeed's id of a trainable parameter, its sub-group and its position there.
+
+    Attributes:
+        originals: Puts DeepSpeed's own functions back when it is closed.
     """
 
-    def __init__(self, core: SuperOffload, sub_group: Mapping[int, int]) -> None:
-        self._core, self._sub_group = core, sub_group
-        self._originals: list[tuple[Any, str, Any]] = []
+    def __init__(self, core: SuperOffload, members: Mapping[int, tuple[int, int]]) -> None:
+        self._core, self._members = core, members
+        self.originals = ExitStack()
 
     def before_all_gather(self, module: Any) -> None:
         """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait
@@ -203,22 +200,13 @@ class _Waits:
 
         self._replace(coordinator, "fetch_sub_module", measured_fetch)
 
-    def restore(self) -> None:
-        """Put DeepSpeed's own functions back. Safe to call twice."""
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
-        self._originals.clear()
-
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._originals.append((owner, name, getattr(owner, name)))
+        self.originals.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, function)
 
     def _sub_groups(self, parameters: Any) -> frozenset[int]:
-        return frozenset(
-            self._sub_group[parameter.ds_id]
-            for parameter in parameters
-            if parameter.ds_id in self._sub_group
-        )
+        ids = self._members.keys() & {parameter.ds_id for parameter in parameters}
+        return frozenset(self._members[number][0] for number in ids)
 
 
 @contextmanager
@@ -348,9 +336,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         # Other methods of the base class expect these attributes.
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor] = {}
-        self._waits = _Waits(
-            self.core, {ds_id: index for ds_id, (index, _) in self._member.items()}
-        )
+        self._waits = _Waits(self.core, self._member)
         self._waits.before_all_gather(self.module)
         self._waits.before_layers(self.parameter_offload.get_param_coordinator())
         comm.barrier()
@@ -460,7 +446,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 code="compact-moments",
             )
         kinds = (None, "exp_avg", "exp_avg_sq")
-        tensors = dict(zip(kinds, tensors_of(self.core.state(index)), strict=True))
+        tensors = dict(zip(kinds, self.core.state(index).tensors(), strict=True))
         return tensors[optim_state_key][slice(*group.span(member))], index
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
@@ -485,7 +471,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """
         self.core.synchronize()
         kept = [
-            tuple(tensor.cpu().clone() for tensor in tensors_of(state))
+            tuple(tensor.cpu().clone() for tensor in state.tensors())
             for state in self.core.states()
         ]
         states = {
@@ -563,11 +549,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _load_universal(self, folder: Path, *, moments: bool) -> None:
         """Load a universal checkpoint; ``moments``: with the moments and the step."""
         saved = deepspeed_states(folder)
-        numels = {
-            self.param_names[parameter]: parameter.ds_numel
-            for group in self.fp16_groups
-            for parameter in group
-        }
+        parameters = chain.from_iterable(self.fp16_groups)
+        numels = {self.param_names[parameter]: parameter.ds_numel for parameter in parameters}
         if names := sorted({name for name, _ in saved.numels.items() ^ numels.items()}):
             raise OffloadError(
                 f"{folder} is of another model: {len(names)} parameters differ in name or size, "
@@ -606,4 +589,4 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """
         self.core.close()
         self.fp32_partitioned_groups_flat = []
-        self._waits.restore()
+        self._waits.originals.close()
