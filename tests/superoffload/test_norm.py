@@ -11,7 +11,7 @@ import superoffload
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import _Arrivals
-from superoffload.steps import GradientNorm, StepTime, clip_factor, step_policy
+from superoffload.steps import GradientNorm, StepPolicy, StepTime, clip_factor
 from superoffload.transfers import CompletedEvent, LayerWait, Meter, Transfers
 from superoffload.worker import GradientSource, Operation
 from tests.support.problems import coded
@@ -177,7 +177,7 @@ def test_step_policy_of_clipping_accumulation_and_speculation(
     sources: tuple[GradientSource, GradientSource],
 ) -> None:
     """Operations before the boundary and at it; sources in the first micro-batch and a later."""
-    policy = step_policy(accumulation, clipping, speculates=speculates)
+    policy = StepPolicy.of(accumulation, clipping, speculates=speculates)
     assert policy.step_time is time
     assert (policy.norm_is_read_before_step, policy.accumulates) == (is_read, accumulation > 1)
     assert (policy.on_complete(boundary=False), policy.on_complete(boundary=True)) == operations

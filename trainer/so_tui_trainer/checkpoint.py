@@ -228,7 +228,7 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rounded:
+def _load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rounded:
     """Restore the state of a checkpoint, which any number of ranks may have written.
 
     With another number of ranks the random number generators stay as seeded; only some routers use
@@ -356,7 +356,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
     Args:
         saved: The checkpoint's manifest.
         now: The spec of the run that loaded it.
-        rounded: What ``checkpoint.load`` returned.
+        rounded: What ``_load`` returned.
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
@@ -486,7 +486,7 @@ def restore(
             "Resume with the same data, weights, seed, sequence length and packing to neither skip "
             "nor repeat sequences.",
         )
-    rounded = load(engine, found.path, manifest, ranks)
+    rounded = _load(engine, found.path, manifest, ranks)
     for warning in _rounding_warnings(manifest, spec, rounded):
         warn(*warning)
 

@@ -305,13 +305,13 @@ def newest(folder: Path, run: str = "") -> Found | None:
     for path in reversed(_read_with_retries(listed_checkpoints, folder)):
         try:
             manifest = _read_with_retries(_verify, path)
-        except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
+        except (OSError, msgspec.DecodeError, OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
             damaged.append(
                 Damage(
                     path,
-                    error.code if isinstance(error, superoffload.OffloadError) else "unreadable",
+                    error.code if isinstance(error, OffloadError) else "unreadable",
                     brief_message(
                         f"{_MANIFEST}: {error}"
                         if isinstance(error, msgspec.DecodeError)
@@ -354,14 +354,14 @@ def _verify(checkpoint: Path) -> Manifest:
     for name, size in manifest.files.items():
         path = _file_of(checkpoint, name)
         if (found := path.stat().st_size) != size:
-            raise superoffload.OffloadError(
+            raise OffloadError(
                 f"{path} has {found} bytes, but the checkpoint says {size}: it is incomplete.",
                 code="torn",
             )
     for name, checksum in manifest.checksums.items():
         path = _file_of(checkpoint, name)
         if zlib.crc32(read_bounded(path, _SMALL_BYTES)) != checksum:
-            raise superoffload.OffloadError(
+            raise OffloadError(
                 f"{path} is not what was written (its checksum differs).", code="checksum"
             )
     superoffload.verify_state(optimizer_folder(checkpoint))
@@ -425,7 +425,7 @@ def _readable(checkpoint: Path) -> Manifest | None:
     """Return a checkpoint's manifest; None if it is damaged, which resuming reports."""
     try:
         return read_manifest(checkpoint)
-    except (OSError, msgspec.DecodeError, RecursionError):
+    except (OSError, msgspec.DecodeError):
         return None
 
 
@@ -488,13 +488,11 @@ def _file_of(checkpoint: Path, name: str) -> Path:
     """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise superoffload.OffloadError(
+        raise OffloadError(
             f"the manifest names {name[:200]!r}, which is not inside the checkpoint",
             code="unreadable",
         )
     path = checkpoint / name
     if not stat.S_ISREG(path.lstat().st_mode) or path.resolve() != checkpoint.resolve() / name:
-        raise superoffload.OffloadError(
-            f"{path} is a link or not a regular file.", code="unreadable"
-        )
+        raise OffloadError(f"{path} is a link or not a regular file.", code="unreadable")
     return path

@@ -100,14 +100,6 @@ class Writer:
     stop: frozenset[int]
     """Tokens that end an answer."""
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that the model was made for."""
-        return int(
-            getattr(self.causal.config.get_text_config(), "max_position_embeddings", None)
-            or 1 << 20
-        )
-
     def write(
         self, prompt: Prompt, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False
     ) -> Iterator[str | Written]:
@@ -126,13 +118,15 @@ class Writer:
                 rejects it.
         """
         began = time.monotonic()
+        config = self.causal.config.get_text_config()
+        longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         ids = _prompt_ids(self.chat, prompt)
-        if len(ids) >= self.longest:
+        if len(ids) >= longest:
             raise reject(
                 "prompt-too-long",
                 "prompt",
                 "",
-                f"has {len(ids)} tokens, and the model takes {self.longest - 1}",
+                f"has {len(ids)} tokens, and the model takes {longest - 1}",
                 "Give a shorter one.",
             )
         text, count = "", 0
@@ -149,7 +143,7 @@ class Writer:
             if piece := detokenizer.add(token):
                 text += piece
                 yield piece
-            if len(ids) + count >= self.longest:
+            if len(ids) + count >= longest:
                 ended = "context"
                 break
         if rest := detokenizer.rest():

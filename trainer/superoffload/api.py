@@ -20,7 +20,7 @@ from torch import Tensor
 from superoffload import checkpoint
 from superoffload.checkpoint import Rounded, Save
 from superoffload.deepspeed_adapter import engine as adapter
-from superoffload.deepspeed_adapter.stage3 import own_super_offload, publish_weights
+from superoffload.deepspeed_adapter.stage3 import own_super_offload
 from superoffload.ds_config import accepting_config, check_clipping, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
 from superoffload.gpu_states import SubGroupState
@@ -39,7 +39,7 @@ parameters. Frozen ones are ignored.
 """
 
 
-def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> Groups:
+def _trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> Groups:
     """Return the groups without frozen parameters, and without groups of nothing else.
 
     Raises:
@@ -116,7 +116,7 @@ def initialize(
     """
     adapter.check_version()
     adapter.import_muon()
-    groups = trainable(parameter_groups, model)
+    groups = _trainable(parameter_groups, model)
     if settings.replaces_deepspeeds_optimizer:
         with replacing_optimizers(settings):
             return deepspeed.initialize(  # type: ignore[no-any-return]
@@ -126,9 +126,7 @@ def initialize(
     made = deepspeed.initialize(
         model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments
     )
-    engine = made[0]
-    adapter.share_hyperparameters(engine)
-    _finish(engine, settings)
+    adapter.finish(made[0], settings)
     return made  # type: ignore[no-any-return]
 
 
@@ -189,7 +187,7 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
                     f"{type(made[0].optimizer).__name__}.",
                     code="optimizer-not-used",
                 )
-            _finish(made[0], settings)
+            adapter.finish(made[0], settings)
         return made
 
     deepspeed.initialize = initialize_with_ours
@@ -197,11 +195,6 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
         yield
     finally:
         deepspeed.initialize = original
-
-
-def _finish(engine: Any, settings: Settings) -> None:
-    adapter.limit_run_ahead(engine, settings.run_ahead_parameters)
-    engine.superoffload_settings = settings
 
 
 def uses_worker(engine: Any) -> bool:
@@ -291,8 +284,7 @@ def load_state(engine: Any, folder: Path) -> Rounded:
     synchronize(engine)
     states = adapter.sub_group_states(engine)
     rounded = checkpoint.read(Path(folder), _manifest(engine, states), states)
-    adapter.replay_bias_correction(engine)
-    publish_weights(engine.optimizer, states)
+    adapter.publish_states(engine)
     settings: Settings = engine.superoffload_settings
     if settings.states == "fp32" or not settings.replaces_deepspeeds_optimizer:
         return rounded._replace(blocks=0, numel=0)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -113,7 +113,7 @@ _sync_file_range.restype = ctypes.c_int
 
 SCHEMA = 2
 _LARGEST_MANIFEST_BYTES = 64 << 20
-_MOST_STEPS = 2**31
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_DISTANCE_BYTES = 64 << 20
 """``verify_state`` reads a thousandth of a file only, so checking hundreds of GB takes seconds. It
@@ -125,14 +125,14 @@ single flipped bit outside the samples.
 class SubGroupRecord(msgspec.Struct, frozen=True):
     """One sub-group in a manifest."""
 
-    numel: int
+    numel: _Count
     """Elements of this rank's shards, padding included."""
     device: str
-    step: int
+    step: Annotated[_Count, msgspec.Meta(le=2**31)]
     moments: bool
     """Whether the moments were saved."""
     names: tuple[str, ...]
-    numels: tuple[int, ...]
+    numels: tuple[_Count, ...]
     """Elements of the whole parameters, over all ranks."""
 
     @classmethod
@@ -168,7 +168,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     ratio: float
     rank: int
-    ranks: int
+    ranks: Annotated[int, msgspec.Meta(ge=1)]
     byteorder: str = sys.byteorder
     samples: int = 0
     """CRC-32 of the sampled bytes."""
@@ -321,17 +321,12 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             ) from None
         except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise OffloadError(f"{path} cannot be read: {error}", code="unreadable") from error
-        ranks = found[0].ranks if found else manifest.ranks
+        first = found[0] if found else manifest
         if (
             manifest.rank != len(found)
-            or manifest.ranks != ranks
-            or ranks < 1
-            or not all(_consistent(g, ranks) for g in manifest.sub_groups)
-            or (
-                found
-                and list(map(_layout, manifest.sub_groups))
-                != list(map(_layout, found[0].sub_groups))
-            )
+            or manifest.ranks != first.ranks
+            or not all(_consistent(group, first.ranks) for group in manifest.sub_groups)
+            or list(map(_layout, manifest.sub_groups)) != list(map(_layout, first.sub_groups))
         ):
             raise OffloadError(
                 f"{path} contradicts itself or the other ranks: its ranks, steps, names or sizes "
@@ -348,17 +343,11 @@ def _layout(group: SubGroupRecord) -> tuple[object, ...]:
 
 
 def _consistent(group: SubGroupRecord, ranks: int) -> bool:
-    """Return whether the step is possible and the parameters fit into the sub-group: no tensor is
-    larger than its file.
-    """
-    if (
-        group.numel < 0
-        or not 0 <= group.step <= _MOST_STEPS
-        or len(group.names) != len(group.numels)
-        or any(numel < 0 for numel in group.numels)
-    ):
-        return False
-    return sum(partition_numel(numel, ranks) for numel in group.numels) <= group.numel
+    """Return whether the parameters fit into the sub-group: no tensor is larger than its file."""
+    return (
+        len(group.names) == len(group.numels)
+        and sum(partition_numel(numel, ranks) for numel in group.numels) <= group.numel
+    )
 
 
 def _sampled(size: int) -> Iterator[tuple[int, int]]:

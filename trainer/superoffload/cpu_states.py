@@ -63,7 +63,6 @@ from superoffload.worker import (
     Result,
     Segment,
     StatesSet,
-    bytes_moved,
 )
 from superoffload.worker_client import WorkerClient
 
@@ -74,7 +73,7 @@ from superoffload.worker_client import WorkerClient
 class _NewWeights:
     """The new weights of one rank's CPU sub-groups.
 
-    The worker client's thread calls ``arrive``, the training thread all else.
+    The worker client's thread adds what has arrived, the training thread does all else.
 
     Args:
         transfers: Makes streams wait.
@@ -87,9 +86,9 @@ class _NewWeights:
         self, transfers: Transfers, meter: Meter, wait: Callable[[Callable[[], bool]], None]
     ) -> None:
         self._transfers, self._meter, self._wait = transfers, meter, wait
-        self._arrived: dict[int, Transfer | None] = {}
-        """By sub-group: the copy of its new weights to the GPU; None where they stay in host
-        memory.
+        self.arrived: dict[int, Transfer | None] = {}
+        """By sub-group of which the worker has made new weights: their copy to the GPU; None where
+        they stay in host memory.
         """
         self._unawaited: set[int] = set()
         """Sub-groups for whose new weights the computing stream has not waited yet."""
@@ -102,21 +101,15 @@ class _NewWeights:
 
     def expect(self, index: int) -> None:
         """Note that a sub-group will have other weights than those that arrived last."""
-        self._arrived.pop(index, None)
+        self.arrived.pop(index, None)
         self._unawaited.add(index)
         self._unused.add(index)
-
-    def arrive(self, index: int, transfer: Transfer | None) -> None:
-        """Note that the worker has made a sub-group's new weights, and their copy to the GPU unless
-        they stay in host memory.
-        """
-        self._arrived[index] = transfer
 
     def copied(self, index: int) -> list[Event]:
         """Return the event after which a sub-group's new weights have been copied to the GPU; none
         where they are not copied.
         """
-        transfer = self._arrived.get(index)
+        transfer = self.arrived.get(index)
         return [transfer.end] if transfer else []
 
     def wait_for(self, sub_groups: Iterable[int] | None = None) -> None:
@@ -126,10 +119,10 @@ class _NewWeights:
         waiting = sorted(
             self._unawaited if sub_groups is None else self._unawaited.intersection(sub_groups)
         )
-        late = [index for index in waiting if index not in self._arrived]
+        late = [index for index in waiting if index not in self.arrived]
         for index in waiting:
-            self._wait(lambda index=index: index in self._arrived)  # type: ignore[misc]
-            if transfer := self._arrived[index]:
+            self._wait(lambda index=index: index in self.arrived)  # type: ignore[misc]
+            if transfer := self.arrived[index]:
                 self._transfers.wait_event(transfer.end)
         self._unawaited.difference_update(waiting)
         if late:
@@ -151,7 +144,7 @@ class _NewWeights:
         begin = self._transfers.mark()
         yield
         if used or self._blocked is not None:
-            updated = [transfer.end for index in used if (transfer := self._arrived.get(index))]
+            updated = [transfer.end for index in used if (transfer := self.arrived.get(index))]
             if self._blocked is not None:
                 updated.append(self._blocked)
             self._meter.current.layer_waits.append(
@@ -433,8 +426,7 @@ class CpuStates:
             self.room.copied,
             self.host_weights is not None,
         )
-        self._states = SharedStates(size, dtype, self.settings.available_bytes)
-        self._states.load_kernel(library)
+        self._states = SharedStates(size, dtype, self.settings.available_bytes, library)
         self._client = WorkerClient(
             self._states,
             self.host_weights,
@@ -445,11 +437,10 @@ class CpuStates:
         )
         self._initialize_all()  # so that the worker's many threads are the first to touch the pages
         if self.device.type == "cuda":
-            self._states.pin_staging()
-        if self.host_weights:
-            if self.device.type == "cuda":
-                self.host_weights.pin(0, self.host_weights.bytes)
-        else:
+            self._states.pin()
+            if self.host_weights:
+                self.host_weights.pin()
+        if not self.host_weights:
             for index in self._indices:
                 self._states.staging(index).copy_(self.sub_groups[index].weights)
             self._initialize_all()
@@ -539,8 +530,8 @@ class CpuStates:
             return
         group, measured = self.sub_groups[index], self.meter.current
         measured.adam_busy_s += result.seconds
-        measured.adam_bytes += bytes_moved(
-            command, group.weights.numel(), group.weights.dtype.itemsize, self._moments
+        measured.adam_bytes += command.bytes_moved(
+            group.weights.numel(), group.weights.dtype.itemsize, self._moments
         )
         if operation == Operation.ACCUMULATE:
             self.squares[index] = result.sum_of_squares
@@ -562,7 +553,7 @@ class CpuStates:
                 transfer = self.transfers.weights_to_gpu(group.weights, source)
                 measured.h2d.append(transfer)
             self.squares[index] = result.sum_of_squares
-            self.new_weights.arrive(index, transfer)
+            self.new_weights.arrived[index] = transfer
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         if ready():

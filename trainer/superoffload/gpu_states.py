@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superoffload.errors import OffloadError
 from superoffload.shared_states import pin, unpin
 from superoffload.transfers import Event, Transfers
 
@@ -101,19 +100,6 @@ class SubGroupState:
         are out of reach.
         """
         return self.master_weights, *(self.moments() if self.moments else ())
-
-
-def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
-    """Raise OffloadError (``dtype``) unless all weights are bf16 or all are fp32, which the Adam
-    kernel can read and write.
-    """
-    found = sorted({str(group.weights.dtype).removeprefix("torch.") for group in sub_groups})
-    if found not in (["bfloat16"], ["float32"]):
-        raise OffloadError(
-            "SuperOffload trains models whose weights are all bfloat16 or all float32. These are "
-            f"{' and '.join(found)}.",
-            code="dtype",
-        )
 
 
 def initial_state(optimizer: Any, master_weights: Tensor) -> dict[str, Any]:

@@ -25,7 +25,7 @@ The worker always takes the sub-group that the next forward needs first. What it
 when backward is over is needed late, so forward hides it.
 
 With several gradient accumulation steps the worker sums the gradients in fp32 on the host.
-``step_policy`` decides how clipping and accumulation combine.
+``StepPolicy`` decides how clipping and accumulation combine.
 
 This module does not depend on DeepSpeed. The states are in ``cpu_states``, which has the worker
 step what is complete, and in ``gpu_states``. The gradient norm is in ``steps``.
@@ -49,11 +49,10 @@ from superoffload.gpu_states import (
     Gradient,
     SubGroup,
     SubGroupState,
-    check_dtypes,
 )
 from superoffload.settings import HostRoom, Settings
 from superoffload.shared_states import HostWeights
-from superoffload.steps import GradientNorm, StepTime, clip_factor, step_policy
+from superoffload.steps import GradientNorm, StepPolicy, StepTime, clip_factor
 from superoffload.transfers import (
     CompletedEvent,
     Copy,
@@ -181,7 +180,14 @@ class SuperOffload:
         clipping: float,
         all_reduce: Callable[[Tensor], None],
     ) -> None:
-        check_dtypes(sub_groups)
+        dtypes = {group.weights.dtype for group in sub_groups}
+        if dtypes not in ({torch.bfloat16}, {torch.float32}):  # which the Adam kernel can read
+            found = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise OffloadError(
+                "SuperOffload trains models whose weights are all bfloat16 or all float32. These "
+                f"are {' and '.join(found)}.",
+                code="dtype",
+            )
         self.sub_groups = tuple(sub_groups)
         self.steps_taken = 0
         self.skipped: NonFiniteGradientError | None = None
@@ -194,7 +200,7 @@ class SuperOffload:
         """
         self._max_skipped_steps = settings.max_skipped_steps
         self._skipped_steps = self._skipped_in_a_row = 0
-        self._policy = step_policy(gradient_accumulation_steps, clipping)
+        self._policy = StepPolicy.of(gradient_accumulation_steps, clipping)
         """Of sub-groups that do not speculate."""
         self._copies_in_use: set[int] = set()
         """Sub-groups whose copy may still be read."""
@@ -218,7 +224,7 @@ class SuperOffload:
                 device,
                 host_weights,
                 self._policy,
-                step_policy(gradient_accumulation_steps, clipping, speculates=True),
+                StepPolicy.of(gradient_accumulation_steps, clipping, speculates=True),
             )
         except BaseException:
             self._gpu.close()

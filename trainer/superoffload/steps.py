@@ -227,6 +227,23 @@ class StepPolicy:
     """
     step_time: StepTime
 
+    @classmethod
+    def of(
+        cls, accumulation_steps: int, clipping: float, *, speculates: bool = False
+    ) -> StepPolicy:
+        """Return the policy for a sub-group.
+
+        Args:
+            accumulation_steps: Micro-batches per step.
+            clipping: The largest gradient norm, 0 for no limit.
+            speculates: Whether the sub-group is stepped before the norm is known. Of no effect
+                without clipping.
+        """
+        step_time = StepTime.GRADIENT_COMPLETE
+        if clipping:
+            step_time = StepTime.SPECULATIVE if speculates else StepTime.NORM_KNOWN
+        return cls(accumulation_steps > 1, step_time)
+
     @property
     def norm_is_read_before_step(self) -> bool:
         """Whether ``step`` reads the norm on the host. Otherwise it is read a step later, and
@@ -260,20 +277,3 @@ class StepPolicy:
             return GradientSource.ACCUMULATED
         # A step may be cut short to a single micro-batch: then nothing has been accumulated.
         return GradientSource.ACCUMULATED_AND_STAGING if micro_batch > 0 else GradientSource.STAGING
-
-
-def step_policy(
-    gradient_accumulation_steps: int, clipping: float, *, speculates: bool = False
-) -> StepPolicy:
-    """Return the policy for a sub-group.
-
-    Args:
-        gradient_accumulation_steps: Micro-batches per step.
-        clipping: The largest gradient norm, 0 for no limit.
-        speculates: Whether the sub-group is stepped before the norm is known. Of no effect without
-            clipping.
-    """
-    step_time = StepTime.GRADIENT_COMPLETE
-    if clipping:
-        step_time = StepTime.SPECULATIVE if speculates else StepTime.NORM_KNOWN
-    return StepPolicy(gradient_accumulation_steps > 1, step_time)

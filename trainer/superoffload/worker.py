@@ -251,6 +251,17 @@ class Command(NamedTuple):
     epsilon: float = 0.0
     weight_decay: float = 0.0
 
+    def bytes_moved(self, numel: int, weight_bytes: int, moments: Moments = Moments.FP32) -> int:
+        """Return the host memory traffic: what must be read and written of a sub-group of ``numel``
+        parameters.
+        """
+        if self.operation == Operation.ACCUMULATE:
+            return numel * ((4 if self.first_micro_batch else 8) + weight_bytes)
+        if self.operation not in (Operation.STEP, Operation.SPECULATE):
+            return 0
+        gradient = (weight_bytes, 4, 4 + weight_bytes)[self.gradient]
+        return numel * (8 + 4 * moments.element_bytes + gradient + weight_bytes)
+
 
 class Result(NamedTuple):
     """What a command came to. Results come in the order of the commands."""
@@ -262,22 +273,6 @@ class Result(NamedTuple):
 
 COMMAND_PACKET = struct.Struct("<iiqiiii6d")
 RESULT_PACKET = struct.Struct("<dd")
-
-
-def bytes_moved(
-    command: Command, numel: int, weight_bytes: int, moments: Moments = Moments.FP32
-) -> int:
-    """Return the host memory traffic of a command: what it must read and write of a sub-group of
-    ``numel`` parameters.
-    """
-    if command.operation == Operation.ACCUMULATE:
-        return numel * ((4 if command.first_micro_batch else 8) + weight_bytes)
-    if command.operation not in (Operation.STEP, Operation.SPECULATE):
-        return 0
-    gradient = {GradientSource.STAGING: weight_bytes, GradientSource.ACCUMULATED: 4}.get(
-        GradientSource(command.gradient), 4 + weight_bytes
-    )
-    return numel * (8 + 4 * moments.element_bytes + gradient + weight_bytes)
 
 
 class _AdamWScalars(ctypes.Structure):
@@ -458,7 +453,7 @@ class Kernel:
 # The process.
 
 
-def main() -> None:
+def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # Signals reach the whole process group. The training process decides what they mean, and
         # this process ends with it.
@@ -494,4 +489,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

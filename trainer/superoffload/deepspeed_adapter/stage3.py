@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -57,18 +56,6 @@ def publish_weights(optimizer: Any, states: Iterable[SubGroupState]) -> None:
 # DeepSpeed copies a shard to the GPU where it gathers it, and lets the host wait for each copy
 # where there are several ranks. We queue the copies of all parameters that are gathered together
 # before DeepSpeed looks at them.
-
-
-def without_pinning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with which shards are allocated in ordinary host memory.
-
-    They are so only until the optimizer is made, which puts them where they are pinned. Pinned
-    piece by piece they would be rounded up, and their memory retained.
-    """
-    config = deepcopy(dict(ds_config))
-    if offload := config.get("zero_optimization", {}).get("offload_param"):
-        offload["pin_memory"] = False
-    return config
 
 
 def _place(
