@@ -131,7 +131,8 @@ def test_nothing_stays_when_deepspeed_fails_to_start(monkeypatch: pytest.MonkeyP
 
 
 def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
-    group = SubGroup(torch.zeros(10, dtype=torch.float16), 0, ("weight",), (0,), on_gpu=False)
+    weights = torch.zeros(10, dtype=torch.float16)
+    group = SubGroup(weights, 0, ("weight",), (0,), on_gpu=False, places=(0,), first_use=0)
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(10))])
     with coded(superoffload.OffloadError, "dtype", match="float16"):
         SuperOffload(

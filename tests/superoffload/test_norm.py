@@ -20,7 +20,8 @@ from tests.support.problems import coded
 def norm_of_two(*others: float) -> GradientNorm:
     """Return the norm of two sub-groups; another rank has ``others`` as sums of squares."""
     groups = [
-        SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False) for name in ("first", "second")
+        SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False, places=(0,), first_use=0)
+        for name in ("first", "second")
     ]
 
     def all_reduce(squares: torch.Tensor) -> None:
@@ -57,7 +58,15 @@ def micro_batch(arrivals: _Arrivals) -> None:
 @pytest.fixture
 def arrivals() -> _Arrivals:
     groups = [
-        SubGroup(torch.zeros(len(names)), 0, names, tuple(range(len(names))), on_gpu=False)
+        SubGroup(
+            torch.zeros(len(names)),
+            0,
+            names,
+            tuple(range(len(names))),
+            on_gpu=False,
+            places=(0,) * len(names),
+            first_use=0,
+        )
         for names in (("a", "b"), ("c",))
     ]
     return _Arrivals(groups, accumulation_steps=2)

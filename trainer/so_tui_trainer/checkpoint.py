@@ -350,17 +350,22 @@ def _restore_random_state(state: _RandomState) -> None:
 # bit for bit.
 
 
-def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[Explanation]:
-    """Yield what to warn of.
+Warn = Callable[[str, str, str], None]
+"""Records a warning: its code, message and suggestion."""
+
+
+def _warn_of_rounding(saved: Manifest, now: RunSpec, rounded: Rounded, warn: Warn) -> None:
+    """Warn of moments that the run continues with, but not bit for bit.
 
     Args:
         saved: The checkpoint's manifest.
         now: The spec of the run that loaded it.
         rounded: What ``_load`` returned.
+        warn: Records a warning.
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
-        yield Explanation(
+        warn(
             "moments-restarted",
             "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those "
             "of the checkpoint, the moments are zero",
@@ -368,7 +373,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if before != after:
-        yield Explanation(
+        warn(
             "states-format-changed",
             f"the checkpoint's moments are {before} and this run's are {after}: what the new "
             "format cannot hold is rounded",
@@ -376,7 +381,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if rounded.numel:
-        yield Explanation(
+        warn(
             "moments-rounded",
             f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are "
             f"rounded to {after} in host memory",
@@ -384,7 +389,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
             "to continue bit for bit.",
         )
     if rounded.blocks:
-        yield Explanation(
+        warn(
             "blocks-rounded-again",
             f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards "
             "and are rounded once more",
@@ -394,10 +399,6 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
 
 # The checkpoint from which an attempt resumes: which one it is, and restoring it. What differs
 # from before is told in warnings.
-
-
-Warn = Callable[[str, str, str], None]
-"""Records a warning: its code, message and suggestion."""
 
 
 def newest_to_resume(
@@ -487,8 +488,7 @@ def restore(
             "nor repeat sequences.",
         )
     rounded = _load(engine, found.path, manifest, ranks)
-    for warning in _rounding_warnings(manifest, spec, rounded):
-        warn(*warning)
+    _warn_of_rounding(manifest, spec, rounded, warn)
 
 
 def _order(spec: RunSpec) -> tuple[int, int, bool, tuple[float, ...]]:

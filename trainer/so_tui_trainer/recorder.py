@@ -158,12 +158,12 @@ class _Sidecar:
     """A tracker in its thread. Nothing but ``close`` ever waits.
 
     Attributes:
-        trouble: What went wrong; emptied by whoever has reported it. The tracker gets no more
-            records then.
+        trouble: What went wrong, with the tracker's name; emptied by whoever has reported it. The
+            tracker gets no more records then.
     """
 
     def __init__(self, name: str, tracker: _Tracker) -> None:
-        self.name = name
+        self._name = name
         self._tracker = tracker
         self._queue: Queue[MetricRecord | None] = Queue(QUEUE_RECORDS)
         self.trouble: str | None = None
@@ -177,7 +177,7 @@ class _Sidecar:
         try:
             self._queue.put_nowait(record)
         except Full:
-            self.trouble = f"has not answered for {QUEUE_RECORDS} records"
+            self.trouble = f"{self._name} has not answered for {QUEUE_RECORDS} records"
 
     def close(self, timeout_s: float) -> bool:
         """Let the tracker finish, for so many seconds, and return whether it did."""
@@ -187,7 +187,7 @@ class _Sidecar:
             return False
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self.trouble is None:
-            self.trouble = f"did not finish within {timeout_s:.0f} s"
+            self.trouble = f"{self._name} did not finish within {timeout_s:.0f} s"
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -196,7 +196,7 @@ class _Sidecar:
         # An error of other people's code or servers must not end the run.
         except Exception as error:  # noqa: BLE001
             message = (str(error).strip().splitlines() or ["no message"])[0]
-            self.trouble = f"{type(error).__name__}: {message}"
+            self.trouble = f"{self._name} {type(error).__name__}: {message}"
 
 
 def _log_to_tensorboard(folder: Path, records: Iterator[MetricRecord]) -> None:
@@ -373,7 +373,7 @@ class Recorder:
                 sidecar.trouble = ""
                 self.warn(
                     "tracker-failed",
-                    f"{sidecar.name} {trouble}; nothing more is sent there",
+                    f"{trouble}; nothing more is sent there",
                     "The run's own records are complete; nothing else is lost",
                 )
 

@@ -178,6 +178,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def bytes(self) -> int:
         return sum(group.bytes for group in self.sub_groups)
 
+    @property
+    def moments(self) -> bool:
+        """Whether all moments were saved; the same for all ranks."""
+        return all(group.moments for group in self.sub_groups)
+
 
 class Save:
     """This rank's state while it is being written, by one thread at a time. Training may go on
@@ -466,7 +471,7 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
     if found := tuple(_mismatches(saved, expected)):
         raise StateMismatchError(folder, found)
     locations = _locations(saved[0])
-    restarts, restarted = not _have_moments(saved[0], expected), 0
+    restarts, restarted = not (saved[0].moments and expected.moments), 0
     with ExitStack() as stack:
         files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for state, group in zip(states, expected.sub_groups, strict=True):
@@ -525,7 +530,7 @@ def saved_states(folder: Path, *, moments: bool = True) -> Iterator[NamedStates]
     """
     saved = manifests(folder)
     locations = _locations(saved[0])
-    kinds = range(3 if moments and _have_moments(*saved) else 1)
+    kinds = range(3 if moments and saved[0].moments else 1)
     with ExitStack() as stack:
         files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for group in saved[0].sub_groups:
@@ -595,18 +600,13 @@ def _mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Misma
         if found != here:
             yield Mismatch(code, f"{name}: saved with {found}, this run has {here}")
     steps = {group.step for manifest in saved for group in manifest.sub_groups}
-    if len(steps) > 1 and _have_moments(
-        *saved, expected
-    ):  # DeepSpeed's own SuperOffload counts those on the GPU only
+    # DeepSpeed's own SuperOffload, which saves no moments, counts those on the GPU only.
+    if len(steps) > 1 and saved[0].moments and expected.moments:
         yield Mismatch(
             "different-steps",
             f"its sub-groups are from different steps: {', '.join(map(str, sorted(steps)))}",
         )
     yield from _parameter_mismatches(_parameters(saved[0]), _parameters(expected))
-
-
-def _have_moments(*manifests: Manifest) -> bool:
-    return all(group.moments for manifest in manifests for group in manifest.sub_groups)
 
 
 def _parameter_mismatches(saved: dict[str, int], here: dict[str, int]) -> Iterator[Mismatch]:

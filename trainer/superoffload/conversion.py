@@ -194,8 +194,7 @@ def write_universal(
     """
     states, folder = Path(states), Path(folder)
     saved = manifests(states)
-    moments = all(group.moments for manifest in saved for group in manifest.sub_groups)
-    step = saved[0].sub_groups[0].step if moments and saved[0].sub_groups else 0
+    step = saved[0].sub_groups[0].step if saved[0].moments and saved[0].sub_groups else 0
     target = folder / f"global_step{progress.step}"
     (target / "zero").mkdir(parents=True)
     for name, kinds in saved_states(states):
@@ -250,7 +249,7 @@ def write_states(source: DeepSpeedStates, folder: Path, rename: Callable[[str], 
     """
     records = tuple(
         SubGroupRecord(
-            partition_numel(numel, 1),
+            numel,
             "cpu",
             source.adam_step,
             source.moments,

@@ -567,10 +567,9 @@ def _segments(group: SubGroup, seed: int) -> tuple[Segment, ...]:
     """Return the parts of a sub-group; a parameter's random bits depend on its name and the
     seed.
     """
-    places = group.places or (0,) * len(group.names)
     return tuple(
         Segment(end - begin, place, zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
         for name, place, (begin, end) in zip(
-            group.names, places, map(group.span, range(len(group.names))), strict=True
+            group.names, group.places, map(group.span, range(len(group.names))), strict=True
         )
     )

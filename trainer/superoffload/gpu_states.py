@@ -45,9 +45,9 @@ class SubGroup:
     """First element of each parameter's shard."""
     on_gpu: bool
     """Whether the optimizer states are on the GPU."""
-    places: tuple[int, ...] = ()
-    """Where each shard begins in the whole parameter; empty if all begin with it."""
-    first_use: int = 0
+    places: tuple[int, ...]
+    """Where each shard begins in the whole parameter."""
+    first_use: int
     """When a forward pass first needs the weights: the position of the earliest parameter in the
     model's order.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -332,14 +332,10 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         parameters = self.fp16_groups[index]
         weights = self.fp16_partitioned_groups_flat[index]
         rank = comm.get_rank(group=self.dp_process_group)
-        offsets = [0]
-        for parameter in parameters:
-            numel = parameter.partition_numel()
-            real = min(numel, max(0, parameter.ds_numel - rank * numel))
-            weights[
-                offsets[-1] + real : offsets[-1] + numel
-            ].zero_()  # padding is uninitialised memory, which may hold NaN
-            offsets.append(offsets[-1] + numel)
+        numels = [parameter.partition_numel() for parameter in parameters]
+        for parameter, shard in zip(parameters, torch.split(weights, numels), strict=True):
+            # Padding is uninitialised memory, which may hold NaN.
+            shard[max(0, parameter.ds_numel - rank * len(shard)) :].zero_()
         return SubGroup(
             weights=weights,
             # DeepSpeed 0.18.9 and 0.19.0 themselves do not count groups of frozen parameters.
@@ -349,9 +345,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 if any(parameters[0] is member for member in group["params"])
             ),
             names=tuple(self.param_names[parameter] for parameter in parameters),
-            offsets=tuple(offsets[:-1]),
+            offsets=tuple(accumulate(numels[:-1], initial=0)),
             on_gpu=on_gpu,
-            places=tuple(rank * parameter.partition_numel() for parameter in parameters),
+            places=tuple(rank * numel for numel in numels),
             first_use=min(order[parameter.ds_id] for parameter in parameters),
         )
 
@@ -536,20 +532,18 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     def _load_universal(self, folder: Path, *, moments: bool) -> None:
         """Load a universal checkpoint; ``moments``: with the moments and the step."""
         saved = deepspeed_states(folder)
-        parameters = chain.from_iterable(self.fp16_groups)
-        numels = {self.param_names[parameter]: parameter.ds_numel for parameter in parameters}
+        parameters = {
+            self.param_names[parameter]: parameter
+            for parameter in chain.from_iterable(self.fp16_groups)
+        }
+        numels = {name: parameter.ds_numel for name, parameter in parameters.items()}
         if names := sorted({name for name, _ in saved.numels.items() ^ numels.items()}):
             raise OffloadError(
                 f"{folder} is of another model: {len(names)} parameters differ in name or size, "
                 f"{', '.join(names[:3])} first.",
                 code="other-parameters",
             )
-        states, groups = self.core.states(), self.core.sub_groups
-        places = {
-            name: (index, group.span(member))
-            for index, group in enumerate(groups)
-            for member, name in enumerate(group.names)
-        }
+        states = self.core.states()
         tensors = [[state.master_weights] for state in states]
         moments = moments and saved.moments
         if moments:
@@ -557,7 +551,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 found += (torch.zeros(found[0].numel()) for _ in range(2))
         rank = comm.get_rank(group=self.dp_process_group)
         for name, kinds in saved.read():
-            index, (begin, end) = places[name]
+            index, member = self._member[parameters[name].ds_id]
+            begin, end = self.core.sub_groups[index].span(member)
             for target, whole in zip(tensors[index], kinds, strict=False):
                 shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
                 target[begin : begin + len(shard)].copy_(shard)
