@@ -116,14 +116,14 @@ def measure(arguments: argparse.Namespace) -> None:
         speculation_bytes=sys.maxsize if configuration.speculates else 0,
     )
     engine, *_ = superoffload.initialize(model, _parameter_groups(model), settings, config)
-    if (optimizer := super_offload(engine)) and optimizer.worker_pid:
+    if (optimizer := super_offload(engine)) and optimizer.cpu.worker_pid:
         binding.apply_main_cores(mine)
         optimizer.lazy_weights = configuration.lazy
     started_s = time.monotonic() - begun
     print(f"{configuration.name}: ready after {started_s:.1f} s", flush=True)
     freeze_garbage()  # as the trainer does
     counters = StepCounters(
-        optimizer.worker_pid if optimizer else None, torch.cuda.memory_stats if cuda else None
+        superoffload.worker_pid(engine), torch.cuda.memory_stats if cuda else None
     )
     steps, losses = _steps(engine, configuration, arguments, device, counters)
     superoffload.close(engine)
@@ -276,7 +276,7 @@ def _steps(
 
     import superoffload
     from superoffload.deepspeed_adapter.engine import super_offload
-    from superoffload.transfers import transfers_for
+    from superoffload.transfers import seconds_between, transfers_for
 
     clock = transfers_for(device)
     generator = torch.Generator(device).manual_seed(arguments.rank)
@@ -314,7 +314,7 @@ def _steps(
         losses.append(total.item())
         now = time.perf_counter()
         for position, (begin, end) in enumerate(pairwise(marks)):
-            laps[tuple(laps)[position % 3]] += clock.seconds(begin, end)
+            laps[tuple(laps)[position % 3]] += seconds_between(begin, end)
         for position, (before, after) in enumerate(pairwise(passed)):
             launched[tuple(launched)[position % 3]] += after - before
         stats = superoffload.stats(engine)

@@ -331,7 +331,7 @@ def steps_of(
     from so_tui.model.flops import flops_of, model_flops
     from so_tui.model.shape import architecture
     from so_tui_trainer.metrics import executed_flops
-    from superoffload.transfers import transfers_for
+    from superoffload.transfers import seconds_between, transfers_for
 
     flops, shape, clock = (
         flops_of(spec.model),
@@ -361,7 +361,7 @@ def steps_of(
         now = time.perf_counter()
         laps = {"forward_s": 0.0, "backward_s": 0.0, "optimizer_s": 0.0}
         for position, (begin, end) in enumerate(pairwise(marks)):
-            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += clock.seconds(
+            laps[("forward_s", "backward_s", "optimizer_s")[position % 3]] += seconds_between(
                 begin, end
             )
         stats = superoffload.stats(engine)

@@ -193,7 +193,7 @@ def test_a_checkpoint_restores_all_and_leftovers_go(tmp_path: Path, one_rank: Ra
         checkpoint_folder.optimizer_folder(checkpoint_folder.begin(tmp_path, 3)).joinpath(
             "rank_00000.states"
         ).write_bytes(b"half")
-        checkpoint.load(made, path, checkpoint_folder.read_manifest(path), one_rank)
+        checkpoint._load(made, path, checkpoint_folder.read_manifest(path), one_rank)
         assert torch.equal(torch.rand(3), drawn)
         assert support.train(made, data[2:]) == losses
         save(made, tmp_path, 4, one_rank, run)

@@ -20,6 +20,7 @@ from so_tui.folders import kernel_folder
 from superoffload import kernel, worker
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import SuperOffload
+from superoffload.settings import HostRoom
 from superoffload.shared_states import STATES_MEMORY_NAME
 from tests.support import engine as support
 from tests.support.problems import coded
@@ -130,13 +131,15 @@ def test_nothing_stays_when_deepspeed_fails_to_start(monkeypatch: pytest.MonkeyP
 
 
 def test_weights_that_the_kernel_cannot_read_are_refused() -> None:
-    group = SubGroup(torch.zeros(10, dtype=torch.float16), 0, ("weight",), (0,), on_gpu=False)
+    weights = torch.zeros(10, dtype=torch.float16)
+    group = SubGroup(weights, 0, ("weight",), (0,), on_gpu=False, places=(0,), first_use=0)
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(10))])
     with coded(superoffload.OffloadError, "dtype", match="float16"):
         SuperOffload(
             [group],
             adamw,
             superoffload.Settings(learning_rate=1e-3),
+            HostRoom(frozenset(), ()),
             device=torch.device("cpu"),
             gradient_accumulation_steps=1,
             clipping=0.0,

@@ -21,7 +21,7 @@ import torch
 import superoffload
 from so_tui.spec.run_spec import RunSpec
 from superoffload.deepspeed_adapter.engine import sub_group_states
-from superoffload.transfers import transfers_for
+from superoffload.transfers import seconds_between, transfers_for
 from tests.support import engine as support
 from tests.support import rank_processes
 from tests.support.python_path import checkout_path
@@ -329,7 +329,7 @@ def serve():
     transfers.attach()
     while not waiting.query():
         pass
-    transfers.weights_to_gpu(weights, host).done.synchronize()
+    transfers.weights_to_gpu(weights, host).end.synchronize()
 
 client = Thread(target=serve)
 client.start()
@@ -367,7 +367,7 @@ def test_waits_are_exposed_only_while_the_gpu_is_idle(computed_s: float, late_s:
         made.step()
         exposed_s = superoffload.stats(made).exposed_in_forward_s
         assert exposed_s == pytest.approx(max(0.0, late_s - computed_s), abs=0.08)
-        assert transfers.seconds(begin, end) - exposed_s == pytest.approx(computed_s, abs=0.1)
+        assert seconds_between(begin, end) - exposed_s == pytest.approx(computed_s, abs=0.1)
 
 
 def spin(seconds: float) -> None:

@@ -241,7 +241,7 @@ def test_a_change_by_hand_lasts() -> None:
             group.weights.zero_()
         made.optimizer.refresh_fp32_params()
         assert all(
-            not core_of(made).master_weights(index).any()
+            not core_of(made).state(index).master_weights.any()
             for index in range(len(core_of(made).sub_groups))
         )
 

@@ -11,8 +11,8 @@ import superoffload
 from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.optimizer import _Arrivals
-from superoffload.steps import GradientNorm, StepTime, clip_factor, step_policy
-from superoffload.transfers import LayerWait, Meter, Transfers
+from superoffload.steps import GradientNorm, StepPolicy, StepTime, clip_factor
+from superoffload.transfers import CompletedEvent, LayerWait, Meter, Transfers
 from superoffload.worker import GradientSource, Operation
 from tests.support.problems import coded
 
@@ -20,7 +20,8 @@ from tests.support.problems import coded
 def norm_of_two(*others: float) -> GradientNorm:
     """Return the norm of two sub-groups; another rank has ``others`` as sums of squares."""
     groups = [
-        SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False) for name in ("first", "second")
+        SubGroup(torch.zeros(4), 0, (name,), (0,), on_gpu=False, places=(0,), first_use=0)
+        for name in ("first", "second")
     ]
 
     def all_reduce(squares: torch.Tensor) -> None:
@@ -57,7 +58,15 @@ def micro_batch(arrivals: _Arrivals) -> None:
 @pytest.fixture
 def arrivals() -> _Arrivals:
     groups = [
-        SubGroup(torch.zeros(len(names)), 0, names, tuple(range(len(names))), on_gpu=False)
+        SubGroup(
+            torch.zeros(len(names)),
+            0,
+            names,
+            tuple(range(len(names))),
+            on_gpu=False,
+            places=(0,) * len(names),
+            first_use=0,
+        )
         for names in (("a", "b"), ("c",))
     ]
     return _Arrivals(groups, accumulation_steps=2)
@@ -118,19 +127,23 @@ def test_gradients_are_clipped_as_torch_clips_them(norm: float, limit: float) ->
     ],
 )
 def test_layer_wait_from_idle_until_updated(updated: tuple[float, ...], seconds: float) -> None:
-    assert LayerWait(begin=1.0, end=3.0, updated=updated).seconds(Transfers()) == pytest.approx(
-        seconds
+    assert layer_wait(1.0, 3.0, *updated).seconds() == pytest.approx(seconds)
+
+
+def layer_wait(begin: float, end: float, *updated: float) -> LayerWait:
+    return LayerWait(
+        CompletedEvent(begin), CompletedEvent(end), tuple(map(CompletedEvent, updated))
     )
 
 
 def test_waits_in_forward_are_part_of_what_is_exposed() -> None:
-    meter = Meter(Transfers())
-    meter.current.layer_waits += [LayerWait(0.0, 1.0, (0.75,)), LayerWait(2.0, 3.0, (5.0,))]
-    meter.current.step_waits.append((3.0, 3.5))
+    meter = Meter()
+    meter.current.layer_waits += [layer_wait(0.0, 1.0, 0.75), layer_wait(2.0, 3.0, 5.0)]
+    meter.current.step_waits.append((CompletedEvent(3.0), CompletedEvent(3.5)))
     meter.end_step()
     stats = meter.stats()
     assert (stats.exposed_in_forward_s, stats.exposed_wait_s) == pytest.approx((1.75, 2.25))
-    meter.current.layer_waits.append(LayerWait(0.0, 1.0, (1.0,)))
+    meter.current.layer_waits.append(layer_wait(0.0, 1.0, 1.0))
     meter.leave_out_waits()
     meter.end_step()
     assert meter.stats().exposed_in_forward_s == 0.0
@@ -173,7 +186,7 @@ def test_step_policy_of_clipping_accumulation_and_speculation(
     sources: tuple[GradientSource, GradientSource],
 ) -> None:
     """Operations before the boundary and at it; sources in the first micro-batch and a later."""
-    policy = step_policy(accumulation, clipping, speculates=speculates)
+    policy = StepPolicy.of(accumulation, clipping, speculates=speculates)
     assert policy.step_time is time
     assert (policy.norm_is_read_before_step, policy.accumulates) == (is_read, accumulation > 1)
     assert (policy.on_complete(boundary=False), policy.on_complete(boundary=True)) == operations

@@ -43,7 +43,7 @@ def test_deepspeeds_script_reads_checkpoints(speculation_bytes: int, tmp_path: P
         saved = support.states(made, tmp_path / "saved")
         core = core_of(made)
         weights = {
-            name: core.master_weights(index)[slice(*group.span(member))].clone()
+            name: core.state(index).master_weights[slice(*group.span(member))].clone()
             for index, group in enumerate(core.sub_groups)
             for member, name in enumerate(group.names)
         }
@@ -52,7 +52,7 @@ def test_deepspeeds_script_reads_checkpoints(speculation_bytes: int, tmp_path: P
         assert support.states(made, tmp_path / "loaded") == saved
         assert core.steps_taken == 3
         for index, group in enumerate(core.sub_groups):
-            assert torch.equal(group.weights, core.master_weights(index).bfloat16())
+            assert torch.equal(group.weights, core.state(index).master_weights.bfloat16())
     read = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
     for name, expected in weights.items():
         found = read[name].flatten()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import superoffload
-from superoffload.api import trainable
+from superoffload.api import _trainable
 from tests.support import engine as support
 from tests.support.problems import coded
 
@@ -143,9 +143,9 @@ def test_parameters_are_taken_in_every_form_that_torch_takes() -> None:
     model = torch.nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     for given in (model.parameters(), list(model.parameters()), [{"params": model.parameters()}]):
-        assert [group["params"] for group in trainable(given, model)] == [[model.weight]]
+        assert [group["params"] for group in _trainable(given, model)] == [[model.weight]]
     with coded(superoffload.OffloadError, "nothing-trainable"):
-        trainable([{"params": [model.bias]}], model)
+        _trainable([{"params": [model.bias]}], model)
 
 
 @pytest.mark.parametrize("rate", [-1e-3, float("nan"), float("inf")])

@@ -77,16 +77,16 @@ def test_a_lent_sub_group_speculates_again_once_written(tmp_path: Path) -> None:
         support.spec("superoffload", 1.0, clipping=1e6), speculation_bytes=ALL
     ) as made:
         core = core_of(made)
-        every = core.speculating
+        every = core.cpu.speculating
         support.train(made, support.batches(2))
         save = superoffload.begin_save(made, tmp_path)
         assert set(save.copies) == every
-        assert not core.speculating
+        assert not core.cpu.speculating
         support.train(made, support.batches(2))
         assert superoffload.stats(made).kept_steps == 2
         save.finish()
         support.train(made, support.batches(2))
-        assert core.speculating == every
+        assert core.cpu.speculating == every
         assert superoffload.stats(made).kept_steps == 3  # a step begins when the one before ends
 
 
@@ -111,10 +111,10 @@ def test_what_keeps_sub_groups_from_speculating_is_written_first(tmp_path: Path)
         speculation_bytes=ALL,
         copies_bytes=states_bytes // 2,
     ) as made:
-        every = core_of(made).speculating
+        every = core_of(made).cpu.speculating
         support.train(made, support.batches(2))
         save = superoffload.begin_save(made, tmp_path)
-        lent = every - core_of(made).speculating
+        lent = every - core_of(made).cpu.speculating
         assert 0 < len(lent) < len(every)
         assert set(list(save.copies)[: len(lent)]) == lent
         save.finish()

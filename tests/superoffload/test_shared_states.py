@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import superoffload
-from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates
+from superoffload.shared_states import STATES_MEMORY_NAME, SharedStates, host_available_bytes
 from superoffload.worker import MemorySize, Segment
 from tests.support.problems import coded
 from tests.support.shared_memory import SHARED_MEMORY, files_in_shared_memory, named_after
@@ -19,6 +19,10 @@ from tests.support.shared_memory import SHARED_MEMORY, files_in_shared_memory, n
 
 def bf16(numel: int) -> MemorySize:
     return MemorySize(((Segment(numel),),), 2, accumulate=False)
+
+
+def shared_states(size: MemorySize) -> SharedStates:
+    return SharedStates(size, torch.bfloat16, host_available_bytes, Path())
 
 
 def own_memory() -> list[str]:
@@ -32,7 +36,7 @@ def own_memory() -> list[str]:
 
 
 def test_it_takes_no_room_in_dev_shm_and_has_no_name_there() -> None:
-    states = SharedStates(bf16(4_000_000), torch.bfloat16)
+    states = shared_states(bf16(4_000_000))
     for view in (states.staging(0), states.master_weights(0), *states.moments(0)):
         view.fill_(1.0)  # pages are allocated on the first write
     mapped = [
@@ -58,7 +62,7 @@ def test_more_than_the_host_has_is_refused() -> None:
     with pytest.raises(
         superoffload.OffloadError, match=r"need 1400000\.0 GB of host memory"
     ) as caught:
-        SharedStates(bf16(numel), torch.bfloat16)
+        shared_states(bf16(numel))
     assert caught.value.code == "host-memory"
     available = re.search(r"only ([\d.]+) GB", str(caught.value))
     assert available is not None
@@ -76,7 +80,7 @@ def test_a_limit_of_the_process_is_reported_with_the_size() -> None:
             "host-memory-limit",
             match=r"0\.4 GB of host memory .*Cannot allocate memory.*ulimit",
         ):
-            SharedStates(bf16(30_000_000), torch.bfloat16)
+            shared_states(bf16(30_000_000))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert not own_memory()

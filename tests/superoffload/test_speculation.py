@@ -10,8 +10,9 @@ import torch
 
 import superoffload
 from so_tui.model.sharding import speculating
-from superoffload.steps import REMEMBERED, _Speculation
+from superoffload.steps import REMEMBERED, Speculation
 from superoffload.transfers import Event
+from superoffload.worker import Command, Operation
 from tests.support import engine as support
 from tests.support.reference_adamw import Reference, core_of
 
@@ -111,7 +112,7 @@ def test_the_ranks_of_a_host_share_what_they_all_find_available(
         "available_bytes": lambda: for_two,
     }
     with support.engine(support.spec("superoffload", 1.0, clipping=1e6), **settings) as made:
-        assert bool(core_of(made).speculating) == speculates
+        assert bool(core_of(made).cpu.speculating) == speculates
         support.train(made, support.batches(1))
 
 
@@ -123,13 +124,15 @@ def test_weights_are_restored_after_the_last_copy(monkeypatch: pytest.MonkeyPatc
         core = core_of(made)
         support.train(made, support.batches(2))
         copied, waited_for = {}, {}
-        restore = core._cpu.restore
+        update = core.cpu._update
 
-        def recording(index: int, step: int, after: Event) -> None:
-            copied[index], waited_for[index] = core._cpu_steps.gradients[index].copied, after
-            restore(index, step, after)
+        def recording(command: Command, after: Event) -> None:
+            if command.operation == Operation.RESTORE:
+                index = command.sub_group
+                copied[index], waited_for[index] = core.cpu._gradients[index].copied, after
+            update(command, after)
 
-        monkeypatch.setattr(core._cpu, "restore", recording)
+        monkeypatch.setattr(core.cpu, "_update", recording)
         support.poison(made)
         support.train(made, support.batches(1))
         assert waited_for
@@ -201,7 +204,7 @@ def test_a_saved_state_is_that_of_the_set_that_was_accepted(tmp_path: Path) -> N
 
 
 def test_speculation_pauses_while_the_limit_is_exceeded() -> None:
-    found = _Speculation()
+    found = Speculation()
     assert found.is_worthwhile
     for _ in range(REMEMBERED):
         assert found.is_worthwhile
@@ -221,8 +224,8 @@ def test_the_engine_stops_speculating_and_begins_again() -> None:
         core = core_of(made)
         support.train(made, support.batches(REMEMBERED + 3))
         assert superoffload.stats(made).redone_steps == REMEMBERED
-        assert 0 not in core.speculating
+        assert 0 not in core.cpu.speculating
         core.clipping = 1e6
         support.train(made, support.batches(2))
-        assert 0 in core.speculating
+        assert 0 in core.cpu.speculating
         assert superoffload.stats(made).kept_steps == 1

@@ -69,9 +69,9 @@ def test_a_state_without_moments_begins_them_anew(mode: support.Mode, tmp_path: 
             dataclasses.replace(state, moments=None, step=0) if state.device == "cpu" else state
             for state in adapter.sub_group_states(saved)
         ]
-        file = checkpoint.StatesFile(folder, api._manifest(saved, states))
+        file = checkpoint.Save(folder, api._manifest(saved, states))
         for index, state in enumerate(states):
-            file.write(index, checkpoint.tensors_of(state))
+            file.write(index, state.tensors())
         file.finish()
         weights = dict(checkpoint.saved_master_weights(folder))
     superoffload.verify_state(folder)
@@ -214,7 +214,7 @@ def rank_files(folder: Path, *records: checkpoint.SubGroupRecord) -> None:
             ranks=len(records),
             sub_groups=(record,),
         )
-        with closing(checkpoint.StatesFile(folder, described)) as file:
+        with closing(checkpoint.Save(folder, described)) as file:
             file.write(0, (torch.ones(record.numel),) * 3)
             file.finish()
 

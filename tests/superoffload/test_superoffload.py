@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from so_tui_trainer.model.build import _set_leaf_modules
 from so_tui_trainer.model.trained import TrainedModel
 from superoffload.deepspeed_adapter.engine import sub_group_states
 from superoffload.optimizer import SuperOffload
-from superoffload.transfers import Transfers
+from superoffload.transfers import Event, Transfers
 from tests.support import engine as support
 from tests.support.layouts import layout_of
 from tests.support.problems import coded
@@ -98,9 +99,9 @@ def test_waits_are_measured_in_the_stream_that_computes(monkeypatch: pytest.Monk
     streams: list[object] = []
     mark = Transfers.mark
 
-    def recording(self: Transfers, stream: object = None) -> float:
+    def recording(self: Transfers, stream: object = None) -> Event:
         streams.append(stream)
-        return float(mark(self))
+        return mark(self)
 
     monkeypatch.setattr(Transfers, "stream", lambda self: "computing")
     monkeypatch.setattr(Transfers, "mark", recording)
@@ -184,7 +185,7 @@ def test_weights_read_between_steps_are_those_of_the_last_step() -> None:
         index, member = made.optimizer._member[weight.ds_id]
         begin = core.sub_groups[index].offsets[member]
         assert torch.equal(
-            gathered, core.master_weights(index)[begin : begin + gathered.numel()].bfloat16()
+            gathered, core.state(index).master_weights[begin : begin + gathered.numel()].bfloat16()
         )
 
 
@@ -276,9 +277,9 @@ def test_a_stopped_worker_is_reported_after_a_timeout(monkeypatch: pytest.Monkey
     ) as made:
         support.train(made, support.batches(2))
         superoffload.synchronize(made)
-        client = core_of(made)._cpu._client
+        client = core_of(made).cpu._client
         # Only now: a busy machine may start the worker for longer.
-        monkeypatch.setattr(client, "_watchdog_timeout_s", 0.5)
+        monkeypatch.setattr(client, "settings", replace(client.settings, watchdog_timeout_s=0.5))
         os.kill(superoffload.worker_pid(made), signal.SIGSTOP)  # type: ignore[arg-type]
         with coded(
             superoffload.WorkerLostError,

@@ -22,7 +22,7 @@ from so_tui_trainer import binding
 from superoffload import worker
 from superoffload.shared_states import STATES_MEMORY_NAME
 from superoffload.transfers import Transfer, Transfers
-from superoffload.worker import Command, GradientSource, Moments, Operation, bytes_moved
+from superoffload.worker import Command, GradientSource, Moments, Operation
 from tests.support import engine as support
 from tests.support.shared_memory import files_in_shared_memory, named_after
 from tests.support.waiting import LIMIT_S
@@ -94,10 +94,10 @@ def test_the_plan_counts_the_traffic_that_the_worker_reports() -> None:
     step = Command(Operation.STEP, 0)
     early = step._replace(operation=Operation.SPECULATE)
     summed = step._replace(gradient=GradientSource.ACCUMULATED_AND_STAGING)
-    assert bytes_moved(step, 1, 2) == bytes_moved(early, 1, 2) == ADAM_BYTES
-    assert bytes_moved(summed, 1, 2) == ADAM_BYTES + 4
-    assert bytes_moved(Command(Operation.ACCUMULATE, 0), 1, 2) == ACCUMULATE_BYTES
-    assert [bytes_moved(step, 1, 2, moments) for moments in Moments] == [28, 20, 16]
+    assert step.bytes_moved(1, 2) == early.bytes_moved(1, 2) == ADAM_BYTES
+    assert summed.bytes_moved(1, 2) == ADAM_BYTES + 4
+    assert Command(Operation.ACCUMULATE, 0).bytes_moved(1, 2) == ACCUMULATE_BYTES
+    assert [step.bytes_moved(1, 2, moments) for moments in Moments] == [28, 20, 16]
 
 
 def test_a_worker_without_settings_ends_with_its_starter() -> None:

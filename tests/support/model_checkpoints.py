@@ -53,11 +53,11 @@ def checkpoint_of(
             ratio=0.0,
             rank=rank,
             ranks=ranks,
-            sub_groups=on_disk.records(states, members),
+            sub_groups=tuple(map(on_disk.SubGroupRecord.of, states, members)),
         )
-        file = on_disk.StatesFile(optimizer_folder(folder), manifest)
+        file = on_disk.Save(optimizer_folder(folder), manifest)
         for index, state in enumerate(states):
-            file.write(index, on_disk.tensors_of(state))
+            file.write(index, state.tensors())
         file.finish()
     saved = Manifest(
         run=run,

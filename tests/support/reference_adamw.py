@@ -21,7 +21,9 @@ class Reference:
         self.core = core_of(made)
         self.clipping = clipping
         self.master_weights = [
-            self.core.master_weights(index).to(group.weights.device, copy=True).requires_grad_()
+            self.core.state(index)
+            .master_weights.to(group.weights.device, copy=True)
+            .requires_grad_()
             for index, group in enumerate(self.core.sub_groups)
         ]
         groups = made.optimizer.optimizer.param_groups

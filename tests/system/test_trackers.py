@@ -19,19 +19,17 @@ import sys
 from pathlib import Path
 from so_tui.runs import create_run
 from so_tui.runs.records import EvaluationRecord
-from so_tui_trainer.recorder import _TensorBoard, _WeightsAndBiases
+from so_tui_trainer.recorder import _log_to_tensorboard, _log_to_wandb
 from tests.support.launching import tiny
 from tests.support.records import step_record
 
 folder = Path(sys.argv[1])
 spec = tiny(tracking__wandb="true", tracking__project="so-tui-tests")
 run = create_run(spec, folder)
-for tracker in (_WeightsAndBiases(run, spec), _TensorBoard(folder / "tensorboard")):
-    tracker.start()
-    for step in (1, 2, 3):
-        tracker.write(step_record(step, loss=4.0 - step))
-    tracker.write(EvaluationRecord(attempt=1, time=0.0, step=3, loss=1.5, tokens=9))
-    tracker.close()
+records = [step_record(step, loss=4.0 - step) for step in (1, 2, 3)]
+records.append(EvaluationRecord(attempt=1, time=0.0, step=3, loss=1.5, tokens=9))
+_log_to_wandb(run, spec, iter(records))
+_log_to_tensorboard(folder / "tensorboard", iter(records))
 print(run.path)
 """
 READ = """

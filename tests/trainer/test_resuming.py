@@ -16,7 +16,7 @@ from so_tui.runs import RunDirectory, create_run
 from so_tui.runs.directory import run_id
 from so_tui.spec import DataSource, RunSpec
 from so_tui_trainer import checkpoint, checkpoint_folder
-from so_tui_trainer.checkpoint import _rounding_warnings
+from so_tui_trainer.checkpoint import _warn_of_rounding
 from so_tui_trainer.checkpoint_folder import Found, claim
 from so_tui_trainer.failures import TrainingError
 from so_tui_trainer.ranks import Ranks
@@ -161,7 +161,7 @@ def test_other_shares_of_a_mixture_are_another_order(
         )
         return replace(SPEC, data=replace(SPEC.data, source=sources))
 
-    monkeypatch.setattr(checkpoint, "load", lambda *unused: Rounded(0, 0))
+    monkeypatch.setattr(checkpoint, "_load", lambda *unused: Rounded(0, 0))
     path = written(claim(run, SPEC), 1, run_id(run), mixture(1.0, 2.0))
     found, told = Found(path, checkpoint_folder._verify(path), ()), Warnings()
     checkpoint.restore(
@@ -191,10 +191,10 @@ NONE, BOTH = Rounded(blocks=0, numel=0), Rounded(blocks=3, numel=2_000_000)
 def codes(before: dict[str, str], now: dict[str, str], rounded: Rounded) -> list[str]:
     ours = {"offload__mode": "superoffload"}
     saved = support.manifest(5, spec_of("tiny", **{**ours, **before}), ranks=2)
-    return [
-        warning.code
-        for warning in _rounding_warnings(saved, spec_of("tiny", **{**ours, **now}), rounded)
-    ]
+    found: list[str] = []
+    spec = spec_of("tiny", **{**ours, **now})
+    _warn_of_rounding(saved, spec, rounded, lambda code, message, suggestion: found.append(code))
+    return found
 
 
 @pytest.mark.parametrize("states", ["bf16-moments", "int8-moments"])

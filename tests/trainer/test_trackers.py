@@ -3,6 +3,7 @@
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from so_tui_trainer.recorder import (
     _crc32c,
     _EventFile,
     _figures,
-    _TensorBoard,
+    _log_to_tensorboard,
     trackers_of,
 )
 from tests.support.launching import of_kind, records, tiny
@@ -108,15 +109,12 @@ def test_event_files_are_those_of_tensorboard(tmp_path: Path) -> None:
 
 
 def test_a_resume_takes_back_later_steps_of_tensorboard(tmp_path: Path) -> None:
-    tracker = _TensorBoard(tmp_path)
-    tracker.start()
-    for record in (
+    written = (
         ResumedRecord(attempt=1, time=0.0, step=5),
         step(6),
         EvaluationRecord(attempt=1, time=0.0, step=6, loss=1.5, tokens=9),
-    ):
-        tracker.write(record)
-    tracker.close()
+    )
+    _log_to_tensorboard(tmp_path, iter(written))
     (path,) = files_of(tmp_path)
     _, session, trained, evaluated = events(path)
     assert (session[0], session[2]) == (6, True)
@@ -140,8 +138,6 @@ def test_figures_are_what_is_known_of_a_step() -> None:
 class Fickle:
     """A tracker that fails or hangs at one of its parts, and counts what it got."""
 
-    name = "Fickle"
-
     def __init__(self, fails: str = "", hangs: str = "") -> None:
         self.fails, self.hangs, self.release = fails, hangs, threading.Event()
         self.got: list[MetricRecord] = []
@@ -152,21 +148,18 @@ class Fickle:
         if part == self.fails:
             raise ConnectionError(f"no {part}\nand more")
 
-    def start(self) -> None:
+    def track(self, records: Iterator[MetricRecord]) -> None:
         self._part("start")
-
-    def write(self, record: MetricRecord) -> None:
-        self._part("write")
-        self.got.append(record)
-
-    def close(self) -> None:
+        for record in records:
+            self._part("write")
+            self.got.append(record)
         self._part("close")
 
 
 def recorded(
     run: RunDirectory, tracker: Fickle, count: int
 ) -> tuple[Recorder, list[MetricRecord], float]:
-    recorder = Recorder(MetricsWriter(run, 1), 1, (tracker,))
+    recorder = Recorder(MetricsWriter(run, 1), 1, {"Fickle": tracker.track})
     began = time.monotonic()
     for number in range(1, count + 1):
         recorder.write(step(number))
@@ -217,11 +210,9 @@ def test_a_tracker_gets_every_record_in_order(tmp_path: Path) -> None:
 
 def test_only_what_was_asked_for(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    assert trackers_of(run, tiny()) == ()
-    assert [
-        tracker.name
-        for tracker in trackers_of(run, tiny(tracking__wandb="true", tracking__tensorboard="true"))
-    ] == ["Weights & Biases", "TensorBoard"]
+    assert trackers_of(run, tiny()) == {}
+    asked = tiny(tracking__wandb="true", tracking__tensorboard="true")
+    assert list(trackers_of(run, asked)) == ["Weights & Biases", "TensorBoard"]
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ the data. The learning rate follows from the step. ``checkpoint_folder`` has the
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import threading
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -52,7 +51,7 @@ from so_tui_trainer.checkpoint_folder import (
 from so_tui_trainer.engine_settings import states_format
 from so_tui_trainer.failures import SUPERSEDED, Explanation, TrainingError, engine_explanation
 from so_tui_trainer.ranks import Ranks
-from superoffload.checkpoint import Rounded
+from superoffload.checkpoint import Rounded, sync
 
 Result = TypeVar("Result")
 _NOT_WRITTEN = "the checkpoint could not be written"
@@ -135,10 +134,9 @@ class Saving:
         self._partial = partial = ranks.broadcast(made, Path)
         rest: superoffload.Save | None = None
         with _all_ranks(ranks, _NOT_WRITTEN, cleanup=partial):
-            with _random_file(partial, ranks.rank).open("wb") as file:
-                file.write(msgspec.msgpack.encode(_random_state()))
-                file.flush()
-                os.fsync(file.fileno())
+            random_file = _random_file(partial, ranks.rank)
+            random_file.write_bytes(msgspec.msgpack.encode(_random_state()))
+            sync(random_file)
             rest = superoffload.begin_save(engine, optimizer_folder(partial), copying=background)
         assert rest is not None
         self._written = _in_thread(rest.finish)
@@ -230,7 +228,7 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-def load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rounded:
+def _load(engine: Any, checkpoint: Path, manifest: Manifest, ranks: Ranks) -> Rounded:
     """Restore the state of a checkpoint, which any number of ranks may have written.
 
     With another number of ranks the random number generators stay as seeded; only some routers use
@@ -280,11 +278,7 @@ def _all_ranks(ranks: Ranks, what: str, cleanup: Path | None = None) -> Iterator
         superoffload.OffloadError,
     ) as caught:
         error = caught
-    problems = [
-        problem
-        for problem in ranks.all_gather(_explanation(error), Explanation | None)
-        if problem is not None
-    ]
+    problems = list(filter(None, ranks.all_gather(_explanation(error), Explanation | None)))
     if not problems:
         return
     code, reason, suggestion = next(
@@ -338,8 +332,8 @@ def _random_state() -> _RandomState:
             int(has_gauss),
             float(gauss),
         ),
-        torch=_bytes_of(torch.get_rng_state()),
-        cuda=_bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        torch=bytes(torch.get_rng_state().tolist()),
+        cuda=bytes(torch.cuda.get_rng_state().tolist()) if torch.cuda.is_available() else None,
     )
 
 
@@ -347,41 +341,31 @@ def _restore_random_state(state: _RandomState) -> None:
     random.setstate(state.python)
     kind, words, position, has_gauss, gauss = state.numpy
     np.random.set_state((kind, np.frombuffer(words, dtype="<u4"), position, has_gauss, gauss))
-    torch.set_rng_state(_tensor_of(state.torch))
+    torch.set_rng_state(torch.tensor(list(state.torch), dtype=torch.uint8))
     if state.cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor_of(state.cuda))
-
-
-def _bytes_of(state: Tensor) -> bytes:
-    array: Any = state.numpy()
-    return bytes(array)
-
-
-def _tensor_of(state: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        torch.cuda.set_rng_state(torch.tensor(list(state.cuda), dtype=torch.uint8))
 
 
 # Warnings of a resume that rounds Adam's moments or begins them anew: the run goes on, though not
 # bit for bit.
 
 
-class _Warned(NamedTuple):
-    code: str
-    message: str
-    suggestion: str
+Warn = Callable[[str, str, str], None]
+"""Records a warning: its code, message and suggestion."""
 
 
-def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Iterator[_Warned]:
-    """Yield what to warn of.
+def _warn_of_rounding(saved: Manifest, now: RunSpec, rounded: Rounded, warn: Warn) -> None:
+    """Warn of moments that the run continues with, but not bit for bit.
 
     Args:
         saved: The checkpoint's manifest.
         now: The spec of the run that loaded it.
-        rounded: What ``checkpoint.load`` returned.
+        rounded: What ``_load`` returned.
+        warn: Records a warning.
     """
     before, after = states_format(saved.spec), states_format(now)
     if rounded.restarted:
-        yield _Warned(
+        warn(
             "moments-restarted",
             "DeepSpeed's own SuperOffload keeps Adam's moments out of reach: the weights are those "
             "of the checkpoint, the moments are zero",
@@ -389,7 +373,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if before != after:
-        yield _Warned(
+        warn(
             "states-format-changed",
             f"the checkpoint's moments are {before} and this run's are {after}: what the new "
             "format cannot hold is rounded",
@@ -397,7 +381,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
         )
         return
     if rounded.numel:
-        yield _Warned(
+        warn(
             "moments-rounded",
             f"the moments of {thousands(rounded.numel)} parameters were fp32 on the GPUs and are "
             f"rounded to {after} in host memory",
@@ -405,7 +389,7 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
             "to continue bit for bit.",
         )
     if rounded.blocks:
-        yield _Warned(
+        warn(
             "blocks-rounded-again",
             f"{thousands(rounded.blocks)} blocks of 128 8-bit moments had been cut by other shards "
             "and are rounded once more",
@@ -415,10 +399,6 @@ def _rounding_warnings(saved: Manifest, now: RunSpec, rounded: Rounded) -> Itera
 
 # The checkpoint from which an attempt resumes: which one it is, and restoring it. What differs
 # from before is told in warnings.
-
-
-Warn = Callable[[str, str, str], None]
-"""Records a warning: its code, message and suggestion."""
 
 
 def newest_to_resume(
@@ -507,9 +487,8 @@ def restore(
             "Resume with the same data, weights, seed, sequence length and packing to neither skip "
             "nor repeat sequences.",
         )
-    rounded = load(engine, found.path, manifest, ranks)
-    for warning in _rounding_warnings(manifest, spec, rounded):
-        warn(*warning)
+    rounded = _load(engine, found.path, manifest, ranks)
+    _warn_of_rounding(manifest, spec, rounded, warn)
 
 
 def _order(spec: RunSpec) -> tuple[int, int, bool, tuple[float, ...]]:

@@ -43,6 +43,7 @@ from so_tui.trust.text import brief_message
 from so_tui.units import disk_size
 from so_tui_trainer.failures import TrainingError
 from superoffload import OffloadError
+from superoffload.checkpoint import sync
 
 # Room on the disk for a checkpoint: whether there is enough, and removing checkpoints that are no
 # longer needed.
@@ -304,13 +305,13 @@ def newest(folder: Path, run: str = "") -> Found | None:
     for path in reversed(_read_with_retries(listed_checkpoints, folder)):
         try:
             manifest = _read_with_retries(_verify, path)
-        except (OSError, msgspec.DecodeError, RecursionError, superoffload.OffloadError) as error:
+        except (OSError, msgspec.DecodeError, OffloadError) as error:
             if not path.is_dir():  # Not damaged: a running attempt has replaced it by a newer one.
                 return newest(folder, run)
             damaged.append(
                 Damage(
                     path,
-                    error.code if isinstance(error, superoffload.OffloadError) else "unreadable",
+                    error.code if isinstance(error, OffloadError) else "unreadable",
                     brief_message(
                         f"{_MANIFEST}: {error}"
                         if isinstance(error, msgspec.DecodeError)
@@ -353,14 +354,14 @@ def _verify(checkpoint: Path) -> Manifest:
     for name, size in manifest.files.items():
         path = _file_of(checkpoint, name)
         if (found := path.stat().st_size) != size:
-            raise superoffload.OffloadError(
+            raise OffloadError(
                 f"{path} has {found} bytes, but the checkpoint says {size}: it is incomplete.",
                 code="torn",
             )
     for name, checksum in manifest.checksums.items():
         path = _file_of(checkpoint, name)
         if zlib.crc32(read_bounded(path, _SMALL_BYTES)) != checksum:
-            raise superoffload.OffloadError(
+            raise OffloadError(
                 f"{path} is not what was written (its checksum differs).", code="checksum"
             )
     superoffload.verify_state(optimizer_folder(checkpoint))
@@ -424,7 +425,7 @@ def _readable(checkpoint: Path) -> Manifest | None:
     """Return a checkpoint's manifest; None if it is damaged, which resuming reports."""
     try:
         return read_manifest(checkpoint)
-    except (OSError, msgspec.DecodeError, RecursionError):
+    except (OSError, msgspec.DecodeError):
         return None
 
 
@@ -458,23 +459,17 @@ def complete(partial: Path, manifest: Manifest) -> Path:
         for name, size in written.items()
         if size <= _SMALL_BYTES
     }
-    with (partial / _MANIFEST).open("wb") as file:
-        file.write(
-            msgspec.json.encode(
-                msgspec.structs.replace(manifest, files=written, checksums=checksums)
-            )
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    for path in (optimizer_folder(partial), partial):
-        _sync(path)
+    described = msgspec.structs.replace(manifest, files=written, checksums=checksums)
+    (partial / _MANIFEST).write_bytes(msgspec.json.encode(described))
+    for path in (partial / _MANIFEST, optimizer_folder(partial), partial):
+        sync(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     if os.path.lexists(
         final
     ):  # The same step again, after resuming from an older checkpoint; or something that is none.
         set_aside(final, SUPERSEDED)
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     _verify(final)
     # What is not this run's own does not push any of its checkpoints out.
     own = [
@@ -493,22 +488,11 @@ def _file_of(checkpoint: Path, name: str) -> Path:
     """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise superoffload.OffloadError(
+        raise OffloadError(
             f"the manifest names {name[:200]!r}, which is not inside the checkpoint",
             code="unreadable",
         )
     path = checkpoint / name
     if not stat.S_ISREG(path.lstat().st_mode) or path.resolve() != checkpoint.resolve() / name:
-        raise superoffload.OffloadError(
-            f"{path} is a link or not a regular file.", code="unreadable"
-        )
+        raise OffloadError(f"{path} is a link or not a regular file.", code="unreadable")
     return path
-
-
-def _sync(folder: Path) -> None:
-    """Sync a folder, so that the names in it survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recorder = Recorder(
         MetricsWriter(run, given.attempt) if first else None,
         given.attempt,
-        trackers_of(run, launch.plan.spec) if first else (),
+        trackers_of(run, launch.plan.spec) if first else {},
     )
     recorder.phase("loading", "importing torch and DeepSpeed", stage="imports")
 

@@ -22,7 +22,6 @@ import superoffload
 from so_tui.spec import InputError, ModelSpec, RunSpec, first_line, resolve_source
 from so_tui.spec.errors import reject
 from so_tui.spec.generation import Device
-from so_tui.trust.decoding import read_json
 from so_tui.trust.files import Distrust, distrust_of_folder
 from so_tui.units import disk_size
 from so_tui_trainer.checkpoint_folder import optimizer_folder, read_manifest
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     )
 
 
-_MARKER_NAME = "so_tui_export.json"
+MARKER_NAME = "so_tui_export.json"
 
 
 class ExportMarker(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,16 +64,6 @@ class ExportMarker(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
     revision: str = ""
     """Of the base model on the hub."""
-
-
-def read_marker(folder: Path) -> ExportMarker | None:
-    """Return what an export says about itself; None if the folder is no export, or says it in a way
-    that cannot be read.
-    """
-    try:
-        return read_json(folder / _MARKER_NAME, ExportMarker)
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def _marker_of(run_name: str, step: int, model: ModelSpec) -> ExportMarker:
@@ -102,9 +91,6 @@ class Stage:
         """Begin to read tensors of these shapes."""
         self.total_bytes = sum(shape.numel() for shape in shapes.values()) * torch.bfloat16.itemsize
         self.total_tensors = len(shapes)
-        self.done_tensors = 0
-        self.read_bytes = 0
-        self.doing = "reading"
 
     def write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Begin to write files of these tensors into a folder."""
@@ -273,13 +259,13 @@ def refuse_foreign(folder: Path) -> None:
             "is another user's folder",
             "Name another folder with --to.",
         )
-    if folder.is_dir() and ((folder / _MARKER_NAME).is_file() or not any(folder.iterdir())):
+    if folder.is_dir() and ((folder / MARKER_NAME).is_file() or not any(folder.iterdir())):
         return
     raise reject(
         "export-would-overwrite",
         "--to",
         str(folder),
-        f"has files that are not an export of so-tui (no {_MARKER_NAME})"
+        f"has files that are not an export of so-tui (no {MARKER_NAME})"
         if folder.is_dir()
         else "is not a folder",
         "Name a new or an empty folder with --to.",
@@ -318,7 +304,7 @@ def replacing(folder: Path, mark: ExportMarker) -> Iterator[Path]:
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     try:
-        (partial / _MARKER_NAME).write_bytes(msgspec.json.encode(mark))
+        (partial / MARKER_NAME).write_bytes(msgspec.json.encode(mark))
         yield partial
         refuse_foreign(
             folder

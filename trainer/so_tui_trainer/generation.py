@@ -100,14 +100,6 @@ class Writer:
     stop: frozenset[int]
     """Tokens that end an answer."""
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that the model was made for."""
-        return int(
-            getattr(self.causal.config.get_text_config(), "max_position_embeddings", None)
-            or 1 << 20
-        )
-
     def write(
         self, prompt: Prompt, sampling: Sampling, cancelled: Callable[[], bool] = lambda: False
     ) -> Iterator[str | Written]:
@@ -126,17 +118,18 @@ class Writer:
                 rejects it.
         """
         began = time.monotonic()
+        config = self.causal.config.get_text_config()
+        longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         ids = _prompt_ids(self.chat, prompt)
-        if len(ids) >= self.longest:
+        if len(ids) >= longest:
             raise reject(
                 "prompt-too-long",
                 "prompt",
                 "",
-                f"has {len(ids)} tokens, and the model takes {self.longest - 1}",
+                f"has {len(ids)} tokens, and the model takes {longest - 1}",
                 "Give a shorter one.",
             )
-        pieces: list[str] = []
-        count = 0
+        text, count = "", 0
         ended: Ended = "length"
         detokenizer = _Detokenizer(self.chat.tokenizer)
         for token in self._tokens(ids, sampling):
@@ -147,32 +140,25 @@ class Writer:
             if token in self.stop:
                 ended = "stop"
                 break
-            if text := detokenizer.add(token):
-                pieces.append(text)
-                yield text
-            if len(ids) + count >= self.longest:
+            if piece := detokenizer.add(token):
+                text += piece
+                yield piece
+            if len(ids) + count >= longest:
                 ended = "context"
                 break
         if rest := detokenizer.rest():
-            pieces.append(rest)
             yield rest
-        yield Written("".join(pieces), count, time.monotonic() - began, ended)
+        yield Written(text + rest, count, time.monotonic() - began, ended)
 
     @torch.inference_mode()
-    def _next_logits(self, ids: Sequence[int], past: Any) -> tuple[Tensor, Any]:
-        device = self.causal.device
-        causal: Any = self.causal
-        name = cache_argument(causal.forward)
-        out = causal(
-            input_ids=torch.tensor([list(ids)], device=device), use_cache=True, **{name: past}
-        )
-        return out.logits[0, -1].cpu(), getattr(out, name)
-
     def _tokens(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:
         source = torch.Generator().manual_seed(sampling.seed)
-        past = None
+        causal: Any = self.causal
+        name, past = cache_argument(causal.forward), None
         for _ in range(sampling.max_tokens):
-            logits, past = self._next_logits(ids, past)
+            inputs = torch.tensor([list(ids)], device=causal.device)
+            out = causal(input_ids=inputs, use_cache=True, **{name: past})
+            logits, past = out.logits[0, -1].cpu(), getattr(out, name)
             if not torch.isfinite(logits).all():
                 raise reject(
                     "logits-not-finite",
@@ -313,13 +299,19 @@ class Prompts:
                     self._write(model, group)
         finally:
             model.train(training)
-        pairs = zip(self._spec.prompts.texts, answers, strict=True)
+        answered = []
+        for prompt, answer in zip(self._spec.prompts.texts, answers, strict=True):
+            ids = answer.ids[answer.prompt_length :]
+            said = _decoded(self._chat.tokenizer, ids)[:LONGEST_ANSWER]
+            answered.append(
+                AnsweredPrompt(prompt=prompt, text=said, tokens=len(ids), stopped=answer.done)
+            )
         return Asked(
             attempt=attempt,
             time=time.time(),
             step=step,
             seconds=time.monotonic() - began,
-            answers=tuple(self._answered(text, answer) for text, answer in pairs),
+            answers=tuple(answered),
         )
 
     def _groups(self, answers: Sequence[_Answer]) -> Iterator[list[_Answer]]:
@@ -361,13 +353,6 @@ class Prompts:
             ):
                 answer.ids.append(token)
                 answer.done = token in self._stop
-
-    def _answered(self, text: str, answer: _Answer) -> AnsweredPrompt:
-        ids = answer.ids[answer.prompt_length :]
-        said = _decoded(self._chat.tokenizer, ids)
-        return AnsweredPrompt(
-            prompt=text, text=said[:LONGEST_ANSWER], tokens=len(ids), stopped=answer.done
-        )
 
 
 def _batch_of(

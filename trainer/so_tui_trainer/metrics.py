@@ -41,7 +41,7 @@ from so_tui_trainer.failures import NonFiniteError
 from so_tui_trainer.older_versions import all_gather_single, reduce_scatter_single
 from so_tui_trainer.ranks import Ranks
 from so_tui_trainer.recorder import Recorder
-from superoffload.transfers import Mark, OffloadStats, Transfers, transfers_for
+from superoffload.transfers import Event, OffloadStats, seconds_between, transfers_for
 
 # Measure the parts of a step without waiting for the GPU: laps are CUDA events in the stream, read
 # when a record is due.
@@ -67,15 +67,14 @@ class _StepTimes(NamedTuple):
 class _Laps(NamedTuple):
     """The laps of one step."""
 
-    clock: Transfers
-    marks: list[tuple[StepPart, Mark]]
+    marks: list[tuple[StepPart, Event]]
     """The part that a lap belongs to, and when it ended; before them, when the step began."""
 
     def read(self) -> _StepTimes:
         """Return the seconds of each part. Waits until the GPU has passed the last lap."""
         seconds = dict.fromkeys(_StepTimes._fields, 0.0)
         for (_, begin), (part, end) in pairwise(self.marks):
-            seconds[part] += self.clock.seconds(begin, end)
+            seconds[part] += seconds_between(begin, end)
         return _StepTimes(**seconds)
 
 
@@ -90,7 +89,7 @@ class StepClock:
 
     def restart(self) -> None:
         """Exclude the time since the last lap (a checkpoint, an evaluation)."""
-        self._laps = _Laps(self._clock, [])
+        self._laps = _Laps([])
         self.lap("other")
 
     def lap(self, part: StepPart) -> None:
@@ -100,7 +99,7 @@ class StepClock:
     def end_step(self) -> _Laps:
         """Return the step's laps, and start the next step where the last one ended."""
         laps = self._laps
-        self._laps = _Laps(self._clock, laps.marks[-1:])
+        self._laps = _Laps(laps.marks[-1:])
         return laps
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import struct
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from queue import Queue
-from typing import Any, Literal, Protocol
+from queue import Full, Queue
+from typing import Any, Literal
 
 import msgspec
 
@@ -138,153 +138,105 @@ CLOSE_S = 20.0
 _NOT_FIGURES = frozenset({"v", "attempt", "time", "step", "kind"})
 """Fields of records that are not logged."""
 
-
-class _Tracker(Protocol):
-    """A service that takes records. Used from one thread; may raise anything and take any time."""
-
-    name: str
-
-    def start(self) -> None:
-        """Connect to the service."""
-
-    def write(self, record: MetricRecord) -> None:
-        """Send a record."""
-
-    def close(self) -> None:
-        """Send what is left."""
+_Tracker = Callable[[Iterator[MetricRecord]], None]
+"""Sends records to a service until there are no more. Runs in one thread; may raise anything and
+take any time.
+"""
 
 
-def trackers_of(run: RunDirectory, spec: RunSpec) -> tuple[_Tracker, ...]:
-    """Return the trackers that the spec asks for."""
-    found: list[_Tracker] = []
+def trackers_of(run: RunDirectory, spec: RunSpec) -> dict[str, _Tracker]:
+    """Return the trackers that the spec asks for, by the name of their service."""
+    found: dict[str, _Tracker] = {}
     if spec.tracking.wandb:
-        found.append(_WeightsAndBiases(run, spec))
+        found["Weights & Biases"] = partial(_log_to_wandb, run, spec)
     if spec.tracking.tensorboard:
-        found.append(_TensorBoard(run.path / "tensorboard"))
-    return tuple(found)
+        found["TensorBoard"] = partial(_log_to_tensorboard, run.path / "tensorboard")
+    return found
 
 
 class _Sidecar:
-    """A tracker in its thread. ``offer`` and ``trouble`` never wait."""
+    """A tracker in its thread. Nothing but ``close`` ever waits.
 
-    def __init__(self, tracker: _Tracker) -> None:
+    Attributes:
+        trouble: What went wrong, with the tracker's name; emptied by whoever has reported it. The
+            tracker gets no more records then.
+    """
+
+    def __init__(self, name: str, tracker: _Tracker) -> None:
+        self._name = name
         self._tracker = tracker
-        self._queue: queue.Queue[MetricRecord | None] = queue.Queue(QUEUE_RECORDS)
-        self._trouble: str | None = None
-        self._given_up = False
-        self._thread = threading.Thread(
-            target=self._run, name=f"{tracker.name} tracker", daemon=True
-        )
+        self._queue: Queue[MetricRecord | None] = Queue(QUEUE_RECORDS)
+        self.trouble: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"{name} tracker", daemon=True)
         self._thread.start()
 
     def offer(self, record: MetricRecord) -> None:
         """Queue a record. It is dropped if the tracker has failed or does not keep up."""
-        if self._given_up:
+        if self.trouble is not None:
             return
         try:
             self._queue.put_nowait(record)
-        except queue.Full:
-            self._given_up = True
-            self._trouble = f"has not answered for {QUEUE_RECORDS} records"
-
-    def trouble(self) -> str | None:
-        """Return what went wrong, with the tracker's name, once."""
-        found, self._trouble = self._trouble, None
-        return found and f"{self._tracker.name} {found}"
+        except Full:
+            self.trouble = f"{self._name} has not answered for {QUEUE_RECORDS} records"
 
     def close(self, timeout_s: float) -> bool:
-        """Let the tracker finish.
-
-        Args:
-            timeout_s: Seconds to wait.
-
-        Returns:
-            Whether it finished.
-        """
+        """Let the tracker finish, for so many seconds, and return whether it did."""
         try:
             self._queue.put_nowait(None)
-        except queue.Full:
+        except Full:
             return False
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and not self._given_up:
-            self._given_up = True
-            self._trouble = f"did not finish within {timeout_s:.0f} s"
+        if self._thread.is_alive() and self.trouble is None:
+            self.trouble = f"{self._name} did not finish within {timeout_s:.0f} s"
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
-            self._tracker.start()
-            while (record := self._queue.get()) is not None:
-                self._tracker.write(record)
-            self._tracker.close()
+            self._tracker(iter(self._queue.get, None))
         # An error of other people's code or servers must not end the run.
         except Exception as error:  # noqa: BLE001
             message = (str(error).strip().splitlines() or ["no message"])[0]
-            self._given_up, self._trouble = True, f"{type(error).__name__}: {message}"
+            self.trouble = f"{self._name} {type(error).__name__}: {message}"
 
 
-class _TensorBoard:
-    """Writes event files into the run's folder: ``tensorboard --logdir RUN/tensorboard``."""
-
-    name = "TensorBoard"
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file: _EventFile | None = None
-
-    def start(self) -> None:
-        """Do nothing: the first record, which creates the file, shows whether the run was
-        resumed.
-        """
-
-    def write(self, record: MetricRecord) -> None:
+def _log_to_tensorboard(folder: Path, records: Iterator[MetricRecord]) -> None:
+    """Write event files into the run's folder: ``tensorboard --logdir RUN/tensorboard``."""
+    file = None  # made by the first record, which shows whether the run was resumed
+    for record in records:
         if isinstance(record, ResumedRecord):
-            self._file = _EventFile(self._folder, purge_after=record.step)
+            file = _EventFile(folder, purge_after=record.step)
         elif isinstance(record, StepRecord | EvaluationRecord):
-            self._file = self._file or _EventFile(self._folder)
-            self._file.scalars(_figures(record), record.step, record.time)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+            file = file or _EventFile(folder)
+            file.scalars(_figures(record), record.step, record.time)
+    if file is not None:
+        file.close()
 
 
-class _WeightsAndBiases:
-    """Logs all attempts to the same run on W&B. ``WANDB_*`` variables apply (account, offline
+def _log_to_wandb(run: RunDirectory, spec: RunSpec, records: Iterator[MetricRecord]) -> None:
+    """Log all attempts to the same run on W&B. ``WANDB_*`` variables apply (account, offline
     mode).
     """
+    import wandb
 
-    name = "Weights & Biases"
-
-    def __init__(self, run: RunDirectory, spec: RunSpec) -> None:
-        self._run, self._spec = run, spec
-        self._session: Any = None
-
-    def start(self) -> None:
-        import wandb
-
-        path = self._run.path / "wandb.id"
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex[:12])
-        self._session = wandb.init(
-            project=self._spec.tracking.project,
-            id=path.read_text().strip(),
-            name=self._run.name,
-            resume="allow",
-            dir=str(self._run.path),
-            config=spec_tree(self._spec, full=False),
-            settings=wandb.Settings(console="off"),
-        )
-        # Not W&B's own counter, which cannot decrease: a resumed run repeats steps.
-        self._session.define_metric("step")
-        self._session.define_metric("*", step_metric="step")
-
-    def write(self, record: MetricRecord) -> None:
+    path = run.path / "wandb.id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12])
+    session: Any = wandb.init(
+        project=spec.tracking.project,
+        id=path.read_text().strip(),
+        name=run.name,
+        resume="allow",
+        dir=str(run.path),
+        config=spec_tree(spec, full=False),
+        settings=wandb.Settings(console="off"),
+    )
+    # Not W&B's own counter, which cannot decrease: a resumed run repeats steps.
+    session.define_metric("step")
+    session.define_metric("*", step_metric="step")
+    for record in records:
         if isinstance(record, StepRecord | EvaluationRecord):
-            self._session.log({"step": record.step, **_figures(record)})
-
-    def close(self) -> None:
-        self._session.finish()
+            session.log({"step": record.step, **_figures(record)})
+    session.finish()
 
 
 def _figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
@@ -300,9 +252,6 @@ def _figures(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     }
 
 
-Phase = Literal["loading", "training", "saving"]
-
-
 class Recorder:
     """Writes records on rank 0, for the run and its trackers; does nothing on other ranks.
 
@@ -311,11 +260,11 @@ class Recorder:
     """
 
     def __init__(
-        self, writer: MetricsWriter | None, attempt: int, trackers: tuple[_Tracker, ...] = ()
+        self, writer: MetricsWriter | None, attempt: int, trackers: Mapping[str, _Tracker]
     ) -> None:
         """Write with ``writer`` (None on other ranks than 0) and to ``trackers``."""
         self._writer = writer
-        self._sidecars = tuple(map(_Sidecar, trackers))
+        self._sidecars = [_Sidecar(name, tracker) for name, tracker in trackers.items()]
         self.hanging = False
         """A tracker did not end: leaving the process the usual way might wait for it for ever."""
         self.attempt = attempt
@@ -351,7 +300,9 @@ class Recorder:
             self._pending.put(record)
         self._record_tracker_errors()
 
-    def phase(self, phase: Phase, detail: str, **more: Any) -> None:
+    def phase(
+        self, phase: Literal["loading", "training", "saving"], detail: str, **more: Any
+    ) -> None:
         """Record what the run does now; ``more`` are other fields of ``PhaseRecord``."""
         self.write(
             PhaseRecord(attempt=self.attempt, time=time.time(), phase=phase, detail=detail, **more)
@@ -418,7 +369,8 @@ class Recorder:
 
     def _record_tracker_errors(self) -> None:
         for sidecar in self._sidecars:
-            if trouble := sidecar.trouble():
+            if trouble := sidecar.trouble:
+                sidecar.trouble = ""
                 self.warn(
                     "tracker-failed",
                     f"{trouble}; nothing more is sent there",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from superoffload.api import (
-        Save,
         begin_save,
         initialize,
         leave_out_waits,
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
         uses_worker,
         worker_pid,
     )
-    from superoffload.checkpoint import saved_master_weights, verify_state
+    from superoffload.checkpoint import Save, saved_master_weights, verify_state
     from superoffload.conversion import (
         DeepSpeedStates,
         Progress,
@@ -88,33 +87,22 @@ __all__ = [
     "write_universal",
 ]
 
-_ELSEWHERE = {
-    "checkpoint": ("saved_master_weights", "verify_state"),
-    "conversion": (
-        "DeepSpeedStates",
-        "Progress",
-        "deepspeed_states",
-        "write_states",
-        "write_universal",
-    ),
-    "deepspeed_adapter.engine": (
-        "close",
-        "gradient_norm",
-        "join_process_group",
-        "local_shard",
-        "set_learning_rate",
-        "shard",
-    ),
-    "ds_config": ("Override", "engine_config"),
-    "errors": ("NonFiniteGradientError", "OffloadError", "StateMismatchError", "WorkerLostError"),
-    "settings": ("Settings",),
-    "transfers": ("OffloadStats",),
-}
-"""Names that are not in ``api``, by module."""
+_MODULES = (
+    "errors",
+    "ds_config",
+    "settings",
+    "transfers",
+    "checkpoint",
+    "conversion",
+    "deepspeed_adapter.engine",
+    "api",
+)
+"""The modules with these names, those that need least first."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((module for module, names in _ELSEWHERE.items() if name in names), "api")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    if name in __all__:
+        for module in _MODULES:
+            if hasattr(found := importlib.import_module(f"{__name__}.{module}"), name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ main thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from superoffload import checkpoint
-from superoffload.checkpoint import Rounded, StatesFile
+from superoffload.checkpoint import Rounded, Save
 from superoffload.deepspeed_adapter import engine as adapter
 from superoffload.deepspeed_adapter.stage3 import own_super_offload
 from superoffload.ds_config import accepting_config, check_clipping, engine_config
 from superoffload.errors import NonFiniteGradientError, OffloadError
-from superoffload.gpu_states import StatesCopy, SubGroupState
+from superoffload.gpu_states import SubGroupState
 from superoffload.settings import Settings
 from superoffload.transfers import OffloadStats
 
@@ -39,7 +39,7 @@ parameters. Frozen ones are ignored.
 """
 
 
-def trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> Groups:
+def _trainable(parameter_groups: ParameterGroups, model: torch.nn.Module) -> Groups:
     """Return the groups without frozen parameters, and without groups of nothing else.
 
     Raises:
@@ -84,51 +84,6 @@ def _check_options(groups: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-# A save that goes on while training does: the sub-groups that were copied are written in a thread
-# of the caller's.
-
-
-class Save:
-    """What is still to be written of this rank's state.
-
-    Args:
-        file: The file, into which every sub-group that is not copied is written beforehand.
-        attach: Prepares a thread for reading copies.
-
-    Attributes:
-        copies: The copies that are not written yet, by sub-group, in the order in which they are
-            written.
-    """
-
-    def __init__(self, file: StatesFile, *, attach: Callable[[], None]) -> None:
-        self._file, self._attach = file, attach
-        self.copies: dict[int, StatesCopy] = {}
-
-    def finish(self) -> int:
-        """Write the rest, sync it to disk and return the size of this rank's state. No collective
-        runs, and no rank waits for another.
-
-        Raises:
-            OffloadError: If the Adam worker ended before it had copied everything.
-            OSError: If the disk does not take it.
-        """
-        try:
-            if self.copies:
-                self._attach()
-            for index in tuple(self.copies):
-                self._file.write(index, self.copies[index].tensors())
-                self.copies.pop(index).release()
-            return self._file.finish()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Give up what is not written. Safe to call twice."""
-        self._file.close()
-        while self.copies:
-            self.copies.popitem()[1].release()
-
-
 def initialize(
     model: torch.nn.Module,
     parameter_groups: ParameterGroups,
@@ -161,7 +116,7 @@ def initialize(
     """
     adapter.check_version()
     adapter.import_muon()
-    groups = trainable(parameter_groups, model)
+    groups = _trainable(parameter_groups, model)
     if settings.replaces_deepspeeds_optimizer:
         with replacing_optimizers(settings):
             return deepspeed.initialize(  # type: ignore[no-any-return]
@@ -171,9 +126,7 @@ def initialize(
     made = deepspeed.initialize(
         model=model, optimizer=optimizer, config=accepting_config(ds_config), **arguments
     )
-    engine = made[0]
-    adapter.share_hyperparameters(engine)
-    _finish(engine, settings)
+    adapter.finish(made[0], settings)
     return made  # type: ignore[no-any-return]
 
 
@@ -234,7 +187,7 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
                     f"{type(made[0].optimizer).__name__}.",
                     code="optimizer-not-used",
                 )
-            _finish(made[0], settings)
+            adapter.finish(made[0], settings)
         return made
 
     deepspeed.initialize = initialize_with_ours
@@ -242,11 +195,6 @@ def replacing_optimizers(settings: Settings) -> Iterator[None]:
         yield
     finally:
         deepspeed.initialize = original
-
-
-def _finish(engine: Any, settings: Settings) -> None:
-    adapter.limit_run_ahead(engine, settings.run_ahead_parameters)
-    engine.superoffload_settings = settings
 
 
 def uses_worker(engine: Any) -> bool:
@@ -257,7 +205,7 @@ def uses_worker(engine: Any) -> bool:
 def worker_pid(engine: Any) -> int | None:
     """Return the process id of our Adam worker, if there is one."""
     optimizer = adapter.super_offload(engine)
-    return optimizer.worker_pid if optimizer else None
+    return optimizer.cpu.worker_pid if optimizer else None
 
 
 def save_state(engine: Any, folder: Path) -> int:
@@ -298,14 +246,14 @@ def begin_save(engine: Any, folder: Path, *, copying: bool = True) -> Save:
     synchronize(engine)
     optimizer = adapter.super_offload(engine)
     states = adapter.sub_group_states(engine)
-    file = checkpoint.StatesFile(Path(folder), _manifest(engine, states))
-    save = Save(file, attach=optimizer.attach if optimizer else lambda: None)
+    save = Save(Path(folder), _manifest(engine, states))
     try:
         if copying and optimizer:
+            save.attach, save.release = optimizer.transfers.attach, optimizer.release_copy
             save.copies.update(optimizer.copy_states())
         for index, state in enumerate(states):
             if index not in save.copies:
-                file.write(index, checkpoint.tensors_of(state))
+                save.write(index, state.tensors())
     except BaseException:
         save.close()
         raise
@@ -336,8 +284,7 @@ def load_state(engine: Any, folder: Path) -> Rounded:
     synchronize(engine)
     states = adapter.sub_group_states(engine)
     rounded = checkpoint.read(Path(folder), _manifest(engine, states), states)
-    adapter.replay_bias_correction(engine)
-    adapter.publish_weights(engine)
+    adapter.publish_states(engine)
     settings: Settings = engine.superoffload_settings
     if settings.states == "fp32" or not settings.replaces_deepspeeds_optimizer:
         return rounded._replace(blocks=0, numel=0)
@@ -361,7 +308,7 @@ def stats(engine: Any) -> OffloadStats:
 def leave_out_waits(engine: Any) -> None:
     """Leave waits since the last step (to save or to evaluate) out of the next step's ``stats``."""
     if optimizer := adapter.super_offload(engine):
-        optimizer.leave_out_waits()
+        optimizer.meter.leave_out_waits()
 
 
 def synchronize(engine: Any) -> None:
@@ -412,5 +359,7 @@ def _manifest(engine: Any, states: Sequence[SubGroupState]) -> checkpoint.Manife
         ratio=settings.ratio if settings.mode != "gpu" else 0.0,
         rank=torch.distributed.get_rank(),
         ranks=torch.distributed.get_world_size(),
-        sub_groups=checkpoint.records(states, adapter.sub_group_parameters(engine)),
+        sub_groups=tuple(
+            map(checkpoint.SubGroupRecord.of, states, adapter.sub_group_parameters(engine))
+        ),
     )

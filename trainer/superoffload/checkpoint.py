@@ -16,11 +16,11 @@ import stat
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from so_tui.model.sharding import MOMENT_BLOCK, partition_numel
 from superoffload.errors import Mismatch, OffloadError, StateMismatchError
-from superoffload.gpu_states import SubGroupState
+from superoffload.gpu_states import Copies, SubGroupState
 
 # A large file that reaches the disk while it is written, a piece at a time, and leaves no pages
 # behind.
@@ -65,35 +65,35 @@ class _PacedFile:
 
     def write(self, content: memoryview, offset: int) -> None:
         """Write bytes at an offset. Waits for the disk, but for the last two pieces."""
-        for start in range(0, len(content), self._piece_bytes):
-            piece = content[start : start + self._piece_bytes]
-            self._write_piece(piece, offset + start)
+        while content:
+            length = os.pwrite(self._file.fileno(), content[: self._piece_bytes], offset)
+            self._send_to_disk(offset, length)
+            content, offset = content[length:], offset + length
 
     def finish(self) -> None:
         """Wait until all is on the disk, drop the file's pages from memory, and close it."""
         os.fsync(self._file.fileno())
-        os.posix_fadvise(
-            self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-        )  # so that what is read back is what the disk has
+        self._drop_pages(0, 0)  # so that what is read back is what the disk has
         self.close()
 
     def close(self) -> None:
         """Close the file, whatever is in it. Safe to call twice."""
         self._file.close()
 
-    def _write_piece(self, piece: memoryview, offset: int) -> None:
-        written, length = 0, len(piece)
-        while written < length:
-            written += os.pwrite(self._file.fileno(), piece[written:], offset + written)
+    def _send_to_disk(self, offset: int, length: int) -> None:
         if not self._sync(offset, length, _WRITE):
             os.fdatasync(self._file.fileno())
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self._drop_pages(0, 0)
             return
         self._on_their_way.append((offset, length))
         while len(self._on_their_way) > 2:
-            begin, size = self._on_their_way.popleft()
-            self._sync(begin, size, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
-            os.posix_fadvise(self._file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
+            piece = self._on_their_way.popleft()
+            self._sync(*piece, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+            self._drop_pages(*piece)
+
+    def _drop_pages(self, offset: int, length: int) -> None:
+        """Drop a piece from memory, once it is on the disk; with a length of 0, up to the end."""
+        os.posix_fadvise(self._file.fileno(), offset, length, os.POSIX_FADV_DONTNEED)
 
     def _sync(self, offset: int, length: int, flags: int) -> bool:
         """Call sync_file_range(2), which Python does not have; return whether this file system can
@@ -113,7 +113,7 @@ _sync_file_range.restype = ctypes.c_int
 
 SCHEMA = 2
 _LARGEST_MANIFEST_BYTES = 64 << 20
-_MOST_STEPS = 2**31
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _SAMPLE_BYTES = 64 << 10
 _SAMPLE_DISTANCE_BYTES = 64 << 20
 """``verify_state`` reads a thousandth of a file only, so checking hundreds of GB takes seconds. It
@@ -125,15 +125,38 @@ single flipped bit outside the samples.
 class SubGroupRecord(msgspec.Struct, frozen=True):
     """One sub-group in a manifest."""
 
-    numel: int
+    numel: _Count
     """Elements of this rank's shards, padding included."""
     device: str
-    step: int
+    step: Annotated[_Count, msgspec.Meta(le=2**31)]
     moments: bool
     """Whether the moments were saved."""
     names: tuple[str, ...]
-    numels: tuple[int, ...]
+    numels: tuple[_Count, ...]
     """Elements of the whole parameters, over all ranks."""
+
+    @classmethod
+    def of(cls, state: SubGroupState, parameters: Sequence[tuple[str, int]]) -> SubGroupRecord:
+        """Return the record of a state; ``parameters``: names, and elements over all ranks."""
+        names, numels = zip(*parameters, strict=True)
+        return cls(
+            state.master_weights.numel(),
+            state.device,
+            state.step,
+            state.moments is not None,
+            names,
+            numels,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Size of its tensors in the file."""
+        return 4 * self.numel * (3 if self.moments else 1)
+
+    @property
+    def parameters(self) -> Iterable[tuple[str, int]]:
+        """Name and elements of each parameter."""
+        return zip(self.names, self.numels, strict=True)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +168,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     ratio: float
     rank: int
-    ranks: int
+    ranks: Annotated[int, msgspec.Meta(ge=1)]
     byteorder: str = sys.byteorder
     samples: int = 0
     """CRC-32 of the sampled bytes."""
@@ -153,87 +176,100 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes(self) -> int:
-        return sum(length for _, length in _extents(self.sub_groups))
+        return sum(group.bytes for group in self.sub_groups)
+
+    @property
+    def moments(self) -> bool:
+        """Whether all moments were saved; the same for all ranks."""
+        return all(group.moments for group in self.sub_groups)
 
 
-def records(
-    states: Iterable[SubGroupState], parameters: Iterable[Sequence[tuple[str, int]]]
-) -> tuple[SubGroupRecord, ...]:
-    """Return the manifest's records of the sub-groups; ``parameters`` has the name and the elements
-    over all ranks of their members.
-    """
-    return tuple(
-        SubGroupRecord(
-            state.master_weights.numel(),
-            state.device,
-            state.step,
-            state.moments is not None,
-            tuple(name for name, _ in members),
-            tuple(numel for _, numel in members),
-        )
-        for state, members in zip(states, parameters, strict=True)
-    )
-
-
-class StatesFile:
-    """This rank's state while it is being written, by one thread at a time.
+class Save:
+    """This rank's state while it is being written, by one thread at a time. Training may go on
+    meanwhile: what it would change has been copied.
 
     Args:
         folder: Where to; it is created.
         manifest: What is going to be written.
+
+    Attributes:
+        copies: The copies that are not written yet, by sub-group, in the order in which they are
+            written.
+        attach: Prepares a thread for reading copies.
+        release: Gives a copy's memory back.
 
     Raises:
         OSError: The file cannot be created.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.copies: Copies = {}
+        self.attach: Callable[[], None] = lambda: None
+        self.release: Callable[[int], None] = lambda index: None
         folder.mkdir(parents=True, exist_ok=True)
         data_path, self._manifest_path = _paths(folder, manifest.rank)
         self._manifest_path.unlink(missing_ok=True)
         self._manifest = manifest
-        self._samples: dict[int, list[bytes]] = {}
+        self._samples: dict[int, bytes] = {}
         """By sub-group, because they may be written in any order: a thousandth of what was
         written.
         """
         self._file = _PacedFile(data_path)
 
     def write(self, index: int, tensors: Iterable[Tensor]) -> None:
-        """Write one sub-group's tensors, in the order of ``tensors_of``. Raises OSError."""
-        groups = self._manifest.sub_groups
-        begin = sum(length for _, length in _extents(groups[:index]))
-        samples = self._samples[index] = []
+        """Write one sub-group's ``SubGroupState.tensors``, or copies of them. Raises OSError."""
+        begin = sum(group.bytes for group in self._manifest.sub_groups[:index])
+        samples: list[memoryview] = []
         for tensor in tensors:
             view = _bytes_of(tensor.detach().cpu().contiguous())
-            samples += (
-                bytes(view[start : start + length]) for start, length in _sampled(len(view))
-            )
+            samples += (view[start : start + length] for start, length in _sampled(len(view)))
             self._file.write(view, begin)
             begin += len(view)
+        self._samples[index] = b"".join(samples)
 
     def finish(self) -> int:
-        """Sync the file to disk, once every sub-group is in it, complete it with its manifest and
-        return its size. Raises OSError.
+        """Write the copies, sync the file to disk, complete it with its manifest and return the
+        size of this rank's state. No collective runs, and no rank waits for another.
+
+        Raises:
+            OffloadError: If the Adam worker ended before it had copied everything.
+            OSError: If the disk does not take it.
         """
+        try:
+            self.attach()
+            for index in tuple(self.copies):
+                self.write(index, self.copies[index]())
+                del self.copies[index]
+                self.release(index)
+            self._file.finish()
+        finally:
+            self.close()
         samples = 0
         for index in range(len(self._manifest.sub_groups)):
-            for sample in self._samples[index]:
-                samples = zlib.crc32(sample, samples)
-        self._file.finish()
+            samples = zlib.crc32(self._samples[index], samples)
+        manifest = msgspec.structs.replace(self._manifest, samples=samples)
         partial = self._manifest_path.with_suffix(".json.partial")
-        with partial.open("wb") as file:
-            file.write(
-                msgspec.json.format(
-                    msgspec.json.encode(msgspec.structs.replace(self._manifest, samples=samples))
-                )
-            )
-            file.flush()
-            os.fsync(file.fileno())
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        sync(partial)
         partial.replace(self._manifest_path)
-        return self._manifest.bytes
+        return manifest.bytes
 
     def close(self) -> None:
-        """Close the file, complete or not. Safe to call twice."""
+        """Give up what is not written. Safe to call twice."""
         self._file.close()
+        while self.copies:
+            self.release(self.copies.popitem()[0])
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, would survive a power failure.
+    Raises OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def verify_state(folder: Path) -> None:
@@ -248,9 +284,13 @@ def verify_state(folder: Path) -> None:
     for manifest in manifests(Path(folder)):
         samples = 0
         with _open_states(Path(folder), manifest) as file:
-            for begin, size in _extents(manifest.sub_groups):
-                for start, length in _sampled(size):
-                    samples = zlib.crc32(os.pread(file.fileno(), length, begin + start), samples)
+            begin = 0
+            for group in manifest.sub_groups:
+                for _ in range(3 if group.moments else 1):
+                    for start, length in _sampled(4 * group.numel):
+                        sample = os.pread(file.fileno(), length, begin + start)
+                        samples = zlib.crc32(sample, samples)
+                    begin += 4 * group.numel
         if samples != manifest.samples:
             raise OffloadError(
                 f"{file.name} does not hold what was written: its checksum differs.",
@@ -286,17 +326,12 @@ def manifests(folder: Path) -> tuple[Manifest, ...]:
             ) from None
         except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise OffloadError(f"{path} cannot be read: {error}", code="unreadable") from error
-        ranks = found[0].ranks if found else manifest.ranks
+        first = found[0] if found else manifest
         if (
             manifest.rank != len(found)
-            or manifest.ranks != ranks
-            or ranks < 1
-            or not all(_consistent(g, ranks) for g in manifest.sub_groups)
-            or (
-                found
-                and list(map(_layout, manifest.sub_groups))
-                != list(map(_layout, found[0].sub_groups))
-            )
+            or manifest.ranks != first.ranks
+            or not all(_consistent(group, first.ranks) for group in manifest.sub_groups)
+            or list(map(_layout, manifest.sub_groups)) != list(map(_layout, first.sub_groups))
         ):
             raise OffloadError(
                 f"{path} contradicts itself or the other ranks: its ranks, steps, names or sizes "
@@ -313,26 +348,11 @@ def _layout(group: SubGroupRecord) -> tuple[object, ...]:
 
 
 def _consistent(group: SubGroupRecord, ranks: int) -> bool:
-    """Return whether the step is possible and the parameters fit into the sub-group: no tensor is
-    larger than its file.
-    """
-    if (
-        group.numel < 0
-        or not 0 <= group.step <= _MOST_STEPS
-        or len(group.names) != len(group.numels)
-        or any(numel < 0 for numel in group.numels)
-    ):
-        return False
-    return sum(partition_numel(numel, ranks) for numel in group.numels) <= group.numel
-
-
-def _extents(sub_groups: Sequence[SubGroupRecord]) -> Iterator[tuple[int, int]]:
-    """Yield the first byte and the length of every tensor in a rank's file."""
-    begin = 0
-    for group in sub_groups:
-        for _ in range(3 if group.moments else 1):
-            yield begin, 4 * group.numel
-            begin += 4 * group.numel
+    """Return whether the parameters fit into the sub-group: no tensor is larger than its file."""
+    return (
+        len(group.names) == len(group.numels)
+        and sum(partition_numel(numel, ranks) for numel in group.numels) <= group.numel
+    )
 
 
 def _sampled(size: int) -> Iterator[tuple[int, int]]:
@@ -374,15 +394,6 @@ def _open_states(folder: Path, manifest: Manifest) -> FileIO:
             f"{path} is torn: it has {size} bytes, its manifest says {manifest.bytes}.", code="torn"
         )
     return file
-
-
-def tensors_of(state: SubGroupState) -> Iterator[Tensor]:
-    """Yield master weights, first and second moment, in the order of the file; only the master
-    weights if the moments are out of reach.
-    """
-    yield state.master_weights
-    if state.moments is not None:
-        yield from state.moments()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -460,11 +471,11 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
     if found := tuple(_mismatches(saved, expected)):
         raise StateMismatchError(folder, found)
     locations = _locations(saved[0])
-    restarts, restarted = not _have_moments(saved[0], expected), 0
+    restarts, restarted = not (saved[0].moments and expected.moments), 0
     with ExitStack() as stack:
         files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for state, group in zip(states, expected.sub_groups, strict=True):
-            tensors = tuple(tensors_of(state))
+            tensors = state.tensors()
             targets = [
                 tensor
                 if tensor.device.type == "cpu"
@@ -476,14 +487,13 @@ def read(folder: Path, expected: Manifest, states: Iterable[SubGroupState]) -> R
                     target.zero_()
                     continue
                 offset = 0
-                for name, numel in zip(group.names, group.numels, strict=True):
+                for name, numel in group.parameters:
                     shard = target[offset : offset + partition_numel(numel, expected.ranks)]
                     _read_shard(
                         files, locations[name], kind, numel, expected.rank, expected.ranks, shard
                     )
                     offset += len(shard)
-            if targets[_MASTER_WEIGHTS] is not tensors[_MASTER_WEIGHTS]:
-                tensors[_MASTER_WEIGHTS].copy_(targets[_MASTER_WEIGHTS])
+            tensors[_MASTER_WEIGHTS].copy_(targets[_MASTER_WEIGHTS])
             if state.moments is not None:
                 state.set_moments(*targets[_MASTER_WEIGHTS + 1 :])
             state.set_step(0 if restarts else saved[0].sub_groups[0].step)
@@ -502,24 +512,29 @@ def saved_master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
         yield name, kinds[_MASTER_WEIGHTS]
 
 
-def saved_states(folder: Path, *, moments: bool = True) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """Yield the name and the flat states of every parameter of a saved state: master weights, and
-    both moments if all ranks saved them.
+NamedStates = tuple[str, tuple[Tensor, ...]]
+"""The name of a parameter, and its states over all ranks, flat, in fp32: the master weights and, if
+they were saved, both moments.
+"""
+
+
+def saved_states(folder: Path, *, moments: bool = True) -> Iterator[NamedStates]:
+    """Yield the states of every parameter of a saved state.
 
     Args:
         folder: Folder with the files of all ranks that saved.
-        moments: Whether to read the moments.
+        moments: Whether to read the moments, if all ranks saved them.
 
     Raises:
         OffloadError: If a file is missing or cut short.
     """
     saved = manifests(folder)
     locations = _locations(saved[0])
-    kinds = range(3 if moments and _have_moments(*saved) else 1)
+    kinds = range(3 if moments and saved[0].moments else 1)
     with ExitStack() as stack:
         files = [stack.enter_context(_open_states(folder, manifest)) for manifest in saved]
         for group in saved[0].sub_groups:
-            for name, numel in zip(group.names, group.numels, strict=True):
+            for name, numel in group.parameters:
                 wholes = tuple(torch.empty(numel, dtype=torch.float32) for _ in kinds)
                 for kind, whole in zip(kinds, wholes, strict=True):
                     _read_shard(files, locations[name], kind, numel, 0, 1, whole)
@@ -565,7 +580,7 @@ def _rounded(saved: Sequence[Manifest], expected: Manifest) -> Rounded:
     for group in expected.sub_groups:
         if group.device != "cpu":
             continue
-        for name, numel in zip(group.names, group.numels, strict=True):
+        for name, numel in group.parameters:
             if name in were_on_gpu:
                 loaded += sum(
                     overlap.numel
@@ -585,18 +600,13 @@ def _mismatches(saved: Sequence[Manifest], expected: Manifest) -> Iterator[Misma
         if found != here:
             yield Mismatch(code, f"{name}: saved with {found}, this run has {here}")
     steps = {group.step for manifest in saved for group in manifest.sub_groups}
-    if len(steps) > 1 and _have_moments(
-        *saved, expected
-    ):  # DeepSpeed's own SuperOffload counts those on the GPU only
+    # DeepSpeed's own SuperOffload, which saves no moments, counts those on the GPU only.
+    if len(steps) > 1 and saved[0].moments and expected.moments:
         yield Mismatch(
             "different-steps",
             f"its sub-groups are from different steps: {', '.join(map(str, sorted(steps)))}",
         )
     yield from _parameter_mismatches(_parameters(saved[0]), _parameters(expected))
-
-
-def _have_moments(*manifests: Manifest) -> bool:
-    return all(group.moments for manifest in manifests for group in manifest.sub_groups)
 
 
 def _parameter_mismatches(saved: dict[str, int], here: dict[str, int]) -> Iterator[Mismatch]:
@@ -617,11 +627,7 @@ def _parameter_mismatches(saved: dict[str, int], here: dict[str, int]) -> Iterat
 
 
 def _parameters(manifest: Manifest) -> dict[str, int]:
-    return {
-        name: numel
-        for group in manifest.sub_groups
-        for name, numel in zip(group.names, group.numels, strict=True)
-    }
+    return {name: numel for group in manifest.sub_groups for name, numel in group.parameters}
 
 
 class _Location(NamedTuple):
@@ -638,10 +644,10 @@ def _locations(manifest: Manifest) -> dict[str, _Location]:
     start = 0
     for group in manifest.sub_groups:
         offset = start
-        for name, numel in zip(group.names, group.numels, strict=True):
+        for name, numel in group.parameters:
             found[name] = _Location(offset, group.numel)
             offset += partition_numel(numel, manifest.ranks)
-        start += group.numel * (3 if group.moments else 1)
+        start += group.bytes // 4
     return found
 
 

@@ -27,10 +27,12 @@ from torch import Tensor
 from so_tui.model.sharding import partition_numel
 from superoffload.checkpoint import (
     Manifest,
-    StatesFile,
+    NamedStates,
+    Save,
     SubGroupRecord,
     manifests,
     saved_states,
+    sync,
 )
 from superoffload.errors import OffloadError
 
@@ -41,17 +43,6 @@ _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2})_optim
 _MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 _LARGEST_TAG_BYTES = 4096
-
-Moments = tuple[Tensor, Tensor]
-
-
-class _ParameterStates(NamedTuple):
-    """One parameter's states over all ranks, flat, in fp32."""
-
-    name: str
-    master_weights: Tensor
-    moments: Moments | None
-    """None if they were not saved."""
 
 
 class Progress(NamedTuple):
@@ -76,7 +67,7 @@ class DeepSpeedStates:
     """Whether the moments were saved. DeepSpeed's own SuperOffload keeps those of the CPU out of
     reach.
     """
-    read: Callable[[], Iterator[_ParameterStates]]
+    read: Callable[[], Iterator[NamedStates]]
     """Yields the states of one parameter after another, in the order of ``numels``. Raises
     OffloadError as ``deepspeed_states``.
     """
@@ -118,7 +109,7 @@ class _Layout(NamedTuple):
     optimizer: dict[str, Any]
     numels: dict[str, int]
     moments: bool
-    read: Callable[[], Iterator[_ParameterStates]]
+    read: Callable[[], Iterator[NamedStates]]
 
 
 def _universal(zero: Path) -> _Layout:
@@ -130,12 +121,10 @@ def _universal(zero: Path) -> _Layout:
     moments = all((zero / name / "exp_avg_sq.pt").is_file() for name in names)
     kinds = _KINDS if moments else _KINDS[:1]
 
-    def read() -> Iterator[_ParameterStates]:
+    def read() -> Iterator[NamedStates]:
         for name, numel in numels.items():
-            yield _states(
-                name,
-                [_flat(_tensor(_load(zero / name / f"{kind}.pt")), name, numel) for kind in kinds],
-            )
+            files = (_load(zero / name / f"{kind}.pt") for kind in kinds)
+            yield name, tuple(_flat(_tensor(loaded), name, numel) for loaded in files)
 
     return _Layout(
         _load(zero / "optimizer_state.pt")["optimizer_state_dict"], numels, moments, read
@@ -152,29 +141,29 @@ def _sharded(folder: Path, shapes: Sequence[Mapping[str, Sequence[int]]]) -> _La
     kinds = _KINDS if moments else _KINDS[:1]
 
     def flat_of(rank: Mapping[str, Any], index: int, kind: str) -> Tensor:
-        found = (
-            rank["fp32_flat_groups"][index]
-            if kind == "fp32"
-            else rank["optimizer_state_dict"]["state"][index][kind]
-        )
-        return _tensor(found)
+        if kind == "fp32":
+            return _tensor(rank["fp32_flat_groups"][index])
+        return _tensor(rank["optimizer_state_dict"]["state"][index][kind])
 
-    def read() -> Iterator[_ParameterStates]:
+    def read() -> Iterator[NamedStates]:
         for index, group in enumerate(groups):
+            flats = [[flat_of(rank, index, kind) for rank in ranks] for kind in kinds]
             offset = 0
             for name, numel in group.items():
                 shard = partition_numel(numel, len(ranks))
                 lengths = [
                     min(shard, max(0, numel - number * shard)) for number in range(len(ranks))
                 ]
-                wholes = []
-                for kind in kinds:
-                    parts = [
-                        flat_of(rank, index, kind)[offset : offset + length]
-                        for rank, length in zip(ranks, lengths, strict=True)
-                    ]
-                    wholes.append(_flat(torch.cat(parts), name, numel))
-                yield _states(name, wholes)
+                wholes = (
+                    torch.cat(
+                        [
+                            flat[offset : offset + length]
+                            for flat, length in zip(ranks_flats, lengths, strict=True)
+                        ]
+                    )
+                    for ranks_flats in flats
+                )
+                yield name, tuple(_flat(whole, name, numel) for whole in wholes)
                 offset += shard
 
     numels = {name: numel for group in groups for name, numel in group.items()}
@@ -205,8 +194,7 @@ def write_universal(
     """
     states, folder = Path(states), Path(folder)
     saved = manifests(states)
-    moments = all(group.moments for manifest in saved for group in manifest.sub_groups)
-    step = saved[0].sub_groups[0].step if moments and saved[0].sub_groups else 0
+    step = saved[0].sub_groups[0].step if saved[0].moments and saved[0].sub_groups else 0
     target = folder / f"global_step{progress.step}"
     (target / "zero").mkdir(parents=True)
     for name, kinds in saved_states(states):
@@ -261,7 +249,7 @@ def write_states(source: DeepSpeedStates, folder: Path, rename: Callable[[str], 
     """
     records = tuple(
         SubGroupRecord(
-            partition_numel(numel, 1),
+            numel,
             "cpu",
             source.adam_step,
             source.moments,
@@ -279,16 +267,10 @@ def write_states(source: DeepSpeedStates, folder: Path, rename: Callable[[str], 
         ranks=1,
         sub_groups=records,
     )
-    with closing(StatesFile(Path(folder), described)) as file:
-        for index, states in enumerate(source.read()):
-            file.write(index, (states.master_weights, *(states.moments or ())))
+    with closing(Save(Path(folder), described)) as file:
+        for index, (_, states) in enumerate(source.read()):
+            file.write(index, states)
         file.finish()
-
-
-def _states(name: str, kinds: Sequence[Tensor]) -> _ParameterStates:
-    return _ParameterStates(
-        name, kinds[0], (kinds[1], kinds[2]) if len(kinds) == len(_KINDS) else None
-    )
 
 
 def _step_folder(folder: Path) -> Path:
@@ -359,10 +341,8 @@ def _tensor(loaded: Any) -> Tensor:
 
 
 def _save(content: Any, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(content, path)
+    sync(path)
 
 
 def _load(path: Path) -> Any:

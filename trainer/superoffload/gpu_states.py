@@ -4,7 +4,7 @@ by torch's AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superoffload.errors import OffloadError
 from superoffload.shared_states import pin, unpin
 from superoffload.transfers import Event, Transfers
 
@@ -23,16 +22,8 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 """Master weights, first and second moment, in fp32."""
 
 
-@dataclass(frozen=True)
-class StatesCopy:
-    """The states of one sub-group as they were when the copy was ordered. Both functions may be
-    called from any thread.
-    """
-
-    tensors: Callable[[], Tensors]
-    """Waits until the copy is complete, and returns it."""
-    release: Callable[[], None]
-    """Gives the copy's memory back; its tensors must no longer be used."""
+Copies = dict[int, Callable[[], Tensors]]
+"""By sub-group: waits until a copy of its states is complete, and returns it, in any thread."""
 
 
 # Sub-groups: parameters that are stepped together, the gradients that arrive for them, and their
@@ -54,9 +45,9 @@ class SubGroup:
     """First element of each parameter's shard."""
     on_gpu: bool
     """Whether the optimizer states are on the GPU."""
-    places: tuple[int, ...] = ()
-    """Where each shard begins in the whole parameter; empty if all begin with it."""
-    first_use: int = 0
+    places: tuple[int, ...]
+    """Where each shard begins in the whole parameter."""
+    first_use: int
     """When a forward pass first needs the weights: the position of the earliest parameter in the
     model's order.
     """
@@ -104,18 +95,11 @@ class SubGroupState:
     step: int
     set_step: Callable[[int], None]
 
-
-def check_dtypes(sub_groups: Sequence[SubGroup]) -> None:
-    """Raise OffloadError (``dtype``) unless all weights are bf16 or all are fp32, which the Adam
-    kernel can read and write.
-    """
-    found = sorted({str(group.weights.dtype).removeprefix("torch.") for group in sub_groups})
-    if found not in (["bfloat16"], ["float32"]):
-        raise OffloadError(
-            "SuperOffload trains models whose weights are all bfloat16 or all float32. These are "
-            f"{' and '.join(found)}.",
-            code="dtype",
-        )
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return master weights, first and second moment; only the master weights if the moments
+        are out of reach.
+        """
+        return self.master_weights, *(self.moments() if self.moments else ())
 
 
 def initial_state(optimizer: Any, master_weights: Tensor) -> dict[str, Any]:
@@ -147,7 +131,7 @@ class GpuStates:
     """
 
     def __init__(
-        self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW, *, copied: Sequence[int]
+        self, sub_groups: Sequence[SubGroup], adamw: torch.optim.AdamW, copied: Sequence[int]
     ) -> None:
         self._sub_groups = sub_groups
         self._pinned: list[int] = []
@@ -159,12 +143,12 @@ class GpuStates:
             index: sub_groups[index].weights.detach().to(torch.float32, copy=True).requires_grad_()
             for index in self.indices
         }
-        self._gradients = {
+        self.gradients = {
             index: torch.zeros_like(master_weights)
             for index, master_weights in self._master_weights.items()
         }
         try:
-            for index in copied:
+            for index in set(self.indices).intersection(copied):
                 self._copies[index] = memory = torch.zeros(3, sub_groups[index].weights.numel())
                 if sub_groups[index].weights.device.type == "cuda":
                     pin(memory.data_ptr(), memory.nbytes)
@@ -177,15 +161,11 @@ class GpuStates:
         """Add one parameter's gradient from element ``begin`` on. The step's first micro-batch
         overwrites the step before's.
         """
-        target = self._gradients[index].narrow(0, begin, values.numel())
+        target = self.gradients[index].narrow(0, begin, values.numel())
         if first_micro_batch:
             target.copy_(values)
         else:
             target.add_(values)
-
-    def gradients(self) -> Iterable[tuple[int, Tensor]]:
-        """Return the gradients of the current step with their sub-groups' indices."""
-        return self._gradients.items()
 
     def step(self, factor: float) -> None:
         """Step all GPU sub-groups with their gradients times ``factor``, and cast the new
@@ -196,8 +176,8 @@ class GpuStates:
         self._empty_parameter_groups()
         for index in self.indices:
             if factor != 1.0:
-                self._gradients[index].mul_(factor)
-            self._master_weights[index].grad = self._gradients[index]
+                self.gradients[index].mul_(factor)
+            self._master_weights[index].grad = self.gradients[index]
             self._adamw.param_groups[self._sub_groups[index].parameter_group]["params"].append(
                 self._master_weights[index]
             )
@@ -221,14 +201,11 @@ class GpuStates:
         for target, values in zip(self.moments(index), (first, second), strict=True):
             target.copy_(values)
 
-    def copies(self, transfers: Transfers) -> dict[int, Callable[[], Tensors]]:
+    def copies(self, transfers: Transfers) -> Copies:
         """Queue copies of the states of all sub-groups that have room for it, before their next
         step.
-
-        Returns:
-            By sub-group: a function for any thread that waits for the copy and returns it.
         """
-        found: dict[int, Callable[[], Tensors]] = {}
+        found: Copies = {}
         for index, memory in self._copies.items():
             states = (self.master_weights(index), *self.moments(index))
             copied = transfers.states_to_host(list(zip(memory, states, strict=True)))

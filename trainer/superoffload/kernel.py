@@ -41,11 +41,7 @@ def _make_private(folder: Path) -> bool:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
-        own = (
-            stat.S_ISDIR(found.st_mode)
-            and found.st_uid == os.geteuid()
-            and not found.st_mode & _OTHERS_WRITE
-        )
+        own = _is_own(found, stat.S_IFDIR)
         if own and stat.S_IMODE(found.st_mode) != 0o700:
             folder.chmod(0o700)
     except OSError:
@@ -67,24 +63,23 @@ def _open_own(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
-    found = os.fstat(descriptor)
-    if (
-        stat.S_ISREG(found.st_mode)
-        and found.st_uid == os.geteuid()
-        and not found.st_mode & _OTHERS_WRITE
-    ):
+    if _is_own(os.fstat(descriptor), stat.S_IFREG):
         return descriptor
     os.close(descriptor)
     return None
 
 
-def _is_own(path: Path) -> bool:
-    """Return whether ``_open_own`` would open a file."""
-    descriptor = _open_own(path)
-    if descriptor is None:
-        return False
-    os.close(descriptor)
-    return True
+def _is_own(found: os.stat_result, kind: int) -> bool:
+    """Return whether something is of a kind, this user's own, and nobody else can write it."""
+    return (
+        stat.S_IFMT(found.st_mode) == kind
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & _OTHERS_WRITE
+    )
+
+
+def _is_own_file(path: Path) -> bool:
+    return os.path.lexists(path) and _is_own(path.lstat(), stat.S_IFREG)
 
 
 SOURCE = Path(__file__).with_name("adam.cpp")
@@ -120,7 +115,7 @@ def library() -> Path:
         return _cached(folder)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     path = folder / f"adam-{_cpu_key()}-{_digest(compiler, version.stdout)}.so"
-    if not _is_own(path):
+    if not _is_own_file(path):
         if os.path.lexists(path):
             warnings.warn(
                 f"{path} is a link, belongs to another user or can be written by others; it is "
@@ -200,7 +195,7 @@ def _compiler() -> str | None:
 
 
 def _cached(folder: Path) -> Path:
-    cached = sorted(path for path in folder.glob(f"adam-{_cpu_key()}-*.so") if _is_own(path))
+    cached = sorted(path for path in folder.glob(f"adam-{_cpu_key()}-*.so") if _is_own_file(path))
     if not cached:
         raise OffloadError(
             "The CPU Adam kernel needs a C++ compiler with OpenMP (g++ or clang++; set CXX to "

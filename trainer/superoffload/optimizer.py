@@ -25,10 +25,10 @@ The worker always takes the sub-group that the next forward needs first. What it
 when backward is over is needed late, so forward hides it.
 
 With several gradient accumulation steps the worker sums the gradients in fp32 on the host.
-``step_policy`` decides how clipping and accumulation combine.
+``StepPolicy`` decides how clipping and accumulation combine.
 
-This module does not depend on DeepSpeed. The states are in ``cpu_states`` and ``gpu_states``. The
-gradient norm is in ``steps``, which also has the worker step what is complete.
+This module does not depend on DeepSpeed. The states are in ``cpu_states``, which has the worker
+step what is complete, and in ``gpu_states``. The gradient norm is in ``steps``.
 """
 
 from __future__ import annotations
@@ -43,10 +43,16 @@ from torch import Tensor
 
 from superoffload.cpu_states import CpuStates
 from superoffload.errors import NonFiniteGradientError, OffloadError
-from superoffload.gpu_states import GpuStates, Gradient, StatesCopy, SubGroup, check_dtypes
-from superoffload.settings import Settings, host_room
+from superoffload.gpu_states import (
+    Copies,
+    GpuStates,
+    Gradient,
+    SubGroup,
+    SubGroupState,
+)
+from superoffload.settings import HostRoom, Settings
 from superoffload.shared_states import HostWeights
-from superoffload.steps import CpuSteps, GradientNorm, StepTime, clip_factor, step_policy
+from superoffload.steps import GradientNorm, StepPolicy, StepTime, clip_factor
 from superoffload.transfers import (
     CompletedEvent,
     Copy,
@@ -148,8 +154,8 @@ class SuperOffload:
         sub_groups: All sub-groups of the rank.
         adamw: Steps the GPU sub-groups. Its parameter groups give learning rate, betas, epsilon and
             weight decay of all sub-groups.
-        settings: How it runs. Second sets of states and copies take no more host memory than the
-            states leave.
+        settings: How it runs.
+        room: Sub-groups that have more than one set of states.
         device: What the model computes on.
         host_weights: Where the weights of the CPU sub-groups are, filled, unless they are on the
             GPU. It is closed with the optimizer.
@@ -166,6 +172,7 @@ class SuperOffload:
         sub_groups: Sequence[SubGroup],
         adamw: torch.optim.AdamW,
         settings: Settings,
+        room: HostRoom,
         *,
         device: torch.device,
         host_weights: HostWeights | None = None,
@@ -173,7 +180,14 @@ class SuperOffload:
         clipping: float,
         all_reduce: Callable[[Tensor], None],
     ) -> None:
-        check_dtypes(sub_groups)
+        dtypes = {group.weights.dtype for group in sub_groups}
+        if dtypes not in ({torch.bfloat16}, {torch.float32}):  # which the Adam kernel can read
+            found = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise OffloadError(
+                "SuperOffload trains models whose weights are all bfloat16 or all float32. These "
+                f"are {' and '.join(found)}.",
+                code="dtype",
+            )
         self.sub_groups = tuple(sub_groups)
         self.steps_taken = 0
         self.skipped: NonFiniteGradientError | None = None
@@ -186,57 +200,35 @@ class SuperOffload:
         """
         self._max_skipped_steps = settings.max_skipped_steps
         self._skipped_steps = self._skipped_in_a_row = 0
-        self._policy = step_policy(gradient_accumulation_steps, clipping)
+        self._policy = StepPolicy.of(gradient_accumulation_steps, clipping)
         """Of sub-groups that do not speculate."""
-        room = host_room(
-            self.sub_groups,
-            settings,
-            clips=bool(clipping),
-            accumulates=self._policy.accumulates,
-            host_weights=host_weights is not None,
-        )
         self._copies_in_use: set[int] = set()
         """Sub-groups whose copy may still be read."""
         self._closed = False
-        self._transfers = transfers_for(device)
-        self._meter = Meter(self._transfers)
+        self.transfers = transfers_for(device)
+        self.meter = Meter()
         self._arrivals = _Arrivals(self.sub_groups, gradient_accumulation_steps)
         poisons = self._policy.step_time is StepTime.GRADIENT_COMPLETE
         self._norm = GradientNorm(
-            self.sub_groups, device, self._transfers, all_reduce, poisons=poisons
+            self.sub_groups, device, self.transfers, all_reduce, poisons=poisons
         )
-        self._gpu = GpuStates(
-            self.sub_groups,
-            adamw,
-            copied=[index for index in room.copied if self.sub_groups[index].on_gpu],
-        )
+        self._gpu = GpuStates(self.sub_groups, adamw, room.copied)
         try:
-            self._cpu = CpuStates(
+            self.cpu = CpuStates(
                 self.sub_groups,
-                self._transfers,
-                self._meter,
+                adamw,
                 settings,
                 room,
-                device=device,
-                host_weights=host_weights,
-                accumulates=self._policy.accumulates,
+                self.transfers,
+                self.meter,
+                device,
+                host_weights,
+                self._policy,
+                StepPolicy.of(gradient_accumulation_steps, clipping, speculates=True),
             )
         except BaseException:
             self._gpu.close()
             raise
-        speculative = step_policy(gradient_accumulation_steps, clipping, speculates=True)
-        self._cpu_steps = CpuSteps(
-            self.sub_groups, adamw, self._cpu, self._policy, speculative, room.second
-        )
-
-    @property
-    def worker_pid(self) -> int | None:
-        return self._cpu.worker_pid
-
-    @property
-    def speculating(self) -> frozenset[int]:
-        """The sub-groups that are stepped before the norm is known, in the step in progress."""
-        return self._cpu_steps.speculating
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -259,24 +251,21 @@ class SuperOffload:
                 begin, _ = self.sub_groups[index].span(gradient.member)
                 self._gpu.add(index, begin, values, first_micro_batch=micro_batch == 0)
             else:
-                copies += self._cpu.stage_gradient(index, gradient.member, values)
-                after += self._cpu.new_weights.copied(index)
+                copies += self.cpu.stage_gradient(index, gradient.member, values)
+                after += self.cpu.new_weights.copied(index)
+        on_cpu = [
+            gradient for gradient in gradients if not self.sub_groups[gradient.sub_group].on_gpu
+        ]
         if boundary and not self._policy.accumulates:
-            self._norm.add(
-                [
-                    gradient
-                    for gradient in gradients
-                    if not self.sub_groups[gradient.sub_group].on_gpu
-                ]
-            )
+            self._norm.add(on_cpu)
         copied: Event = CompletedEvent()
         if copies:
-            transfer = self._transfers.gradients_to_host(copies, after)
-            self._meter.current.d2h.append(transfer)
-            copied = transfer.done
-        for index in dict.fromkeys(gradient.sub_group for gradient in gradients):
-            if self._arrivals.is_complete(index) and not self.sub_groups[index].on_gpu:
-                self._cpu_steps.on_complete(
+            transfer = self.transfers.gradients_to_host(copies, after)
+            self.meter.current.d2h.append(transfer)
+            copied = transfer.end
+        for index in dict.fromkeys(gradient.sub_group for gradient in on_cpu):
+            if self._arrivals.is_complete(index):
+                self.cpu.on_complete(
                     index,
                     copied,
                     step=self.steps_taken + 1,
@@ -310,35 +299,35 @@ class SuperOffload:
                 learning rate changed since (``learning-rate-changed``).
         """
         self._check()
-        if not self._arrivals.micro_batch or not self._cpu_steps.has_all_gradients:
+        if not self._arrivals.micro_batch or not self.cpu.has_all_gradients:
             raise OffloadError(
                 "step() was called without a complete backward before it.",
                 code="incomplete-backward",
             )
-        self._cpu_steps.check_learning_rates()
+        self.cpu.check_learning_rates()
         self._norm.last()  # has long been on the host
         try:
             factor = self._clip_factor()
         except NonFiniteGradientError as error:
             self._skip(error)
             return False
-        self._cpu_steps.finish(self.steps_taken + 1, factor)
+        self.cpu.finish(self.steps_taken + 1, factor)
         self._gpu.step(factor)
         self.steps_taken += 1
         self.skipped, self._skipped_in_a_row = None, 0
-        self._begin_step()
+        self._arrivals.begin_step()
         if not self.lazy_weights:
-            begin = self._transfers.mark()
-            self._cpu.new_weights.wait_for()
-            self._meter.current.step_waits.append((begin, self._transfers.mark()))
-        self._meter.end_step()
+            begin = self.transfers.mark()
+            self.cpu.new_weights.wait_for()
+            self.meter.current.step_waits.append((begin, self.transfers.mark()))
+        self.meter.end_step()
         return True
 
     def wait_for_weights(self, sub_groups: Collection[int]) -> None:
         """Make the current stream wait for the new weights of these sub-groups. Blocks until the
         worker has stepped them.
         """
-        self._cpu.new_weights.wait_for(sub_groups)
+        self.cpu.new_weights.wait_for(sub_groups)
 
     def measuring_wait(self, sub_groups: Collection[int]) -> AbstractContextManager[None]:
         """Return a context in which all of the forward pass's waits before a layer must happen, so
@@ -352,7 +341,7 @@ class SuperOffload:
             self._arrivals.has_begun
         ):  # backward and further micro-batches use the weights that a forward has waited for
             return nullcontext()
-        return self._cpu.new_weights.measuring_wait(sub_groups)
+        return self.cpu.new_weights.measuring_wait(sub_groups)
 
     def synchronize(self) -> None:
         """Wait until all weights are those of the last step. Raises OffloadError if the states are
@@ -365,8 +354,8 @@ class SuperOffload:
                 "cannot be saved or loaded.",
                 code="middle-of-step",
             )
-        self._cpu.new_weights.wait_for()
-        self._cpu.wait_for_copies()
+        self.cpu.new_weights.wait_for()
+        self.cpu.wait_for_copies()
         self._norm.last()
 
     def gradient_norm(self) -> float | None:
@@ -380,22 +369,18 @@ class SuperOffload:
         """Return the times of the last step, from the end of the step before it, and what became of
         all steps so far.
         """
-        counts = self._cpu_steps.speculation
+        counts = self.cpu.speculation
         return replace(
-            self._meter.stats(),
+            self.meter.stats(),
             kept_steps=counts.kept,
             redone_steps=counts.redone,
             skipped_steps=self._skipped_steps,
         )
 
-    def leave_out_waits(self) -> None:
-        """Leave waits since the last step (to save or to evaluate) out of the next step's stats."""
-        self._meter.leave_out_waits()
-
     def close(self) -> None:
         """End the worker and release the memory. Safe to call twice."""
         self._closed = True
-        self._cpu.close()
+        self.cpu.close()
         self._gpu.close()
 
     def _clip_factor(self) -> float:
@@ -403,16 +388,16 @@ class SuperOffload:
         Raises NonFiniteGradientError.
         """
         step, factor = self.steps_taken + self._skipped_steps + 1, 1.0
-        begin = self._transfers.mark()
+        begin = self.transfers.mark()
         by_worker: Mapping[int, float] = {}
         if self._policy.accumulates:
-            self._cpu.wait_for_squares()
-            by_worker = self._cpu.squares
-        squares = self._norm.all_rank_squares(self._gpu.gradients(), by_worker)
+            self.cpu.wait_for_squares()
+            by_worker = self.cpu.squares
+        squares = self._norm.all_rank_squares(self._gpu.gradients.items(), by_worker)
         if self._policy.norm_is_read_before_step:
             factor = clip_factor(self._norm.read(squares, step), self.clipping)
         self._norm.read_later(squares, step)
-        self._meter.current.step_waits.append((begin, self._transfers.mark()))
+        self.meter.current.step_waits.append((begin, self.transfers.mark()))
         return factor
 
     def _skip(self, error: NonFiniteGradientError) -> None:
@@ -424,23 +409,19 @@ class SuperOffload:
         self.skipped = error
         self._skipped_steps += 1
         self._skipped_in_a_row += 1
-        self._cpu_steps.undo(self.steps_taken)
-        self._begin_step()
-        self._meter.end_step()
+        self.cpu.undo(self.steps_taken)
+        self._arrivals.begin_step()
+        self.meter.end_step()
         too_many = self._skipped_in_a_row > self._max_skipped_steps
         if (
             error.poisoned or too_many or not self.steps_taken
         ):  # weights with which no step has ever succeeded are no good
             raise error
 
-    def _begin_step(self) -> None:
-        self._arrivals.begin_step()
-        self._norm.begin_step()
-
     def _check(self) -> None:
         """Raise what has gone wrong with the states, now or earlier."""
         self._norm.check()
-        self._cpu.check()
+        self.cpu.check()
         if self._closed:
             raise OffloadError(
                 "The offload engine is closed and its states are gone.", code="closed"
@@ -448,12 +429,12 @@ class SuperOffload:
 
     # -- states ------------------------------------------------------------------------------------
 
-    def copy_states(self) -> dict[int, StatesCopy]:
+    def copy_states(self) -> Copies:
         """Copy the states of the last step where there is room for it, by sub-group, for writing
         them while training goes on.
 
-        Release every copy before the next call, in their order: the first ones keep sub-groups from
-        speculating.
+        Call ``release_copy`` for each before the next call, in their order: the first ones keep
+        sub-groups from speculating.
 
         Raises:
             OffloadError: As ``synchronize``; or if copies have not been released
@@ -466,45 +447,37 @@ class SuperOffload:
                 "`begin_save` before the next one.",
                 code="copies-in-use",
             )
-        copies = self._gpu.copies(self._transfers) | self._cpu.copies()
+        copies = self._gpu.copies(self.transfers) | self.cpu.copies()
         self._copies_in_use.update(copies)
-        self._cpu_steps.leave_out_lent()
-        in_order = sorted(copies, key=lambda index: (index not in self._cpu.lent, index))
-        return {
-            index: StatesCopy(copies[index], partial(self._release_copy, index))
-            for index in in_order
-        }
+        in_order = sorted(copies, key=lambda index: (index not in self.cpu.lent, index))
+        return {index: copies[index] for index in in_order}
 
-    def _release_copy(self, index: int) -> None:
-        self._cpu.lent.discard(index)
+    def release_copy(self, index: int) -> None:
+        """Give the memory of a sub-group's copy back, from any thread. Its tensors must no longer
+        be used.
+        """
+        self.cpu.lent.discard(index)
         self._copies_in_use.discard(index)  # Last: then the next copy may be made.
 
-    def attach(self) -> None:
-        """Prepare the calling thread for reading copies. Call it first in every thread but the
-        training thread.
+    def state(self, index: int) -> SubGroupState:
+        """Return a sub-group's state. Call ``synchronize`` before reading it or writing it in
+        place.
         """
-        self._transfers.attach()
+        group = self.sub_groups[index]
+        states: GpuStates | CpuStates = self._gpu if group.on_gpu else self.cpu
+        return SubGroupState(
+            "gpu" if group.on_gpu else "cpu",
+            group.weights,
+            states.master_weights(index),
+            partial(states.moments, index),
+            partial(states.set_moments, index),
+            self.steps_taken,
+            self.set_steps_taken,
+        )
 
-    def master_weights(self, index: int) -> Tensor:
-        """Return a sub-group's fp32 weights. Call ``synchronize`` before reading them or writing
-        them in place.
-        """
-        return self._states(index).master_weights(index)
-
-    def moments(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return a sub-group's first and second moment, in fp32: the state itself or, of compact
-        moments, copies.
-        """
-        return self._states(index).moments(index)
-
-    def set_moments(self, index: int, first: Tensor, second: Tensor) -> None:
-        """Set a sub-group's moments. Compact ones are rounded to nearest, and what ``moments``
-        returned is not rounded at all.
-        """
-        self._states(index).set_moments(index, first, second)
-
-    def _states(self, index: int) -> GpuStates | CpuStates:
-        return self._gpu if self.sub_groups[index].on_gpu else self._cpu
+    def states(self) -> list[SubGroupState]:
+        """Return the states of all sub-groups, as ``state``."""
+        return [self.state(index) for index in range(len(self.sub_groups))]
 
     def set_steps_taken(self, steps: int) -> None:
         """Set the step count of all sub-groups, after loading their states."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -81,12 +80,18 @@ class Settings:
     """Returns how much host memory this process can still allocate; None if unknown."""
 
     def __post_init__(self) -> None:
-        for name, allowed, fits in _RULES:
-            if not fits(value := getattr(self, name)):
-                raise OffloadError(
-                    f"superoffload.Settings: {name} = {value!r} is not possible. Use {allowed}.",
-                    code="settings",
-                )
+        for name, (allowed, kind, least, most) in _NUMBERS.items():
+            value: Any = getattr(self, name)
+            if not (isinstance(value, kind) and least <= value <= most):
+                raise _impossible(name, value, allowed)
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise _impossible(name, value, " or ".join(f'"{choice}"' for choice in choices))
+        cpus = self.adam_cpus
+        if not isinstance(cpus, Collection) or not all(
+            isinstance(cpu, Integral) and cpu >= 0 for cpu in cpus
+        ):
+            raise _impossible("adam_cpus", cpus, "a tuple of CPU numbers")
 
     @property
     def worker_cpus(self) -> tuple[int, ...]:
@@ -101,54 +106,32 @@ class Settings:
         return self.mode == "superoffload" and self.engine == "so-tui"
 
 
-def _one_of(literal: Any) -> tuple[str, Callable[[Any], bool]]:
-    names = get_args(literal)
-    return " or ".join(f'"{name}"' for name in names), lambda value: value in names
+def _impossible(name: str, value: object, allowed: str) -> OffloadError:
+    return OffloadError(
+        f"superoffload.Settings: {name} = {value!r} is not possible. Use {allowed}.",
+        code="settings",
+    )
 
 
-def _is_number(value: Any, *, most: float = math.inf) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) <= most
-
-
-def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value)
-
-
-def _is_beta(value: Any) -> bool:
-    return _is_number(value) and value < 1
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and int(value) >= 0
-
-
-_RULES: Iterable[tuple[str, str, Callable[[Any], bool]]] = (
-    ("mode", *_one_of(Mode)),
-    ("engine", *_one_of(Engine)),
-    ("ratio", "a number from 0 to 1", partial(_is_number, most=1)),
-    ("speculation_bytes", "a number of bytes, at least 0", _is_number),
-    ("copies_bytes", "a number of bytes, at least 0", _is_number),
-    ("states", *_one_of(StatesFormat)),
-    ("seed", "an integer", lambda value: isinstance(value, Integral)),
-    ("max_skipped_steps", "an integer, at least 0", _is_count),
-    ("learning_rate", "a finite number, at least 0", _is_finite),
-    ("beta1", "a number from 0 to below 1", _is_beta),
-    ("beta2", "a number from 0 to below 1", _is_beta),
-    ("epsilon", "a finite number, at least 0", _is_finite),
-    ("weight_decay", "a finite number, at least 0", _is_finite),
-    (
-        "adam_cpus",
-        "a tuple of CPU numbers",
-        lambda value: isinstance(value, Collection) and all(map(_is_count, value)),
-    ),
-    ("run_ahead_parameters", "a number, at least 0", _is_number),
-    (
-        "watchdog_timeout_s",
-        "a number of seconds, above 0",
-        lambda value: _is_number(value) and value > 0,
-    ),
-)
-"""Name of a setting, what it may be, and whether a value is that."""
+_BYTES = ("a number of bytes, at least 0", Real, 0, math.inf)
+_FINITE = ("a finite number, at least 0", Real, 0, sys.float_info.max)
+_BETA = ("a number from 0 to below 1", Real, 0, math.nextafter(1, 0))
+_NUMBERS: dict[str, tuple[str, type[Any], float, float]] = {
+    "ratio": ("a number from 0 to 1", Real, 0, 1),
+    "speculation_bytes": _BYTES,
+    "copies_bytes": _BYTES,
+    "seed": ("an integer", Integral, -math.inf, math.inf),
+    "max_skipped_steps": ("an integer, at least 0", Integral, 0, math.inf),
+    "learning_rate": _FINITE,
+    "beta1": _BETA,
+    "beta2": _BETA,
+    "epsilon": _FINITE,
+    "weight_decay": _FINITE,
+    "run_ahead_parameters": ("a number, at least 0", Real, 0, math.inf),
+    "watchdog_timeout_s": ("a number of seconds, above 0", Real, math.nextafter(0, 1), math.inf),
+}
+"""What a setting may be, in words, as a type, and from and to which number."""
+_CHOICES = {"mode": get_args(Mode), "engine": get_args(Engine), "states": get_args(StatesFormat)}
 
 
 # Room in host memory besides the states: second sets of states, and copies from which a checkpoint
@@ -173,6 +156,7 @@ class HostRoom(NamedTuple):
 def host_room(
     sub_groups: Sequence[SubGroup],
     settings: Settings,
+    ranks: int,
     *,
     clips: bool,
     accumulates: bool,
@@ -184,19 +168,28 @@ def host_room(
     Args:
         sub_groups: All sub-groups of the rank.
         settings: How much of it each may take at most.
+        ranks: How many ranks the host has. All look before one allocates anything, so each finds
+            the whole of the host's memory available, and takes its share.
         clips: Whether gradients are clipped; only then are second sets of use.
         accumulates: Whether the states include accumulated gradients.
         host_weights: Whether the weights of the CPU sub-groups are in host memory.
     """
-    spare = _spare_bytes(
-        sub_groups, settings.available_bytes(), settings.states, accumulates=accumulates
-    )
+    weight_bytes = sub_groups[0].weights.dtype.itemsize
+    spare = sys.maxsize  # no limit where the available memory is not known
+    if (available := settings.available_bytes()) is not None:
+        each = state_bytes(weight_bytes, settings.states, accumulates=accumulates)
+        needed = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
+        spare = max(0, available // ranks - int(needed) - _ROUNDING_BYTES)
     second: frozenset[int] = frozenset()
     if clips and settings.speculation_bytes:
-        each = speculation_bytes(
-            sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights
+        each = speculation_bytes(weight_bytes, settings.states, host_weights=host_weights)
+        on_cpu = sorted(
+            (index for index, group in enumerate(sub_groups) if not group.on_gpu),
+            key=lambda index: sub_groups[index].first_use,
         )
-        second = _speculating_within(sub_groups, each, min(settings.speculation_bytes, spare))
+        numels = [sub_groups[index].weights.numel() for index in on_cpu]
+        most = int(min(settings.speculation_bytes, spare) / each)
+        second = frozenset(on_cpu[position] for position in speculating(numels, most))
         spare -= int(each * sum(sub_groups[index].weights.numel() for index in second))
     sizes = [
         copy_bytes("fp32" if group.on_gpu else settings.states) * group.weights.numel()
@@ -205,80 +198,4 @@ def host_room(
     return HostRoom(
         second,
         tuple(copied(sizes, second, min(settings.copies_bytes, spare))),
-    )
-
-
-def within_share(
-    sub_groups: Sequence[SubGroup],
-    settings: Settings,
-    ranks: int,
-    *,
-    clips: bool,
-    accumulates: bool,
-    host_weights: bool,
-) -> Settings:
-    """Return settings with which the ranks of a host, all started together, fit in its memory.
-
-    Each finds the whole of it available, as none has allocated anything yet.
-
-    Args:
-        sub_groups: All sub-groups of the rank.
-        settings: What second sets and copies may take at most.
-        ranks: How many ranks the host has.
-        clips: Whether gradients are clipped; only then are second sets of use.
-        accumulates: Whether the states include accumulated gradients.
-        host_weights: Whether the weights of the CPU sub-groups are in host memory.
-    """
-    available_bytes = settings.available_bytes()
-    if ranks == 1 or available_bytes is None:
-        return settings
-    spare = _spare_bytes(
-        sub_groups, available_bytes // ranks, settings.states, accumulates=accumulates
-    )
-    each = speculation_bytes(
-        sub_groups[0].weights.dtype.itemsize, settings.states, host_weights=host_weights
-    )
-    most = min(settings.speculation_bytes, spare)
-    second = (
-        min(most, each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu))
-        if clips
-        else 0
-    )
-    return replace(
-        settings,
-        speculation_bytes=most,
-        copies_bytes=min(settings.copies_bytes, int(spare - second)),
-    )
-
-
-def _spare_bytes(
-    sub_groups: Sequence[SubGroup],
-    available_bytes: int | None,
-    states: StatesFormat,
-    *,
-    accumulates: bool,
-) -> int:
-    """Return the host memory that the states of the CPU sub-groups leave; no limit where the
-    available memory is not known.
-    """
-    if available_bytes is None:
-        return sys.maxsize
-    each = state_bytes(sub_groups[0].weights.dtype.itemsize, states, accumulates=accumulates)
-    needed = each * sum(group.weights.numel() for group in sub_groups if not group.on_gpu)
-    return max(0, available_bytes - int(needed) - _ROUNDING_BYTES)
-
-
-def _speculating_within(
-    sub_groups: Sequence[SubGroup], each_bytes: float, budget_bytes: int
-) -> frozenset[int]:
-    """Return the CPU sub-groups that can have a second set of states, of ``each_bytes`` a
-    parameter, within this much host memory.
-    """
-    on_cpu = sorted(
-        (index for index, group in enumerate(sub_groups) if not group.on_gpu),
-        key=lambda index: sub_groups[index].first_use,
-    )
-    numels = [sub_groups[index].weights.numel() for index in on_cpu]
-    return frozenset(
-        on_cpu[position] for position in speculating(numels, int(budget_bytes / each_bytes))
     )

@@ -45,7 +45,6 @@ class _SharedMemory:
     """
 
     def __init__(self, name: str, size_bytes: int, what: str) -> None:
-        self.bytes = size_bytes
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         """Negative once it is closed."""
         try:
@@ -60,6 +59,8 @@ class _SharedMemory:
             ) from error
         prefer_huge_pages(self.mapping)
         self._all = torch.frombuffer(self.mapping, dtype=torch.uint8)
+        self._copied = 0, size_bytes
+        """First byte and length of what is copied to and from the GPU."""
         self._pinned = 0
         """Address of what is pinned; 0 for nothing."""
 
@@ -67,11 +68,13 @@ class _SharedMemory:
         """Return a part of it as a tensor, which keeps it mapped."""
         return self._all.narrow(0, offset, numel * dtype.itemsize).view(dtype)
 
-    def pin(self, offset: int, size_bytes: int) -> None:
-        """Pin a part of it, so that copies run at the full rate of the bus and concurrently with
-        computation. Call it once, after the pages were touched. Raises OffloadError (``pinning``).
+    def pin(self) -> None:
+        """Pin what is copied to and from the GPU, so that copies run at the full rate of the bus
+        and concurrently with computation. Call it once, after the pages were touched. Raises
+        OffloadError (``pinning``).
         """
-        address = self._all.data_ptr() + offset
+        begin, size_bytes = self._copied
+        address = self._all.data_ptr() + begin
         pin(address, size_bytes)
         self._pinned = address
 
@@ -188,6 +191,7 @@ class SharedStates(_SharedMemory):
         size: What decides their layout.
         dtype: Type of the weights, and with them of the staging buffers.
         available_bytes: Returns how much memory this process can still allocate, None if unknown.
+        library: The compiled functions, which compact moments need.
 
     Raises:
         OffloadError: If the host has less memory than needed (``host-memory``), or refuses it
@@ -198,7 +202,8 @@ class SharedStates(_SharedMemory):
         self,
         size: MemorySize,
         dtype: torch.dtype,
-        available_bytes: Callable[[], int | None] = host_available_bytes,
+        available_bytes: Callable[[], int | None],
+        library: Path,
     ) -> None:
         self.size = size
         self._dtype = dtype
@@ -217,8 +222,16 @@ class SharedStates(_SharedMemory):
         super().__init__(
             STATES_MEMORY_NAME, self._layout.bytes, "the optimizer states of this rank"
         )
+        self._copied = self._layout.staging[0], self._layout.staging_bytes
         self._kernel: Kernel | None = None
         """Decodes and encodes compact moments in this process; None if they are fp32."""
+        if size.moments is not Moments.FP32:
+            try:
+                with kernel.opened(library) as descriptor:
+                    self._kernel = Kernel(kernel.loadable(descriptor), self.mapping, size)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def progress(self) -> int:
@@ -237,14 +250,6 @@ class SharedStates(_SharedMemory):
     def master_weights(self, index: int, which: int = 0) -> Tensor:
         """Return the master weights of one set (``StatesSet``)."""
         return self._view(self._layout.states[which].master_weights, index, torch.float32)
-
-    def load_kernel(self, library: Path) -> None:
-        """Load the compiled functions that ``moments`` and ``set_moments`` need where moments are
-        compact.
-        """
-        if self.size.moments is not Moments.FP32:
-            with kernel.opened(library) as descriptor:
-                self._kernel = Kernel(kernel.loadable(descriptor), self.mapping, self.size)
 
     def moments(self, index: int, which: int = 0) -> tuple[Tensor, Tensor]:
         """Return the first and second moment of one set, in fp32: the state itself, or copies of
@@ -271,10 +276,6 @@ class SharedStates(_SharedMemory):
             return
         first, second = (values.to("cpu", torch.float32).contiguous() for values in (first, second))
         self._kernel.encode(index, which, first.data_ptr(), second.data_ptr())
-
-    def pin_staging(self) -> None:
-        """Pin the staging buffers (``pin``)."""
-        self.pin(self._layout.staging[0], self._layout.staging_bytes)
 
     def close(self) -> None:
         self._kernel = None  # which keeps the memory mapped

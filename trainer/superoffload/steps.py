@@ -1,24 +1,22 @@
-"""Steps of the CPU sub-groups: each is stepped at the time, and with the gradient, that
-``step_policy`` says. The norm of a step's gradients over all parameters and ranks comes first: it
-shows whether all are finite.
+"""What decides about a step: the norm of its gradients over all parameters and ranks, which shows
+whether all are finite, and the policy by which each CPU sub-group is stepped.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from superoffload.cpu_states import CpuStates
-from superoffload.errors import NonFiniteGradientError, OffloadError
+from superoffload.errors import NonFiniteGradientError
 from superoffload.gpu_states import Gradient, SubGroup
 from superoffload.transfers import Event, Transfers
-from superoffload.worker import Command, GradientSource, Operation
+from superoffload.worker import GradientSource, Operation
 
 _CLIPPING_EPSILON = 1e-6
 
@@ -73,14 +71,14 @@ class GradientNorm:
     def all_rank_squares(
         self, whole: Iterable[tuple[int, Tensor]], by_worker: Mapping[int, float]
     ) -> Tensor:
-        """Return the sums of squares over all ranks, one per sub-group.
+        """Return the sums of squares over all ranks, one per sub-group, and begin anew.
 
         Args:
             whole: Whole gradients of sub-groups for which ``add`` was not called, with their
                 indices.
             by_worker: Sums of squares that the Adam worker took, by sub-group.
         """
-        squares = self._squares.clone()
+        squares, self._squares = self._squares, torch.zeros_like(self._squares)
         for index, gradient in whole:
             # vector_norm would make a copy in double precision: 8 bytes an element, for hundreds of
             # millions of elements.
@@ -107,9 +105,6 @@ class GradientNorm:
         step, values, event = self._last
         event.synchronize()
         return self._norm(values.tolist(), step)
-
-    def begin_step(self) -> None:
-        self._squares.zero_()
 
     def forget_last(self) -> None:
         """Drop the last step's norm, because other states were loaded."""
@@ -155,7 +150,7 @@ REMEMBERED = 4
 """Steps whose norms decide about the next one."""
 
 
-class _Speculation:
+class Speculation:
     """Decides for one rank and counts. All ranks see the same norms and so decide alike.
 
     Attributes:
@@ -222,7 +217,7 @@ class StepTime(Enum):
 
 
 @dataclass(frozen=True)
-class _StepPolicy:
+class StepPolicy:
     """One row of the table above."""
 
     accumulates: bool
@@ -231,6 +226,23 @@ class _StepPolicy:
     Otherwise the GPU takes it, while backward runs.
     """
     step_time: StepTime
+
+    @classmethod
+    def of(
+        cls, accumulation_steps: int, clipping: float, *, speculates: bool = False
+    ) -> StepPolicy:
+        """Return the policy for a sub-group.
+
+        Args:
+            accumulation_steps: Micro-batches per step.
+            clipping: The largest gradient norm, 0 for no limit.
+            speculates: Whether the sub-group is stepped before the norm is known. Of no effect
+                without clipping.
+        """
+        step_time = StepTime.GRADIENT_COMPLETE
+        if clipping:
+            step_time = StepTime.SPECULATIVE if speculates else StepTime.NORM_KNOWN
+        return cls(accumulation_steps > 1, step_time)
 
     @property
     def norm_is_read_before_step(self) -> bool:
@@ -265,166 +277,3 @@ class _StepPolicy:
             return GradientSource.ACCUMULATED
         # A step may be cut short to a single micro-batch: then nothing has been accumulated.
         return GradientSource.ACCUMULATED_AND_STAGING if micro_batch > 0 else GradientSource.STAGING
-
-
-def step_policy(
-    gradient_accumulation_steps: int, clipping: float, *, speculates: bool = False
-) -> _StepPolicy:
-    """Return the policy for a sub-group.
-
-    Args:
-        gradient_accumulation_steps: Micro-batches per step.
-        clipping: The largest gradient norm, 0 for no limit.
-        speculates: Whether the sub-group is stepped before the norm is known. Of no effect without
-            clipping.
-    """
-    step_time = StepTime.GRADIENT_COMPLETE
-    if clipping:
-        step_time = StepTime.SPECULATIVE if speculates else StepTime.NORM_KNOWN
-    return _StepPolicy(gradient_accumulation_steps > 1, step_time)
-
-
-@dataclass(frozen=True)
-class _WholeGradient:
-    """A sub-group's gradient of a whole step."""
-
-    copied: Event
-    """After it, the last micro-batch's gradient is in the staging buffer."""
-    source: GradientSource
-
-
-class CpuSteps:
-    """Has the worker step one rank's CPU sub-groups. A step begins with its first gradient and ends
-    with ``finish`` or ``undo``.
-
-    Args:
-        sub_groups: All sub-groups of the rank.
-        adamw: Gives learning rate, betas, epsilon and weight decay.
-        cpu: The sub-groups' states.
-        policy: That of sub-groups that do not speculate.
-        speculative: That of those that do.
-        second: Sub-groups that have a second set of states.
-    """
-
-    def __init__(
-        self,
-        sub_groups: Sequence[SubGroup],
-        adamw: torch.optim.AdamW,
-        cpu: CpuStates,
-        policy: _StepPolicy,
-        speculative: _StepPolicy,
-        second: frozenset[int],
-    ) -> None:
-        self._sub_groups, self._adamw, self._cpu = sub_groups, adamw, cpu
-        self._policy, self._speculative = policy, speculative
-        self._second = second
-        self.speculation = _Speculation()
-        self.speculating = second
-        """Sub-groups that are stepped before the norm is known, in this step."""
-        self.gradients: dict[int, _WholeGradient] = {}
-        """Those of sub-groups that were complete at the accumulation boundary."""
-        self._learning_rates: dict[int, float] = {}
-        """Of the sub-groups that the worker already steps."""
-
-    def on_complete(
-        self, index: int, copied: Event, *, step: int, micro_batch: int, boundary: bool
-    ) -> None:
-        """Handle a sub-group whose gradients of a micro-batch have all arrived.
-
-        Args:
-            index: The sub-group.
-            copied: The event after which they are in the staging buffer.
-            step: The step's number, counted from 1.
-            micro_batch: Counted from 0 within the step.
-            boundary: Whether it is the step's last one.
-        """
-        policy = self._policy_of(index)
-        if boundary:
-            self.gradients[index] = _WholeGradient(copied, policy.gradient_source(micro_batch))
-        operation = policy.on_complete(boundary=boundary)
-        if operation is Operation.ACCUMULATE:
-            self._cpu.accumulate(index, step, first_micro_batch=micro_batch == 0, after=copied)
-        elif operation is not None:
-            self._send(index, step, operation=operation)
-
-    @property
-    def has_all_gradients(self) -> bool:
-        """Whether every sub-group was complete at the accumulation boundary."""
-        return len(self.gradients) == len(self._cpu.indices)
-
-    def check_learning_rates(self) -> None:
-        """Raise OffloadError (``learning-rate-changed``) if a sub-group was stepped with another
-        learning rate than it has now.
-        """
-        for index, rate in self._learning_rates.items():
-            if rate != float(
-                self._adamw.param_groups[self._sub_groups[index].parameter_group]["lr"]
-            ):
-                raise OffloadError(
-                    "The learning rate changed between backward and step. Set it before the "
-                    "step's last backward.",
-                    code="learning-rate-changed",
-                )
-
-    def finish(self, step: int, factor: float) -> None:
-        """Accept what was stepped before the norm was known, or discard it; step what was discarded
-        or held back.
-
-        Args:
-            step: The step's number.
-            factor: That of clipping; 1 if the norm is within the limit.
-        """
-        within = factor == 1.0
-        discarded: Collection[int] = ()
-        if within:
-            self._cpu.accept()
-        else:
-            discarded = self._cpu.discard()
-        for index in self._cpu.in_order_of_use:
-            if index in discarded or self._policy_of(index).step_time is StepTime.NORM_KNOWN:
-                self._send(index, step, factor)
-        self.speculation.record(within=within, speculated=bool(self.speculating))
-        self._begin()
-
-    def undo(self, last_step: int) -> None:
-        """Return to the weights of ``last_step``, the last that was taken, where a sub-group was
-        stepped before the norm was known.
-        """
-        for index in self._cpu.discard():
-            self._cpu.restore(index, last_step, self.gradients[index].copied)
-        self._begin()
-
-    def leave_out_lent(self) -> None:
-        """Do not step sub-groups early whose second set of states is lent to a copy."""
-        self.speculating -= self._cpu.lent
-
-    def _begin(self) -> None:
-        self.gradients, self._learning_rates = {}, {}
-        self.speculating = self._second if self.speculation.is_worthwhile else frozenset()
-        self.leave_out_lent()
-
-    def _policy_of(self, index: int) -> _StepPolicy:
-        return self._speculative if index in self.speculating else self._policy
-
-    def _send(
-        self, index: int, step: int, scale: float = 1.0, operation: Operation = Operation.STEP
-    ) -> None:
-        group = self._adamw.param_groups[self._sub_groups[index].parameter_group]
-        gradient = self.gradients[index]
-        rate = float(
-            group["lr"]
-        )  # now: it may be a tensor that a scheduler writes to before the command leaves
-        command = Command(
-            operation,
-            self._cpu.slot[index],
-            step,
-            gradient=gradient.source,
-            scale=scale,
-            learning_rate=rate,
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            epsilon=group["eps"],
-            weight_decay=group["weight_decay"],
-        )
-        self._learning_rates[index] = rate
-        self._cpu.step(index, command, gradient.copied)

@@ -20,7 +20,34 @@ from torch import Tensor
 
 
 Event = Any
-"""A point in the work of a stream: a ``torch.cuda.Event`` or a ``CompletedEvent``."""
+"""A point in the work of a stream, and its time: a ``torch.cuda.Event`` or a ``CompletedEvent``."""
+
+
+@dataclass(frozen=True)
+class CompletedEvent:
+    """An event that has completed, as every one has without a GPU."""
+
+    time_s: float = field(default_factory=time.perf_counter)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: CompletedEvent) -> float:
+        """Return the time from this event to another, in milliseconds."""
+        return (end.time_s - self.time_s) * 1e3
+
+
+def seconds_between(begin: Event, end: Event) -> float:
+    """Return the time between two events, negative if ``end`` came first. Waits until both have
+    completed.
+    """
+    begin.synchronize()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
 
 SMALL_SHARE = 1 / 100
 """Modules with less than this share of the limit (norms) are not counted. Waiting for the GPU to
@@ -75,11 +102,6 @@ class RunAheadLimiter:
 Copy = tuple[Tensor, Tensor]
 """(target, source)"""
 
-Mark = Any
-"""A point in the GPU's time (a timing ``torch.cuda.Event``), or the host's time in seconds without
-a GPU.
-"""
-
 Stream = Any
 """A ``torch.cuda.Stream``; None without a GPU."""
 
@@ -93,20 +115,9 @@ memory that they hold.
 class Transfer:
     """Copies that were queued together."""
 
-    begin: Mark
-    end: Mark
-    done: Event
+    begin: Event
+    end: Event
     bytes: int
-
-
-class CompletedEvent:
-    """An event that has completed."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
 
 
 class Transfers:
@@ -125,10 +136,10 @@ class Transfers:
         """Copy what the current stream has computed so far; ``after``: events before which the
         targets must not be overwritten.
         """
-        begin = time.perf_counter()
+        begin = CompletedEvent()
         for target, source in copies:
             target.copy_(source)
-        return Transfer(begin, time.perf_counter(), CompletedEvent(), _bytes(copies))
+        return Transfer(begin, CompletedEvent(), _bytes(copies))
 
     def weights_to_gpu(self, target: Tensor, source: Tensor) -> Transfer:
         """Copy ``source``, in pinned memory, to ``target``."""
@@ -145,23 +156,17 @@ class Transfers:
         """Queue copies to pinned memory, behind what the current stream computes; they are valid
         once the returned event has completed.
         """
-        return self.gradients_to_host(copies, ()).done
+        return self.gradients_to_host(copies, ()).end
 
     def stream(self) -> Stream:
         """Return the current stream."""
         return None
 
-    def mark(self, stream: Stream = None) -> Mark:
-        """Record the point in time at which ``stream``, by default the current one, has done what
-        is queued so far.
+    def mark(self, stream: Stream = None) -> Event:
+        """Return the event in which ``stream``, by default the current one, has done what is queued
+        so far.
         """
-        return time.perf_counter()
-
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the time between two marks, negative if ``end`` came first. Waits until both have
-        passed.
-        """
-        return float(end - begin)
+        return CompletedEvent()
 
 
 class _CudaTransfers(Transfers):
@@ -187,54 +192,41 @@ class _CudaTransfers(Transfers):
         self._d2h.wait_stream(computing)
         for event in after:
             self._d2h.wait_event(event)
-        transfer = _copy(self._d2h, copies)
+        transfer = self._copy(self._d2h, copies)
         for _, source in copies:
             source.record_stream(self._d2h)
-        self._in_flight.append(transfer.done)
+        self._in_flight.append(transfer.end)
         if len(self._in_flight) > MAX_D2H_IN_FLIGHT:
             computing.wait_event(self._in_flight.popleft())
         return transfer
 
     def weights_to_gpu(self, target: Tensor, source: Tensor) -> Transfer:
-        return _copy(self._h2d, [(target, source)])
+        return self._copy(self._h2d, [(target, source)])
 
     def wait_event(self, event: Event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
     def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
         host = torch.empty_like(values, device="cpu", pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        return host, self.mark()
+        return host, self.states_to_host([(host, values)])
 
     def states_to_host(self, copies: Sequence[Copy]) -> Event:
-        return _copy(torch.cuda.current_stream(), copies).done
+        return self._copy(torch.cuda.current_stream(), copies).end
 
     def stream(self) -> Stream:
         return torch.cuda.current_stream()
 
-    def mark(self, stream: Stream = None) -> Mark:
-        event = _timing_event()
+    def mark(self, stream: Stream = None) -> Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream or torch.cuda.current_stream())
         return event
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        begin.synchronize()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-
-def _timing_event() -> Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy]) -> Transfer:
-    begin, end = _timing_event(), _timing_event()
-    with torch.cuda.stream(stream), torch.no_grad():
-        begin.record(stream)
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
-        end.record(stream)
-    return Transfer(begin, end, end, _bytes(copies))
+    def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy]) -> Transfer:
+        with torch.cuda.stream(stream), torch.no_grad():
+            begin = self.mark()
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            return Transfer(begin, self.mark(), _bytes(copies))
 
 
 def _bytes(copies: Sequence[Copy]) -> int:
@@ -307,19 +299,19 @@ class LayerWait:
     updated, copied and all-gathered.
     """
 
-    begin: Mark
-    end: Mark
-    updated: tuple[Mark, ...]
+    begin: Event
+    end: Event
+    updated: tuple[Event, ...]
     """When the host had queued what it waited for, and when this rank's new weights were on the
     GPU. All-gathering follows.
     """
 
-    def seconds(self, transfers: Transfers) -> float:
+    def seconds(self) -> float:
         """Return for how long the optimizer was the reason."""
         until_updated = max(
-            (transfers.seconds(self.begin, mark) for mark in self.updated), default=0.0
+            (seconds_between(self.begin, event) for event in self.updated), default=0.0
         )
-        return max(0.0, min(transfers.seconds(self.begin, self.end), until_updated))
+        return max(0.0, min(seconds_between(self.begin, self.end), until_updated))
 
 
 @dataclass
@@ -328,7 +320,7 @@ class _Interval:
 
     layer_waits: list[LayerWait] = field(default_factory=list)
     """Waits for weights, in forward."""
-    step_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    step_waits: list[tuple[Event, Event]] = field(default_factory=list)
     """Waits in ``step``, for the gradient norm and, if it waits for them, for all weights."""
     host_wait_s: float = 0.0
     adam_busy_s: float = 0.0
@@ -344,10 +336,9 @@ class Meter:
     the GPU.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self) -> None:
         self.current = _Interval()
         self._last = _Interval()
-        self._transfers = transfers
 
     def end_step(self) -> None:
         self._last, self.current = self.current, _Interval()
@@ -362,16 +353,16 @@ class Meter:
         """Return the measurements of the last step, from the end of the step before it. May wait
         for the GPU.
         """
-        last, seconds = self._last, self._transfers.seconds
-        in_forward = sum(wait.seconds(self._transfers) for wait in last.layer_waits)
+        last = self._last
+        in_forward = sum(wait.seconds() for wait in last.layer_waits)
         return OffloadStats(
             adam_busy_s=last.adam_busy_s,
             adam_bytes=last.adam_bytes,
-            exposed_wait_s=in_forward + sum(seconds(*wait) for wait in last.step_waits),
+            exposed_wait_s=in_forward + sum(seconds_between(*wait) for wait in last.step_waits),
             exposed_in_forward_s=in_forward,
             host_wait_s=last.host_wait_s,
             d2h_bytes=sum(transfer.bytes for transfer in last.d2h),
-            d2h_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.d2h),
+            d2h_s=sum(seconds_between(transfer.begin, transfer.end) for transfer in last.d2h),
             h2d_bytes=sum(transfer.bytes for transfer in last.h2d),
-            h2d_s=sum(seconds(transfer.begin, transfer.end) for transfer in last.h2d),
+            h2d_s=sum(seconds_between(transfer.begin, transfer.end) for transfer in last.h2d),
         )

@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -72,15 +72,16 @@ class MemorySize(NamedTuple):
     """What decides the layout of the shared memory."""
 
     sub_groups: tuple[tuple[Segment, ...], ...]
+    """All sub-groups of the rank; those whose states are on the GPU without segments."""
     weight_bytes: int
     """Size of one weight: 2 for bf16, 4 for fp32."""
     accumulate: bool
     """Whether there is room for accumulated gradients."""
     speculating: tuple[int, ...] = ()
-    """Positions of the sub-groups that have a second set of states."""
+    """The sub-groups that have a second set of states."""
     moments: Moments = Moments.FP32
     copied: tuple[int, ...] = ()
-    """Positions of the sub-groups that have room for a copy of their states."""
+    """The sub-groups that have room for a copy of their states."""
     host_weights: bool = False
     """Whether the weights are in host memory, in a second shared memory (``region_layout``)."""
 
@@ -118,7 +119,7 @@ class _MemoryLayout(NamedTuple):
     """Where SPECULATE leaves the weights. Of no size for a sub-group that does not speculate, as
     the second set of states, and where the weights are in host memory.
     """
-    states: tuple[_StateOffsets, _StateOffsets, _StateOffsets]
+    states: tuple[_StateOffsets, ...]
     """By ``StatesSet``; of no size where a sub-group lacks the set."""
     accumulated: tuple[int, ...]
     """Empty without gradient accumulation."""
@@ -142,36 +143,29 @@ def layout(size: MemorySize) -> _MemoryLayout:
     4 more, and a copy the size of the states.
     """
     end = REGION_ALIGNMENT
+    numels, blocks, moment_bytes = size.numels, size.blocks, size.moments.element_bytes
+    all_of_them = range(len(numels))
 
-    def region(element_bytes: int, numels: Sequence[int]) -> tuple[int, ...]:
+    def region(
+        element_bytes: int, sizes: Sequence[int], having: Sequence[int] = all_of_them
+    ) -> tuple[int, ...]:
         nonlocal end
-        offsets, end = region_layout(numels, element_bytes, end)
+        kept = [each if index in having else 0 for index, each in enumerate(sizes)]
+        offsets, end = region_layout(kept, element_bytes, end)
         return offsets
 
-    numels = size.numels
-
-    def of(having: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(each if index in having else 0 for index, each in enumerate(sizes))
-
-    def states_of(having: tuple[int, ...]) -> _StateOffsets:
-        elements, blocks = of(having, numels), of(having, size.blocks)
-        moment = size.moments.element_bytes
-        return _StateOffsets(
-            region(4, elements),
-            region(moment, elements),
-            region(moment, elements),
-            region(1, blocks),
-            region(1, blocks),
-        )
-
-    second_buffers = () if size.host_weights else size.speculating
     staging = region(size.weight_bytes, numels)
-    new_weights = region(size.weight_bytes, of(second_buffers, numels))
+    new_weights = region(size.weight_bytes, numels, () if size.host_weights else size.speculating)
     staging_bytes = end - REGION_ALIGNMENT
-    states = (
-        states_of(tuple(range(len(numels)))),
-        states_of(size.speculating),
-        states_of(size.copied),
+    states = tuple(
+        _StateOffsets(
+            region(4, numels, having),
+            region(moment_bytes, numels, having),
+            region(moment_bytes, numels, having),
+            region(1, blocks, having),
+            region(1, blocks, having),
+        )
+        for having in (all_of_them, size.speculating, size.copied)
     )
     accumulated = region(4, numels) if size.accumulate else ()
     return _MemoryLayout(staging, new_weights, states, accumulated, staging_bytes, end)
@@ -240,7 +234,6 @@ class GradientSource(IntEnum):
 class Command(NamedTuple):
     operation: int
     sub_group: int
-    """Position among the sub-groups of this worker."""
     step: int = 0
     first_micro_batch: int = 0
     """ACCUMULATE: overwrite the accumulated gradient instead of adding to it."""
@@ -258,71 +251,28 @@ class Command(NamedTuple):
     epsilon: float = 0.0
     weight_decay: float = 0.0
 
+    def bytes_moved(self, numel: int, weight_bytes: int, moments: Moments = Moments.FP32) -> int:
+        """Return the host memory traffic: what must be read and written of a sub-group of ``numel``
+        parameters.
+        """
+        if self.operation == Operation.ACCUMULATE:
+            return numel * ((4 if self.first_micro_batch else 8) + weight_bytes)
+        if self.operation not in (Operation.STEP, Operation.SPECULATE):
+            return 0
+        gradient = (weight_bytes, 4, 4 + weight_bytes)[self.gradient]
+        return numel * (8 + 4 * moments.element_bytes + gradient + weight_bytes)
+
 
 class Result(NamedTuple):
-    operation: int
-    sub_group: int
-    step: int
+    """What a command came to. Results come in the order of the commands."""
+
     sum_of_squares: float
     """Sum over the gradient before scaling; not finite if the gradient is not."""
     seconds: float
 
 
-_COMMAND = struct.Struct("<iiqiiii6d")
-_RESULT = struct.Struct("<iiqdd")
-
-
-def send(channel: socket.socket, command: Command) -> None:
-    """Send a command to the worker. Raises OSError if it has ended."""
-    channel.send(_COMMAND.pack(*command))
-
-
-def receive(channel: socket.socket) -> Result | None:
-    """Return the worker's next result; None if it has closed its end."""
-    try:
-        packet = channel.recv(_RESULT.size)
-    except ConnectionError:
-        return None
-    return Result(*_RESULT.unpack(packet)) if packet else None
-
-
-def _serve(channel: socket.socket, run: Callable[[Command], float]) -> None:
-    """Execute commands in order until the other side closes the socket, which it may do at any
-    time.
-
-    Args:
-        channel: The worker's end.
-        run: Executes a command and returns the sum of squares of its gradient.
-    """
-    with suppress(ConnectionError):
-        while packet := channel.recv(_COMMAND.size):
-            command = Command(*_COMMAND.unpack(packet))
-            begin = time.monotonic()
-            squares = run(command)
-            result = Result(
-                command.operation,
-                command.sub_group,
-                command.step,
-                squares,
-                time.monotonic() - begin,
-            )
-            channel.send(_RESULT.pack(*result))
-
-
-def bytes_moved(
-    command: Command, numel: int, weight_bytes: int, moments: Moments = Moments.FP32
-) -> int:
-    """Return the host memory traffic of a command: what it must read and write of a sub-group of
-    ``numel`` parameters.
-    """
-    if command.operation == Operation.ACCUMULATE:
-        return numel * ((4 if command.first_micro_batch else 8) + weight_bytes)
-    if command.operation not in (Operation.STEP, Operation.SPECULATE):
-        return 0
-    gradient = {GradientSource.STAGING: weight_bytes, GradientSource.ACCUMULATED: 4}.get(
-        GradientSource(command.gradient), 4 + weight_bytes
-    )
-    return numel * (8 + 4 * moments.element_bytes + gradient + weight_bytes)
+COMMAND_PACKET = struct.Struct("<iiqiiii6d")
+RESULT_PACKET = struct.Struct("<dd")
 
 
 class _AdamWScalars(ctypes.Structure):
@@ -395,6 +345,28 @@ def _fields_of(segments: tuple[Segment, ...], size: MemorySize) -> _SubGroupFiel
     return _SubGroupFields(array, len(segments), size.weight_bytes == 2, size.moments)
 
 
+_ARGUMENTS = {
+    Operation.INITIALIZE: ("current", "other", "accumulated", "weights", "second buffer"),
+    Operation.ACCUMULATE: ("accumulated", "staging", "overwrite"),
+    Operation.STEP: ("scalars", "current", "summed", "staging", "weights", "add staging"),
+    Operation.SPECULATE: (
+        "scalars",
+        "current",
+        "other",
+        "summed",
+        "staging",
+        "new weights",
+        "add staging",
+    ),
+    Operation.RESTORE: ("current", "weights"),
+    Operation.COPY: ("current", "into"),
+}
+"""What the functions of ``adam.cpp`` take, one for each operation: addresses, and two flags. The
+sub-group and the address of the progress counter follow.
+"""
+_FLAGS = ("overwrite", "add staging")
+
+
 class Kernel:
     """The compiled functions, bound to one shared memory, and to that of the weights where they are
     in host memory.
@@ -413,74 +385,47 @@ class Kernel:
         self._weights_offsets, _ = region_layout(size.numels, size.weight_bytes)
         self._sub_groups = [_fields_of(segments, size) for segments in size.sub_groups]
         functions = ctypes.CDLL(library)
-        pointer, integer = ctypes.c_void_p, ctypes.c_int
-
-        def bound(name: str, *arguments: Any, returns: Any = ctypes.c_double) -> Any:
-            function = getattr(functions, f"superoffload_{name}")
-            function.argtypes = [*arguments, pointer, *([pointer] if returns else [])]
-            function.restype = returns
-            return function
-
-        self._initialize = bound("initialize", *[pointer] * 5)
-        self._accumulate = bound("accumulate", pointer, pointer, integer)
-        self._step = bound("step", *[pointer] * 5, integer)
-        self._speculate = bound("speculate", *[pointer] * 6, integer)
-        self._restore = bound("restore", pointer, pointer)
-        self._copy = bound("copy", pointer, pointer)
-        self._decode = bound("decode", pointer, pointer, pointer, returns=None)
-        self._encode = bound("encode", pointer, pointer, pointer, returns=None)
+        self._functions: dict[int, Any] = {}
+        for operation, names in _ARGUMENTS.items():
+            function = getattr(functions, f"superoffload_{operation.name.lower()}")
+            kinds = [ctypes.c_int if name in _FLAGS else ctypes.c_void_p for name in names]
+            function.argtypes = [*kinds, ctypes.c_void_p, ctypes.c_void_p]
+            function.restype = ctypes.c_double
+            self._functions[operation] = function
+        self._decode, self._encode = functions.superoffload_decode, functions.superoffload_encode
+        for function in (self._decode, self._encode):
+            function.argtypes, function.restype = [ctypes.c_void_p] * 4, None
 
     def run(self, command: Command) -> float:
         """Execute a command and return the gradient's sum of squares; 0 if it has none."""
-        index, offsets = command.sub_group, self._layout
-        of_all = ctypes.byref(self._sub_groups[index]), self._base
-        current = self._states(command.states, index)
-        other = self._states(1 - command.states, index)
+        operation, index, offsets = Operation(command.operation), command.sub_group, self._layout
         staging = self._base + offsets.staging[index]
         new_weights = self._base + offsets.new_weights[index]
         accumulated = self._base + offsets.accumulated[index] if offsets.accumulated else None
-        kept = (
-            ctypes.addressof(self._weights) + self._weights_offsets[index]
-            if self._weights is not None
-            else None
-        )
-        weights = kept or staging
-        summed = None if command.gradient == GradientSource.STAGING else accumulated
-        add_staging = int(command.gradient != GradientSource.ACCUMULATED)
-        match command.operation:
-            case Operation.STEP:
-                squares = self._step(
-                    ctypes.byref(_adamw_scalars(command)),
-                    current,
-                    summed,
-                    staging,
-                    weights,
-                    add_staging,
-                    *of_all,
-                )
-            case Operation.SPECULATE:
-                squares = self._speculate(
-                    ctypes.byref(_adamw_scalars(command)),
-                    current,
-                    other,
-                    summed,
-                    staging,
-                    kept or new_weights,
-                    add_staging,
-                    *of_all,
-                )
-            case Operation.ACCUMULATE:
-                squares = self._accumulate(accumulated, staging, command.first_micro_batch, *of_all)
-            case Operation.RESTORE:
-                squares = self._restore(current, weights, *of_all)
-            case Operation.COPY:
-                squares = self._copy(current, self._states(command.into, index), *of_all)
-            case _:
-                second = (
-                    staging if kept else new_weights if index in self._size.speculating else None
-                )
-                squares = self._initialize(current, other, accumulated, weights, second, *of_all)
-        return float(squares)
+        second_buffer = new_weights if index in self._size.speculating else None
+        weights = staging
+        if self._weights is not None:
+            second_buffer = staging
+            weights = ctypes.addressof(self._weights) + self._weights_offsets[index]
+            new_weights = weights
+        updates = operation in (Operation.STEP, Operation.SPECULATE)
+        arguments = {
+            "scalars": ctypes.byref(_adamw_scalars(command)) if updates else None,
+            "current": self._states(command.states, index),
+            "other": self._states(1 - command.states, index),
+            "into": self._states(command.into, index),
+            "staging": staging,
+            "weights": weights,
+            "new weights": new_weights,
+            "second buffer": second_buffer,
+            "accumulated": accumulated,
+            "summed": None if command.gradient == GradientSource.STAGING else accumulated,
+            "add staging": int(command.gradient != GradientSource.ACCUMULATED),
+            "overwrite": command.first_micro_batch,
+        }
+        taken = (arguments[name] for name in _ARGUMENTS[operation])
+        group = ctypes.byref(self._sub_groups[index])
+        return float(self._functions[operation](*taken, group, self._base))
 
     def decode(self, index: int, states: int, first: int, second: int) -> None:
         """Write the moments of one set of states to two fp32 arrays at these addresses."""
@@ -508,7 +453,7 @@ class Kernel:
 # The process.
 
 
-def main() -> None:
+def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # Signals reach the whole process group. The training process decides what they mean, and
         # this process ends with it.
@@ -532,10 +477,16 @@ def main() -> None:
         mmap.mmap(settings["memory"], 0) as memory,
         socket.socket(fileno=settings["channel"]) as channel,
     ):
-        _serve(channel, Kernel(settings["library"], memory, size, weights).run)
+        kernel = Kernel(settings["library"], memory, size, weights)
+        # Until the other side closes the socket, which it may do at any time.
+        with suppress(ConnectionError):
+            while packet := channel.recv(COMMAND_PACKET.size):
+                begin = time.monotonic()
+                squares = kernel.run(Command(*COMMAND_PACKET.unpack(packet)))
+                channel.send(RESULT_PACKET.pack(*Result(squares, time.monotonic() - begin)))
         # the kernel still points into the memory, so leaving the block, which closes it, would fail
         os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -19,14 +19,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from superoffload import kernel, worker
 from superoffload.errors import OffloadError, WorkerLostError
+from superoffload.settings import Settings
 from superoffload.shared_states import HostWeights, SharedStates
 from superoffload.transfers import Event
-from superoffload.worker import Command, Operation, Result, receive, send
+from superoffload.worker import COMMAND_PACKET, RESULT_PACKET, Command, Operation, Result
 
 MAX_OUTSTANDING = 2
 """Commands that the worker has: the one that it executes and the next. The others wait here, where
@@ -43,40 +45,33 @@ class _Waiting(NamedTuple):
     priority: int
 
 
+@dataclass(eq=False)
 class WorkerClient:
     """A running Adam worker.
 
     Make it in the main thread of the training process: the worker dies with the thread that started
     it.
 
-    Args:
-        states: The memory to share with the worker.
-        host_weights: More of it, where weights are in host memory.
-        cpus: The worker's cores.
-        library: The compiled kernel.
-        on_start: Called in the client's thread before anything else.
-        on_result: Called in the client's thread with every command and its result, in order. What
-            it raises becomes the failure.
-        watchdog_timeout_s: How long the worker may compute without progress.
-
     Raises:
         OffloadError: If the process cannot be started (``worker-start``), or may not run on these
             cores (``adam-cpus``).
     """
 
-    def __init__(
-        self,
-        states: SharedStates,
-        host_weights: HostWeights | None,
-        cpus: Sequence[int],
-        library: Path,
-        on_start: Callable[[], None],
-        on_result: Callable[[Command, Result], None],
-        watchdog_timeout_s: float,
-    ) -> None:
-        self._states = states
-        self._on_start, self._on_result = on_start, on_result
-        self._watchdog_timeout_s = watchdog_timeout_s
+    states: SharedStates
+    """The memory to share with the worker."""
+    host_weights: HostWeights | None
+    """More of it, where weights are in host memory."""
+    settings: Settings
+    library: Path
+    """The compiled kernel."""
+    on_start: Callable[[], None]
+    """Called in the client's thread before anything else."""
+    on_result: Callable[[Command, Result], None]
+    """Called in the client's thread with every command and its result, in order. What it raises
+    becomes the failure.
+    """
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._queue: list[_Waiting] = []
         self._outstanding: deque[Command] = deque()
@@ -85,13 +80,13 @@ class WorkerClient:
         self._channel, workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with workers_end:
             try:
-                self.process = _start(states, host_weights, cpus, library, workers_end.fileno())
+                self.process = self._start(workers_end.fileno())
             except OffloadError:
                 self._channel.close()
                 raise
         self._pidfd = os.pidfd_open(self.process.pid)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._check_every_s = min(1.0, watchdog_timeout_s / 8)
+        self._check_every_s = min(1.0, self.settings.watchdog_timeout_s / 8)
         """How often to check for progress while the worker has something to do."""
         self._restart_watchdog()
         self._thread = threading.Thread(target=self._serve, name="adam-worker-client", daemon=True)
@@ -148,12 +143,63 @@ class WorkerClient:
             )
             self._changed.notify_all()
 
+    def _start(self, channel: int) -> subprocess.Popen[bytes]:
+        """Start the worker's process, which inherits its end of the channel."""
+        cpus, states, weights = self.settings.worker_cpus, self.states, self.host_weights
+        if missing := sorted(set(cpus) - _allowed(cpus)):
+            raise OffloadError(
+                f"adam_cpus has {', '.join(map(str, missing))}, on which this process may not run. "
+                "Use others, or leave it empty: the Adam worker then takes all but one of those of "
+                "this process.",
+                code="adam-cpus",
+            )
+        descriptors = [states.descriptor, channel, *([weights.descriptor] if weights else [])]
+        settings: dict[str, object] = {
+            "cpus": list(cpus),
+            "memory": states.descriptor,
+            "channel": channel,
+            "size": states.size,
+            "weights": weights.descriptor if weights else None,
+        }
+        not_inherited = ("OMP_", "GOMP_", "KMP_", "MKL_")
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(not_inherited)
+        }
+        environment |= {
+            "OMP_NUM_THREADS": str(len(cpus)),
+            "OMP_DYNAMIC": "false",
+            "OMP_PROC_BIND": "true",
+            "OMP_PLACES": "threads",
+        }
+        try:
+            with kernel.opened(self.library) as descriptor:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", worker.__file__, str(os.getpid())],
+                    env=environment,
+                    pass_fds=(*descriptors, descriptor),
+                    stdin=subprocess.PIPE,
+                )
+                assert process.stdin is not None
+                with (
+                    suppress(BrokenPipeError),
+                    process.stdin,
+                ):  # a worker that has ended already is reported by whoever waits for it
+                    process.stdin.write(
+                        json.dumps(settings | {"library": kernel.loadable(descriptor)}).encode()
+                        + b"\n"
+                    )
+                return process
+        except OSError as error:
+            raise OffloadError(
+                f"The Adam worker could not be started: {error}", code="worker-start"
+            ) from error
+
     def _serve(self) -> None:
         poller = select.poll()
         for descriptor in (self._wake, self._channel.fileno(), self._pidfd):
             poller.register(descriptor, select.POLLIN)
         try:
-            self._on_start()
+            self.on_start()
             while not self._closing:
                 blocked = self._send_ready()
                 timeout_s = (
@@ -168,10 +214,8 @@ class WorkerClient:
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._channel.fileno() in ready:
-                    result = receive(self._channel)
-                    if result is None:
-                        raise self._ended()
-                    self._on_result(self._outstanding[0], result)
+                    result = self._receive()  # First: a worker that is idle may have ended.
+                    self.on_result(self._outstanding[0], result)
                     self._outstanding.popleft()
                     with self._changed:
                         self._changed.notify_all()
@@ -182,6 +226,14 @@ class WorkerClient:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+    def _receive(self) -> Result:
+        packet = b""  # what a worker sends that has closed its end
+        with suppress(ConnectionError):
+            packet = self._channel.recv(RESULT_PACKET.size)
+        if not packet:
+            raise self._ended()
+        return Result(*RESULT_PACKET.unpack(packet))
 
     def _send_ready(self) -> bool:
         """Send commands whose data is ready; return whether one is waiting for its data."""
@@ -199,20 +251,20 @@ class WorkerClient:
                 self._restart_watchdog()
             self._outstanding.append(found.command)
             try:
-                send(self._channel, found.command)
+                self._channel.send(COMMAND_PACKET.pack(*found.command))
             except OSError as error:
                 raise self._ended() from error
         return False
 
     def _restart_watchdog(self) -> None:
         self._progress, self._idle_s, self._last_check = (
-            self._states.progress,
+            self.states.progress,
             0.0,
             time.monotonic(),
         )
 
     def _check_progress(self) -> None:
-        if not self._outstanding or self._states.progress != self._progress:
+        if not self._outstanding or self.states.progress != self._progress:
             self._restart_watchdog()
             return
         now = time.monotonic()
@@ -220,7 +272,7 @@ class WorkerClient:
         # have suspended both processes.
         self._idle_s += min(now - self._last_check, 2 * self._check_every_s)
         self._last_check = now
-        if self._idle_s > self._watchdog_timeout_s:
+        if self._idle_s > self.settings.watchdog_timeout_s:
             raise WorkerLostError(
                 f"The Adam worker (process {self.process.pid}) made no progress for "
                 f"{self._idle_s:.0f} s {self._activity()}. {_process_state(self.process.pid)} The "
@@ -257,61 +309,6 @@ class WorkerClient:
         command = self._outstanding[0]
         operation = Operation(command.operation).name.lower()
         return f"during {operation} of sub-group {command.sub_group}, optimizer step {command.step}"
-
-
-def _start(
-    states: SharedStates,
-    host_weights: HostWeights | None,
-    cpus: Sequence[int],
-    library: Path,
-    channel: int,
-) -> subprocess.Popen[bytes]:
-    if missing := sorted(set(cpus) - _allowed(cpus)):
-        raise OffloadError(
-            f"adam_cpus has {', '.join(map(str, missing))}, on which this process may not run. "
-            "Use others, or leave it empty: the Adam worker then takes all but one of those of "
-            "this process.",
-            code="adam-cpus",
-        )
-    descriptors = [states.descriptor, channel, *([host_weights.descriptor] if host_weights else [])]
-    settings: dict[str, object] = {
-        "cpus": list(cpus),
-        "memory": states.descriptor,
-        "channel": channel,
-        "size": states.size,
-        "weights": host_weights.descriptor if host_weights else None,
-    }
-    not_inherited = ("OMP_", "GOMP_", "KMP_", "MKL_")
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(not_inherited)
-    }
-    environment |= {
-        "OMP_NUM_THREADS": str(len(cpus)),
-        "OMP_DYNAMIC": "false",
-        "OMP_PROC_BIND": "true",
-        "OMP_PLACES": "threads",
-    }
-    try:
-        with kernel.opened(library) as descriptor:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", worker.__file__, str(os.getpid())],
-                env=environment,
-                pass_fds=(*descriptors, descriptor),
-                stdin=subprocess.PIPE,
-            )
-            assert process.stdin is not None
-            with (
-                suppress(BrokenPipeError),
-                process.stdin,
-            ):  # a worker that has ended already is reported by whoever waits for it
-                process.stdin.write(
-                    json.dumps(settings | {"library": kernel.loadable(descriptor)}).encode() + b"\n"
-                )
-            return process
-    except OSError as error:
-        raise OffloadError(
-            f"The Adam worker could not be started: {error}", code="worker-start"
-        ) from error
 
 
 def _allowed(cpus: Sequence[int]) -> set[int]:

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from so_tui.spec.errors import reject
 from so_tui.units import plural, thousands
@@ -24,6 +29,17 @@ if TYPE_CHECKING:
 
 _STATES_BYTES = 12
 """Bytes of a checkpoint per parameter."""
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class _Extra(Struct, frozen=True, kw_only=True):
+    """What else of a training DeepSpeed's checkpoint keeps for us; a training that was not ours has
+    nothing of it.
+    """
+
+    data: str = ""
+    useful_tokens: _Count = 0
+    trained_tokens: _Count = 0
 
 
 def convert(request: Answer) -> Iterator[Answer]:
@@ -64,12 +80,12 @@ def _to_deepspeed(path: Path, folder: Path) -> Iterator[Answer]:
 
     def write(found: Found) -> int:
         manifest = found.manifest
-        extra = {
-            "data": manifest.data,
-            "useful_tokens": manifest.useful_tokens,
-            "trained_tokens": manifest.trained_tokens,
-        }
-        progress = superoffload.Progress(manifest.step, manifest.consumed_sequences, extra)
+        extra = _Extra(
+            data=manifest.data,
+            useful_tokens=manifest.useful_tokens,
+            trained_tokens=manifest.trained_tokens,
+        )
+        progress = superoffload.Progress(manifest.step, manifest.consumed_sequences, asdict(extra))
         with replacing(
             folder, ExportMarker(run=run.name, step=manifest.step, version=so_tui.__version__)
         ) as partial:
@@ -97,11 +113,7 @@ def _from_deepspeed(source: Path, path: Path) -> Iterator[Answer]:
     spec = read_spec(run)
     found = _read(source.expanduser())
     wanted = {parameter.name: parameter.numel for parameter in trainable(spec.model.parameters)}
-    if differing := sorted(
-        name
-        for name in wanted.keys() | found.numels.keys()
-        if wanted.get(name) != found.numels.get(name)
-    ):
+    if differing := sorted({name for name, _ in wanted.items() ^ found.numels.items()}):
         names = f"{', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}"
         raise reject(
             "checkpoint-differs",
@@ -151,25 +163,19 @@ def _read(source: Path) -> DeepSpeedStates:
 def _manifest(run: str, progress: Progress, spec: RunSpec) -> Any:
     from so_tui_trainer.checkpoint_folder import Manifest
 
-    data = progress.extra.get("data")
+    extra = _Extra()
+    with suppress(msgspec.ValidationError):  # somebody else's
+        extra = msgspec.convert(progress.extra, _Extra)
     return Manifest(
         run=run,
         step=progress.step,
         total_steps=spec.train.steps,
         ranks=1,
         consumed_sequences=progress.samples,
-        useful_tokens=_count(progress.extra, "useful_tokens"),
-        trained_tokens=_count(progress.extra, "trained_tokens"),
-        data=data if isinstance(data, str) else "",
         last_loss=None,
         spec=spec,
+        **asdict(extra),
     )
-
-
-def _count(extra: Mapping[str, Any], key: str) -> int:
-    """Return a number of tokens; 0 if the training was not ours."""
-    found = extra.get(key, 0)
-    return found if isinstance(found, int) and found >= 0 else 0
 
 
 if __name__ == "__main__":

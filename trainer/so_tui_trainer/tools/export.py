@@ -53,22 +53,17 @@ def _export_run(request: Answer) -> Iterator[Answer]:
 
 
 def _progress(stage: Stage) -> Answer:
-    doing = {
-        "doing": stage.doing,
-        "done_bytes": stage.done_bytes(),
-        "total_bytes": stage.total_bytes,
-    }
-    return (
-        {
-            "progress": {
-                **doing,
-                "done_tensors": stage.done_tensors,
-                "total_tensors": stage.total_tensors,
-            }
+    if not stage.total_bytes:
+        return {}
+    return {
+        "progress": {
+            "doing": stage.doing,
+            "done_bytes": stage.done_bytes(),
+            "total_bytes": stage.total_bytes,
+            "done_tensors": stage.done_tensors,
+            "total_tensors": stage.total_tensors,
         }
-        if stage.total_bytes
-        else {}
-    )
+    }
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from so_tui.spec.generation import (
     Request,
     Side,
 )
+from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import distrust_of_folder
 from so_tui_trainer.hub import stay_offline_when_cut_off
 from so_tui_trainer.tools import channel
@@ -221,7 +222,7 @@ def _of_folder(load: LoadModel) -> _Tuned:
     folder = Path(load.folder)
     yield Progress(message=f"loading {folder}")
     causal = export.of_folder(folder, ModelSpec(id=load.folder))
-    marker = export.read_marker(folder)
+    marker = readable_json(folder / export.MARKER_NAME, export.ExportMarker)
     base = ModelSpec(id=load.folder, weights="random")
     if (
         marker is not None and marker.base and distrust_of_folder(folder) is None

@@ -11,6 +11,7 @@ import fcntl
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from copy import deepcopy
 from functools import cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -27,11 +28,11 @@ from packaging.version import Version
 from torch import Tensor
 from torch.utils.cpp_extension import _get_build_directory
 
-from superoffload.deepspeed_adapter import stage3
-from superoffload.deepspeed_adapter.stage3 import SuperOffloadStage3
+from superoffload.deepspeed_adapter.stage3 import SuperOffloadStage3, publish_weights
 from superoffload.errors import OffloadError
 from superoffload.gpu_states import SubGroupState, initial_state
 from superoffload.optimizer import SuperOffload
+from superoffload.settings import Settings
 from superoffload.transfers import RunAheadLimiter
 
 # Loads DeepSpeed's CPU Adam kernel, which torch compiles where it is first needed.
@@ -127,9 +128,12 @@ def shard(ds_config: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Return a context in which the parameters of every new module are sharded over the ranks as
     soon as it is constructed.
     """
-    result: AbstractContextManager[Any] = deepspeed.zero.Init(
-        config_dict_or_path=stage3.without_pinning(ds_config)
-    )
+    config = deepcopy(dict(ds_config))
+    # Shards are in host memory only until the optimizer is made, which puts them where they are
+    # pinned. Pinned piece by piece they would be rounded up, and their memory retained.
+    if offload := config.get("zero_optimization", {}).get("offload_param"):
+        offload["pin_memory"] = False
+    result: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=config)
     return result
 
 
@@ -146,7 +150,14 @@ def local_shard(parameter: torch.nn.Parameter) -> tuple[Tensor, int]:
     return sharded.ds_tensor.data[: max(0, min(numel, sharded.ds_numel - start))], start
 
 
-def share_hyperparameters(engine: Engine) -> None:
+def finish(engine: Engine, settings: Settings) -> None:
+    """Finish an engine that DeepSpeed has made, with whichever optimizer."""
+    _share_hyperparameters(engine)
+    limit_run_ahead(engine, settings.run_ahead_parameters)
+    engine.superoffload_settings = settings
+
+
+def _share_hyperparameters(engine: Engine) -> None:
     """Make DeepSpeed's GPU sub-groups follow the learning rate where its offload ratio is below 1.
 
     Stage 3 steps them with a second optimizer whose first parameter group is a copy made at start,
@@ -215,21 +226,9 @@ def sub_group_states(engine: Engine) -> list[SubGroupState]:
     """Return this rank's optimizer states, to be read or written in place. Moments that do not
     exist yet are created.
     """
+    if core := super_offload(engine):
+        return core.states()
     optimizer = engine.optimizer
-    if isinstance(optimizer, SuperOffloadStage3):
-        core = optimizer.core
-        return [
-            SubGroupState(
-                "gpu" if group.on_gpu else "cpu",
-                group.weights,
-                core.master_weights(index),
-                partial(core.moments, index),
-                partial(core.set_moments, index),
-                core.steps_taken,
-                core.set_steps_taken,
-            )
-            for index, group in enumerate(core.sub_groups)
-        ]
     return [_stage3_state(optimizer, index) for index in range(len(optimizer.fp16_groups))]
 
 
@@ -274,12 +273,10 @@ def _stage3_state(optimizer: Any, index: int) -> SubGroupState:
     )
 
 
-def publish_weights(engine: Engine) -> None:
-    """Cast the master weights to the weights on all ranks, after loading them."""
-    stage3.publish_weights(
-        engine.optimizer,
-        [(state.weights, state.master_weights) for state in sub_group_states(engine)],
-    )
+def publish_states(engine: Engine) -> None:
+    """Make everything that depends on the optimizer states follow them, after loading them."""
+    _replay_bias_correction(engine)
+    publish_weights(engine.optimizer, sub_group_states(engine))
 
 
 def set_learning_rate(engine: Engine, learning_rate: float) -> None:
@@ -295,7 +292,7 @@ def set_learning_rate(engine: Engine, learning_rate: float) -> None:
         group["lr"] = learning_rate
 
 
-def replay_bias_correction(engine: Engine) -> None:
+def _replay_bias_correction(engine: Engine) -> None:
     """Bring DeepSpeedCPUAdam's C++ object to the loaded step, exact to the last bit.
 
     It computes beta ** step as a product that grows by one factor per step, but restarts from

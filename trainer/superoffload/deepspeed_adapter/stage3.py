@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -33,119 +33,19 @@ from torch import Tensor
 from so_tui.model.sharding import gpu_sub_groups, sub_group_slices
 from superoffload.conversion import deepspeed_states
 from superoffload.errors import OffloadError
-from superoffload.gpu_states import Gradient, SubGroup
+from superoffload.gpu_states import Gradient, SubGroup, SubGroupState
 from superoffload.optimizer import SuperOffload
-from superoffload.settings import Settings, within_share
+from superoffload.settings import Settings, host_room
 from superoffload.shared_states import HostWeights
 
-# DeepSpeed's checkpoints: one rank's states as DeepSpeed's ZeRO-3 optimizer has them, and back.
 
-
-def _load_state_dict(
-    core: SuperOffload,
-    parameter_groups: Sequence[dict[str, Any]],
-    saved: Mapping[str, Any],
-    *,
-    moments: bool,
-) -> None:
-    """Load what ``state_dict`` returned, of as many ranks and sub-groups.
-
-    Args:
-        core: The rank's optimizer, synchronized.
-        parameter_groups: Those of AdamW, which get the saved learning rates and the like with the
-            moments.
-        saved: This rank's.
-        moments: Whether to load the moments and the step, too.
-
-    Raises:
-        OffloadError: If the sub-groups differ (``other-sub-groups``).
-    """
-    flat = saved[FP32_FLAT_GROUPS]
-    optimizer_state = saved[OPTIMIZER_STATE_DICT]
-    here = [group.weights.numel() for group in core.sub_groups]
-    if [weights.numel() for weights in flat] != here:
-        raise OffloadError(
-            f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(here)} "
-            "here: its sub_group_size or its number of ranks was another. superoffload.load_state "
-            "loads what superoffload.save_state saved with any.",
-            code="other-sub-groups",
-        )
-    for index, weights in enumerate(flat):
-        core.master_weights(index).copy_(weights)
-        if moments:
-            state = optimizer_state["state"][index]
-            core.set_moments(index, state["exp_avg"], state["exp_avg_sq"])
-    if moments:
-        for group, values in zip(parameter_groups, optimizer_state["param_groups"], strict=True):
-            group.update(values)
-        core.set_steps_taken(
-            max((int(state["step"]) for state in optimizer_state["state"].values()), default=0)
-        )
-
-
-def _load_universal(
-    core: SuperOffload, folder: Path, numels: Mapping[str, int], rank: int, *, moments: bool
-) -> None:
-    """Load a universal checkpoint, which any ranks and sub-groups may have saved.
-
-    Args:
-        core: The rank's optimizer, synchronized.
-        folder: The checkpoint.
-        numels: Elements of each whole parameter.
-        rank: This rank, among those that share the parameters.
-        moments: Whether to load the moments and the step, too.
-
-    Raises:
-        OffloadError: If it is of another model (``other-parameters``), or cannot be read (codes of
-            ``deepspeed_states``).
-    """
-    saved = deepspeed_states(folder)
-    if dict(saved.numels) != numels:
-        names = sorted(
-            name
-            for name in saved.numels.keys() | numels.keys()
-            if saved.numels.get(name) != numels.get(name)
-        )
-        raise OffloadError(
-            f"{folder} is of another model: {len(names)} parameters differ in name or size, "
-            f"{', '.join(names[:3])} first.",
-            code="other-parameters",
-        )
-    places = {
-        name: (index, group.span(member))
-        for index, group in enumerate(core.sub_groups)
-        for member, name in enumerate(group.names)
-    }
-    found = (
-        [[torch.zeros(group.weights.numel()) for _ in range(2)] for group in core.sub_groups]
-        if moments and saved.moments
-        else []
-    )
-    for states in saved.read():
-        index, (begin, end) = places[states.name]
-        kinds = [core.master_weights(index), *(found[index] if found else ())]
-        for target, whole in zip(
-            kinds, (states.master_weights, *(states.moments or ())), strict=False
-        ):
-            shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
-            target[begin : begin + len(shard)].copy_(shard)
-    for index, (first, second) in enumerate(found):
-        core.set_moments(index, first, second)
-    if found:
-        core.set_steps_taken(saved.adam_step)
-
-
-def publish_weights(optimizer: Any, states: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Cast the master weights to the weights, and update the parameters that every rank holds whole
-    (persistent ones).
-
-    Args:
-        optimizer: A ZeRO-3 optimizer.
-        states: (weights, master weights) of each of its sub-groups.
+def publish_weights(optimizer: Any, states: Iterable[SubGroupState]) -> None:
+    """Cast the master weights of a ZeRO-3 optimizer's sub-groups to the weights, on all ranks, and
+    update the parameters that every rank holds whole (persistent ones).
     """
     optimizer._partition_all_parameters()
-    for index, (weights, master_weights) in enumerate(states):
-        weights.copy_(master_weights)
+    for index, state in enumerate(states):
+        state.weights.copy_(state.master_weights)
         optimizer._unflatten_partitioned_parameters(index)
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
@@ -158,20 +58,8 @@ def publish_weights(optimizer: Any, states: Iterable[tuple[Tensor, Tensor]]) -> 
 # before DeepSpeed looks at them.
 
 
-def without_pinning(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with which shards are allocated in ordinary host memory.
-
-    They are so only until the optimizer is made, which puts them where they are pinned. Pinned
-    piece by piece they would be rounded up, and their memory retained.
-    """
-    config = deepcopy(dict(ds_config))
-    if offload := config.get("zero_optimization", {}).get("offload_param"):
-        offload["pin_memory"] = False
-    return config
-
-
 def _place(
-    groups: Sequence[Sequence[Any]], numels: Sequence[int], on_gpu: int, device: torch.device
+    groups: Sequence[Sequence[Any]], numels: list[int], on_gpu: int, device: torch.device
 ) -> tuple[list[Tensor], HostWeights | None]:
     """Move the shards of each sub-group into one tensor: the first sub-groups' to the GPU, the
     others' to host memory.
@@ -189,20 +77,20 @@ def _place(
         no others.
     """
     dtype = groups[0][0].ds_tensor.dtype
-    host = HostWeights(numels[on_gpu:], dtype) if on_gpu < len(numels) else None
+    host = None
+    if on_gpu < len(numels):
+        host = HostWeights([0] * on_gpu + numels[on_gpu:], dtype)
     found = []
     for index, (group, numel) in enumerate(zip(groups, numels, strict=True)):
         weights = (
             torch.empty(numel, dtype=dtype, device=device)
             if host is None or index < on_gpu
-            else host.weights(index - on_gpu)
+            else host.weights(index)
         )
-        begin = 0
-        for parameter in group:
-            target = weights.narrow(0, begin, parameter.partition_numel())
+        targets = torch.split(weights, [parameter.partition_numel() for parameter in group])
+        for parameter, target in zip(group, targets, strict=True):
             target.copy_(parameter.ds_tensor)
             parameter.ds_tensor.data = target
-            begin += target.numel()
         found.append(weights)
     return found, host
 
@@ -224,14 +112,10 @@ def _shards_on_gpu(parameters: Sequence[Any]) -> Iterator[Tensor | None]:
         yield None
         return
     shards = [parameter.ds_tensor for parameter in on_host]
-    copies = torch.empty(
-        sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=on_host[0].device
-    )
-    begin = 0
-    for parameter, shard in zip(on_host, shards, strict=True):
-        copy = copies.narrow(0, begin, shard.numel())
+    numels = [shard.numel() for shard in shards]
+    copies = torch.empty(sum(numels), dtype=shards[0].dtype, device=on_host[0].device)
+    for parameter, shard, copy in zip(on_host, shards, torch.split(copies, numels), strict=True):
         copy.copy_(shard, non_blocking=True)
-        begin += shard.numel()
         copy.__dict__.update(shard.__dict__)  # DeepSpeed keeps what it knows of a shard there
         parameter.ds_tensor = copy
     try:
@@ -250,12 +134,15 @@ class _Waits:
 
     Args:
         core: The rank's optimizer.
-        sub_group: By DeepSpeed's id of a trainable parameter, its sub-group.
+        members: By DeepSpeed's id of a trainable parameter, its sub-group and its position there.
+
+    Attributes:
+        originals: Puts DeepSpeed's own functions back when it is closed.
     """
 
-    def __init__(self, core: SuperOffload, sub_group: Mapping[int, int]) -> None:
-        self._core, self._sub_group = core, sub_group
-        self._originals: list[tuple[Any, str, Any]] = []
+    def __init__(self, core: SuperOffload, members: Mapping[int, tuple[int, int]]) -> None:
+        self._core, self._members = core, members
+        self.originals = ExitStack()
 
     def before_all_gather(self, module: Any) -> None:
         """Wrap the two functions with which DeepSpeed all-gathers a parameter, so that both wait
@@ -300,22 +187,13 @@ class _Waits:
 
         self._replace(coordinator, "fetch_sub_module", measured_fetch)
 
-    def restore(self) -> None:
-        """Put DeepSpeed's own functions back. Safe to call twice."""
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
-        self._originals.clear()
-
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._originals.append((owner, name, getattr(owner, name)))
+        self.originals.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, function)
 
     def _sub_groups(self, parameters: Any) -> frozenset[int]:
-        return frozenset(
-            self._sub_group[parameter.ds_id]
-            for parameter in parameters
-            if parameter.ds_id in self._sub_group
-        )
+        ids = self._members.keys() & {parameter.ds_id for parameter in parameters}
+        return frozenset(self._members[number][0] for number in ids)
 
 
 @contextmanager
@@ -402,7 +280,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
             sub_groups = [
                 self._sub_group(index, index < on_gpu, order) for index in range(len(numels))
             ]
-            settings = within_share(
+            room = host_room(
                 sub_groups,
                 settings,
                 int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1),
@@ -416,6 +294,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 sub_groups,
                 self.optimizer,
                 settings,
+                room,
                 device=device,
                 host_weights=host_weights,
                 gradient_accumulation_steps=self.gradient_accumulation_steps,
@@ -444,9 +323,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         # Other methods of the base class expect these attributes.
         self.grad_partitions_flat_buffer = None
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor] = {}
-        self._waits = _Waits(
-            self.core, {ds_id: index for ds_id, (index, _) in self._member.items()}
-        )
+        self._waits = _Waits(self.core, self._member)
         self._waits.before_all_gather(self.module)
         self._waits.before_layers(self.parameter_offload.get_param_coordinator())
         comm.barrier()
@@ -455,14 +332,10 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         parameters = self.fp16_groups[index]
         weights = self.fp16_partitioned_groups_flat[index]
         rank = comm.get_rank(group=self.dp_process_group)
-        offsets = [0]
-        for parameter in parameters:
-            numel = parameter.partition_numel()
-            real = min(numel, max(0, parameter.ds_numel - rank * numel))
-            weights[
-                offsets[-1] + real : offsets[-1] + numel
-            ].zero_()  # padding is uninitialised memory, which may hold NaN
-            offsets.append(offsets[-1] + numel)
+        numels = [parameter.partition_numel() for parameter in parameters]
+        for parameter, shard in zip(parameters, torch.split(weights, numels), strict=True):
+            # Padding is uninitialised memory, which may hold NaN.
+            shard[max(0, parameter.ds_numel - rank * len(shard)) :].zero_()
         return SubGroup(
             weights=weights,
             # DeepSpeed 0.18.9 and 0.19.0 themselves do not count groups of frozen parameters.
@@ -472,9 +345,9 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 if any(parameters[0] is member for member in group["params"])
             ),
             names=tuple(self.param_names[parameter] for parameter in parameters),
-            offsets=tuple(offsets[:-1]),
+            offsets=tuple(accumulate(numels[:-1], initial=0)),
             on_gpu=on_gpu,
-            places=tuple(rank * parameter.partition_numel() for parameter in parameters),
+            places=tuple(rank * numel for numel in numels),
             first_use=min(order[parameter.ds_id] for parameter in parameters),
         )
 
@@ -529,9 +402,7 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """Tell the base class where the master weights are: after a speculative step, in the other
         set of states.
         """
-        self.fp32_partitioned_groups_flat = [
-            self.core.master_weights(index) for index in range(len(self.core.sub_groups))
-        ]
+        self.fp32_partitioned_groups_flat = [state.master_weights for state in self.core.states()]
 
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
@@ -545,18 +416,21 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         self.core.synchronize()
         index, member = self._member[param.ds_id]
         group = self.core.sub_groups[index]
-        begin, end = group.span(member)
-        if optim_state_key is None:
-            return self.core.master_weights(index)[begin:end], index
         # Only the functions that set pass False.
-        if not release_swap_buffers and self._settings.states != "fp32" and not group.on_gpu:
+        if (
+            optim_state_key is not None
+            and not release_swap_buffers
+            and self._settings.states != "fp32"
+            and not group.on_gpu
+        ):
             raise OffloadError(
                 f'Moments cannot be set one by one with states "{self._settings.states}". Use '
                 'Settings(states="fp32").',
                 code="compact-moments",
             )
-        moments = dict(zip(("exp_avg", "exp_avg_sq"), self.core.moments(index), strict=True))
-        return moments[optim_state_key][begin:end], index
+        kinds = (None, "exp_avg", "exp_avg_sq")
+        tensors = dict(zip(kinds, self.core.state(index).tensors(), strict=True))
+        return tensors[optim_state_key][slice(*group.span(member))], index
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
         raise OffloadError(
@@ -579,14 +453,13 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         none.
         """
         self.core.synchronize()
-        moments = [self.core.moments(index) for index in range(len(self.core.sub_groups))]
-        state = {
-            index: {
-                "step": self.core.steps_taken,
-                "exp_avg": first.cpu().clone(),
-                "exp_avg_sq": second.cpu().clone(),
-            }
-            for index, (first, second) in enumerate(moments)
+        kept = [
+            tuple(tensor.cpu().clone() for tensor in state.tensors())
+            for state in self.core.states()
+        ]
+        states = {
+            index: {"step": self.core.steps_taken, "exp_avg": first, "exp_avg_sq": second}
+            for index, (_, first, second) in enumerate(kept)
         }
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -595,8 +468,8 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         return {
             ZERO_STAGE: ZeroStageEnum.weights,
             PARTITION_COUNT: self.partition_count,
-            OPTIMIZER_STATE_DICT: {"state": state, "param_groups": groups},
-            FP32_FLAT_GROUPS: [self.core.master_weights(index).cpu().clone() for index in state],
+            OPTIMIZER_STATE_DICT: {"state": states, "param_groups": groups},
+            FP32_FLAT_GROUPS: [master_weights for master_weights, _, _ in kept],
         }
 
     def load_state_dict(
@@ -623,28 +496,70 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
                 ``deepspeed_states``).
         """
         self.core.synchronize()
-        rank = comm.get_rank(group=self.dp_process_group)
         if checkpoint_folder:
-            numels = {
-                self.param_names[parameter]: parameter.ds_numel
-                for group in self.fp16_groups
-                for parameter in group
-            }
-            _load_universal(
-                self.core, Path(checkpoint_folder), numels, rank, moments=load_optimizer_states
-            )
+            self._load_universal(Path(checkpoint_folder), moments=load_optimizer_states)
         else:
-            _load_state_dict(
-                self.core,
-                self.optimizer.param_groups,
-                state_dict_list[rank],
-                moments=load_optimizer_states,
+            rank = comm.get_rank(group=self.dp_process_group)
+            self._load_flat(state_dict_list[rank], moments=load_optimizer_states)
+        publish_weights(self, self.core.states())
+
+    def _load_flat(self, saved: Mapping[str, Any], *, moments: bool) -> None:
+        """Load what ``state_dict`` returned on this rank; ``moments``: with the moments, the step,
+        and what AdamW's parameter groups say of learning rates and the like.
+        """
+        flat, optimizer_state = saved[FP32_FLAT_GROUPS], saved[OPTIMIZER_STATE_DICT]
+        states = self.core.states()
+        if [weights.numel() for weights in flat] != [state.weights.numel() for state in states]:
+            raise OffloadError(
+                f"The checkpoint has {len(flat)} sub-groups, of other sizes than the {len(states)} "
+                "here: its sub_group_size or its number of ranks was another. "
+                "superoffload.load_state loads what superoffload.save_state saved with any.",
+                code="other-sub-groups",
             )
-        states = [
-            (group.weights, self.core.master_weights(index))
-            for index, group in enumerate(self.core.sub_groups)
-        ]
-        publish_weights(self, states)
+        for index, (state, weights) in enumerate(zip(states, flat, strict=True)):
+            state.master_weights.copy_(weights)
+            if moments:
+                kept = optimizer_state["state"][index]
+                state.set_moments(kept["exp_avg"], kept["exp_avg_sq"])
+        if moments:
+            groups = zip(self.optimizer.param_groups, optimizer_state["param_groups"], strict=True)
+            for group, values in groups:
+                group.update(values)
+            self.core.set_steps_taken(
+                max((int(kept["step"]) for kept in optimizer_state["state"].values()), default=0)
+            )
+
+    def _load_universal(self, folder: Path, *, moments: bool) -> None:
+        """Load a universal checkpoint; ``moments``: with the moments and the step."""
+        saved = deepspeed_states(folder)
+        parameters = {
+            self.param_names[parameter]: parameter
+            for parameter in chain.from_iterable(self.fp16_groups)
+        }
+        numels = {name: parameter.ds_numel for name, parameter in parameters.items()}
+        if names := sorted({name for name, _ in saved.numels.items() ^ numels.items()}):
+            raise OffloadError(
+                f"{folder} is of another model: {len(names)} parameters differ in name or size, "
+                f"{', '.join(names[:3])} first.",
+                code="other-parameters",
+            )
+        states = self.core.states()
+        tensors = [[state.master_weights] for state in states]
+        moments = moments and saved.moments
+        if moments:
+            for found in tensors:
+                found += (torch.zeros(found[0].numel()) for _ in range(2))
+        rank = comm.get_rank(group=self.dp_process_group)
+        for name, kinds in saved.read():
+            index, member = self._member[parameters[name].ds_id]
+            begin, end = self.core.sub_groups[index].span(member)
+            for target, whole in zip(tensors[index], kinds, strict=False):
+                shard = whole[rank * (end - begin) : (rank + 1) * (end - begin)]
+                target[begin : begin + len(shard)].copy_(shard)
+        if moments:
+            for state, (_, first, second) in zip(states, tensors, strict=True):
+                state.set_moments(first, second)
+            self.core.set_steps_taken(saved.adam_step)
 
     def destroy(self) -> None:
         self.release()
@@ -656,4 +571,4 @@ class SuperOffloadStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         """
         self.core.close()
         self.fp32_partitioned_groups_flat = []
-        self._waits.restore()
+        self._waits.originals.close()
