@@ -212,13 +212,13 @@ def _probe(arguments: argparse.Namespace, chosen: Plan, machine: Machine) -> int
         )
     try:
         launch = prepare(probe_spec(chosen.spec, arguments.probe, rows=rows), machine)
-        run = run_to_end(launch, probes_dir(), report)
+        ran = run_to_end(launch, probes_dir(), report)
     finally:
         if rows:
             rows.unlink()
-    probe = probe_of(measured_of(run, launch.plan), launch.plan, machine)
+    probe = probe_of(measured_of(ran, launch.plan), launch.plan, machine)
     path = store(machine, probe=probe)
-    delete_run(run)
+    delete_run(ran.run)
     corrected = make_plan(chosen.spec, machine)
     if arguments.json:
         print_json(

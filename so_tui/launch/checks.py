@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from so_tui.folders import default_runs_dir
 from so_tui.launch.executors import executor_of
-from so_tui.launch.helper import call_tool, problem_of
+from so_tui.launch.helper import call_tool
 from so_tui.launch.places import left_out_profiles
 from so_tui.launch.supervisor import host_check
 from so_tui.launch.supervisor.samples import GpuSampler
@@ -96,9 +96,7 @@ def _warnings(
         _refuse_what_doctor_blocks(launch.plan, launch.machine)
     begins("inputs")
     answer = call_tool("check_inputs", {"spec": spec_tree(launch.spec)}, timeout_s=_CHECK_TIMEOUT_S)
-    if problems := [problem_of(entry) for entry in answer.get("problems", [])]:
-        raise InputError(problems)
-    return (*warnings, *(str(warning) for warning in answer.get("warnings", [])))
+    return (*warnings, *answer["warnings"])
 
 
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from so_tui.folders import user_folder
-from so_tui.launch.helper import Cancel, ToolProcess, call_tool, last_answer, stream_tool
+from so_tui.launch.helper import Cancel, ToolProcess, call_tool, stream_tool
 from so_tui.launch.launch import visible_machine
 from so_tui.launch.supervisor import host_check
 from so_tui.machine.types import Machine
@@ -47,7 +47,7 @@ from so_tui.units import disk_size, plural, thousands
 
 
 def measure_rates(
-    machine: Machine, tell: Callable[[str], None], *, timeout_s: float | None = None
+    machine: Machine, tell: Callable[[str], object], *, timeout_s: float = threading.TIMEOUT_MAX
 ) -> tuple[Rates, Path]:
     """Measure this machine and store its rates, which plans use from then on.
 
@@ -60,23 +60,26 @@ def measure_rates(
         The rates, and the file that has them now.
 
     Raises:
-        Refused: A run uses a GPU (code ``gpu-in-use``).
-        ToolError: A measurement failed, or took too long.
+        Refused, ToolError: As for ``measured_beside_nothing``.
     """
-    mine = visible_machine(machine, os.environ)
-    with gpus_taken(mine, "calibrate"):
-        answer = last_answer("calibrate", request_of(mine), tell, timeout_s=timeout_s)
+    answer = measured_beside_nothing("calibrate", machine, "calibrate", tell, timeout_s)
     rates = msgspec.convert(answer["rates"], Rates)
     return rates, store(machine, rates=rates)
 
 
-@contextmanager
-def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
-    """Hold a machine's GPUs, so that no run begins beside a measurement. Raises Refused
-    (``gpu-in-use``).
+def measured_beside_nothing(
+    tool: str, machine: Machine, by: str, tell: Callable[[str], object], timeout_s: float
+) -> dict[str, Any]:
+    """Return what a helper measures of this machine while ``by`` holds its GPUs, so that no run
+    begins beside it.
+
+    Raises:
+        Refused: A run uses a GPU (code ``gpu-in-use``).
+        ToolError: A measurement failed, or took too long.
     """
+    mine = visible_machine(machine, os.environ)
     try:
-        held = host_check.take_gpus(machine.gpus, by)
+        held = host_check.take_gpus(mine.gpus, by)
     except host_check.LockTakenError as error:
         busy = (
             f"{error}. A run and a calibration would disturb each other; wait until the run has "
@@ -84,15 +87,15 @@ def gpus_taken(machine: Machine, by: str) -> Iterator[None]:
         )
         raise refuse("gpu-in-use", busy) from error
     try:
-        yield
+        return call_tool(tool, request_of(mine), tell, timeout_s=timeout_s)
     finally:
         for lock in held:
             lock.release()
 
 
 def request_of(machine: Machine) -> dict[str, Any]:
-    """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node's
-    cores and its rank's.
+    """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node,
+    the node's cores and its rank's.
 
     The hardware threads of a core are adjacent, as in the cores that ranks and their Adam workers
     get, so that the first n represent n cores of a rank.
@@ -111,7 +114,8 @@ def request_of(machine: Machine) -> dict[str, Any]:
     gpus = []
     for gpu in machine.gpus:
         near = [cpu for cpu in gpu.cpus if cpu in allowed]
-        gpus.append({"index": gpu.index, "cpus": near, "rank_cpus": shares.get(gpu.index, near)})
+        ranks = shares.get(gpu.index, near)
+        gpus.append({"index": gpu.index, "node": gpu.numa_node, "cpus": near, "rank_cpus": ranks})
     return {"nodes": nodes, "gpus": gpus}
 
 
@@ -156,7 +160,7 @@ def from_deepspeed(
     run = create_run(spec, runs_dir)
     try:
         request = {"deepspeed": str(source), "run": str(run.path)}
-        step = int(last_answer("convert", request, tell)["step"])
+        step = int(call_tool("convert", request, tell)["step"])
     except BaseException:
         delete_run(run)
         raise
@@ -303,37 +307,32 @@ class DataPreview(Tally, frozen=True, kw_only=True):
         filled = f"{100 * self.packing_efficiency:.1f} % full"
         purpose = "have trained tokens" if self.held_out else "are trained on"
         facts = [
-            ("rows", thousands(self.rows), f"{thousands(used)} {purpose}"),
-            (
-                "held out",
-                thousands(self.held_out),
-                "documents for evaluation; the others are trained on",
-            ),
+            ("rows", self.rows, f"{thousands(used)} {purpose}"),
+            ("held out", self.held_out, "documents for evaluation; the others are trained on"),
             (
                 "tokens",
-                thousands(self.tokens),
+                self.tokens,
                 f"{thousands(self.trained_tokens)} of them trained ({100 * share:.0f} %)",
             ),
             (
                 "lengths",
-                thousands(round(self.mean_length)),
+                round(self.mean_length),
                 f"tokens on average, {thousands(self.longest)} the longest",
             ),
             (
                 "sequences",
-                thousands(self.sequences),
+                self.sequences,
                 f"of {thousands(self.sequence_length)} tokens, {filled}, {held}",
             ),
-            (
-                "truncated",
-                thousands(self.truncated),
-                "rows longer than a sequence, which lose their end",
-            ),
-            ("dropped", thousands(self.dropped), f"rows without a trained token{too_long}"),
-            ("cut", thousands(self.cut), "rows of plain text that became several documents"),
+            ("truncated", self.truncated, "rows longer than a sequence, which lose their end"),
+            ("dropped", self.dropped, f"rows without a trained token{too_long}"),
+            ("cut", self.cut, "rows of plain text that became several documents"),
         ]
-        absent = {"held out": not self.held_out, "cut": not self.cut}
-        return [fact for fact in facts if not absent.get(fact[0])]
+        return [
+            (name, thousands(count), meaning)
+            for name, count, meaning in facts
+            if count or name not in ("held out", "cut")
+        ]
 
     @property
     def padding(self) -> int:
@@ -381,16 +380,11 @@ def preview_data(
 ) -> Iterator[Progress | DataPreview]:
     """Yield progress, then the preview with ``rows`` sample rows.
 
-    A cancelled preview just ends. Raises the errors of ``call_tool``.
+    A cancelled preview just ends. Raises the errors of ``stream_tool``.
     """
-    for answer in stream_tool(
-        "data", {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}, cancel
-    ):
-        if answer.get("done"):
-            if "problems" not in answer:  # else the helper's exit raises them
-                yield msgspec.convert(answer, DataPreview)
-        else:
-            yield msgspec.convert(answer, Progress)
+    request = {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}
+    for answer in stream_tool("data", request, cancel):
+        yield msgspec.convert(answer, DataPreview if answer.get("done") else Progress)
 
 
 # The model of a run's newest checkpoint, exported as a Hugging Face folder by a helper process,
@@ -436,14 +430,14 @@ def in_steps(events: Iterator[ExportProgress | str], parts: int) -> Iterator[Exp
     """Leave out progress within the same one of ``parts`` equal parts of reading, or of writing, as
     the one before.
     """
-    last: tuple[str, int] | None = None
+    last: object = None
     for event in events:
+        part: object = event
         if isinstance(event, ExportProgress):
             part = event.doing, event.done_bytes * parts // max(1, event.total_bytes)
-            if part == last:
-                continue
-            last = part
-        yield event
+        if part != last:
+            yield event
+        last = part
 
 
 # Presets for any model: a helper process reads the model's shape, and the other settings get
@@ -621,7 +615,7 @@ def named_model(
     return replace(wanted, run=str(find_run(text, runs_dir).path.absolute()))
 
 
-class ModelProcess:
+class ModelProcess(ToolProcess):
     """A helper process that has a model, and its base model if that is asked for. Close it in the
     end.
     """
@@ -633,31 +627,23 @@ class ModelProcess:
             load: Which model.
             end: Ends the process from another thread.
         """
-        self._process = ToolProcess("generate", end)
+        super().__init__("generate", end)
         self._asked = 0
-        self._send(load)
+        self.send(load)
 
     def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> int:
         """Ask for answers, one of each model at most, and return the number by which events name
         them.
         """
         self._asked += 1
-        self._send(Ask(number=self._asked, prompts=tuple(prompts), sampling=sampling))
+        self.send(Ask(number=self._asked, prompts=tuple(prompts), sampling=sampling))
         return self._asked
 
     def cancel(self) -> None:
         """End the answers to everything that was asked."""
-        self._send(generation.Cancel(number=self._asked))
+        self.send(generation.Cancel(number=self._asked))
 
     def events(self) -> Iterator[Event]:
-        """Yield what happens, until the process ends. Raises the errors of ``call_tool``."""
-        for answer in self._process.answers():
-            if "problems" not in answer:  # which `answers` raises
-                yield msgspec.convert(answer, type=Event)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
-
-    def _send(self, request: LoadModel | Ask | generation.Cancel) -> None:
-        self._process.send(msgspec.to_builtins(request))
+        """Yield what happens, until the process ends. Raises the errors of ``answers``."""
+        for answer in self.answers():
+            yield msgspec.convert(answer, type=Event)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
 from so_tui.machine.types import Machine, Software
@@ -38,7 +38,7 @@ class Node(Struct, frozen=True, kw_only=True):
 class ReportedGpu(Struct, frozen=True, kw_only=True):
     index: int
     name: str
-    memory_bytes: int | None
+    memory_total_bytes: int | None = field(name="memory_bytes")
     numa_node: int | None
     c2c: bool | None
 
@@ -258,16 +258,7 @@ def machine_found(machine: Machine, findings: tuple[Found, ...]) -> MachineFound
             )
             for node in machine.cpu_nodes
         ),
-        gpus=tuple(
-            ReportedGpu(
-                index=gpu.index,
-                name=gpu.name,
-                memory_bytes=gpu.memory_total_bytes,
-                numa_node=gpu.numa_node,
-                c2c=gpu.c2c,
-            )
-            for gpu in machine.gpus
-        ),
+        gpus=msgspec.convert(machine.gpus, tuple[ReportedGpu, ...], from_attributes=True),
         software=machine.software,
         findings=findings,
     )
@@ -342,15 +333,15 @@ def shared(report: Report) -> Report:
     are), or lose everything that may name somebody (reasons of failures, versions).
     """
     names = _names_here() | {report.host}
-    return replace(
-        report, host="", outcomes=tuple(_shared(outcome, names) for outcome in report.outcomes)
+    outcomes = tuple(
+        replace(
+            outcome,
+            reason=_hidden(outcome.reason, names),
+            result=_shared_result(outcome.result, names),
+        )
+        for outcome in report.outcomes
     )
-
-
-def _shared(outcome: Outcome, names: set[str]) -> Outcome:
-    return replace(
-        outcome, reason=_hidden(outcome.reason, names), result=_shared_result(outcome.result, names)
-    )
+    return replace(report, host="", outcomes=outcomes)
 
 
 def _shared_result(result: Result | None, names: set[str]) -> Result | None:

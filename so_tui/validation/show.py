@@ -11,6 +11,7 @@ from so_tui.plan.rates import Speed, published_speed
 from so_tui.spec.check import write_atomic
 from so_tui.svg import Bar, Curve, bars, curves
 from so_tui.units import memory_size, plural, significant, thousands
+from so_tui.validation import report as reports
 from so_tui.validation.report import (
     CopiesFound,
     CopyRates,
@@ -48,8 +49,10 @@ _BASELINE = ("gpu", "zerooffload")
 
 
 def write(folder: Path, report: Report) -> Path:
-    """Write ``report.md`` with its figures, and return its path. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the report, and ``report.md`` with its figures, whose path is returned. Raises
+    OSError.
+    """
+    reports.write(folder, report)
     for name, content in _figures(report).items():
         write_atomic(folder / name, content.encode())
     path = folder / "report.md"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 import threading
 import time
@@ -14,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -26,9 +24,9 @@ from msgspec.structs import replace
 
 from so_tui import __version__
 from so_tui.folders import probes_dir
-from so_tui.launch.helper import Cancel, last_answer, stream_tool
-from so_tui.launch.helper_jobs import gpus_taken, measure_rates, request_of
-from so_tui.launch.launch import launch_of, usable_machine, visible_machine
+from so_tui.launch.helper import Cancel, stream_tool
+from so_tui.launch.helper_jobs import measure_rates, measured_beside_nothing
+from so_tui.launch.launch import launch_of, usable_machine
 from so_tui.launch.probe import (
     MEASURED_STEPS,
     WARMUP_STEPS,
@@ -46,7 +44,6 @@ from so_tui.plan.plan import DeepSpeedBinding, MemoryPolicy, Plan, RankBinding
 from so_tui.plan.planner import make_plan
 from so_tui.runs import delete_run
 from so_tui.runs.records import MetricRecord, PhaseRecord, StepRecord
-from so_tui.runs.state import read_state
 from so_tui.spec import RunSpec, find_preset, with_values
 from so_tui.spec.errors import SoTuiError, first_line, reject
 from so_tui.spec.presets import EXAMPLE_SEQUENCES, as_published
@@ -79,7 +76,6 @@ class _CpuAdam:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "compile")
         self._cancel = Cancel()
-        self._compiled: Future[object] | None = None
 
     def __enter__(self) -> _CpuAdam:
         return self
@@ -88,13 +84,10 @@ class _CpuAdam:
         self._cancel()
         self._thread.shutdown()
 
-    def begin(self) -> Future[object]:
-        """Compile from now on, if that has not begun."""
-        if self._compiled is None:
-            self._compiled = self._thread.submit(
-                lambda: list(stream_tool("build_ops", {}, self._cancel))
-            )
-        return self._compiled
+    @cached_property
+    def compiled(self) -> Future[object]:
+        """The compilation, which begins when it is asked for first."""
+        return self._thread.submit(lambda: list(stream_tool("build_ops", {}, self._cancel)))
 
     def wait(self, limit_s: float) -> None:
         """Wait until it is compiled. What DeepSpeed says against its own kernel is said by the run
@@ -104,7 +97,7 @@ class _CpuAdam:
             SoTuiError: It takes longer, or the helper failed.
         """
         try:
-            self.begin().result(limit_s)
+            self.compiled.result(limit_s)
         except FutureTimeout as error:
             raise SoTuiError(
                 f"DeepSpeed's CPU Adam is not compiled after {limit_s:,.0f} s"
@@ -135,19 +128,11 @@ started. May raise anything.
 """
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """One part of a report."""
+class _Measurement(NamedTuple):
+    """One part of a report, as it is before it is measured."""
 
-    key: str
-    title: str
-    estimate_s: float
-    """About how long it takes."""
+    pending: Outcome
     measure: Measure
-
-    @property
-    def pending(self) -> Outcome:
-        return Outcome(key=self.key, title=self.title, estimate_s=self.estimate_s)
 
 
 def _run_parts(
@@ -178,26 +163,22 @@ def _run_parts(
         KeyboardInterrupt: The user stopped; what was measured until then is written.
     """
     known = {outcome.key: outcome for outcome in report.outcomes}
-    outcomes = tuple(known.get(each.key, each.pending) for each in measurements)
+    pending = [measurement.pending for measurement in measurements]
+    outcomes = tuple(known.get(each.key, each) for each in pending)
     report = replace(report, outcomes=outcomes)
     write(report)
     deadline, over_s = time.monotonic() + seconds, 0.0
-    whole_s = sum(measurement.estimate_s for measurement in measurements) or 1.0
+    whole_s = sum(each.estimate_s for each in pending) or 1.0
     for measurement, outcome in zip(measurements, outcomes, strict=True):
         if outcome.state != "measured":
             share = over_s / whole_s
-            tell(measurement.title, share)
-            told = partial(_tell_share, tell, share)
-            outcome = _outcome(measurement, _pace(report.outcomes), deadline, told)
-            report = report.with_outcome(outcome)
+            tell(outcome.title, share)
+            pace = _pace(report.outcomes)
+            report = report.with_outcome(_outcome(measurement, pace, deadline, tell, share))
             write(report)
-        over_s += measurement.estimate_s
+        over_s += outcome.estimate_s
     tell("done", 1.0)
     return report
-
-
-def _tell_share(tell: Tell, share: float, text: str) -> None:
-    tell(text, share)
 
 
 def _pace(outcomes: Sequence[Outcome]) -> float:
@@ -213,27 +194,27 @@ def _pace(outcomes: Sequence[Outcome]) -> float:
 
 
 def _outcome(
-    measurement: _Measurement, pace: float, deadline: float, tell: Callable[[str], None]
+    measurement: _Measurement, pace: float, deadline: float, tell: Tell, share: float
 ) -> Outcome:
-    left_s, expected_s = deadline - time.monotonic(), pace * measurement.estimate_s
-    pending = measurement.pending
+    pending, begun = measurement.pending, time.monotonic()
+    left_s, expected_s = deadline - begun, pace * pending.estimate_s
     if expected_s > left_s:
         reason = f"takes about {expected_s:,.0f} s, and {max(0.0, left_s):,.0f} s were left"
         return replace(pending, state="left-out", reason=reason)
-    begun, limit_s = time.monotonic(), min(3 * measurement.estimate_s, left_s) + OVERRUN_S
+    limit_s = min(3 * pending.estimate_s, left_s) + OVERRUN_S
     try:
-        result = measurement.measure(tell, limit_s)
+        result = measurement.measure(lambda text: tell(text, share), limit_s)
+        found = replace(pending, state="measured", result=result)
     # Whatever stands in the way of one part is in the report, and the others go on.
     except Exception as error:  # noqa: BLE001
-        _LOG.info("%s failed", measurement.key, exc_info=True)
-        seconds, reason = time.monotonic() - begun, f"{type(error).__name__}: {first_line(error)}"
-        return replace(
+        _LOG.info("%s failed", pending.key, exc_info=True)
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        found = replace(
             pending,
-            state="timed-out" if seconds >= limit_s else "failed",
+            state="timed-out" if time.monotonic() - begun >= limit_s else "failed",
             reason=str(error) if isinstance(error, SoTuiError) else reason,
-            seconds=seconds,
         )
-    return replace(pending, state="measured", result=result, seconds=time.monotonic() - begun)
+    return replace(found, seconds=time.monotonic() - begun)
 
 
 # Parts of a validation that measure the machine itself: what it has, its rates, and copies between
@@ -246,17 +227,30 @@ _COPY_S = 6.0
 
 def _machine_measurements(machine: Machine, folder: Path) -> list[_Measurement]:
     """Return the machine's parts of a report that is written to ``folder``."""
-    gpus = usable_machine(machine, os.environ).gpus
-    look, rates = partial(_machine, machine, folder), partial(_rates, machine)
+    gpus = usable_machine(machine).gpus
     parts = [
-        _Measurement("machine", "the machine, and what is wrong with it", 5.0, look),
-        _Measurement("rates", "rates of Adam, products and copies", 60.0 if gpus else 30.0, rates),
+        _part(
+            "machine",
+            "the machine, and what is wrong with it",
+            5.0,
+            partial(_machine, machine, folder),
+        ),
+        _part(
+            "rates",
+            "rates of Adam, products and copies",
+            60.0 if gpus else 30.0,
+            partial(_rates, machine),
+        ),
     ]
     if gpus:
         pairs = len(gpus) * len(machine.cpu_nodes) + (len(gpus) > 1)
         title = "copies between every GPU and every NUMA node"
-        parts.append(_Measurement("copies", title, _COPY_S * pairs, partial(_copies, machine)))
+        parts.append(_part("copies", title, _COPY_S * pairs, partial(_copies, machine)))
     return parts
+
+
+def _part(key: str, title: str, estimate_s: float, measure: Measure) -> _Measurement:
+    return _Measurement(Outcome(key=key, title=title, estimate_s=estimate_s), measure)
 
 
 def _machine(
@@ -283,33 +277,19 @@ def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> Rat
     return RatesFound(rates=measure_rates(machine, tell, timeout_s=limit_s)[0])
 
 
-def _copies(
-    machine: Machine, tell: Callable[[str], None], limit_s: float, **more: Any
-) -> CopiesFound:
-    """Measure copies.
-
-    Args:
-        machine: This machine.
-        tell: Receives what was measured, in words.
-        limit_s: How long it may take.
-        more: Additions to the helper's request.
-
-    Raises:
-        Refused: A run uses a GPU (code ``gpu-in-use``).
-        ToolError: A measurement failed, or took too long.
-    """
-    mine = visible_machine(machine, os.environ)
-    gpus = [{"index": gpu.index, "node": gpu.numa_node} for gpu in mine.gpus]
-    request = {"nodes": request_of(mine)["nodes"], "gpus": gpus} | more
-    with gpus_taken(mine, "validate"):
-        answer = last_answer("copies", request, tell, timeout_s=limit_s)
+def _copies(machine: Machine, tell: Callable[[str], None], limit_s: float) -> CopiesFound:
+    answer = measured_beside_nothing("copies", machine, "validate", tell, limit_s)
     return CopiesFound(copies=msgspec.convert(answer["copies"], tuple[CopyRates, ...]))
 
 
 # Where the time of a training part went, from the records and the state of its run. Pure.
 
 
-_STAGES = ("imports", "ranks", "data", "weights", "optimizer")
+_STAGES = {
+    **{name: name for name in ("imports", "ranks", "data", "weights", "optimizer")},
+    "training": "first_step",
+}
+"""What phases and their stages are called here."""
 
 
 def _phase_seconds(
@@ -326,26 +306,17 @@ def _phase_seconds(
         over: When nothing was left of it.
     """
     steps = [record.time for record in records if isinstance(record, StepRecord)] or [ended]
-    begins: dict[str, float] = {}
+    begins = {"preparation": begun, "launcher": started}
     for record in records:
-        if isinstance(record, PhaseRecord):
-            name = record.stage or record.phase
-            if name in (*_STAGES, "training"):
-                begins.setdefault(name, record.time)
-    times = [*begins.values(), steps[0]]
+        if isinstance(record, PhaseRecord) and (name := _STAGES.get(record.stage or record.phase)):
+            begins.setdefault(name, record.time)
+    begins |= {"steps": steps[0], "end": steps[-1], "cleaning": ended}
+    ends = [*begins.values(), over][1:]
     lengths = {
-        name: max(0.0, end - begin)
-        for name, begin, end in zip(begins, times, times[1:], strict=False)
+        f"{name}_s": max(0.0, end - begin)
+        for (name, begin), end in zip(begins.items(), ends, strict=True)
     }
-    return PhaseSeconds(
-        preparation_s=max(0.0, started - begun),
-        launcher_s=max(0.0, min(times) - started),
-        **{f"{name}_s": lengths.get(name, 0.0) for name in _STAGES},
-        first_step_s=lengths.get("training", 0.0),
-        steps_s=steps[-1] - steps[0],
-        end_s=max(0.0, ended - steps[-1]),
-        cleaning_s=max(0.0, over - ended),
-    )
+    return PhaseSeconds(**(dict.fromkeys(PhaseSeconds.__struct_fields__, 0.0) | lengths))
 
 
 # Training parts of a validation: short runs of one shape in different settings, beside what is
@@ -570,12 +541,16 @@ def _training_measurements(
     machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: _CpuAdam
 ) -> list[_Measurement]:
     """Return the measurements of these parts."""
-    usable, found = usable_machine(machine, os.environ), []
-    for part in parts:
-        measure = partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam)
-        estimate_s = _estimate_s(usable, shape, part)
-        found.append(_Measurement(part.key, part.title, estimate_s, measure))
-    return found
+    usable = usable_machine(machine)
+    return [
+        _part(
+            part.key,
+            part.title,
+            _estimate_s(usable, shape, part),
+            partial(_measure, part=part, shape=shape, machine=machine, cpu_adam=cpu_adam),
+        )
+        for part in parts
+    ]
 
 
 def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
@@ -605,44 +580,33 @@ def _measure(
     Plans of the same model use the figures from then on, as those of a probe.
     """
     deadline = time.monotonic() + limit_s
-    usable = usable_machine(machine, os.environ)
+    usable = usable_machine(machine)
     if part.needs_deepspeeds_adam:
         tell(f"{part.title}: DeepSpeed's CPU Adam is compiled unless it is cached")
         cpu_adam.wait(limit_s)
     elif part.losses_only:
-        cpu_adam.begin()
+        _ = cpu_adam.compiled
     begun = time.time()
     measured_steps = _LOSS_STEPS - WARMUP_STEPS if part.losses_only else MEASURED_STEPS
     spec = probe_spec(_spec_of(shape, part), "random", measured_steps=measured_steps)
     plan = _placed(make_plan(spec, usable), usable, part.placed)
-    records: list[MetricRecord] = []
 
     def report(record: MetricRecord) -> None:
-        records.append(record)
         if isinstance(record, StepRecord):
             tell(f"{part.title}: step {record.step}, {record.step_s:.3f} s, loss {record.loss:.4f}")
         elif isinstance(record, PhaseRecord):
             tell(f"{part.title}: {record.phase}")
 
-    run = run_to_end(
-        launch_of(plan, usable),
-        probes_dir(),
-        report,
-        limit_s=deadline - time.monotonic(),
-    )
-    measured = measured_of(run, plan)
+    launch = launch_of(plan, usable)
+    ran = run_to_end(launch, probes_dir(), report, limit_s=deadline - time.monotonic())
+    measured, counted = measured_of(ran, plan), ran.counted(plan)
     found = probe_of(measured, plan, usable)
     if part.placed == "bound" and not (part.published or part.losses_only):
         calibration.store(machine, probe=found)
-    state = read_state(run)
     with suppress(OSError):  # what is left of it is below the probes, where nothing lists it
-        delete_run(run)
+        delete_run(ran.run)
     over = time.time()
-    phases = _phase_seconds(
-        records, begun, state.attempt_started or begun, state.ended or over, over
-    )
-    steps = [record for record in records if isinstance(record, StepRecord)]
-    counted = [step for step in steps if step.step > WARMUP_STEPS] or steps
+    started, ended = ran.state.attempt_started or begun, ran.state.ended or over
     seconds = sum(step.step_s for step in counted)
 
     def mean_of(name: str) -> float:
@@ -654,7 +618,7 @@ def _measure(
         ranks=plan.gpus,
         placed=part.placed,
         clipping=plan.spec.train.gradient_clipping,
-        steps=len(counted),
+        steps=measured.steps,
         held_back_steps=measured.held_back_steps,
         measured=found.actual,
         predicted=found.predicted,
@@ -662,9 +626,9 @@ def _measure(
         useful_tokens_per_s=sum(step.useful_tokens for step in counted) / seconds,
         model_tflops_per_gpu=mean_of("model_tflops_per_gpu"),
         example_tflops=mean_of("seed_tflops_total"),
-        losses=tuple(step.loss if math.isfinite(step.loss) else None for step in steps),
+        losses=tuple(step.loss if math.isfinite(step.loss) else None for step in ran.steps),
         losses_only=part.losses_only,
-        phases=phases,
+        phases=_phase_seconds(ran.records, begun, started, ended, over),
     )
 
 
@@ -693,18 +657,15 @@ def validate(
         KeyboardInterrupt: The user stopped. What was measured is in the folder, and a later call
             continues.
     """
-    usable = usable_machine(machine, os.environ)
+    usable = usable_machine(machine)
     gpus = min(gpus, len(usable.gpus))
     shape = _shape_for(usable)
     begun = _begun(machine, folder, gpus, _shape_name(shape))
 
     def write(found: Report) -> None:
-        report.write(folder, found)
         show.write(folder, found)
         if share:
-            nameless = report.shared(found)
-            report.write(folder / SHARED, nameless)
-            show.write(folder / SHARED, nameless)
+            show.write(folder / SHARED, report.shared(found))
 
     with _CpuAdam() as cpu_adam:
         parts = [

@@ -14,6 +14,7 @@ import pytest
 
 from so_tui.cli import main
 from so_tui.machine import machine_json
+from so_tui.spec import InputError, Problem
 from tests.support.hostile import IN_A_NAME, unsafe
 from tests.support.machines import superchips
 from tests.support.make_run import write_run
@@ -114,11 +115,11 @@ def test_checks_are_said_as_they_begin_beside_what_scripts_read(
     quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = []
-    gated = {"code": "gated", "field": "model.id", "value": "x", "message": "m", "remedy": "Ask."}
+    gated = Problem("gated", "model.id", "x", "m", "Ask.")
 
     def answer(*_: object, **__: object) -> dict[str, object]:
         said.append(capsys.readouterr())
-        return {"problems": [gated]}
+        raise InputError([gated])
 
     monkeypatch.setattr("so_tui.launch.checks.call_tool", answer)
     monkeypatch.setattr("so_tui.launch.checks.findings", lambda *_: ())

@@ -276,18 +276,6 @@ class TestHelpers:
                 "x",
             )
 
-    def test_a_problem_of_an_older_helper_has_no_code(self) -> None:
-        request = {
-            "lines": [
-                (
-                    '{"problems": [{"field": "model.id", "value": "x", "message": "is gated", '
-                    '"remedy": "ask"}]}'
-                )
-            ],
-            "code": 2,
-        }
-        assert refusal(lambda: helper.call_tool("probe", request)).code == "unknown"
-
     def test_failure_says_what_the_helper_said(self) -> None:
         with pytest.raises(helper.ToolError, match=r"exit code 7.*what went wrong"):
             helper.call_tool("probe", {"lines": [], "code": 7})

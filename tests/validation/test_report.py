@@ -269,7 +269,7 @@ def test_a_machine_without_gpus_is_validated_with_tiny(tmp_path: Path) -> None:
 
 def test_the_machines_parts_are_those_that_it_has(tmp_path: Path) -> None:
     assert [
-        one.key
+        one.pending.key
         for one in machine_parts._machine_measurements(
             replace(inspect_machine(), gpus=()), tmp_path
         )

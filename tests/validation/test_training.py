@@ -57,7 +57,7 @@ def test_every_part_plans_and_has_the_same_global_batch() -> None:
         )
     with _CpuAdam() as cpu_adam:
         assert all(
-            measurement.estimate_s > 60
+            measurement.pending.estimate_s > 60
             for measurement in _training_measurements(QUAD, SHAPE, parts, cpu_adam)
         )
 
