@@ -196,12 +196,11 @@ def _known(partition: str, site: str) -> tuple[_SeenMachine | None, Machine | No
 
     A job that had a part of a node is not believed where the profile knows of more GPUs.
     """
-    from so_tui.launch.slurm.executor import (
-        cluster_here,
-        named_site,  # only where there is a partition: they take time to import
-    )
+    # Only where there is a partition: they take time to import.
+    from so_tui.launch.slurm.executor import cluster_here, site_name
+    from so_tui.launch.slurm.script import load_site
 
-    profile = named_site(site)[1]
+    profile = load_site(site_name(site))
     seen, described = _seen_machine(cluster_here(), partition), _described(profile, partition)
     if (
         seen is not None
@@ -215,8 +214,7 @@ def _known(partition: str, site: str) -> tuple[_SeenMachine | None, Machine | No
 
 def _described(profile: Site, partition: str) -> Machine | None:
     """Return the machine that a site profile describes; None if it does not."""
-    of_partition = profile.partitions.get(partition)
-    name = (of_partition.machine if of_partition else "") or profile.machine
+    name = profile.partition(partition).machine or profile.machine
     if not name:
         return None
     _LOG.info("partition %s: %s, as the profile of %s says", partition, name, profile.title)

@@ -58,7 +58,9 @@ def probe_with(workload: Workload, predicted: Figures, actual: Figures, plan: Pl
 
 
 def ran(*records: MetricRecord, samples: Sequence[Sample] = ()) -> Ran:
-    return Ran(RunDirectory(Path("run")), RunState(name="run", state="finished"), [*records], [*samples])
+    return Ran(
+        RunDirectory(Path("run")), RunState(name="run", state="finished"), [*records], [*samples]
+    )
 
 
 def six_steps(*kept: int) -> Ran:

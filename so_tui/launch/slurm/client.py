@@ -11,13 +11,16 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from so_tui.folders import cache_home
 from so_tui.spec import InputError, RunSpec, SoTuiError
@@ -54,7 +57,6 @@ def _word(text: str) -> str:
 
 _LOG = logging.getLogger(__name__)
 TIMEOUT_S = 20.0
-_AGAIN_S = 60.0
 _SUBMITTED = re.compile(r"([0-9]{1,12})(;.*)?")
 """The number of the job, and the cluster if there are several."""
 _PREFIX = re.compile(r"^s[a-z]+: (error|fatal): ")
@@ -139,45 +141,29 @@ def requeue(job_id: str) -> None:
             raise
 
 
-class ClusterName:
-    """The name of the cluster that commands of this host speak to. Once known it is not asked for
-    again.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._name = ""
-        self._again_at = clock()
-        self._error = SlurmError("Slurm does not say which cluster this is")
-
-    def get(self) -> str:
-        """Return the name. Raises SlurmError; Slurm is asked again after a minute."""
-        if not self._name and self._clock() >= self._again_at:
-            try:
-                config = _call(("scontrol", "show", "config"))
-                found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
-                self._name = found[1].strip() if found else ""
-            except SlurmError as error:
-                self._error = error
-            self._again_at = self._clock() + _AGAIN_S
-        if not self._name:
-            raise self._error
-        return self._name
-
-
-CLUSTER = ClusterName()
-
-
+@cache
 def cluster_name() -> str:
-    """Return the name of this host's cluster; see ``ClusterName.get``."""
-    return CLUSTER.get()
+    """Return the name of the cluster that commands of this host speak to. Once known it is not
+    asked for again.
 
-
-def _sinfo(layout: str) -> str:
-    """Return what ``sinfo`` prints of the partitions that this user can see, without a header.
-    Raises SlurmError.
+    Raises:
+        SlurmError: Slurm does not say; it is asked at most once a minute.
     """
-    return _call(("sinfo", "--noheader", f"--format={layout}"))
+    answer = _named_cluster(int(time.monotonic() // 60))
+    if isinstance(answer, SlurmError):
+        raise answer
+    return answer
+
+
+@lru_cache(maxsize=1)
+def _named_cluster(_minute: int) -> str | SlurmError:
+    try:
+        config = _call(("scontrol", "show", "config"))
+    except SlurmError as error:
+        return error
+    found = re.search(r"^ClusterName\s*=(.*)$", config, re.MULTILINE)
+    name = found[1].strip() if found else ""
+    return name or SlurmError("Slurm does not say which cluster this is")
 
 
 def _parse_queue(printed: str) -> tuple[Job, ...]:
@@ -270,7 +256,7 @@ class Partition(Struct, frozen=True, kw_only=True):
 
 def partitions() -> tuple[Partition, ...]:
     """Return the partitions that this user can see, the default one first. Raises SlurmError."""
-    return _parse_partitions(_sinfo(_FORMAT))
+    return _parse_partitions(_call(("sinfo", "--noheader", f"--format={_FORMAT}")))
 
 
 def _parse_partitions(printed: str) -> tuple[Partition, ...]:
@@ -301,18 +287,13 @@ def _parsed(row: list[str]) -> Partition | None:
     )
 
 
-def _together(parts: Iterable[Partition]) -> Partition:
-    first, *others = parts
-    every = (first, *others)
-    return Partition(
-        name=first.name,
-        default=first.default,
-        open=first.open,
-        time_limit=first.time_limit,
-        nodes=sum(part.nodes for part in every),
-        idle=sum(part.idle for part in every),
-        gpus=max(part.gpus for part in every),
-        features=tuple(dict.fromkeys(feature for part in every for feature in part.features)),
+def _together(parts: Sequence[Partition]) -> Partition:
+    return replace(
+        parts[0],
+        nodes=sum(part.nodes for part in parts),
+        idle=sum(part.idle for part in parts),
+        gpus=max(part.gpus for part in parts),
+        features=tuple(dict.fromkeys(chain.from_iterable(part.features for part in parts))),
     )
 
 

@@ -22,24 +22,20 @@ from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
     OUTPUT,
-    Site,
     batch_script,
     foreign_interpreter,
-    interpreter_architecture,
-    interpreter_of,
     load_site,
     recognised_site,
-    warning_lead_s,
 )
 from so_tui.launch.supervisor.ending import queued_state
-from so_tui.plan.plan import Launch, Plan
+from so_tui.plan.plan import Launch
 from so_tui.runs.directory import RunDirectory, write_run_file, write_run_json
 from so_tui.runs.lock import run_lock
 from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.reader import last_lines
 from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_state
-from so_tui.spec import Problem, RunSpec, SoTuiError, resolve_source
+from so_tui.spec import ModelSpec, Problem, RunSpec, SoTuiError, resolve_source
 from so_tui.spec.check import exists
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import read_bounded
@@ -91,15 +87,10 @@ class _HubCache:
 
     def has_data(self, name: str) -> bool:
         """Return whether anything of a data set was downloaded or prepared."""
-        prepared, downloaded = (
-            self.datasets / name.replace("/", "___"),
-            self.hub / f"datasets--{name.replace('/', '--')}" / "snapshots",
-        )
-        return (
-            prepared.is_dir()
-            or prepared.with_name(prepared.name.lower()).is_dir()
-            or downloaded.is_dir()
-        )
+        prepared = self.datasets / name.replace("/", "___")
+        downloaded = self.hub / f"datasets--{name.replace('/', '--')}" / "snapshots"
+        folders = (prepared, prepared.with_name(prepared.name.lower()), downloaded)
+        return any(folder.is_dir() for folder in folders)
 
 
 def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> Iterator[Problem]:
@@ -123,15 +114,16 @@ def _not_cached(spec: RunSpec, environment: Mapping[str, str], where: str) -> It
 
 def _absent(cache: _HubCache, spec: RunSpec) -> Iterator[tuple[str, str, str]]:
     """Yield field and name of what is on the hub and not in the cache, and what is missing."""
-    model, tokenizer = spec.model, spec.model.tokenizer or spec.model.id
-    wanted = []
-    if model.weights == "pretrained" and _on_hub(model.id):
-        wanted.append(("model.id", model.id))
-    if _on_hub(tokenizer) and (model.tokenizer or model.weights != "pretrained"):
-        wanted.append(("model.tokenizer" if model.tokenizer else "model.id", tokenizer))
-    for field, name in wanted:
-        if (missing := _missing_of_model(cache, spec, field, name)) is not None:
-            yield field, name, f"{missing} is not in {cache.hub}"
+    model = spec.model
+    pretrained = model.weights == "pretrained"
+    for field, name, weights, tokenizer in (
+        ("model.id", model.id, pretrained, not model.tokenizer),
+        ("model.tokenizer", model.tokenizer, False, bool(model.tokenizer)),
+    ):
+        if (weights or tokenizer) and _on_hub(name):
+            missing = _missing(cache, model, name, weights=weights, tokenizer=tokenizer)
+            if missing is not None:
+                yield field, name, f"{missing} is not in {cache.hub}"
     sources = [("data.source", part.source) for part in spec.data.sources]
     for field, name in (*sources, ("data.evaluation", spec.data.evaluation)):
         if name and _on_hub(name) and not cache.has_data(name):
@@ -146,18 +138,18 @@ def _on_hub(text: str) -> bool:
     )
 
 
-def _missing_of_model(cache: _HubCache, spec: RunSpec, field: str, name: str) -> str | None:
-    """Return which file of a model or tokenizer is missing; None if none is."""
-    folder = cache.snapshot(name, spec.model.revision if name == spec.model.id else "main")
+def _missing(
+    cache: _HubCache, model: ModelSpec, name: str, *, weights: bool, tokenizer: bool
+) -> str | None:
+    """Return which file of a model is missing of those that are wanted; None if none is."""
+    own = name == model.id
+    folder = cache.snapshot(name, model.revision if own else "main")
     if folder is None:
-        return f"revision {spec.model.revision}" if name == spec.model.id else "it"
-    if not any((folder / file).exists() for file in _TOKENIZERS) and (
-        field == "model.tokenizer" or not spec.model.tokenizer
-    ):
+        return f"revision {model.revision}" if own else "it"
+    if tokenizer and not any((folder / file).exists() for file in _TOKENIZERS):
         return "its tokenizer"
-    if field == "model.tokenizer" or spec.model.weights != "pretrained":
-        return None
-    return next((file for file in _weights(folder) if not (folder / file).exists()), None)
+    files = _weights(folder) if weights else ()
+    return next((file for file in files if not (folder / file).exists()), None)
 
 
 def _weights(folder: Path) -> tuple[str, ...]:
@@ -196,6 +188,7 @@ _ENDS: dict[str, OutcomeCode | None] = {
 }
 _PHASES = {
     **dict.fromkeys(_RUNNING, JobPhase.RUNNING),
+    **dict.fromkeys(_QUEUED, JobPhase.QUEUED),
     "COMPLETING": JobPhase.COMPLETING,
     **dict.fromkeys(_ENDS, JobPhase.ENDED),
 }
@@ -244,9 +237,10 @@ class SlurmExecutor(Executor):
         """
         launch = read_launch(run, attempt)
         plan = launch.plan
-        name, site = named_site(plan.spec.slurm.site)
+        name = site_name(plan.spec.slurm.site)
+        site = load_site(name)
         cluster = client.cluster_name()  # without it, nobody could tell later whose job it is
-        script = self._edit(_script(plan, site, run.path, attempt, _checkpoint_s(run)))
+        script = self._edit(batch_script(plan, site, run.path, attempt, _checkpoint_s(run)))
         submission = Submission(
             cluster=cluster,
             partition=plan.spec.slurm.partition,
@@ -259,12 +253,16 @@ class SlurmExecutor(Executor):
             run, attempt, script, submission, assume_dead=launch.assume_dead
         )
         try:
-            job_id = self._job_id or _submitted(run, attempt, plan.spec)
-        except BaseException:
+            job_id = self._job_id or client.submit(
+                str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
+            )
+        except BaseException as error:
             if (
                 read_state(run) == queued
             ):  # sbatch may have failed to say that it succeeded, and the job may have started
                 write_state(run, before)
+            if isinstance(error, SlurmError):
+                raise explained(error, plan.spec) from error
             raise
         with contextlib.suppress(OSError):  # the job is found by its folder, too
             _write_submission(run, attempt, replace(submission, job_id=job_id))
@@ -273,7 +271,8 @@ class SlurmExecutor(Executor):
         """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
         nodes have no internet.
         """
-        spec, site = launch.spec, named_site(launch.spec.slurm.site)[1]
+        spec = launch.spec
+        site = load_site(site_name(spec.slurm.site))
         absent = (
             ()
             if site.internet
@@ -283,7 +282,8 @@ class SlurmExecutor(Executor):
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
-        return _script(launch.plan, named_site(launch.spec.slurm.site)[1], Path("RUN"), 1, None)
+        site = load_site(site_name(launch.spec.slurm.site))
+        return batch_script(launch.plan, site, Path("RUN"), 1)
 
     def status(self, run: RunDirectory, attempt: int) -> JobStatus | None:
         """Return what Slurm knows of the attempt's job; Slurm is asked at most once in the
@@ -334,13 +334,11 @@ class SlurmExecutor(Executor):
 
 
 def _status(job: Job) -> JobStatus:
-    if job.state in _QUEUED:
-        return JobStatus(
-            job_id=job.id, phase=JobPhase.QUEUED, waits_for=job.reason, expected_start=job.start
-        )
     return JobStatus(
         job_id=job.id,
         phase=_PHASES.get(job.state, JobPhase.UNKNOWN),
+        waits_for=job.reason,
+        expected_start=job.start,
         nodes=job.nodes,
         end=_ENDS.get(job.state),
         output=last_lines(Path(job.folder) / OUTPUT.replace("%j", job.id))
@@ -349,12 +347,9 @@ def _status(job: Job) -> JobStatus:
     )
 
 
-def named_site(given: str) -> tuple[str, Site]:
-    """Return the profile of this name, or if it is empty that of this cluster, with its name.
-    Raises InputError.
-    """
-    name = given or recognised_site(cluster_here())
-    return name, load_site(name)
+def site_name(given: str) -> str:
+    """Return the name of a profile: the given one, or if it is empty that of this cluster."""
+    return given or recognised_site(cluster_here())
 
 
 def cluster_here() -> str:
@@ -380,18 +375,6 @@ def read_submission(run: RunDirectory, attempt: int) -> Submission | None:
 def _write_submission(run: RunDirectory, attempt: int, submission: Submission) -> None:
     """Write ``submission.json``. Raises OSError."""
     write_run_json(run, run.submission_path(attempt), submission)
-
-
-def _submitted(run: RunDirectory, attempt: int, spec: RunSpec) -> str:
-    """Submit an attempt's script and return the job's id. Raises InputError with the codes of
-    ``refusals``, or SlurmError.
-    """
-    try:
-        return client.submit(
-            str(run.job_script_path(attempt)), str(run.attempt_dir(attempt)), os.environ
-        )
-    except SlurmError as error:
-        raise explained(error, spec) from error
 
 
 def _enter_queue(
@@ -432,23 +415,6 @@ def _job_of(
             if job.id == (submission.job_id or job.id) and folder.samefile(job.folder):
                 return job
     return None
-
-
-def _script(plan: Plan, site: Site, run: Path, attempt: int, checkpoint_s: float | None) -> str:
-    gpus = sum(rank.gpu is not None for rank in plan.binding)
-    checkpoints = 2 if plan.spec.checkpoint.repeats and plan.spec.checkpoint.background else 1
-    warning_s = warning_lead_s(site, plan.disk_bytes, checkpoint_s, checkpoints)
-    python, architecture = interpreter_of(site), interpreter_architecture(site)
-    return batch_script(
-        plan.spec,
-        site,
-        gpus=gpus,
-        run=run,
-        attempt=attempt,
-        python=python,
-        architecture=architecture,
-        warning_s=warning_s,
-    )
 
 
 def _checkpoint_s(run: RunDirectory) -> float | None:

@@ -25,6 +25,7 @@ from so_tui.runs import RunDirectory, read_state, write_state
 from so_tui.runs.records import OutcomeCode
 from so_tui.spec import InputError
 from tests.support.launching import tiny
+from tests.support.plans import plan_of
 from tests.support.problems import rejected
 
 MACHINE = inspect_machine()
@@ -75,14 +76,7 @@ def told_soon(run: RunDirectory, count: int) -> Future[int]:
 )
 def test_jobs_restart_where_the_profile_allows(allowed: bool, nodes: int, option: str) -> None:
     spec = tiny(slurm__partition="gh", nodes=str(nodes))
-    script = batch_script(
-        spec,
-        Site(title="Ours", requeue=allowed),
-        gpus=1,
-        run=Path("/runs/x"),
-        attempt=1,
-        python="python",
-    )
+    script = batch_script(plan_of(spec), Site(title="Ours", requeue=allowed), Path("/runs/x"), 1)
     assert f"#SBATCH {option}\n" in script
 
 
