@@ -384,7 +384,10 @@ def preview_data(
     """
     request = {"spec": spec_tree(with_absolute_paths(spec)), "rows": rows}
     for answer in stream_tool("data", request, cancel):
-        yield msgspec.convert(answer, DataPreview if answer.get("done") else Progress)
+        if answer.get("done"):
+            yield msgspec.convert(answer, DataPreview)
+        else:
+            yield msgspec.convert(answer, Progress)
 
 
 # The model of a run's newest checkpoint, exported as a Hugging Face folder by a helper process,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -42,7 +41,7 @@ from so_tui.runs.lock import run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.samples import read_network_rate
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
-from so_tui.spec import SoTuiError
+from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import umask_of
@@ -83,16 +82,14 @@ class Restart(Struct, frozen=True, kw_only=True):
     """The attempt that it makes; None if the run does not continue."""
 
 
-def _told_attempt(
-    run: RunDirectory, submitted: int, count: int, clock: Callable[[], float] = time.monotonic
-) -> int:
+def _told_attempt(run: RunDirectory, submitted: int, count: int) -> int:
     """Return the attempt that the job makes, as the first node says. Called on another one. Raises
     InputError.
     """
-    path, deadline = run.restart_path(submitted, count), clock() + FIRST_SIGN_S
+    path, deadline = run.restart_path(submitted, count), time.monotonic() + FIRST_SIGN_S
     # Not yet there, or a network file system is away or has half of it.
     while (told := readable_json(path, Restart, own=True)) is None:
-        if clock() > deadline:
+        if time.monotonic() > deadline:
             raise reject(
                 "first-node-silent",
                 "run",
@@ -102,14 +99,12 @@ def _told_attempt(
             )
         time.sleep(_POLL_S)
     if told.attempt is None:
-        raise reject(
-            "not-continued",
-            "run",
-            run.name,
-            "does not continue, as the first node of its job says",
-            "`so-tui resume` continues it.",
-        )
+        raise _not_continued(run, "does not continue, as the first node of its job says")
     return told.attempt
+
+
+def _not_continued(run: RunDirectory, why: str) -> InputError:
+    return reject("not-continued", "run", run.name, why, "`so-tui resume` continues it.")
 
 
 def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, count: int) -> int:
@@ -147,13 +142,7 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
                 works_in=submitted,
             )
         else:
-            raise reject(
-                "not-continued",
-                "run",
-                run.name,
-                f"is {state.state} ({state.code or 'by a person'})",
-                "`so-tui resume` continues it.",
-            )
+            raise _not_continued(run, f"is {state.state} ({state.code or 'by a person'})")
         return attempt
     finally:
         write_run_json(run, run.restart_path(submitted, count), Restart(attempt=attempt))

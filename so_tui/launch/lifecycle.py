@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from so_tui.launch.launch import (
     Executor,
     JobPhase,
     JobStatus,
-    SupervisorHandle,
+    another_start,
     supervisor_log,
     write_launch,
 )
@@ -60,7 +61,7 @@ from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_spec, write_state_even_if_full
 from so_tui.spec import InputError, SoTuiError
 from so_tui.spec.errors import reject
-from so_tui.trust.text import printable_line, so_tui_command
+from so_tui.trust.text import printable_line
 
 # The state of a run with what its executor knows: why it waits, on which node it starts, and how
 # its job ended.
@@ -422,7 +423,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
     if handle is None:
         return
     try:
-        _wait_for_supervisor(run, attempt, handle, supervisor_log(run, attempt))
+        _wait_for_supervisor(run, attempt, handle)
     except (
         KeyboardInterrupt
     ):  # the supervisor may be alive by now and would train a run that the user has cancelled
@@ -430,9 +431,7 @@ def _start_attempt(run: RunDirectory, attempt: int, launch: Launch, executor: Ex
         raise
 
 
-def _wait_for_supervisor(
-    run: RunDirectory, attempt: int, handle: SupervisorHandle, log: Path
-) -> None:
+def _wait_for_supervisor(run: RunDirectory, attempt: int, handle: subprocess.Popen[bytes]) -> None:
     """Return when the supervisor has written its first state. Raise SoTuiError if it ends first or
     takes too long.
     """
@@ -442,20 +441,15 @@ def _wait_for_supervisor(
         if read_state(run).attempt == attempt:
             return
         if code == 0:  # another supervisor holds the run's lock
-            raise SoTuiError(
-                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` "
-                "shows it"
+            raise another_start(run)
+        if code is not None or time.monotonic() > deadline:
+            failed = (
+                f"did not take over within {_READY_S:.0f} s"
+                if code is None
+                else f"ended immediately (exit code {code})"
             )
-        if code is not None:
-            raise SoTuiError(
-                f"the supervisor ended immediately (exit code {code}): "
-                f"{last_lines(log) or 'it wrote nothing'}"
-            )
-        if time.monotonic() > deadline:
-            raise SoTuiError(
-                f"the supervisor did not take over within {_READY_S:.0f} s: "
-                f"{last_lines(log) or 'it wrote nothing'}"
-            )
+            said = last_lines(supervisor_log(run, attempt)) or "it wrote nothing"
+            raise SoTuiError(f"the supervisor {failed}: {said}")
         time.sleep(_POLL_S)
 
 

@@ -160,4 +160,4 @@ def test_a_rank_can_be_bound_to_the_wrong_node_or_not_at_all(ranks: int) -> None
         assert free.memory_policy.mode == "default"
         assert moved.gpu == free.gpu == right.gpu
     for other in (wrong, unbound):
-        assert "--bind_cores_to_rank" not in launch_of(other, QUAD, inherited={}).argv
+        assert "--bind_cores_to_rank" not in launch_of(other, QUAD).argv

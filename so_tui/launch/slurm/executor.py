@@ -17,7 +17,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from so_tui.launch.launch import Executor, JobPhase, JobStatus, read_launch
+from so_tui.launch.launch import Executor, JobPhase, JobStatus, another_start, read_launch
 from so_tui.launch.slurm import client
 from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
@@ -35,7 +35,7 @@ from so_tui.runs.metrics import MetricsReader
 from so_tui.runs.reader import last_lines
 from so_tui.runs.records import OutcomeCode, RunState
 from so_tui.runs.state import read_state, write_state
-from so_tui.spec import ModelSpec, Problem, RunSpec, SoTuiError, resolve_source
+from so_tui.spec import ModelSpec, Problem, RunSpec, resolve_source
 from so_tui.spec.check import exists
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import read_bounded
@@ -388,10 +388,7 @@ def _enter_queue(
     with run_lock(run, assume_dead=assume_dead) as lock:
         before = read_state(run)
         if lock is None or before.state == "queued":
-            raise SoTuiError(
-                f"another start of {run.name} came first: `{so_tui_command('watch', run.name)}` "
-                "shows it"
-            )
+            raise another_start(run)
         write_run_file(run, run.job_script_path(attempt), script.encode())
         _write_submission(run, attempt, submission)
         queued = queued_state(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,10 @@ def recorded(run: RunDirectory, state: str, code: str = "", **others: object) ->
     write_state(run, replace(read_state(run), state=state, code=code, **others))
 
 
-def told_soon(run: RunDirectory, count: int) -> Future[int]:
+def told_soon(run: RunDirectory, number: int) -> Future[int]:
     """Wait in a thread for what another node is told."""
     pool = ThreadPoolExecutor(1)
-    waiting = pool.submit(_told_attempt, run, 1, count)
+    waiting = pool.submit(_told_attempt, run, 1, number)
     pool.shutdown(wait=False)
     return waiting
 
@@ -97,10 +98,10 @@ def test_the_job_makes_the_next_attempt(run: RunDirectory, monkeypatch: pytest.M
 
 def test_the_other_nodes_are_told_which_attempt_their_job_makes(run: RunDirectory) -> None:
     made = []
-    for count in (1, 2):
-        waiting = told_soon(run, count)
+    for start_number in (1, 2):
+        waiting = told_soon(run, start_number)
         os.utime(run.state_path, (1.0, 1.0))
-        made.append(_attempt_of_restart(run, 1, MACHINE, count))
+        made.append(_attempt_of_restart(run, 1, MACHINE, start_number))
         assert waiting.result(10) == made[-1]
         write_state(
             run,
@@ -120,10 +121,13 @@ def test_other_nodes_are_told_of_the_end(run: RunDirectory) -> None:
         waiting.result(10)
 
 
-def test_silent_first_node_is_not_waited_for(run: RunDirectory) -> None:
-    now = iter((0.0, 1e6))
+def test_silent_first_node_is_not_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = count(step=1e6)
+    monkeypatch.setattr(in_job.time, "monotonic", lambda: next(now))
     with rejected("first-node-silent"):
-        _told_attempt(run, 1, 1, lambda: next(now))
+        _told_attempt(run, 1, 1)
 
 
 def test_an_attempt_that_was_never_begun_is_begun(run: RunDirectory) -> None:
