@@ -209,7 +209,7 @@ MEANINGS: dict[Placeholder, str] = {
 def used(texts: Iterable[str | None]) -> tuple[Placeholder, ...]:
     """Return the placeholders among ``texts``, each once, in the order of ``Placeholder``."""
     present = set(texts)
-    return tuple(placeholder for placeholder in Placeholder if placeholder.value in present)
+    return tuple(placeholder for placeholder in Placeholder if placeholder in present)
 
 
 TRAINER_MODULE = "so_tui_trainer"
@@ -234,11 +234,11 @@ def argv(plan: Plan) -> tuple[str, ...]:
             "--module",
             TRAINER_MODULE,
             "--run",
-            Placeholder.RUN.value,
+            Placeholder.RUN,
             "--attempt",
-            Placeholder.ATTEMPT.value,
+            Placeholder.ATTEMPT,
         ),
-        *(("--node", Placeholder.NODE.value) if plan.spec.nodes > 1 else ()),
+        *(("--node", Placeholder.NODE) if plan.spec.nodes > 1 else ()),
     )
 
 
@@ -257,9 +257,9 @@ def _several_nodes(plan: Plan) -> Sequence[str]:
     srun would lose the binding.
     """
     return (
-        *("--hostfile", Placeholder.HOSTFILE.value, "--include", Placeholder.DEVICES.value),
-        *("--no_ssh", "--node_rank", Placeholder.NODE.value),
-        *("--master_addr", Placeholder.ADDRESS.value, "--master_port", Placeholder.PORT.value),
+        *("--hostfile", Placeholder.HOSTFILE, "--include", Placeholder.DEVICES),
+        *("--no_ssh", "--node_rank", Placeholder.NODE),
+        *("--master_addr", Placeholder.ADDRESS, "--master_port", Placeholder.PORT),
     )
 
 
@@ -375,13 +375,13 @@ def _allocator_variable(software: Software, *, deepspeed_engine: bool) -> Variab
 
 
 def _markers(inherited: Mapping[str, str]) -> Iterator[Variable]:
-    yield Variable(RUN_MARKER, Placeholder.RUN.value, "marks the processes of this run")
+    yield Variable(RUN_MARKER, Placeholder.RUN, "marks the processes of this run")
     yield Variable(
         RUN_ID_MARKER,
-        Placeholder.RUN_ID.value,
+        Placeholder.RUN_ID,
         "distinguishes this run from another one at the same path",
     )
-    yield Variable(ATTEMPT_MARKER, Placeholder.ATTEMPT.value, "marks the processes of this attempt")
+    yield Variable(ATTEMPT_MARKER, Placeholder.ATTEMPT, "marks the processes of this attempt")
     if MARKER in inherited:
         yield Variable(MARKER, None, "marks alert commands; one has started this run")
 
@@ -413,12 +413,12 @@ def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iter
     if plan.spec.nodes > 1:
         yield Variable(
             NODE_MARKER,
-            Placeholder.NODE.value,
+            Placeholder.NODE,
             "marks the processes of this node",
         )
         yield Variable(
             RENDEZVOUS,
-            Placeholder.RENDEZVOUS.value,
+            Placeholder.RENDEZVOUS,
             "an address of the first node, where the ranks meet",
         )
         if machine.gpus:
@@ -432,7 +432,7 @@ def _network(plan: Plan, machine: Machine, inherited: Mapping[str, str]) -> Iter
     else:
         yield Variable(
             RENDEZVOUS,
-            Placeholder.RENDEZVOUS.value,
+            Placeholder.RENDEZVOUS,
             "a file of your own in which the ranks meet",
         )
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

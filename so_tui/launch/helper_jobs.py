@@ -87,13 +87,13 @@ def measured_beside_nothing(
         )
         raise refuse("gpu-in-use", busy) from error
     try:
-        return call_tool(tool, request_of(mine), tell, timeout_s=timeout_s)
+        return call_tool(tool, _request_of(mine), tell, timeout_s=timeout_s)
     finally:
         for lock in held:
             lock.release()
 
 
-def request_of(machine: Machine) -> dict[str, Any]:
+def _request_of(machine: Machine) -> dict[str, Any]:
     """Return the helper's request: the usable cores of each NUMA node, and each GPU with its node,
     the node's cores and its rank's.
 
@@ -101,22 +101,27 @@ def request_of(machine: Machine) -> dict[str, Any]:
     get, so that the first n represent n cores of a rank.
     """
     allowed = set(machine.allowed_cpus)
-    nodes = [
-        {"id": node.id, "cpus": [*by_core(machine, [cpu for cpu in node.cpus if cpu in allowed])]}
-        for node in machine.cpu_nodes
-    ]
-    nodes = [node for node in nodes if node["cpus"]]
     home = machine.gpus[0].numa_node if machine.gpus else None
-    nodes.sort(
-        key=lambda node: node["id"] != home
-    )  # the curve over core counts is measured on the node of the first GPU
+    # The curve over core counts is measured on the node of the first GPU.
+    nodes = sorted(machine.cpu_nodes, key=lambda node: node.id != home)
     shares = _cores_of_ranks(machine)
-    gpus = []
-    for gpu in machine.gpus:
-        near = [cpu for cpu in gpu.cpus if cpu in allowed]
-        ranks = shares.get(gpu.index, near)
-        gpus.append({"index": gpu.index, "node": gpu.numa_node, "cpus": near, "rank_cpus": ranks})
-    return {"nodes": nodes, "gpus": gpus}
+    near = {gpu.index: [cpu for cpu in gpu.cpus if cpu in allowed] for gpu in machine.gpus}
+    return {
+        "nodes": [
+            {"id": node.id, "cpus": [*by_core(machine, cpus)]}
+            for node in nodes
+            if (cpus := [cpu for cpu in node.cpus if cpu in allowed])
+        ],
+        "gpus": [
+            {
+                "index": gpu.index,
+                "node": gpu.numa_node,
+                "cpus": near[gpu.index],
+                "rank_cpus": shares.get(gpu.index, near[gpu.index]),
+            }
+            for gpu in machine.gpus
+        ],
+    }
 
 
 def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
@@ -125,13 +130,9 @@ def _cores_of_ranks(machine: Machine) -> dict[int | None, list[int]]:
     """
     if not machine.gpus:
         return {}
+    every = tuple(gpu.index for gpu in machine.gpus)
     try:
-        ranks = bind_ranks(
-            machine,
-            tuple(gpu.index for gpu in machine.gpus),
-            mode="gpu",
-            cpu_adam_cores_fraction=0.0,
-        )
+        ranks = bind_ranks(machine, every, mode="gpu", cpu_adam_cores_fraction=0.0)
     except InputError:
         return {}
     return {rank.gpu: list(rank.cpus) for rank in ranks}
@@ -230,7 +231,7 @@ class Bin(Struct, frozen=True):
         return f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
 
 
-class Tally(Struct, frozen=True, kw_only=True):
+class _Tally(Struct, frozen=True, kw_only=True):
     """What became of the rows of a source, or of all sources."""
 
     rows: int
@@ -243,7 +244,7 @@ class Tally(Struct, frozen=True, kw_only=True):
     cut: int
 
 
-class SourceView(Tally, frozen=True, kw_only=True):
+class SourceView(_Tally, frozen=True, kw_only=True):
     """A source of the mixture. It is the fraction ``share`` of an epoch, which repeats each of its
     documents ``times_an_epoch``.
     """
@@ -268,7 +269,7 @@ class PackedSequence(Struct, frozen=True):
     tokens: int
 
 
-class DataPreview(Tally, frozen=True, kw_only=True):
+class DataPreview(_Tally, frozen=True, kw_only=True):
     held_out: int
     """Documents for evaluation; the counts include them."""
     longest: int

@@ -353,7 +353,7 @@ _ZEROOFFLOAD = {
 }
 
 
-class Part(Struct, frozen=True):
+class _Part(Struct, frozen=True):
     """One run: a title, settings beside those of the shape, on how many ranks, bound how."""
 
     key: str
@@ -409,7 +409,7 @@ def _shape_name(spec: RunSpec) -> str:
     return f"{spec.name}, {architecture(spec.model.config).layers} layers"
 
 
-def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
+def _parts_of(machine: Machine, gpus: int) -> Iterator[_Part]:
     """Yield the training parts for a machine, the most telling first.
 
     Args:
@@ -417,42 +417,49 @@ def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         gpus: The most GPUs that a run may have.
     """
     if not machine.gpus:
-        yield Part("ours", "SuperOffload with our engine, without clipping", _PLAIN)
-        yield Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
-        yield Part("ours-clipped", "our engine with clipping", _CLIPPED)
+        yield _Part("ours", "SuperOffload with our engine, without clipping", _PLAIN)
+        yield _Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
+        yield _Part("ours-clipped", "our engine with clipping", _CLIPPED)
         return
     several = [ranks for ranks in (2, 4) if ranks <= gpus]
-    yield Part("gpu", "no offload", _ON_GPU)
-    yield Part("ours", "SuperOffload with our engine, ratio 0.9, without clipping", _PLAIN)
-    yield Part("unbound", "our engine, ranks not bound", _PLAIN, placed="unbound")
+    yield _Part("gpu", "no offload", _ON_GPU)
+    yield _Part("ours", "SuperOffload with our engine, ratio 0.9, without clipping", _PLAIN)
+    yield _Part("unbound", "our engine, ranks not bound", _PLAIN, placed="unbound")
     if len(_usable_nodes(machine)) > 1:
-        title = "our engine, bound to the wrong NUMA node"
-        yield Part("wrong-node", title, _PLAIN, placed="wrong-node")
+        yield _Part(
+            "wrong-node", "our engine, bound to the wrong NUMA node", _PLAIN, placed="wrong-node"
+        )
     # While these run, DeepSpeed's CPU Adam is compiled for the parts after them. Their losses must
     # agree step by step, whatever the number of GPUs: clipped, because the norm is over all of
     # them.
     clipped = {"train.gradient_clipping": "1"}
-    title = "tiny without offload on 1 GPU"
-    yield Part("losses-gpu", title, _ON_GPU | clipped, losses_only=True)
+    yield _Part("losses-gpu", "tiny without offload on 1 GPU", _ON_GPU | clipped, losses_only=True)
     for ranks in (1, *several):
         where = "1 GPU" if ranks == 1 else f"{ranks} GPUs, the same global batch"
         title = f"tiny with our engine on {where}"
-        yield Part(f"losses-{ranks}", title, _CLIPPED, ranks, losses_only=True)
-    title = "DeepSpeed's SuperOffload as published, its default for clipping"
-    yield Part("published", title, published=True)
-    yield Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
+        yield _Part(f"losses-{ranks}", title, _CLIPPED, ranks, losses_only=True)
+    yield _Part(
+        "published",
+        "DeepSpeed's SuperOffload as published, its default for clipping",
+        published=True,
+    )
+    yield _Part("zerooffload", "ZeRO-Offload", _ZEROOFFLOAD)
     for ranks in several:
         where = f"on {ranks} GPUs, the same global batch"
-        yield Part(f"ours-{ranks}", f"our engine {where}", _PLAIN, ranks)
-        yield Part(f"gpu-{ranks}", f"no offload {where}", _ON_GPU, ranks)
-    yield Part("ours-clipped", "our engine with clipping", _CLIPPED)
+        yield _Part(f"ours-{ranks}", f"our engine {where}", _PLAIN, ranks)
+        yield _Part(f"gpu-{ranks}", f"no offload {where}", _ON_GPU, ranks)
+    yield _Part("ours-clipped", "our engine with clipping", _CLIPPED)
     explicit = {"offload.config": "published-clipping", "train.gradient_clipping": "0"}
-    title = "DeepSpeed's SuperOffload as published, clipping 0"
-    yield Part("published-unclipped", title, explicit, published=True)
+    yield _Part(
+        "published-unclipped",
+        "DeepSpeed's SuperOffload as published, clipping 0",
+        explicit,
+        published=True,
+    )
     # Whether DeepSpeed's own SuperOffload learns on so many GPUs, which users of several doubt.
     for ranks in (1, 2) if several else ():
         title = f"tiny with DeepSpeed's SuperOffload on {plural(ranks, 'GPU')}"
-        yield Part(
+        yield _Part(
             f"losses-published-{ranks}",
             title,
             explicit | clipped,
@@ -462,16 +469,17 @@ def _parts_of(machine: Machine, gpus: int) -> Iterator[Part]:
         )
     for ranks in several:
         title = f"DeepSpeed's SuperOffload as published on {ranks} GPUs"
-        yield Part(f"published-{ranks}", title, ranks=ranks, published=True)
+        yield _Part(f"published-{ranks}", title, ranks=ranks, published=True)
     for ratio in ("0.5", "0.7", "1.0"):
-        settings = _PLAIN | {"offload.ratio": ratio}
-        yield Part(f"ours-{ratio}", f"our engine, ratio {ratio}", settings)
+        yield _Part(
+            f"ours-{ratio}", f"our engine, ratio {ratio}", _PLAIN | {"offload.ratio": ratio}
+        )
     for states in ("bf16-moments", "int8-moments"):
         settings = _PLAIN | {"offload.states": states}
-        yield Part(f"ours-{states}", f"our engine, {states}", settings)
+        yield _Part(f"ours-{states}", f"our engine, {states}", settings)
 
 
-def _spec_of(shape: RunSpec, part: Part) -> RunSpec:
+def _spec_of(shape: RunSpec, part: _Part) -> RunSpec:
     """Return the spec of a part: as many sequences a step as the shape has, whatever the number of
     ranks.
     """
@@ -484,13 +492,13 @@ def _spec_of(shape: RunSpec, part: Part) -> RunSpec:
     ranks = {"gpus": str(part.ranks), "train.micro_batch": str(max(1, sequences // part.ranks))}
     spec = with_values(shape, ranks)
     if part.published:
-        spec = as_published(spec)
         # Data and learning rate stay, so that losses can be compared.
-        train = replace(spec.train, learning_rate=shape.train.learning_rate)
-        spec = replace(
-            spec, data=replace(spec.data, sequence_length=shape.data.sequence_length), train=train
-        )
-    return with_values(spec, part.settings) if part.settings else spec
+        kept = {
+            "train.learning_rate": str(shape.train.learning_rate),
+            "data.sequence_length": str(shape.data.sequence_length),
+        }
+        spec = with_values(as_published(spec), kept)
+    return with_values(spec, part.settings)
 
 
 def _placed(plan: Plan, machine: Machine, how: Placed) -> Plan:
@@ -538,7 +546,7 @@ def _usable_nodes(machine: Machine) -> list[NumaNode]:
 
 
 def _training_measurements(
-    machine: Machine, shape: RunSpec, parts: Sequence[Part], cpu_adam: _CpuAdam
+    machine: Machine, shape: RunSpec, parts: Sequence[_Part], cpu_adam: _CpuAdam
 ) -> list[_Measurement]:
     """Return the measurements of these parts."""
     usable = usable_machine(machine)
@@ -553,7 +561,7 @@ def _training_measurements(
     ]
 
 
-def _estimate_s(machine: Machine, shape: RunSpec, part: Part) -> float:
+def _estimate_s(machine: Machine, shape: RunSpec, part: _Part) -> float:
     if not machine.gpus:
         return _CPU_RUN_S
     if part.losses_only:
@@ -569,7 +577,7 @@ def _measure(
     tell: Callable[[str], None],
     limit_s: float,
     *,
-    part: Part,
+    part: _Part,
     shape: RunSpec,
     machine: Machine,
     cpu_adam: _CpuAdam,

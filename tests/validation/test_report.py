@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from so_tui.launch.helper import stream_tool
-from so_tui.launch.helper_jobs import request_of
+from so_tui.launch.helper_jobs import _request_of
 from so_tui.machine import inspect_machine
 from so_tui.plan.measured import Figures
 from so_tui.runs.records import PhaseRecord
@@ -216,7 +216,7 @@ def test_what_names_nobody_is_left() -> None:
 @pytest.mark.slow
 def test_copies_are_measured_between_every_gpu_and_node() -> None:
     """The GPU's part runs the same code on small sizes, on the CPU."""
-    nodes = request_of(inspect_machine())["nodes"][:1]
+    nodes = _request_of(inspect_machine())["nodes"][:1]
     gpus = [{"index": 0, "node": nodes[0]["id"]}, {"index": 1, "node": None}]
     *told, last = stream_tool(
         "copies", {"nodes": nodes, "gpus": gpus, "scale": 0.01, "device": "cpu"}

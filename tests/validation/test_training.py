@@ -14,8 +14,8 @@ from so_tui.machine.known import named_machine
 from so_tui.plan.planner import make_plan
 from so_tui.spec import find_preset
 from so_tui.validation.validate import (
-    Part,
     _CpuAdam,
+    _Part,
     _parts_of,
     _placed,
     _shape_for,
@@ -32,7 +32,7 @@ GAP_DISTANCES = ((10, 20, 40), (20, 10, 40), (40, 40, 10))
 """Distances from each of these nodes, in the order of the nodes."""
 
 
-def part(key: str, machine: object = QUAD, gpus: int = 4) -> Part:
+def part(key: str, machine: object = QUAD, gpus: int = 4) -> _Part:
     return next(one for one in _parts_of(QUAD, gpus) if one.key == key)
 
 

@@ -304,7 +304,7 @@ def _together(parts: Sequence[Partition]) -> Partition:
 # the file older than the interval dates it now, and asks; everybody else reads what is there.
 
 
-class Queue(Struct, frozen=True, kw_only=True):
+class _Queue(Struct, frozen=True, kw_only=True):
     """What Slurm said."""
 
     v: int = 1
@@ -315,7 +315,7 @@ class Queue(Struct, frozen=True, kw_only=True):
     """Why Slurm did not answer; the jobs are those of the answer before."""
 
 
-def queue(cluster: str, interval_s: float) -> Queue | None:
+def queue(cluster: str, interval_s: float) -> _Queue | None:
     """Return the newest answer of this cluster, after asking again if it is older than
     ``interval_s``. None if there was none yet.
     """
@@ -323,16 +323,16 @@ def queue(cluster: str, interval_s: float) -> Queue | None:
     if _is_due(path, interval_s):
         before, asked = _found(path), time.time()
         try:
-            answer = Queue(asked=asked, jobs=own_jobs())
+            answer = _Queue(asked=asked, jobs=own_jobs())
         except SlurmError as error:
-            answer = Queue(asked=asked, jobs=before.jobs if before else (), error=str(error))
+            answer = _Queue(asked=asked, jobs=before.jobs if before else (), error=str(error))
         _answers[path] = answer
         with contextlib.suppress(OSError):
             write_atomic(path, msgspec.json.encode(answer))
     return _found(path)
 
 
-_answers: dict[Path, Queue] = {}
+_answers: dict[Path, _Queue] = {}
 """What this process was answered: where no file can be written, Slurm must not be asked more
 often.
 """
@@ -345,7 +345,7 @@ def _is_due(path: Path, interval_s: float) -> bool:
     try:
         private_folder(path.parent)
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            path.touch(0o600, exist_ok=False)
         except FileExistsError:
             if abs(time.time() - path.stat().st_mtime) < interval_s:  # the clock may be behind
                 return False
@@ -356,9 +356,9 @@ def _is_due(path: Path, interval_s: float) -> bool:
     return True
 
 
-def _found(path: Path) -> Queue | None:
+def _found(path: Path) -> _Queue | None:
     """Return the newest answer that this process or another one got."""
-    read = readable_json(path, Queue, own=True)
+    read = readable_json(path, _Queue, own=True)
     answers = [answer for answer in (_answers.get(path), read) if answer is not None]
     return min(answers, key=lambda answer: abs(time.time() - answer.asked), default=None)
 
