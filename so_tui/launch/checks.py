@@ -71,32 +71,24 @@ def preflight(
         Refused: As for ``quick_checks``, or because doctor finds a blocking problem (code
             ``doctor-blocks``, forceable).
     """
-    began = time.monotonic()
-    warnings = _warnings(launch, runs_dir, begins)
-    return replace(launch, checks_s=time.monotonic() - began), (
-        *launch.plan.warning_texts,
-        *warnings,
-    )
-
-
-def _warnings(
-    launch: Launch, runs_dir: Path | None, begins: Callable[[Check], object]
-) -> tuple[str, ...]:
+    began, slurm = time.monotonic(), launch.spec.slurm
     begins("files")
     if not executor_of(launch.spec).here:
         checks_elsewhere(launch, runs_dir=runs_dir)
-        slurm = launch.spec.slurm
-        return tuple(
-            f"left out: {problem}"
-            for problem in left_out_profiles(slurm.partition, site=slurm.site)
+        profiles = left_out_profiles(slurm.partition, site=slurm.site)
+        warnings = tuple(f"left out: {problem}" for problem in profiles)
+    else:
+        warnings = quick_checks(launch, runs_dir=runs_dir)
+        if not launch.forced:
+            begins("machine")
+            _refuse(_blocked_by_doctor(launch), forceable=True)
+        begins("inputs")
+        request = {"spec": spec_tree(launch.spec)}
+        warnings += tuple(
+            call_tool("check_inputs", request, timeout_s=_CHECK_TIMEOUT_S)["warnings"]
         )
-    warnings = quick_checks(launch, runs_dir=runs_dir)
-    if not launch.forced:
-        begins("machine")
-        _refuse(_blocked_by_doctor(launch), forceable=True)
-    begins("inputs")
-    answer = call_tool("check_inputs", {"spec": spec_tree(launch.spec)}, timeout_s=_CHECK_TIMEOUT_S)
-    return (*warnings, *answer["warnings"])
+    launch = replace(launch, checks_s=time.monotonic() - began)
+    return launch, (*launch.plan.warning_texts, *warnings)
 
 
 def missing_inputs(spec: RunSpec) -> tuple[Problem, ...]:

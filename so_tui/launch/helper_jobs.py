@@ -534,10 +534,12 @@ def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the preset as a tree. Keys that it lacks keep their defaults."""
     length = min(_LONGEST_SEQUENCE, answer["longest_sequence"] or _LONGEST_SEQUENCE)
     packs = packing_problem(layer_kinds(answer["model"]["config"])) is None
+    # The smallest number of superchips with 480 GB that can train this many parameters.
+    needed = answer["parameters"] / _PARAMETERS_PER_GPU
     return {
         "name": name,
         "title": re.sub(r"[-_]+", " ", _last_part(answer["model"]["id"])),
-        "gpus": _gpus(answer["parameters"]),
+        "gpus": next((count for count in (1, 2, 4, 8) if needed <= count), 16),
         "model": {
             key: value for key, value in answer["model"].items() if value not in ("", [], {})
         },
@@ -550,13 +552,6 @@ def _tree(answer: dict[str, Any], name: str) -> dict[str, Any]:
         "train": {"epochs": 1},
         "offload": {"mode": "auto"},
     }
-
-
-def _gpus(parameters: int) -> int:
-    """Return the smallest number of superchips with 480 GB (1, 2, 4, 8 or 16) that can train this
-    many parameters.
-    """
-    return next((count for count in (1, 2, 4, 8) if parameters <= count * _PARAMETERS_PER_GPU), 16)
 
 
 def _last_part(model: str) -> str:

@@ -65,7 +65,7 @@ def remember(cluster: str, partition: str, machine: Machine) -> None:
     if before is not None and sees_part(machine) and len(machine.gpus) < len(before.machine.gpus):
         return
     if machine.network is None or not machine.network.measured:
-        machine = _with_network_of(before, machine)
+        machine = with_measured_network(cluster, partition, machine)
     content = msgspec.json.encode(_SeenMachine(seen=time.time(), machine=machine))
     path = _path(cluster, partition)
     with contextlib.suppress(OSError):
@@ -82,10 +82,7 @@ def with_measured_network(cluster: str, partition: str, machine: Machine) -> Mac
     """Return a machine of a partition with the network between its nodes as a job measured it, if
     one has.
     """
-    return _with_network_of(_seen_machine(cluster, partition), machine)
-
-
-def _with_network_of(seen: _SeenMachine | None, machine: Machine) -> Machine:
+    seen = _seen_machine(cluster, partition)
     network = seen.machine.network if seen is not None else None
     return (
         replace(machine, network=network) if network is not None and network.measured else machine

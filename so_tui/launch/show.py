@@ -131,12 +131,14 @@ def _binding(ranks: tuple[RankBinding, ...]) -> Table:
         "DeepSpeed without it",
     )
     for rank in ranks:
+        policy = rank.memory_policy
+        nodes = "" if policy.mode == "default" else f" {','.join(map(str, policy.nodes))}"
         table.add_row(
             str(rank.rank),
             "none" if rank.gpu is None else str(rank.gpu),
             "unknown" if rank.numa_node is None else str(rank.numa_node),
             cpu_ranges(rank.cpus),
-            _policy(rank.memory_policy),
+            policy.mode + nodes,
             deepspeed_text(rank.deepspeed),
             deepspeed_text(rank.deepspeed_unlisted or rank.deepspeed),
         )
@@ -174,11 +176,3 @@ def _table(title: str, *headings: str) -> Table:
 
 def _json(value: object) -> str:
     return "not set" if value is None else msgspec.json.encode(value).decode()
-
-
-def _policy(policy: MemoryPolicy) -> str:
-    return (
-        policy.mode
-        if policy.mode == "default"
-        else f"{policy.mode} {','.join(map(str, policy.nodes))}"
-    )

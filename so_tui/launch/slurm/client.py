@@ -16,7 +16,6 @@ from datetime import datetime
 from functools import cache, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -75,7 +74,7 @@ class SlurmError(SoTuiError):
     """A command of Slurm is missing, failed, or did not answer in time."""
 
 
-class RefusedError(SlurmError):
+class _RefusedError(SlurmError):
     """Slurm refused what a command asked for.
 
     Attributes:
@@ -135,7 +134,7 @@ def requeue(job_id: str) -> None:
     """End a job, and put it back into the queue. Raises SlurmError."""
     try:
         _call(("scontrol", "requeue", job_id))
-    except RefusedError:
+    except _RefusedError:
         # Slurm itself requeues a job whose node failed, and refuses to do it again.
         if not any(job.id == job_id and job.state == "PENDING" for job in own_jobs()):
             raise
@@ -222,7 +221,7 @@ def _call(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
         raise SlurmError(f"{argv[0]} did not answer within {TIMEOUT_S:.0f} s") from None
     if done.returncode != 0:
         lines = [_PREFIX.sub("", line).strip() for line in done.stderr.splitlines() if line.strip()]
-        raise RefusedError(argv[0], lines or [f"exit code {done.returncode}"])
+        raise _RefusedError(argv[0], lines or [f"exit code {done.returncode}"])
     return done.stdout
 
 
@@ -382,14 +381,6 @@ def _path(cluster: str) -> Path:
 # above the partition's.
 
 
-class _Refusal(NamedTuple):
-    words: str
-    """A part of what Slurm says, in lower case."""
-    code: str
-    field: str
-    remedy: str
-
-
 _FAILED = "Batch job submission failed: "
 _SLURMS = (
     _FAILED,
@@ -401,69 +392,72 @@ _SLURMS = (
 """How lines of sbatch itself begin."""
 _ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours."
 _REFUSALS = (
-    _Refusal(
+    (
         "invalid account or account/partition combination",
         "slurm-account",
         "slurm.account",
         _ACCOUNTS,
     ),
-    _Refusal("invalid partition", "slurm-partition", "slurm.partition", ""),
-    _Refusal(
+    ("invalid partition", "slurm-partition", "slurm.partition", ""),
+    (
         "required partition not available",
         "slurm-partition",
         "slurm.partition",
         "It is closed now; try again later.",
     ),
-    _Refusal(
+    (
         "group not permitted to use this partition",
         "slurm-not-permitted",
         "slurm.partition",
         "Choose another, or ask your site.",
     ),
-    _Refusal("invalid qos", "slurm-qos", "slurm.qos", _ACCOUNTS),
-    _Refusal(
+    ("invalid qos", "slurm-qos", "slurm.qos", _ACCOUNTS),
+    (
         "invalid feature",
         "slurm-constraint",
         "slurm.constraint",
         "`sinfo --format='%P %f'` lists the features of nodes.",
     ),
-    _Refusal(
+    (
         "time limit is invalid",
         "slurm-time-limit",
         "slurm.time_limit",
         "`sinfo --format='%P %l'` lists the limits of partitions.",
     ),
-    _Refusal(
+    (
         "violates accounting/qos policy",
         "slurm-limit",
         "slurm.qos",
         "Ask for fewer nodes or less time, or name another account or qos.",
     ),
-    _Refusal(
+    (
         "requested node configuration is not available",
         "slurm-nodes",
         "gpus",
         "`sinfo --format='%P %c %m %G'` lists what nodes have.",
     ),
-    _Refusal(
+    (
         "invalid generic resource",
         "slurm-nodes",
         "gpus",
         "`sinfo --format='%P %G'` lists the GPUs of nodes.",
     ),
-    _Refusal(
+    (
         "more processors requested than permitted",
         "slurm-nodes",
         "nodes",
         "`sinfo --format='%P %D %c'` lists how many there are.",
     ),
-    _Refusal(
+    (
         "node count specification invalid",
         "slurm-nodes",
         "nodes",
         "`sinfo --format='%P %D %s'` lists how many a job may have.",
     ),
 )
+"""A part of what Slurm says, in lower case, its code, the key that it is about, and the remedy; if
+that is empty, the partitions are listed.
+"""
 
 
 def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
@@ -472,18 +466,22 @@ def explained(error: SlurmError, spec: RunSpec) -> InputError | SlurmError:
     It stays as it is if Slurm's words are not known, or if a site's own rule has refused it, in
     words of its own.
     """
-    if not isinstance(error, RefusedError) or not all(
+    if not isinstance(error, _RefusedError) or not all(
         line.startswith(_SLURMS) for line in error.lines
     ):
         return error
     said = error.lines[-1].removeprefix(_FAILED)
-    found = next((refusal for refusal in _REFUSALS if refusal.words in said.lower()), None)
-    if found is None:
-        return error
-    remedy = found.remedy or _partitions_remedy(spec.slurm.partition)
-    section, _, key = found.field.rpartition(".")
-    value = str(getattr(spec.slurm if section else spec, key))
-    return reject(found.code, found.field, value, f"Slurm says: {brief_message(said)}", remedy)
+    for words, code, field, remedy in _REFUSALS:
+        if words in said.lower():
+            section, _, key = field.rpartition(".")
+            return reject(
+                code,
+                field,
+                str(getattr(spec.slurm if section else spec, key)),
+                f"Slurm says: {brief_message(said)}",
+                remedy or _partitions_remedy(spec.slurm.partition),
+            )
+    return error
 
 
 def _partitions_remedy(given: str) -> str:

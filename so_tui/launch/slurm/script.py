@@ -64,13 +64,17 @@ def edited(text: str) -> str:
     with tempfile.TemporaryDirectory(prefix="so-tui-") as folder:
         path = Path(folder) / "job.sh"
         path.write_text(text, encoding="utf-8")
+        # Ctrl-C is for the editor alone, which is in the same process group. A handler, unlike
+        # SIG_IGN, is not inherited by it.
+        before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
-            with _interrupts_left_to_the_editor():
-                code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
+            code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
         except (OSError, ValueError) as error:
             raise SoTuiError(
                 f"the editor `{editor}` cannot be started ({error}). Set EDITOR to another one"
             ) from error
+        finally:
+            signal.signal(signal.SIGINT, before)
         try:
             saved = path.read_text(encoding="utf-8") if path.exists() else ""
         except UnicodeDecodeError as error:
@@ -114,18 +118,6 @@ def kept(script: str, name: str, before: Draft | None = None) -> Draft:
     )
     write_atomic(path, script.encode())
     return Draft(script, path)
-
-
-@contextlib.contextmanager
-def _interrupts_left_to_the_editor() -> Iterator[None]:
-    """Let Ctrl-C reach the editor alone, which is in the same process group. A handler, unlike
-    SIG_IGN, is not inherited by it.
-    """
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # Site profiles: what a computing centre expects of a job, as TOML.

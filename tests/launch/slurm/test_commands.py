@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from so_tui.launch.slurm import client
-from so_tui.launch.slurm.client import Job, RefusedError, SlurmError, _parse_queue, submit
+from so_tui.launch.slurm.client import Job, SlurmError, _parse_queue, _RefusedError, submit
 from tests.support.commands import forget_cluster
 
 QUEUE = """\
@@ -141,7 +141,7 @@ def test_a_job_that_slurm_requeued_itself_is_requeued(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     installed(tmp_path, "scontrol", "echo 'Job is pending execution' >&2; exit 1")
     installed(tmp_path, "squeue", f"echo '8|PENDING|None|N/A||/x'; echo '7|{state}|None|N/A||/x'")
-    with contextlib.nullcontext() if state == "PENDING" else pytest.raises(RefusedError):
+    with contextlib.nullcontext() if state == "PENDING" else pytest.raises(_RefusedError):
         client.requeue("7")
 
 
