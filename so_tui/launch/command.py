@@ -207,48 +207,28 @@ def argv(plan: Plan) -> tuple[str, ...]:
     """Return the arguments that start DeepSpeed's launcher with the trainer, with placeholders for
     the host's values.
     """
-    return (
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        *(_several_nodes(plan) if plan.spec.nodes > 1 else _one_node(plan)),
-        # Without a working numactl the launcher would fail. The trainer binds itself in any case.
-        *(
-            ("--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding))
-            if uses_numactl(plan.binding)
-            else ()
-        ),
-        *(
-            "--module",
-            TRAINER_MODULE,
-            "--run",
-            Placeholder.RUN,
-            "--attempt",
-            Placeholder.ATTEMPT,
-        ),
-        *(("--node", Placeholder.NODE) if plan.spec.nodes > 1 else ()),
-    )
-
-
-def _one_node(plan: Plan) -> Sequence[str]:
-    # A path that is never a regular file: a /job/hostfile of the site would otherwise make this a
-    # run over ssh.
-    no_hostfile = ("--hostfile", "/dev/null")
-    gpus = [rank.gpu for rank in plan.binding if rank.gpu is not None]
-    if not gpus:
-        return (*no_hostfile, "--num_gpus", str(len(plan.binding)))
-    return (*no_hostfile, "--include", "localhost:" + ",".join(map(str, gpus)))
-
-
-def _several_nodes(plan: Plan) -> Sequence[str]:
-    """Return the options of a launcher that a supervisor starts on each node. Launchers over ssh or
-    srun would lose the binding.
-    """
-    return (
-        *("--hostfile", Placeholder.HOSTFILE, "--include", Placeholder.DEVICES),
-        *("--no_ssh", "--node_rank", Placeholder.NODE),
-        *("--master_addr", Placeholder.ADDRESS, "--master_port", Placeholder.PORT),
-    )
+    if plan.spec.nodes > 1:
+        # A supervisor starts it on each node. Launchers over ssh or srun would lose the binding.
+        where = [
+            *("--hostfile", Placeholder.HOSTFILE, "--include", Placeholder.DEVICES),
+            *("--no_ssh", "--node_rank", Placeholder.NODE),
+            *("--master_addr", Placeholder.ADDRESS, "--master_port", Placeholder.PORT),
+        ]
+    else:
+        # A path that is never a regular file: a /job/hostfile of the site would otherwise make this
+        # a run over ssh.
+        where = ["--hostfile", "/dev/null"]
+        gpus = ",".join(str(rank.gpu) for rank in plan.binding if rank.gpu is not None)
+        where += (
+            ["--include", f"localhost:{gpus}"] if gpus else ["--num_gpus", str(len(plan.binding))]
+        )
+    # Without a working numactl the launcher would fail. The trainer binds itself in any case.
+    if uses_numactl(plan.binding):
+        where += ["--bind_cores_to_rank", "--bind_core_list", core_list(plan.binding)]
+    trainer = [TRAINER_MODULE, "--run", Placeholder.RUN, "--attempt", Placeholder.ATTEMPT]
+    if plan.spec.nodes > 1:
+        trainer += ["--node", Placeholder.NODE]
+    return (sys.executable, "-m", "deepspeed.launcher.runner", *where, "--module", *trainer)
 
 
 # Changes to the environment of the training processes, each with its reason. Every other variable

@@ -214,20 +214,20 @@ def _environment() -> dict[str, str]:
     compiled code.
     """
     # Progress bars of the libraries would go to stderr and be mistaken for the error.
-    fixed = {
+    environment = {
+        **os.environ,
         "PYTHONSAFEPATH": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **code_folders(os.environ),
     }
-    environment = {**os.environ, **fixed, **code_folders(os.environ)}
     try:
         make_code_folders(environment)
     except OSError as error:
-        message = (
+        raise ToolError(
             f"there is no private folder for compiled code: {error}. Set XDG_CACHE_HOME to a "
             "folder of your own"
-        )
-        raise ToolError(message) from error
+        ) from error
     return environment
 
 

@@ -189,11 +189,10 @@ class Executor:
         """
         return None
 
-    def cancel(self, run: RunDirectory, attempt: int) -> bool:
-        """Take an attempt out of a queue, or end its job. Return whether there was one. Raises
-        SoTuiError if it cannot be done.
+    def cancel(self, run: RunDirectory, attempt: int) -> None:
+        """Take an attempt out of a queue, or end its job, if there is one. Raises SoTuiError if it
+        cannot be done.
         """
-        return False
 
 
 def supervisor_log(run: RunDirectory, attempt: int) -> Path:

@@ -7,8 +7,9 @@ import platform
 import pwd
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -20,6 +21,9 @@ from so_tui.plan.workload import Workload
 from so_tui.spec.check import write_atomic
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import prepare, read_json
+
+if TYPE_CHECKING:
+    from so_tui.machine.doctor import Finding
 
 SCHEMA = 1
 FILE = "report.json"
@@ -242,7 +246,7 @@ def _distance(mine: float | None, theirs: float | None) -> float | None:
     return abs(mine / theirs - 1) if mine is not None and theirs else None
 
 
-def machine_found(machine: Machine, findings: tuple[Found, ...]) -> MachineFound:
+def machine_found(machine: Machine, findings: Sequence[Finding]) -> MachineFound:
     """Return the part of a machine that a report has: nothing that names it."""
     allowed = set(machine.allowed_cpus)
     return MachineFound(
@@ -260,7 +264,7 @@ def machine_found(machine: Machine, findings: tuple[Found, ...]) -> MachineFound
         ),
         gpus=msgspec.convert(machine.gpus, tuple[ReportedGpu, ...], from_attributes=True),
         software=machine.software,
-        findings=findings,
+        findings=msgspec.convert(findings, tuple[Found, ...], from_attributes=True),
     )
 
 
@@ -372,9 +376,7 @@ def _hidden(text: str, names: set[str]) -> str:
     for pattern in (_QUOTED, _UUID, _ADDRESS):
         text = pattern.sub(HIDDEN, text)
     text = _WITH_SLASH.sub(lambda found: found[0] if _UNIT.fullmatch(found[0]) else HIDDEN, text)
-    parts = {
-        part for name in names for part in (name, name.partition(".")[0], name.partition(".")[2])
-    } - _COMMON
+    parts = {part for name in names for part in (name, *name.partition(".")[::2])} - _COMMON
     for name in sorted(parts, key=len, reverse=True):
         text = re.sub(
             rf"(?<![^\W\d_]){re.escape(name)}(?![^\W\d_])\d*(?:\.[\w-]+)*",
@@ -387,8 +389,7 @@ def _hidden(text: str, names: set[str]) -> str:
 
 def _names_here() -> set[str]:
     found = {os.environ.get(name, "") for name in _NAMES} | {platform.node(), Path.home().name}
-    try:
+    with suppress(KeyError):  # a container's users may have no account
         account = pwd.getpwuid(os.getuid())
-    except KeyError:  # a container's users may have no account
-        return found
-    return found | {account.pw_name, account.pw_gecos.partition(",")[0]}
+        found |= {account.pw_name, account.pw_gecos.partition(",")[0]}
+    return found

@@ -52,7 +52,6 @@ from so_tui.validation import report, show
 from so_tui.validation.report import (
     CopiesFound,
     CopyRates,
-    Found,
     MachineFound,
     Outcome,
     PhaseSeconds,
@@ -270,7 +269,7 @@ def _machine(
         found = answer.result(limit_s)
     except FutureTimeout as error:
         raise SoTuiError(f"`so-tui doctor` did not end within {limit_s:,.0f} s") from error
-    return machine_found(machine, tuple(Found(one.code, one.severity, one.title) for one in found))
+    return machine_found(machine, found)
 
 
 def _rates(machine: Machine, tell: Callable[[str], None], limit_s: float) -> RatesFound:
@@ -695,7 +694,7 @@ def _begun(machine: Machine, folder: Path, gpus: int, shape: str) -> Report:
     found = report.read(folder)
     if found is None:
         return new
-    if any(getattr(found, key) != getattr(new, key) for key in ("host", "so_tui", "gpus", "shape")):
+    if replace(found, begun=new.begun, outcomes=(), agreement=()) != new:
         raise reject(
             "another-report",
             "--out",

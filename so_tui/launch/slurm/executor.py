@@ -148,33 +148,18 @@ def _missing(
         return f"revision {model.revision}" if own else "it"
     if tokenizer and not any((folder / file).exists() for file in _TOKENIZERS):
         return "its tokenizer"
-    files = _weights(folder) if weights else ()
-    return next((file for file in files if not (folder / file).exists()), None)
-
-
-def _weights(folder: Path) -> tuple[str, ...]:
-    """Return the names of the files that hold a model's weights."""
+    if not weights:
+        return None
     index = readable_json(folder / _INDEX, _Index)
     shards = sorted(set(index.weight_map.values())) if index else ["model.safetensors"]
-    return ("config.json", *shards)
+    files = ("config.json", *shards)
+    return next((file for file in files if not (folder / file).exists()), None)
 
 
 _FORGOTTEN_S = 60.0
 """An answer this much younger than a submission, without the job, means that Slurm has forgotten it
 or never had it. Clocks differ.
 """
-_RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"])
-_QUEUED = frozenset(
-    [
-        "PENDING",
-        "CONFIGURING",
-        "REQUEUED",
-        "REQUEUE_HOLD",
-        "REQUEUE_FED",
-        "SPECIAL_EXIT",
-        "RESV_DEL_HOLD",
-    ]
-)
 _ENDS: dict[str, OutcomeCode | None] = {
     "COMPLETED": None,
     "TIMEOUT": OutcomeCode.OUT_OF_TIME,
@@ -187,8 +172,21 @@ _ENDS: dict[str, OutcomeCode | None] = {
     "FAILED": OutcomeCode.JOB_FAILED,
 }
 _PHASES = {
-    **dict.fromkeys(_RUNNING, JobPhase.RUNNING),
-    **dict.fromkeys(_QUEUED, JobPhase.QUEUED),
+    **dict.fromkeys(
+        ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"), JobPhase.RUNNING
+    ),
+    **dict.fromkeys(
+        (
+            "PENDING",
+            "CONFIGURING",
+            "REQUEUED",
+            "REQUEUE_HOLD",
+            "REQUEUE_FED",
+            "SPECIAL_EXIT",
+            "RESV_DEL_HOLD",
+        ),
+        JobPhase.QUEUED,
+    ),
     "COMPLETING": JobPhase.COMPLETING,
     **dict.fromkeys(_ENDS, JobPhase.ENDED),
 }
@@ -316,21 +314,18 @@ class SlurmExecutor(Executor):
             return _status(job)
         return replace(unknown, phase=JobPhase.ENDED, end=OutcomeCode.JOB_FORGOTTEN)
 
-    def cancel(self, run: RunDirectory, attempt: int) -> bool:
+    def cancel(self, run: RunDirectory, attempt: int) -> None:
         """Cancel the attempt's job; see ``Executor.cancel``."""
         submission = read_submission(run, attempt)
         if submission is None:
-            return False
+            return
         if submission.cluster != client.cluster_name():
             raise SlurmError(
                 f"its job is on the cluster {submission.cluster}. Cancel it from a login node of "
                 "that cluster"
             )
-        job = _job_of(run, attempt, submission, client.own_jobs())
-        if job is None:
-            return False
-        client.cancel(job.id)
-        return True
+        if job := _job_of(run, attempt, submission, client.own_jobs()):
+            client.cancel(job.id)
 
 
 def _status(job: Job) -> JobStatus:
