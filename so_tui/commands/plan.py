@@ -20,6 +20,7 @@ from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.spec import InputError, field_index, find_preset, load_catalog, parse_value, problems_in
 from so_tui.spec.errors import reject
+from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.text import so_tui_command
 from so_tui.units import plural, rate, thousands
 
@@ -54,7 +55,7 @@ def _plan_one(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plans_json([chosen]))
     else:
-        note_place(arguments, machine, spec.slurm.partition, site=spec.slurm.site)
+        note_place(arguments, machine, spec.slurm)
         print_rich(render_plan(chosen, machine))
         if chosen.recommended:
             # On one line, so that it can be copied.
@@ -79,15 +80,12 @@ def _plan_one(arguments: argparse.Namespace) -> int:
 
 def _plan_table(arguments: argparse.Namespace) -> int:
     """Print the table of models and GPU counts."""
-    from so_tui.launch.places import machine_of_partition
+    from so_tui.launch.places import machine_of
     from so_tui.plan.planner import plan_table, unplannable
     from so_tui.plan.show import plans_json, render_table
 
-    machine = (
-        machine_of_partition(arguments.partition)
-        if arguments.partition and not arguments.machine
-        else chosen_machine(arguments)
-    )
+    slurm = SlurmSpec(partition=arguments.partition or "")
+    machine = chosen_machine(arguments) if arguments.machine else machine_of(slurm)
     counts, nodes = _counts(arguments), _nodes(arguments)
     catalog = load_catalog()
     rows = plan_table(list(catalog.presets.values()), machine, counts, nodes)
@@ -96,7 +94,7 @@ def _plan_table(arguments: argparse.Namespace) -> int:
     else:
         unplanned = {name: unplannable(preset.spec) for name, preset in catalog.presets.items()}
         left_out = [f"{name} is left out: {why}" for name, why in unplanned.items() if why]
-        note_place(arguments, machine, arguments.partition or "")
+        note_place(arguments, machine, slurm)
         print_rich(render_table(rows, machine))
         for text in left_out:
             print_note(arguments, text)

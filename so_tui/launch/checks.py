@@ -71,12 +71,12 @@ def preflight(
         Refused: As for ``quick_checks``, or because doctor finds a blocking problem (code
             ``doctor-blocks``, forceable).
     """
-    began, slurm = time.monotonic(), launch.spec.slurm
+    began = time.monotonic()
     begins("files")
     if not executor_of(launch.spec).here:
         checks_elsewhere(launch, runs_dir=runs_dir)
-        profiles = left_out_profiles(slurm.partition, site=slurm.site)
-        warnings = tuple(f"left out: {problem}" for problem in profiles)
+        wrong = left_out_profiles(launch.spec.slurm)
+        warnings = tuple(f"left out: {problem}" for problem in wrong)
     else:
         warnings = quick_checks(launch, runs_dir=runs_dir)
         if not launch.forced:

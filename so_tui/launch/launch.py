@@ -404,4 +404,4 @@ def _changed(spec: RunSpec, values: Mapping[str, str]) -> RunSpec:
         if key in _FIXED_FOR_A_RUN or key.startswith("model.config")
     ]:
         raise InputError(fixed)
-    return with_values(spec, values)
+    return with_values(spec, values) if values else spec

@@ -23,8 +23,9 @@ from so_tui.machine.known import named_machine
 from so_tui.machine.types import Machine, Network
 from so_tui.plan.rates import measured_network
 from so_tui.runs.samples import NetworkRate
-from so_tui.spec import Problem, Refusal, Refused, RunSpec
+from so_tui.spec import Problem, Refusal, Refused
 from so_tui.spec.check import write_atomic
+from so_tui.spec.run_spec import SlurmSpec
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import private_folder
 from so_tui.trust.text import so_tui_command
@@ -118,34 +119,22 @@ def _path(cluster: str, partition: str) -> Path:
 _LOG = logging.getLogger(__name__)
 
 
-def machine_of(spec: RunSpec, here: Machine | None = None) -> Machine:
-    """Return the machine to plan a spec for; see ``machine_of_partition``.
-
-    Args:
-        spec: What is planned.
-        here: This machine, if it has been inspected already.
-
-    Raises:
-        InputError: There is no site profile of the name that the spec gives, or it is wrong.
-    """
-    return machine_of_partition(spec.slurm.partition, here, site=spec.slurm.site)
-
-
-def machine_of_partition(partition: str, here: Machine | None = None, *, site: str = "") -> Machine:
+def machine_of(slurm: SlurmSpec, here: Machine | None = None) -> Machine:
     """Return the machine of a partition: the one that a job saw there, else the one that the site
     profile describes, else this one.
 
     Args:
-        partition: Its name; empty for this machine.
+        slurm: The partition, empty for this machine, and the site profile, by default that of this
+            cluster.
         here: This machine, if it has been inspected already.
-        site: Name of the site profile; by default that of this cluster.
 
     Raises:
-        InputError: As ``machine_of``.
+        InputError: There is no site profile of this name, or it is wrong.
     """
+    partition = slurm.partition
     if not partition:
         return here or inspect_machine()
-    seen, described, profile = _known(partition, site)
+    seen, described, profile = _known(slurm)
     if seen is not None:
         _LOG.info(
             "partition %s: the machine that a job saw on %s",
@@ -168,27 +157,27 @@ def machine_of_partition(partition: str, here: Machine | None = None, *, site: s
     )
 
 
-def source_of(partition: str, *, site: str = "") -> tuple[float | None, str]:
+def source_of(slurm: SlurmSpec) -> tuple[float | None, str]:
     """Return where the description of a partition's machine comes from: when a job inspected a
     node, in seconds since the epoch, or the title of the site profile; neither where this machine
-    stands for it. Arguments and errors as for ``machine_of_partition``.
+    stands for it. Errors as for ``machine_of``.
     """
-    seen, described, profile = _known(partition, site)
+    seen, described, profile = _known(slurm)
     if seen is not None:
         return seen.seen, ""
     return None, profile.title if described else ""
 
 
-def left_out_profiles(partition: str, *, site: str = "") -> tuple[Problem, ...]:
+def left_out_profiles(slurm: SlurmSpec) -> tuple[Problem, ...]:
     """Return what is wrong with site profiles among which that of a partition's cluster was looked
-    for; arguments as for ``source_of``.
+    for.
     """
     from so_tui.launch.slurm.script import wrong_sites
 
-    return wrong_sites() if partition and not site else ()
+    return wrong_sites() if slurm.partition and not slurm.site else ()
 
 
-def _known(partition: str, site: str) -> tuple[_SeenMachine | None, Machine | None, Site]:
+def _known(slurm: SlurmSpec) -> tuple[_SeenMachine | None, Machine | None, Site]:
     """Return the machine that a job saw, the one that the site profile describes, and the profile.
 
     A job that had a part of a node is not believed where the profile knows of more GPUs.
@@ -197,8 +186,9 @@ def _known(partition: str, site: str) -> tuple[_SeenMachine | None, Machine | No
     from so_tui.launch.slurm.executor import cluster_here, site_name
     from so_tui.launch.slurm.script import load_site
 
-    profile = load_site(site_name(site))
-    seen, described = _seen_machine(cluster_here(), partition), _described(profile, partition)
+    profile = load_site(site_name(slurm.site))
+    seen = _seen_machine(cluster_here(), slurm.partition)
+    described = _described(profile, slurm.partition)
     if (
         seen is not None
         and described is not None
@@ -218,17 +208,17 @@ def _described(profile: Site, partition: str) -> Machine | None:
     return named_machine(name)
 
 
-def with_remedy(error: Refused, spec: RunSpec, *, described: bool) -> Refused:
+def with_remedy(error: Refused, slurm: SlurmSpec, *, described: bool) -> Refused:
     """Return why a spec was refused, with how to get to know the partition's machine if only this
     one was known.
 
     Args:
         error: Why the plan was refused.
-        spec: What was planned.
+        slurm: Where it was planned for.
         described: The user gave the machine.
     """
-    partition = spec.slurm.partition
-    if not partition or described or any(source_of(partition, site=spec.slurm.site)):
+    partition = slurm.partition
+    if not partition or described or any(source_of(slurm)):
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
     message = (
