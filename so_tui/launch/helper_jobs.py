@@ -81,11 +81,11 @@ def measured_beside_nothing(
     try:
         held = host_check.take_gpus(mine.gpus, by)
     except host_check.LockTakenError as error:
-        busy = (
+        raise refuse(
+            "gpu-in-use",
             f"{error}. A run and a calibration would disturb each other; wait until the run has "
-            "ended"
-        )
-        raise refuse("gpu-in-use", busy) from error
+            "ended",
+        ) from error
     try:
         return call_tool(tool, _request_of(mine), tell, timeout_s=timeout_s)
     finally:

@@ -42,7 +42,7 @@ from so_tui.runs.lock import run_lock
 from so_tui.runs.records import FINAL_STATES, OutcomeCode, RunState
 from so_tui.runs.samples import read_network_rate
 from so_tui.runs.state import read_state, write_state, write_state_even_if_full
-from so_tui.spec import InputError, SoTuiError
+from so_tui.spec import SoTuiError
 from so_tui.spec.errors import reject
 from so_tui.trust.decoding import readable_json
 from so_tui.trust.files import umask_of
@@ -100,12 +100,14 @@ def _told_attempt(run: RunDirectory, submitted: int, count: int) -> int:
             )
         time.sleep(_POLL_S)
     if told.attempt is None:
-        raise _not_continued(run, "does not continue, as the first node of its job says")
+        raise reject(
+            "not-continued",
+            "run",
+            run.name,
+            "does not continue, as the first node of its job says",
+            "`so-tui resume` continues it.",
+        )
     return told.attempt
-
-
-def _not_continued(run: RunDirectory, why: str) -> InputError:
-    return reject("not-continued", "run", run.name, why, "`so-tui resume` continues it.")
 
 
 def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, count: int) -> int:
@@ -143,7 +145,13 @@ def _attempt_of_restart(run: RunDirectory, submitted: int, machine: Machine, cou
                 works_in=submitted,
             )
         else:
-            raise _not_continued(run, f"is {state.state} ({state.code or 'by a person'})")
+            raise reject(
+                "not-continued",
+                "run",
+                run.name,
+                f"is {state.state} ({state.code or 'by a person'})",
+                "`so-tui resume` continues it.",
+            )
         return attempt
     finally:
         write_run_json(run, run.restart_path(submitted, count), _Restart(attempt=attempt))

@@ -115,21 +115,15 @@ def newest_attempt(run: RunDirectory, state: RunState) -> int:
 
 def _queue_text(job: JobStatus) -> str:
     """Return what a job waits for, in words."""
-    number = f"job {printable_line(job.job_id)}"
+    number = f"job {job.job_id}"
     match job.phase:
         case JobPhase.QUEUED:
             reason = job.waits_for.partition(",")[0]  # a list of nodes may follow
-            why = (
-                f" waits for {_WAITS.get(reason, printable_line(reason))}"
-                if reason
-                else " waits in the queue"
-            )
-            start = (
-                f", expected to start {_clock(job.expected_start)}"
-                if job.expected_start is not None
-                else ""
-            )
-            return f"{number}{why}{start}"
+            why = f"for {_WAITS.get(reason, printable_line(reason))}" if reason else "in the queue"
+            start = ""
+            if job.expected_start is not None:
+                start = f", expected to start {_clock(job.expected_start)}"
+            return f"{number} waits {why}{start}"
         case JobPhase.RUNNING | JobPhase.COMPLETING:
             return f"{number} starts on {printable_line(job.nodes)}"
     return f"{number} was submitted" if job.job_id else "is being submitted"

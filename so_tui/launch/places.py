@@ -183,8 +183,8 @@ def _known(slurm: SlurmSpec) -> tuple[_SeenMachine | None, Machine | None, Site]
     A job that had a part of a node is not believed where the profile knows of more GPUs.
     """
     # Only where there is a partition: they take time to import.
-    from so_tui.launch.slurm.executor import cluster_here, site_name
-    from so_tui.launch.slurm.script import load_site
+    from so_tui.launch.slurm.client import cluster_here
+    from so_tui.launch.slurm.script import load_site, site_name
 
     profile = load_site(site_name(slurm.site))
     seen = _seen_machine(cluster_here(), slurm.partition)
@@ -221,10 +221,9 @@ def with_remedy(error: Refused, slurm: SlurmSpec, *, described: bool) -> Refused
     if not partition or described or any(source_of(slurm)):
         return error
     measure = so_tui_command("run", "tiny", "--partition", partition)
-    message = (
+    unknown = Refusal(
+        "partition-unknown",
         f"the nodes of partition {partition} are not known yet, so this plan is for the machine "
-        f"you are on. `{measure}` records them in a minute; --machine names or describes them"
+        f"you are on. `{measure}` records them in a minute; --machine names or describes them",
     )
-    return Refused(
-        [*error.refusals, Refusal("partition-unknown", message)], forceable=error.forceable
-    )
+    return Refused([*error.refusals, unknown], forceable=error.forceable)

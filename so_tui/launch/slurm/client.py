@@ -154,6 +154,16 @@ def cluster_name() -> str:
     return answer
 
 
+def cluster_here() -> str:
+    """Return the name of this host's cluster; empty where there is none, or Slurm does not
+    answer.
+    """
+    try:
+        return cluster_name()
+    except SlurmError:
+        return ""
+
+
 @lru_cache(maxsize=1)
 def _named_cluster(_minute: int) -> str | SlurmError:
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -23,9 +24,8 @@ from so_tui.launch.slurm.client import Job, SlurmError, explained, queue
 from so_tui.launch.slurm.script import (
     OUTPUT,
     batch_script,
-    foreign_interpreter,
     load_site,
-    recognised_site,
+    site_name,
 )
 from so_tui.launch.supervisor.ending import queued_state
 from so_tui.plan.plan import Launch
@@ -44,7 +44,8 @@ from so_tui.trust.text import so_tui_command
 # What of a spec is in the local cache of the Hugging Face hub, by its files alone: a login node
 # may have none of the packages.
 #
-# Problem codes: not-cached: Nodes without internet would have to download it.
+# Problem codes: not-cached: Nodes without internet would have to download it. foreign-interpreter:
+# The interpreter of jobs is built for another architecture than the nodes have.
 
 
 _INDEX = "model.safetensors.index.json"
@@ -266,17 +267,28 @@ class SlurmExecutor(Executor):
             _write_submission(run, attempt, replace(submission, job_id=job_id))
 
     def unavailable(self, launch: Launch) -> tuple[Problem, ...]:
-        """Return that the nodes cannot execute the interpreter, and what is not in the cache, if
-        nodes have no internet.
+        """Return that the nodes cannot execute the interpreter, if the architectures of both are
+        known, and what is not in the cache, if nodes have no internet.
         """
-        spec = launch.spec
+        spec, nodes = launch.spec, launch.machine
         site = load_site(site_name(spec.slurm.site))
-        absent = (
-            ()
-            if site.internet
-            else _not_cached(spec, {**os.environ, **site.environment}, site.title)
-        )
-        return (*foreign_interpreter(launch.machine, site, spec.slurm.partition), *absent)
+        here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
+        problems = []
+        if site.architecture and not here and site.architecture != nodes.architecture:
+            problems.append(
+                Problem(
+                    "foreign-interpreter",
+                    "slurm.site",
+                    site.interpreter,
+                    f"is built for {site.architecture}, and the nodes of partition "
+                    f"{spec.slurm.partition} are {nodes.architecture}",
+                    "Install so-tui with its training packages for them, and name that interpreter "
+                    "in the site profile (python = ...).",
+                )
+            )
+        if not site.internet:
+            problems += _not_cached(spec, {**os.environ, **site.environment}, site.title)
+        return tuple(problems)
 
     def preview(self, launch: Launch) -> str:
         """Return the batch script, with a placeholder for the run directory."""
@@ -291,7 +303,7 @@ class SlurmExecutor(Executor):
         if submission is None:
             return None
         unknown = JobStatus(job_id=submission.job_id, phase=JobPhase.UNKNOWN)
-        here = submission.cluster == cluster_here()
+        here = submission.cluster == client.cluster_here()
         answer = queue(submission.cluster, submission.poll_s) if here else None
         if answer is None:
             return unknown
@@ -340,21 +352,6 @@ def _status(job: Job) -> JobStatus:
         if job.state == "FAILED"
         else "",
     )
-
-
-def site_name(given: str) -> str:
-    """Return the name of a profile: the given one, or if it is empty that of this cluster."""
-    return given or recognised_site(cluster_here())
-
-
-def cluster_here() -> str:
-    """Return the name of this host's cluster; empty where there is none, or Slurm does not
-    answer.
-    """
-    try:
-        return client.cluster_name()
-    except SlurmError:
-        return ""
 
 
 def read_submission(run: RunDirectory, attempt: int) -> Submission | None:

@@ -20,7 +20,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,9 +33,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from so_tui.folders import state_home, user_folder
+from so_tui.launch.slurm.client import cluster_here
 from so_tui.launch.supervisor.slowness import EXPECTED_VARIABLE
 from so_tui.machine.interpreter import architecture_of
-from so_tui.machine.types import Machine
 from so_tui.plan.plan import Plan
 from so_tui.plan.reasons import DISK_BYTES_PER_S
 from so_tui.spec import InputError, Problem, RunSpec, SoTuiError
@@ -295,13 +294,13 @@ def wrong_sites() -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def recognised_site(cluster: str) -> str:
-    """Return the name of the profile that names a cluster, else ``generic``. A wrong profile
-    concerns only the cluster that it names.
+def site_name(given: str) -> str:
+    """Return the name of a profile: the given one, or if it is empty the one that names this
+    cluster, else ``generic``. A wrong profile concerns only the cluster that it names.
     """
-    return next(
-        (name for name in _site_names() if cluster and cluster in _clusters_of(name)), GENERIC
-    )
+    cluster = "" if given else cluster_here()
+    named = (name for name in _site_names() if cluster and cluster in _clusters_of(name))
+    return given or next(named, GENERIC)
 
 
 def _clusters_of(name: str) -> tuple[str, ...]:
@@ -327,29 +326,6 @@ def _clusters_of(name: str) -> tuple[str, ...]:
 
 def _invalid(path: Path, message: str, remedy: str) -> InputError:
     return reject("invalid-site", "slurm.site", path.stem, message, remedy, file=str(path))
-
-
-# The interpreter of a site's jobs, beside the nodes that they get.
-#
-# Problem codes: foreign-interpreter: It is built for another architecture than the nodes have.
-
-
-def foreign_interpreter(nodes: Machine, site: Site, partition: str) -> Iterator[Problem]:
-    """Yield that the nodes of a partition cannot execute the interpreter, if the architectures of
-    both are known.
-    """
-    here = nodes.hostname == socket.gethostname()  # it stands for nodes that no job has seen
-    architecture = site.architecture
-    if architecture and not here and architecture != nodes.architecture:
-        yield Problem(
-            "foreign-interpreter",
-            "slurm.site",
-            site.interpreter,
-            f"is built for {architecture}, and the nodes of partition {partition} are "
-            f"{nodes.architecture}",
-            "Install so-tui with its training packages for them, and name that interpreter in the "
-            "site profile (python = ...).",
-        )
 
 
 OUTPUT = "slurm.%j.log"
